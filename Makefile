@@ -1,0 +1,46 @@
+# Each target sets up what it needs on a fresh machine: Linux, Python >= 3.11, git, make; a C++ compiler is optional.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := $(wildcard native/*) setup.py pyproject.toml constraints.txt
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/backstash compare examples/train_images.py --network vgg --out demo-results/vgg
+	$(BIN)/backstash compare examples/train_images.py --network resnet --out demo-results/resnet
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.run --device cpu
+
+clean:
+	rm -rf $(VENV) build demo-results backstash-compare src/*.egg-info src/backstash/ops/cpu/*.so
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first: a range would fetch the newest build with its CUDA packages.
+$(VENV)/.torch: $(BIN)/python constraints.txt
+	$(BIN)/python -m pip install -q setuptools wheel
+	$(BIN)/python -m pip install -q -c constraints.txt torch numpy
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch $(SOURCES)
+	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[cli,plot]' scikit-learn
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch $(SOURCES)
+	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[cli,plot,dev]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.torch $(SOURCES)
+	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[cli,plot,bench]'
+	touch $@

@@ -1,0 +1,28 @@
+"""Train bigger networks in the memory you have: saved tensors, stored smaller."""
+
+from backstash import codecs, policies
+from backstash.codecs import Codec, Encoded, register_codec
+from backstash.errors import BackstashError
+from backstash.policy import Keep, Policy, Stash
+from backstash.report.meter import measure
+from backstash.saved import Need
+from backstash.session import Session
+from backstash.stores import Store
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackstashError",
+    "Codec",
+    "Encoded",
+    "Keep",
+    "Need",
+    "Policy",
+    "Session",
+    "Stash",
+    "Store",
+    "codecs",
+    "measure",
+    "policies",
+    "register_codec",
+]

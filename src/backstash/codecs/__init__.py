@@ -1,0 +1,63 @@
+"""Codecs by name: ``codecs.get("zvc").encode(x)``. To add one, see CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import backstash.ops.backends as _backends  # noqa: F401  registers the kernels that the codecs call
+from backstash.codecs.base import Codec, Encoded, ErrorBound
+from backstash.codecs.bitmask import Binary, Bitmask
+from backstash.codecs.narrow import Narrow
+from backstash.codecs.shape import Shape
+from backstash.codecs.zvc import Zvc
+from backstash.errors import UnknownNameError
+
+__all__ = [
+    "Binary",
+    "Bitmask",
+    "Codec",
+    "Encoded",
+    "ErrorBound",
+    "Narrow",
+    "Shape",
+    "Zvc",
+    "get",
+    "names",
+    "register_codec",
+]
+
+_REGISTRY: dict[str, type[Codec]] = {}
+
+
+def register_codec(codec: type[Codec]) -> type[Codec]:
+    """Make a codec class available by its ``id``; usable as a decorator.
+
+    Raises:
+        ValueError: another class has that id.
+    """
+    if _REGISTRY.setdefault(codec.id, codec) is not codec:
+        raise ValueError(
+            f"register_codec was asked to add {codec.__name__} as {codec.id!r}, but that is "
+            f"{_REGISTRY[codec.id].__name__}. Choose another id."
+        )
+    return codec
+
+
+def names() -> tuple[str, ...]:
+    """The ids of all registered codecs."""
+    return tuple(sorted(_REGISTRY))
+
+
+def get(name: str, **parameters: Any) -> Codec:
+    """The codec registered as ``name``, made with ``parameters``.
+
+    Raises:
+        UnknownNameError: no codec has that id.
+    """
+    if name not in _REGISTRY:
+        raise UnknownNameError(f"codec {name!r} was asked for, but there are {', '.join(names())}.")
+    return _REGISTRY[name](**parameters)
+
+
+for _codec in (Shape, Bitmask, Binary, Narrow, Zvc):
+    register_codec(_codec)

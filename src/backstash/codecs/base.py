@@ -1,0 +1,142 @@
+"""What a codec is.
+
+A codec turns a tensor into named planes and back. It is a frozen dataclass, so its ``repr`` is the call that makes it
+and two equal codecs do the same. The contract, which :func:`backstash.testing.check_codec` checks:
+
+* ``encode`` never changes ``x`` and never keeps a view of it; ``decode`` is a pure function of the planes, may run any
+  number of times, and fills the ``out`` it is given, whose strides are the original ones.
+* What it ``preserves`` it preserves exactly, bit for bit, unless it has a ``bound``.
+* It refuses what it cannot take: by the spec (``accepts``), by a cheap look at the data (``declines``), or, where only
+  the full pass can tell, by raising :class:`~backstash.errors.CodecRefusedError` from ``encode``.
+* It knows nothing of stores, sessions or policies.
+
+Tensors are encoded in memory order, so that any dense layout (contiguous, channels_last, transposed) costs the same
+and comes back with the same strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from backstash.errors import CodecRefusedError
+from backstash.saved import Need, TensorSpec
+
+EXACT = frozenset(Need)
+"""What a codec preserves that gives back every bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBound:
+    """How far a decoded element may be from the original: ``abs``, or ``rel`` to the tensor's value range."""
+
+    abs: float | None = None
+    rel: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A stashed value.
+
+    Attributes:
+        codec: id of the codec that made it.
+        spec: the tensor that was encoded.
+        planes: named tensors; the names appear in reports.
+        meta: small numbers that decoding needs.
+    """
+
+    codec: str
+    spec: TensorSpec
+    planes: Mapping[str, Tensor]
+    meta: Mapping[str, int | float | tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct storages behind the planes."""
+        storages = {}
+        for plane in self.planes.values():
+            storage = plane.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """See the module's docstring for the contract."""
+
+    id: ClassVar[str]
+    preserves: ClassVar[frozenset[Need]]
+    bound: ClassVar[ErrorBound | None]
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        """None if tensors like ``spec`` can be encoded, else the reason why not."""
+
+    def declines(self, x: Tensor) -> str | None:
+        """None if encoding ``x`` pays, else the reason; judged on a sample, without a pass over the data."""
+
+    def encode(self, x: Tensor) -> Encoded:
+        """Encode ``x``, of any dense layout."""
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        """Fill ``out`` (allocated like the original where None) and return it."""
+
+    def nbytes_bound(self, spec: TensorSpec) -> int:
+        """Bytes of the planes in the worst case."""
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill one block of memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if size == 0:
+            return True
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat(x: Tensor) -> Tensor:
+    """``x`` as a 1-D view in memory order. ``x`` must be dense (see :func:`refuses_layout`)."""
+    if x.dim() == 1 and x.is_contiguous():
+        return x
+    return x.as_strided((x.numel(),), (1,))
+
+
+def refuses_layout(spec: TensorSpec) -> str | None:
+    """The reason why no codec takes a tensor whose elements do not fill one block of memory, else None."""
+    if is_dense(spec.shape, spec.stride):
+        return None
+    return f"its elements do not fill one block of memory (strides {list(spec.stride)})"
+
+
+def require(codec: Codec, x: Tensor) -> TensorSpec:
+    """The spec of ``x``.
+
+    Raises:
+        CodecRefusedError: ``codec`` does not accept it.
+    """
+    spec = TensorSpec.of(x)
+    reason = codec.accepts(spec)
+    if reason is not None:
+        raise CodecRefusedError(
+            f"codec {codec.id!r} was asked to encode {spec}, but {reason}. "
+            f"Call .accepts(spec) first, or choose another codec."
+        )
+    return spec
+
+
+def like(spec: TensorSpec, out: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """``out`` if given (its shape and strides must be those of ``spec``), else fresh memory."""
+    if out is None:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=dtype or spec.dtype, device=spec.device)
+    if tuple(out.shape) != spec.shape or out.stride() != spec.stride:
+        raise CodecRefusedError(
+            f"decode was asked to fill a tensor of shape {list(out.shape)} and strides {list(out.stride())}, but "
+            f"{spec} with strides {list(spec.stride)} was encoded. Pass out=None, or memory of the same layout."
+        )
+    return out

@@ -1,0 +1,188 @@
+"""One bit per element: the outcome of a test (``Bitmask``), or which of two values it has (``Binary``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, refuses_layout, require
+from backstash.errors import CodecRefusedError, DamagedPlanesError
+from backstash.ops.schema import bytes_for
+from backstash.saved import Mask, Need, Test, TensorSpec
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ops = torch.ops.backstash
+_RELU = Mask(Test.NOT_LE)
+
+
+@dataclass(frozen=True)
+class Bitmask:
+    """Stores which side of a threshold each element is on.
+
+    Preserves: SHAPE, SIGN - the outcome of ``mask.test``, NaN included.
+    Layout: plane ``mask`` uint8 [ceil(n / 8)], element ``i`` in memory order in bit ``i % 8`` of byte ``i // 8``;
+        with ``mask.ternary`` a second such plane ``negative``.
+    Bytes: ceil(n / 8), twice that if ternary.
+    Determinism: the same planes on every backend.
+    Source: Gist (ISCA 2018), section 3.1, "Binarize"; ours takes the test from the backward formula, so that it is
+        exact for NaN, and serves hardtanh, threshold, leaky_relu, clamp, shrinks and abs as well as relu.
+
+    Args:
+        mask: the test, its bounds, and the values that stand in for its two outcomes.
+
+    Example:
+        >>> codec = Bitmask(Mask(Test.NOT_LE))
+        >>> codec.decode(codec.encode(torch.tensor([-1.0, 0.0, 2.0, float("nan")])))
+        tensor([False, False,  True,  True])
+    """
+
+    mask: Mask = _RELU
+
+    id: ClassVar[str] = "bitmask"
+    preserves: ClassVar[frozenset[Need]] = frozenset({Need.SHAPE, Need.SIGN})
+    bound: ClassVar[ErrorBound | None] = None
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        """Dense floating tensors of 16, 32 or 64 bits."""
+        if spec.dtype not in FLOATS:
+            return "it takes float32, bfloat16, float16 and float64 only"
+        return refuses_layout(spec)
+
+    def declines(self, x: Tensor) -> str | None:
+        """Always pays."""
+        return None
+
+    def encode(self, x: Tensor) -> Encoded:
+        """One test per element."""
+        spec = require(self, x)
+        test = self.mask
+        planes = {"mask": _ops.bitmask_encode(flat(x), test.test.code, test.lo, test.hi)}
+        if test.ternary:
+            info = torch.finfo(x.dtype)
+            below_zero = -info.smallest_normal * info.eps  # the negative number next to zero
+            planes["negative"] = _ops.bitmask_encode(flat(x), Test.CLOSED.code, float("-inf"), below_zero)
+        return Encoded(self.id, spec, planes)
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        """Fill a bool ``out`` with the outcomes, or a floating one with their stand-ins.
+
+        A bool is a quarter of a float32, but backward kernels on CPU that are given one make a floating copy of it
+        first: measured at 2.5 times the time of relu's backward. So a Session asks for floats there.
+        """
+        _check_length(encoded, "mask")
+        out = like(encoded.spec, out, torch.bool)
+        if self.mask.ternary:
+            if out.dtype == torch.bool:
+                raise CodecRefusedError(
+                    "codec 'bitmask' was asked to decode a sign of three values into a bool tensor. Pass an out of "
+                    "the original dtype."
+                )
+            _check_length(encoded, "negative")
+            _ops.bitmask_decode(encoded.planes["mask"], flat(out), 1.0, 0.0)
+            negative = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
+            _ops.bitmask_decode(encoded.planes["negative"], negative, 1.0, 0.0)
+            flat(out).masked_fill_(negative, -1.0)
+        elif out.dtype == torch.bool:
+            _ops.bitmask_decode(encoded.planes["mask"], flat(out), 1.0, 0.0)
+        else:
+            _ops.bitmask_decode(encoded.planes["mask"], flat(out), self.mask.if_set, self.mask.if_clear)
+        return out
+
+    def nbytes_bound(self, spec: TensorSpec) -> int:
+        """One bit per element, two if ternary."""
+        return bytes_for(spec.numel, 1) * (2 if self.mask.ternary else 1)
+
+
+@dataclass(frozen=True)
+class Binary:
+    """Stores a tensor whose elements have only two different bit patterns: dropout's mask, an attention mask.
+
+    Preserves: SHAPE, SIGN, INDEX, VALUE.
+    Layout: plane ``mask`` uint8 [ceil(n / 8)] as in Bitmask, set where the element is ``pair[1]``; plane ``pair`` [2].
+    Bytes: ceil(n / 8) + 2 * itemsize.
+    Determinism: the same planes on every backend; ``pair`` is ordered by first occurrence in the sample.
+    Source: Gist (ISCA 2018), section 3.1, packs masks; ours finds them by looking, whatever op made them.
+
+    Example:
+        >>> x = torch.tensor([0.0, 1.25, 1.25, 0.0]).repeat(64)
+        >>> encoded = Binary().encode(x)
+        >>> encoded.nbytes, torch.equal(Binary().decode(encoded), x)
+        (40, True)
+    """
+
+    id: ClassVar[str] = "binary"
+    preserves: ClassVar[frozenset[Need]] = EXACT
+    bound: ClassVar[ErrorBound | None] = None
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        """Dense floating tensors of 16, 32 or 64 bits."""
+        if spec.dtype not in FLOATS:
+            return "it takes float32, bfloat16, float16 and float64 only"
+        return refuses_layout(spec)
+
+    def declines(self, x: Tensor) -> str | None:
+        """Declines where a sample shows other than two bit patterns."""
+        seen = int(bits_of(sample(flat(x))).unique().numel())
+        return None if seen == 2 else f"a sample has {'one value' if seen == 1 else 'more than two values'}"
+
+    def encode(self, x: Tensor) -> Encoded:
+        """One bit per element.
+
+        Raises:
+            CodecRefusedError: the full pass found a third bit pattern.
+        """
+        spec = require(self, x)
+        pair = _first_two(sample(flat(x)))
+        mask, mismatches = _ops.binary_encode(flat(x), pair)
+        if int(mismatches):
+            raise CodecRefusedError(
+                f"codec 'binary' was asked to encode {spec} with two different values, got {int(mismatches)} elements "
+                f"with another one. Use zvc, or Keep()."
+            )
+        return Encoded(self.id, spec, {"mask": mask, "pair": pair})
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        """Every bit of the original."""
+        _check_length(encoded, "mask")
+        out = like(encoded.spec, out)
+        _ops.binary_decode(encoded.planes["mask"], encoded.planes["pair"], flat(out))
+        return out
+
+    def nbytes_bound(self, spec: TensorSpec) -> int:
+        """One bit per element and the two values."""
+        return bytes_for(spec.numel, 1) + 2 * spec.dtype.itemsize
+
+
+_BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_RUNS, _RUN = 64, 64
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """``x`` as integers of the same width."""
+    return x.view(_BITS_DTYPE[x.element_size()])
+
+
+def sample(x: Tensor) -> Tensor:
+    """At most 4,096 elements of a flat tensor: 64 runs of 64 neighbours, evenly spread."""
+    if x.numel() <= _RUNS * _RUN:
+        return x
+    return x.as_strided((_RUNS, _RUN), ((x.numel() - _RUN) // (_RUNS - 1), 1)).reshape(-1)
+
+
+def _first_two(x: Tensor) -> Tensor:
+    """The first element, and the first that differs from it (itself where none does), [2]."""
+    bits = bits_of(x)
+    other = int((bits != bits[0]).to(torch.uint8).argmax())
+    return torch.stack((x[0], x[other]))
+
+
+def _check_length(encoded: Encoded, plane: str) -> None:
+    got, expected = encoded.planes[plane].numel(), bytes_for(encoded.spec.numel, 1)
+    if got != expected:
+        raise DamagedPlanesError(
+            f"codec {encoded.codec!r} was asked to decode {encoded.spec}, whose plane {plane!r} has {expected} bytes, "
+            f"got {got}. The stash was overwritten or cut short; compute the step again."
+        )

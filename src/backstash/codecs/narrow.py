@@ -1,0 +1,142 @@
+"""Integers and bools in the fewest bits; max-pool indices as positions inside their windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, refuses_layout, require
+from backstash.errors import CodecRefusedError, DamagedPlanesError
+from backstash.ops.schema import bytes_for, window_bits
+from backstash.saved import Need, PoolWindow, TensorSpec
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+MAX_BITS = 32
+_ops = torch.ops.backstash
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """Stores integers in the fewest bits that hold their range, bools in one.
+
+    Preserves: SHAPE, SIGN, INDEX, VALUE.
+    Layout: plane ``packed`` uint8 [ceil(n * bits / 8)], a little-endian bit stream, ``bits`` per element in memory
+        order. Without a window the field is ``x - base``; with one it is the row-major position in the window.
+    Bytes: ceil(n * bits / 8), where bits = ceil(log2(max - min + 1)), or of the window's positions: 2 for 2x2, 4
+        for 3x3.
+    Determinism: the same planes on every backend.
+    Source: Gist (ISCA 2018), section 3.1, keeps a 4-bit map for the pooling that follows a relu; ours takes the
+        window from the backward formula, any size, dilation and number of dimensions.
+
+    Args:
+        window: geometry of the pooling whose indices these are; None for plain integers.
+
+    Raises:
+        CodecRefusedError: on encode, an index lies outside its window, or the range needs more than 32 bits.
+
+    Example:
+        >>> encoded = Narrow().encode(torch.tensor([70, 71, 72, 73] * 4))
+        >>> encoded.nbytes, Narrow().decode(encoded)[:4].tolist()
+        (4, [70, 71, 72, 73])
+    """
+
+    window: PoolWindow | None = None
+
+    id: ClassVar[str] = "narrow"
+    preserves: ClassVar[frozenset[Need]] = EXACT
+    bound: ClassVar[ErrorBound | None] = None
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        """Dense integer and bool tensors; with a window, int64 laid out contiguous or channels_last."""
+        if spec.dtype not in INTEGERS:
+            return "it takes integers and bool only"
+        if self.window is not None and _walk(spec, len(self.window.kernel)) is None:
+            return "its layout is neither contiguous nor channels_last"
+        return refuses_layout(spec)
+
+    def declines(self, x: Tensor) -> str | None:
+        """Declines where the fields would be no narrower than the integers."""
+        if self.window is None and x.numel() == 0:
+            return "it is empty"
+        bits = window_bits(self.window.kernel) if self.window else _range(flat(x))[0]
+        width = 8 * x.element_size()
+        return None if bits < width else f"its range needs {bits} of {width} bits"
+
+    def encode(self, x: Tensor) -> Encoded:
+        """Pack the fields."""
+        spec = require(self, x)
+        if self.window is None:
+            bits, base = _range(flat(x))
+            if bits > MAX_BITS:
+                raise CodecRefusedError(
+                    f"codec 'narrow' was asked to encode {spec} in at most {MAX_BITS} bits, got a range that needs "
+                    f"{bits}. Use Keep()."
+                )
+            return Encoded(
+                self.id, spec, {"packed": _ops.narrow_encode(flat(x), bits, base)}, {"bits": bits, "base": base}
+            )
+        packed, outside = _ops.window_encode(flat(x), *self._geometry(spec))
+        if x.device.type == "cpu" and int(outside):  # elsewhere the host would have to wait; torch's indices are inside
+            raise CodecRefusedError(
+                f"codec 'narrow' was asked to encode {spec} as positions in {self.window}, got {int(outside)} indices "
+                f"outside their window. Use Narrow() without a window."
+            )
+        return Encoded(self.id, spec, {"packed": packed}, {"bits": window_bits(self.window.kernel)})
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        """The original integers."""
+        packed, bits = encoded.planes["packed"], int(encoded.meta["bits"])  # type: ignore[arg-type]
+        if packed.numel() != bytes_for(encoded.spec.numel, bits):
+            raise DamagedPlanesError(
+                f"codec 'narrow' was asked to decode {encoded.spec} of {bits} bits each, got {packed.numel()} bytes. "
+                f"The stash was overwritten or cut short; compute the step again."
+            )
+        out = like(encoded.spec, out)
+        if self.window is None:
+            _ops.narrow_decode(packed, bits, encoded.meta["base"], flat(out))
+        else:
+            _ops.window_decode(packed, *self._geometry(encoded.spec), flat(out))
+        return out
+
+    def nbytes_bound(self, spec: TensorSpec) -> int:
+        """At 32 bits, or the window's bits."""
+        if self.window is not None:
+            return bytes_for(spec.numel, window_bits(self.window.kernel))
+        return bytes_for(spec.numel, 1 if spec.dtype == torch.bool else min(MAX_BITS, 8 * spec.dtype.itemsize))
+
+    def _geometry(self, spec: TensorSpec) -> tuple[object, ...]:
+        window = self.window
+        assert window is not None
+        dims = len(window.kernel)
+        inner = _walk(spec, dims)
+        sizes = (window.input_size, spec.shape[-dims:], window.kernel, window.stride, window.padding, window.dilation)
+        return (inner, *(list(size) for size in sizes))
+
+
+def _range(x: Tensor) -> tuple[int, int]:
+    """Bits that hold ``max - min`` of a flat integer tensor, and ``min``; (1, 0) for bool without looking."""
+    if x.dtype == torch.bool or x.numel() == 0:
+        return 1, 0
+    low, high = (int(edge) for edge in x.aminmax())
+    return max(1, (high - low).bit_length()), low
+
+
+def _walk(spec: TensorSpec, dims: int) -> int | None:
+    """Elements between spatial neighbours in memory, None where spatial positions are not walked in row-major order."""
+    sizes, steps = spec.shape[-dims:], spec.stride[-dims:]
+    if spec.dtype != torch.int64 or len(sizes) < dims:
+        return None
+    inner = 1 if len(spec.shape) <= dims else prod(spec.shape[-dims - 1 : -dims])
+    for candidate in (1, inner):
+        expected, fits = candidate, True
+        for size, step in zip(reversed(sizes), reversed(steps), strict=True):
+            fits &= size == 1 or step == expected
+            expected *= size
+        channel_step = expected if candidate == 1 else 1
+        if fits and (inner == 1 or spec.stride[-dims - 1] == channel_step):
+            return candidate
+    return None

@@ -1,0 +1,42 @@
+"""Every exception of backstash, one class per cause.
+
+Each message has three parts: what was asked, what was got, what to do.
+"""
+
+from __future__ import annotations
+
+
+class BackstashError(Exception):
+    """Base of every error that backstash raises on purpose."""
+
+
+class UnknownNameError(BackstashError, ValueError):
+    """A policy, codec or store was asked for by a name that is not registered."""
+
+
+class NeedNotMetError(BackstashError, ValueError):
+    """A policy chose a codec that preserves less than the backward pass reads."""
+
+
+class CodecRefusedError(BackstashError, TypeError):
+    """A codec was given a tensor that it does not accept."""
+
+
+class DamagedPlanesError(BackstashError, RuntimeError):
+    """The planes of a stashed value do not fit together, so it cannot be decoded."""
+
+
+class SavedTensorModifiedError(BackstashError, RuntimeError):
+    """A tensor that is kept by reference was changed in place after it was saved."""
+
+
+class SessionError(BackstashError, RuntimeError):
+    """A Session was nested, re-entered, or opened where it would switch other hooks off."""
+
+
+class MeasureError(BackstashError, RuntimeError):
+    """A measurement was asked for that this system cannot make."""
+
+
+class ScriptError(BackstashError, FileNotFoundError):
+    """A training script was asked for that is not there."""

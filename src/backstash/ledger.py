@@ -1,0 +1,212 @@
+"""The accounts of a Session: what was saved, what became of it, what it cost. Plain data; holds no tensor."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+
+
+@dataclass(slots=True)
+class Entry:
+    """One stored value: a storage that one or more saved tensors view.
+
+    Attributes:
+        key: key of the saved tensor whose need is strongest.
+        shared_by: keys of the other saved tensors that view the same storage.
+        need: the strongest need.
+        spec: dtype and shape, as text.
+        saved_nbytes: bytes that plain PyTorch would hold.
+        stash_nbytes: bytes held instead.
+        codec: id of the codec, or ``"kept"``.
+        reason: why it was kept.
+        encode_seconds, decode_seconds: host time spent on it.
+        decodes: how often it was decoded.
+    """
+
+    key: str
+    need: str
+    spec: str
+    saved_nbytes: int
+    stash_nbytes: int = 0
+    codec: str = "kept"
+    reason: str = ""
+    shared_by: list[str] = field(default_factory=list)
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decodes: int = 0
+
+
+@dataclass(frozen=True)
+class CodecTotal:
+    """Totals over the values of one codec."""
+
+    codec: str
+    count: int
+    saved_nbytes: int
+    stash_nbytes: int
+    encode_seconds: float
+    decode_seconds: float
+    encode_gb_per_second: float | None
+    decode_gb_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The accounts of one step: the last that saved anything.
+
+    Attributes:
+        policy: repr of the policy.
+        steps: steps seen so far.
+        rows: one Entry per stored value, in the order of saving.
+        parameter_nbytes: parameters and buffers that were saved by reference; not counted elsewhere.
+        peak_stash_nbytes: the most that was held at any moment since the Session was made.
+    """
+
+    policy: str
+    steps: int
+    rows: tuple[Entry, ...]
+    parameter_nbytes: int
+    peak_stash_nbytes: int
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Dense bytes of the distinct storages saved, parameters excluded."""
+        return sum(row.saved_nbytes for row in self.rows)
+
+    @property
+    def stash_nbytes(self) -> int:
+        """Bytes held for them, those kept by reference included."""
+        return sum(row.stash_nbytes for row in self.rows)
+
+    @property
+    def ratio(self) -> float:
+        """``saved_nbytes / stash_nbytes``; 1.0 where nothing was saved."""
+        return self.saved_nbytes / self.stash_nbytes if self.stash_nbytes else 1.0
+
+    @property
+    def encode_seconds(self) -> float:
+        """Host time spent encoding."""
+        return sum(row.encode_seconds for row in self.rows)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Host time spent decoding."""
+        return sum(row.decode_seconds for row in self.rows)
+
+    def by_codec(self) -> tuple[CodecTotal, ...]:
+        """Totals per codec, largest saving first. Speeds are dense bytes per second of host time."""
+        groups: dict[str, list[Entry]] = defaultdict(list)
+        for row in self.rows:
+            groups[row.codec].append(row)
+        totals = []
+        for codec, rows in groups.items():
+            saved, encode = sum(row.saved_nbytes for row in rows), sum(row.encode_seconds for row in rows)
+            decode = sum(row.decode_seconds for row in rows)
+            decoded = sum(row.saved_nbytes * row.decodes for row in rows)
+            totals.append(
+                CodecTotal(
+                    codec,
+                    len(rows),
+                    saved,
+                    sum(row.stash_nbytes for row in rows),
+                    encode,
+                    decode,
+                    saved / encode / 1e9 if encode and codec != "kept" else None,
+                    decoded / decode / 1e9 if decode and codec != "kept" else None,
+                )
+            )
+        return tuple(sorted(totals, key=lambda total: total.stash_nbytes - total.saved_nbytes))
+
+    def to_json(self) -> str:
+        """Everything as one JSON object."""
+        totals = {
+            name: getattr(self, name)
+            for name in (
+                "policy",
+                "steps",
+                "saved_nbytes",
+                "stash_nbytes",
+                "ratio",
+                "parameter_nbytes",
+                "peak_stash_nbytes",
+                "encode_seconds",
+                "decode_seconds",
+            )
+        }
+        totals["by_codec"] = [asdict(total) for total in self.by_codec()]
+        totals["rows"] = [asdict(row) for row in self.rows]
+        return json.dumps(totals, indent=1)
+
+    def __str__(self) -> str:
+        lines = [
+            f"policy {self.policy}: saved {mib(self.saved_nbytes)}, stashed as {mib(self.stash_nbytes)}, "
+            f"ratio {self.ratio:.2f} (step {self.steps}; {mib(self.parameter_nbytes)} of parameters by reference)",
+            "",
+            *_table(
+                ("codec", "values", "saved", "stash", "ratio", "encode", "decode", "GB/s enc", "GB/s dec"),
+                (
+                    (
+                        total.codec,
+                        str(total.count),
+                        mib(total.saved_nbytes),
+                        mib(total.stash_nbytes),
+                        _ratio(total.saved_nbytes, total.stash_nbytes),
+                        f"{total.encode_seconds * 1e3:.1f} ms",
+                        f"{total.decode_seconds * 1e3:.1f} ms",
+                        "" if total.encode_gb_per_second is None else f"{total.encode_gb_per_second:.1f}",
+                        "" if total.decode_gb_per_second is None else f"{total.decode_gb_per_second:.1f}",
+                    )
+                    for total in self.by_codec()
+                ),
+            ),
+            "",
+            *_table(
+                ("saved tensor", "need", "tensor", "saved", "stash", "codec", "note"),
+                (
+                    (
+                        row.key,
+                        row.need,
+                        row.spec,
+                        mib(row.saved_nbytes),
+                        mib(row.stash_nbytes),
+                        row.codec,
+                        row.reason or (f"also {', '.join(row.shared_by)}" if row.shared_by else ""),
+                    )
+                    for row in self.rows
+                ),
+            ),
+        ]
+        return "\n".join(lines)
+
+
+class Step:
+    """Accounts of the step in progress."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.small = Entry("(tensors below min_nbytes)", "", "", 0, reason="small")
+        self.parameters: dict[int, int] = {}
+
+    def rows(self) -> tuple[Entry, ...]:
+        """Copies of the entries, so that a report does not change later."""
+        entries = [*self.entries, self.small] if self.small.saved_nbytes else self.entries
+        return tuple(replace(entry, shared_by=list(entry.shared_by)) for entry in entries)
+
+
+def mib(nbytes: int) -> str:
+    """Bytes for people: ``"1.50 MiB"``."""
+    return f"{nbytes / 2**20:.2f} MiB"
+
+
+def _ratio(saved: int, stash: int) -> str:
+    return f"{saved / stash:.2f}" if stash else "all"
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    cells = [header, *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines

@@ -1,0 +1,237 @@
+"""What each backward formula reads of what it saved: (autograd node, saved name) -> Need.
+
+The names are torch's own: node ``MaxPool2DWithIndicesBackward0`` has the op ``MaxPool2DWithIndices``, and its
+``_saved_result1`` is the role ``result1``. Every row is proven by tests/gradients/test_needs.py, which hands the formula
+what the row allows and adversarial values besides; docs/needs.md gives the derivative of each. What is not in the
+table needs its VALUE.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backstash.saved import Mask, Need, PoolWindow, Test, TensorSpec
+
+MaskBuilder = Callable[[Any], Mask | None]
+WindowBuilder = Callable[[Any, TensorSpec, TensorSpec], PoolWindow | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the table.
+
+    Args:
+        need: what the formula reads.
+        formula: the derivative, as torch's derivatives.yaml has it.
+        mask: for SIGN: builds the Mask from the node's saved scalars; returns None where the row does not hold.
+        window: for INDEX: builds the PoolWindow from the node, the input's spec and the indices' spec.
+    """
+
+    need: Need
+    formula: str
+    mask: MaskBuilder | None = None
+    window: WindowBuilder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A row applied to one saved tensor."""
+
+    need: Need
+    mask: Mask | None = None
+    window: PoolWindow | None = None
+
+
+VALUE = Reading(Need.VALUE)
+
+_NODE = re.compile(r"(.+?)Backward\d*$")
+
+
+def op_of(node: Any) -> str:
+    """The op of an autograd node: ``"Relu"`` for ``ReluBackward0``."""
+    name = type(node).__name__
+    match = _NODE.match(name)
+    return match.group(1) if match else name
+
+
+def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> Reading:
+    """What the backward of ``node`` reads of the tensor it saved as ``role``.
+
+    Args:
+        node: the autograd node.
+        role: its name for the tensor.
+        spec: the tensor's spec.
+        specs: the specs of everything the node saved, by role.
+    """
+    row = TABLE.get((op_of(node), role))
+    if row is None:
+        return VALUE
+    if row.mask is not None:
+        mask = row.mask(node) if spec.dtype.is_floating_point else None
+        return Reading(Need.SIGN, mask) if mask is not None and _representable(mask, spec.dtype) else VALUE
+    if row.window is not None and "self" in specs:
+        return Reading(Need.INDEX, window=row.window(node, specs["self"], spec))
+    return Reading(row.need)
+
+
+def _representable(mask: Mask, dtype: torch.dtype) -> bool:
+    """Whether every bound is a number of ``dtype``: kernels differ in how they round others, so no mask then."""
+    bounds = [bound for bound in (mask.lo, mask.hi, mask.if_set, mask.if_clear) if math.isfinite(bound)]
+    return torch.tensor(bounds, dtype=dtype).tolist() == bounds
+
+
+def _scalar(value: Any, default: float) -> float | None:
+    """A saved scalar; ``default`` for an absent one, None for a tensor (another overload, which saves a tensor)."""
+    if value is None:
+        return default
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _relu(node: Any) -> Mask | None:
+    return Mask(Test.NOT_LE, 0.0)
+
+
+def _threshold(node: Any) -> Mask | None:
+    threshold = float(node._saved_threshold)
+    return Mask(Test.NOT_LE, threshold, if_set=math.inf, if_clear=threshold) if threshold < math.inf else None
+
+
+def _leaky_relu(node: Any) -> Mask | None:
+    return Mask(Test.GT, 0.0)
+
+
+def _hardtanh(node: Any) -> Mask | None:
+    low, high = float(node._saved_min_val), float(node._saved_max_val)
+    middle = low / 2 + high / 2
+    return Mask(Test.NOT_OUTSIDE, low, high, if_set=middle, if_clear=low) if low < middle < high else None
+
+
+def _hardsigmoid(node: Any) -> Mask | None:
+    return Mask(Test.INSIDE, -3.0, 3.0, if_set=0.0, if_clear=3.0)
+
+
+def _shrink(node: Any) -> Mask | None:
+    edge = float(node._saved_lambd)
+    return Mask(Test.CLOSED, -edge, edge, if_set=0.0, if_clear=math.inf) if 0.0 <= edge < math.inf else None
+
+
+def _closed(low: float | None, high: float | None) -> Mask | None:
+    """``low <= x <= high`` with a stand-in for either outcome; None where one of them is impossible."""
+    if low is None or high is None or not low <= high:
+        return None
+    inside = low if math.isfinite(low) else high if math.isfinite(high) else None
+    return None if inside is None else Mask(Test.CLOSED, low, high, if_set=inside, if_clear=math.nan)
+
+
+def _clamp(node: Any) -> Mask | None:
+    return _closed(_scalar(node._saved_min, -math.inf), _scalar(node._saved_max, math.inf))
+
+
+def _clamp_min(node: Any) -> Mask | None:
+    return _closed(_scalar(node._saved_min, -math.inf), math.inf)
+
+
+def _clamp_max(node: Any) -> Mask | None:
+    return _closed(-math.inf, _scalar(node._saved_max, math.inf))
+
+
+def _abs(node: Any) -> Mask | None:
+    return Mask(Test.GT, 0.0, ternary=True)
+
+
+def _nan_to_num(node: Any) -> Mask | None:
+    return Mask(Test.INSIDE, -math.inf, math.inf, if_set=0.0, if_clear=math.inf)
+
+
+def _nansum(node: Any) -> Mask | None:
+    return Mask(Test.CLOSED, -math.inf, math.inf, if_set=0.0, if_clear=math.nan)
+
+
+def _window(node: Any, source: TensorSpec, indices: TensorSpec) -> PoolWindow | None:
+    dims = len(node._saved_kernel_size)
+
+    def each(sizes: tuple[int, ...], default: tuple[int, ...]) -> tuple[int, ...]:
+        sizes = tuple(sizes) or default
+        return sizes * dims if len(sizes) == 1 else sizes
+
+    kernel = each(node._saved_kernel_size, ())
+    return PoolWindow(
+        input_size=source.shape[-dims:],
+        kernel=kernel,
+        stride=each(node._saved_stride, kernel),
+        padding=each(node._saved_padding, (0,)),
+        dilation=each(node._saved_dilation, (1,)),
+    )
+
+
+def _shape_rows() -> dict[tuple[str, str], Row]:
+    pool = "{}_backward(grad, self, ...): zeros of self's sizes, then a scatter of grad"
+    formulas = {
+        **{f"MaxPool{d}DWithIndices": pool.format(f"max_pool{d}d_with_indices") for d in (2, 3)},
+        **{f"AvgPool{d}D": pool.format(f"avg_pool{d}d") for d in (2, 3)},
+        **{f"AdaptiveAvgPool{d}D": pool.format(f"_adaptive_avg_pool{d}d") for d in (2, 3)},
+        **{f"AdaptiveMaxPool{d}D": pool.format(f"adaptive_max_pool{d}d") for d in (2, 3)},
+        **{f"FractionalMaxPool{d}D": pool.format(f"fractional_max_pool{d}d") for d in (2, 3)},
+        **{f"ReflectionPad{d}D": pool.format(f"reflection_pad{d}d") for d in (1, 2, 3)},
+        **{f"ReplicationPad{d}D": pool.format(f"replication_pad{d}d") for d in (1, 2, 3)},
+        "Gather": "gather_backward(grad, self, dim, index, sparse_grad): zeros of self's sizes, then scatter_add",
+        "MaskedSelect": "masked_select_backward(grad, self, mask): zeros like self, then masked_scatter",
+        "Take": "take_backward(grad, self, index): zeros like self, then put",
+        "Cummax": "cummaxmin_backward(grad, self, indices, dim): zeros of self's sizes, then scatter_add",
+        "Cummin": "cummaxmin_backward(grad, self, indices, dim): zeros of self's sizes, then scatter_add",
+        "NllLoss": "nll_loss_backward(grad, self, target, ...): zeros of self's sizes, filled by target",
+        "NllLoss2D": "nll_loss2d_backward(grad, self, target, ...): zeros of self's sizes, filled by target",
+    }
+    return {(op, "self"): Row(Need.SHAPE, formula) for op, formula in formulas.items()}
+
+
+def _sign_rows() -> dict[tuple[str, str], Row]:
+    rows: list[tuple[str, tuple[str, ...], str, MaskBuilder]] = [
+        ("Relu", ("result",), "threshold_backward(grad, result, 0): not (result <= 0)", _relu),
+        ("Threshold", ("self", "result"), "threshold_backward(grad, self, threshold): not (self <= t)", _threshold),
+        ("LeakyRelu", ("self", "result"), "leaky_relu_backward(grad, self, slope): self > 0", _leaky_relu),
+        (
+            "Hardtanh",
+            ("self", "result"),
+            "hardtanh_backward(grad, self, a, b): not (self <= a or self >= b)",
+            _hardtanh,
+        ),
+        ("Hardsigmoid", ("self",), "hardsigmoid_backward(grad, self): -3 < self < 3", _hardsigmoid),
+        ("Hardshrink", ("self",), "hardshrink_backward(grad, self, l): not (-l <= self <= l)", _shrink),
+        ("Softshrink", ("self",), "softshrink_backward(grad, self, l): not (-l <= self <= l)", _shrink),
+        ("Clamp", ("self",), "clamp_backward(grad, self, a, b): a <= self <= b", _clamp),
+        ("ClampMin", ("self",), "where(self >= min, grad, 0)", _clamp_min),
+        ("ClampMax", ("self",), "where(self <= max, grad, 0)", _clamp_max),
+        ("Abs", ("self",), "grad * self.sgn()", _abs),
+        ("NanToNum", ("self",), "grad * isfinite(self)", _nan_to_num),
+        ("Nansum", ("self",), "nansum_backward(grad, self, dim, keepdim): not isnan(self)", _nansum),
+    ]
+    return {(op, role): Row(Need.SIGN, text, mask=mask) for op, roles, text, mask in rows for role in roles}
+
+
+def _index_rows() -> dict[tuple[str, str], Row]:
+    pooled = "the positions that grad is scattered to"
+    rows = {(f"MaxPool{d}DWithIndices", "result1"): Row(Need.INDEX, pooled, window=_window) for d in (2, 3)}
+    plain = {
+        **{(f"AdaptiveMaxPool{d}D", "result1"): pooled for d in (2, 3)},
+        **{(f"FractionalMaxPool{d}D", "result1"): pooled for d in (2, 3)},
+        **{(f"MaxUnpool{d}D", "indices"): "the positions that grad is gathered from" for d in (2, 3)},
+        ("Embedding", "indices"): "embedding_backward(grad, indices, ...): rows that grad is added to",
+        ("IndexSelect", "index"): "index_select_backward(grad, sizes, dim, index): rows that grad is added to",
+        ("Gather", "index"): "gather_backward(grad, self, dim, index): where grad is added",
+        ("NllLoss", "target"): "nll_loss_backward(grad, self, target, ...): where the gradient stands",
+        ("NllLoss2D", "target"): "nll_loss2d_backward(grad, self, target, ...): where the gradient stands",
+        ("Sort", "indices"): "value_selecting_reduction_backward(grad, dim, indices, ...)",
+        ("Topk", "indices"): "value_selecting_reduction_backward(grad, dim, indices, ...)",
+    }
+    return rows | {key: Row(Need.INDEX, formula) for key, formula in plain.items()}
+
+
+TABLE: dict[tuple[str, str], Row] = _shape_rows() | _sign_rows() | _index_rows()
+"""The whole table."""

@@ -1,0 +1,1 @@
+"""Kernels: schemas, a plain reference, C++ for CPUs, Triton for GPUs."""

@@ -1,0 +1,119 @@
+"""Schemas, fakes and argument checks of every kernel, as ``torch.library`` ops in the namespace ``backstash``.
+
+All inputs and outputs are flat (1-D, contiguous): the codecs flatten in memory order. Layouts are defined by
+``ops/reference``; every backend produces the same planes, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ZVC_CHUNK = 4096
+"""Elements per ZVC chunk: every chunk has one entry in the offsets plane."""
+
+LIBRARY = torch.library.Library("backstash", "DEF")
+
+_WINDOW = "int inner, int[] input_size, int[] output_size, int[] kernel, int[] stride, int[] padding, int[] dilation"
+
+SCHEMAS = {
+    "bitmask_encode": "(Tensor x, int test, float lo, float hi) -> Tensor",
+    "bitmask_decode": "(Tensor mask, Tensor(a!) out, float if_set, float if_clear) -> ()",
+    "binary_encode": "(Tensor x, Tensor pair) -> (Tensor, Tensor)",
+    "binary_decode": "(Tensor mask, Tensor pair, Tensor(a!) out) -> ()",
+    "zvc_encode": "(Tensor x) -> (Tensor, Tensor, Tensor)",
+    "zvc_decode": "(Tensor mask, Tensor offsets, Tensor values, Tensor(a!) out) -> ()",
+    "narrow_encode": "(Tensor x, int bits, int base) -> Tensor",
+    "narrow_decode": "(Tensor packed, int bits, int base, Tensor(a!) out) -> ()",
+    "window_encode": f"(Tensor indices, {_WINDOW}) -> (Tensor, Tensor)",
+    "window_decode": f"(Tensor packed, {_WINDOW}, Tensor(a!) out) -> ()",
+}
+
+for _name, _schema in SCHEMAS.items():
+    LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def bytes_for(numel: int, bits: int) -> int:
+    """Bytes of ``numel`` fields of ``bits`` bits each, packed without gaps."""
+    return (numel * bits + 7) // 8
+
+
+def window_bits(kernel: list[int] | tuple[int, ...]) -> int:
+    """Bits that tell the positions of a pooling window apart: 2 for 2x2, 4 for 3x3."""
+    positions = 1
+    for size in kernel:
+        positions *= size
+    return max(1, (positions - 1).bit_length())
+
+
+def zvc_chunks(numel: int) -> int:
+    """Number of ZVC chunks that ``numel`` elements make."""
+    return (numel + ZVC_CHUNK - 1) // ZVC_CHUNK
+
+
+def check_flat(name: str, x: Tensor) -> None:
+    """Raise unless ``x`` is 1-D and contiguous, which is all that the kernels read."""
+    if x.dim() != 1 or not x.is_contiguous():
+        raise ValueError(
+            f"backstash::{name} asked for a flat contiguous tensor, got shape {list(x.shape)} with strides "
+            f"{list(x.stride())}. Flatten it in memory order first (see codecs.base.flat)."
+        )
+
+
+def _bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
+    return x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8)
+
+
+def _binary_encode(x: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8), x.new_empty(1, dtype=torch.int64)
+
+
+def _zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    nonzeros = torch.library.get_ctx().new_dynamic_size()
+    return (
+        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
+        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
+        x.new_empty(nonzeros),
+    )
+
+
+def _narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:
+    return x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
+
+
+def _window_encode(
+    indices: Tensor,
+    inner: int,
+    input_size: list[int],
+    output_size: list[int],
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> tuple[Tensor, Tensor]:
+    packed = indices.new_empty(bytes_for(indices.numel(), window_bits(kernel)), dtype=torch.uint8)
+    return packed, indices.new_empty(1, dtype=torch.int64)
+
+
+def _nothing(*args: object) -> None:
+    return None
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "bitmask_encode": _bitmask_encode,
+    "binary_encode": _binary_encode,
+    "zvc_encode": _zvc_encode,
+    "narrow_encode": _narrow_encode,
+    "window_encode": _window_encode,
+    "bitmask_decode": _nothing,
+    "binary_decode": _nothing,
+    "zvc_decode": _nothing,
+    "narrow_decode": _nothing,
+    "window_decode": _nothing,
+}
+
+for _name, _fake in FAKES.items():
+    torch.library.register_fake(f"backstash::{_name}", _fake, lib=LIBRARY)

@@ -1,0 +1,103 @@
+"""What is done with a saved tensor (Action), and who decides it (Policy)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
+
+from backstash import codecs as codec_registry
+from backstash.codecs.base import Codec
+from backstash.saved import SavedTensor
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Hold the tensor as it is, by reference.
+
+    Args:
+        reason: what the report says.
+    """
+
+    reason: str = "the policy says so"
+
+
+@dataclass(frozen=True, init=False)
+class Stash:
+    """Encode the tensor and hold the planes.
+
+    Args:
+        codecs: a codec, a codec's name, or several: the first that takes the tensor encodes it; where none does, the
+            tensor is kept and the report says why.
+        store: name of the store that holds the planes.
+    """
+
+    codecs: tuple[Codec, ...]
+    store: str
+
+    def __init__(self, codecs: Codec | str | Sequence[Codec | str], store: str = "device") -> None:
+        chosen = codecs if isinstance(codecs, Sequence) and not isinstance(codecs, str) else (codecs,)
+        resolved = tuple(codec_registry.get(codec) if isinstance(codec, str) else codec for codec in chosen)
+        object.__setattr__(self, "codecs", resolved)
+        object.__setattr__(self, "store", store)
+
+
+Action = Keep | Stash
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a saved tensor.
+
+    Attributes:
+        saved: the tensor.
+        codec: id of the codec that encoded it, None where it was kept.
+        nbytes: bytes held for it now.
+        reason: why it was kept, empty where it was encoded.
+    """
+
+    saved: SavedTensor
+    codec: str | None
+    nbytes: int
+    reason: str = ""
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides what is done with each saved tensor."""
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """The action for one stored value; ``saved`` is the strongest of its uses (see docs/architecture.md)."""
+
+    def observe(self, outcome: Outcome) -> None:
+        """Told what became of it."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Actions by pattern, first match wins.
+
+    Args:
+        rules: (pattern, action) pairs; a pattern is matched against ``SavedTensor.key`` as in a shell
+            (``"features.*/Relu*:result"``).
+        otherwise: the policy for everything else.
+
+    Example:
+        >>> from backstash import policies
+        >>> rules = Rules((("classifier.*", Keep()),), otherwise=policies.get("lossless"))
+    """
+
+    rules: tuple[tuple[str, Action], ...]
+    otherwise: Policy
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """The action of the first pattern that matches, else what ``otherwise`` decides."""
+        for pattern, action in self.rules:
+            if fnmatchcase(saved.key, pattern):
+                return action
+        return self.otherwise.decide(saved)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Passed on to ``otherwise``."""
+        self.otherwise.observe(outcome)

@@ -1,0 +1,1 @@
+"""Measuring and showing: the real peak of a step, tables, charts."""

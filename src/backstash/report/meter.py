@@ -1,0 +1,165 @@
+"""The real peak of a training step: counted bytes and resident bytes, never an estimate."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from backstash.errors import MeasureError
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one step takes; medians over the repeats.
+
+    Attributes:
+        peak_nbytes: the most bytes of tensors alive at once above what was alive at the start. CPU: every allocation of
+            torch, from its profiler, exact; CUDA: the allocator's ``max_memory_allocated``.
+        resident_nbytes: growth of the process's resident high-water mark above the start (CPU), which also holds what
+            libraries allocate behind torch's back; None where the system cannot tell (see ``notes``).
+        seconds: time of a step, measured without the profiler.
+        repeats: steps measured.
+        device: ``"cpu"`` or ``"cuda"``.
+        notes: what could not be measured, and why.
+    """
+
+    peak_nbytes: int
+    resident_nbytes: int | None
+    seconds: float
+    repeats: int
+    device: str
+    notes: tuple[str, ...] = ()
+
+
+def measure(step: Callable[[], object], *, repeats: int = 3, warmup: int = 1, device: str | None = None) -> Measurement:
+    """Run ``step`` ``warmup + 2 * repeats`` times and return its real peak and time.
+
+    Args:
+        step: one training step. It should leave memory as it found it: preallocate gradients with
+            ``zero_grad(set_to_none=False)``, or call ``measure`` after a first step.
+        repeats: how many steps the medians are of.
+        warmup: steps run first.
+        device: ``"cpu"`` or ``"cuda"``; default: CUDA where it is initialised, else CPU.
+
+    Raises:
+        MeasureError: ``repeats`` or ``warmup`` is too small, or the device is not there.
+    """
+    if repeats < 1 or warmup < 0:
+        raise MeasureError(
+            f"measure was asked for repeats={repeats} and warmup={warmup}, but it needs repeats >= 1 and warmup >= 0."
+        )
+    device = device or ("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise MeasureError(f"measure was asked for device={device!r}, but it measures 'cpu', and 'cuda' where one is.")
+    for _ in range(warmup):
+        step()
+    seconds, resident, counted = [], [], []
+    notes: list[str] = []
+    for _ in range(repeats):
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            at_start = torch.cuda.memory_allocated()
+        else:
+            reset = reset_resident_peak()
+            before = resident_nbytes()
+        started = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            counted.append(torch.cuda.max_memory_allocated() - at_start)
+        seconds.append(time.perf_counter() - started)
+        if device == "cpu":
+            after = resident_peak_nbytes()
+            if reset and before is not None and after is not None:
+                resident.append(after - before)
+            with CountedPeak() as counter:
+                step()
+            counted.append(counter.peak_nbytes)
+    if not resident:
+        notes.append(
+            "resident peak: measured on CPU only"
+            if device == "cuda"
+            else f"resident peak: this system ({sys.platform}) does not let a process reset its high-water mark"
+        )
+    return Measurement(
+        peak_nbytes=int(statistics.median(counted)),
+        resident_nbytes=int(statistics.median(resident)) if resident else None,
+        seconds=statistics.median(seconds),
+        repeats=repeats,
+        device=device,
+        notes=tuple(notes),
+    )
+
+
+class CountedPeak:
+    """Counts every byte that torch allocates and frees on CPU inside the ``with``.
+
+    Attributes:
+        peak_nbytes: after the ``with``: the most bytes alive at once, above what was alive at its start.
+        timeline: after the ``with``: (nanoseconds, bytes alive) after each allocation or release.
+    """
+
+    def __enter__(self) -> CountedPeak:
+        self.peak_nbytes = 0
+        self.timeline: list[tuple[int, int]] = []
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profile.__exit__(kind, error, trace)
+        if error is None:
+            self.timeline = _timeline(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
+            self.peak_nbytes = max((nbytes for _, nbytes in self.timeline), default=0)
+
+
+def _timeline(events: Iterable[Any]) -> list[tuple[int, int]]:
+    alive, timeline = 0, []
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    for when, nbytes in sorted(changes, key=lambda change: change[0]):
+        alive += nbytes
+        timeline.append((when, alive))
+    return timeline
+
+
+def resident_nbytes() -> int | None:
+    """Resident bytes of this process now; None where /proc does not tell."""
+    return _status("VmRSS")
+
+
+def resident_peak_nbytes() -> int | None:
+    """High-water mark of the resident bytes since the start or the last reset; None where /proc does not tell."""
+    return _status("VmHWM")
+
+
+def reset_resident_peak() -> bool:
+    """Set the high-water mark to what is resident now; False where the system does not let us."""
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status(field: str) -> int | None:
+    if not _STATUS.exists():
+        return None
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,654 @@
+"""The Session: the only file that installs autograd hooks.
+
+A saved tensor passes through it as the package's top level reads: it is *packed* when autograd saves it, *named* when
+the op that saved it has returned (the autograd node tells the op and the role, the role tells the need), *encoded* when
+nobody but autograd holds its memory any more, and *unpacked* when backward asks for it.
+
+The unit that is encoded is a storage: however many saved tensors view it, it is encoded once, under the strongest of
+their needs, and what only reads a shape holds nothing at all.
+
+Note: [encode when orphaned]
+    A tensor is not encoded when it is saved but when its storage's use count says that only autograd's saves are left,
+    which is looked at before each torch function runs. Until then encoding gains nothing (the program holds the memory
+    anyway), after that nobody can save or change the tensor again. So a storage is never encoded twice, values that the
+    program keeps are kept by reference, buffers that an op writes after saving are complete, and no pointer is ever
+    looked up after its memory is gone.
+
+Note: [version guard]
+    Hooks switch off autograd's check for in-place changes. What is held by reference is therefore held with its version
+    and compared at unpack.
+
+Note: [ownership]
+    Autograd owns the packed object, which owns the value; autograd frees it when its node has run. There is no table of
+    everything, and nothing to do at the end of a step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from backstash import needs, policies
+from backstash.buffers import Buffers
+from backstash.codecs.base import Codec, is_dense
+from backstash.codecs.shape import Shape, stand_in
+from backstash.errors import (
+    CodecRefusedError,
+    NeedNotMetError,
+    SavedTensorModifiedError,
+    SessionError,
+    UnknownNameError,
+)
+from backstash.ledger import Entry, Report, Step
+from backstash.policy import Keep, Outcome, Policy, Stash
+from backstash.saved import Mask, Need, SavedTensor, TensorSpec
+from backstash.stores import DeviceStore, Store, Ticket
+
+MIN_NBYTES = 16 * 1024
+"""Tensors smaller than this are kept: naming and encoding them costs more than they hold."""
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_active = threading.local()
+
+
+class _Form:
+    """One encoding of a value: the planes' ticket and how to decode them."""
+
+    __slots__ = ("__weakref__", "codec", "mask", "spec", "store", "ticket")
+
+    def __init__(self, codec: Codec, mask: Mask | None, spec: TensorSpec, store: Store, ticket: Ticket) -> None:
+        self.codec, self.mask, self.spec, self.store, self.ticket = codec, mask, spec, store, ticket
+
+    def __del__(self) -> None:
+        self.store.drop(self.ticket)
+
+
+class _Value:
+    """The data of one storage, owned by the saved tensors that view it."""
+
+    __slots__ = ("__weakref__", "buffers", "entry", "form", "live", "members", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, entry: Entry, live: _Live) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.members: list[weakref.ref[_Saved]] = []
+        self.entry = entry
+        self.form: _Form | None = None
+        self.buffers: Buffers | None = None
+        self.live = live
+        live.values += 1
+
+    def saved(self) -> Iterator[_Saved]:
+        """Those of its saved tensors that are still alive."""
+        return (saved for member in self.members if (saved := member()) is not None)
+
+    def __del__(self) -> None:
+        self.live.values -= 1
+        self.live.nbytes -= self.entry.stash_nbytes
+
+
+class _Saved:
+    """The packed object: one tensor that autograd saved."""
+
+    __slots__ = (
+        "__weakref__",
+        "builtin",
+        "dense",
+        "mask",
+        "modified",
+        "need",
+        "offset",
+        "spec",
+        "tensor",
+        "value",
+        "version",
+    )
+
+    def __init__(self, x: Tensor) -> None:
+        self.dense: Tensor | None = x.detach()
+        self.version: int = x._version
+        self.tensor: SavedTensor | None = None
+        self.spec: TensorSpec | None = None
+        self.value: _Value | None = None
+        self.mask: Mask | None = None
+        self.need = Need.VALUE
+        self.offset = 0
+        self.modified: int | None = None
+        self.builtin = False
+
+
+class _Live:
+    """Counts what is alive now; shared by a Session and its values, so that either may die first."""
+
+    __slots__ = ("nbytes", "peak_nbytes", "unpacked", "values")
+
+    def __init__(self) -> None:
+        self.values = 0
+        self.nbytes = 0
+        self.peak_nbytes = 0
+        self.unpacked = False
+
+    def add(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+
+class _Observer(TorchFunctionMode):
+    """Tells the session when a torch function begins and ends. It changes nothing (Note: [observe only]).
+
+    Note: [observe only]
+        Replacing ops here would break non-reentrant checkpoint, whose recomputation does not see the mode.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        session = self.session
+        if session._pending:
+            session._sweep()
+        if not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        session._depth += 1
+        result = None
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            session._depth -= 1
+            if session._unnamed and session._depth == 0:
+                session._name(result)
+        return result
+
+
+class _Frame:
+    """A module call in progress: its path and how many nodes of each op it has made."""
+
+    __slots__ = ("counts", "fqn")
+
+    def __init__(self, fqn: str) -> None:
+        self.fqn = fqn
+        self.counts: defaultdict[str, int] = defaultdict(int)
+
+
+class Session:
+    """Stores what autograd saves inside the ``with`` in the form that a policy chooses.
+
+    Args:
+        policy: a policy's name (``"lossless"``) or a Policy.
+        model: the module that paths in keys start from; without it, whichever module is called outermost.
+        stores: stores by name, beside ``"device"``.
+        min_nbytes: smaller tensors are kept.
+
+    Raises:
+        UnknownNameError: no policy has that name.
+        SessionError: on entering, another Session or other saved-tensor hooks are active.
+
+    The backward pass may run inside or outside the ``with``. A Session may be entered again after it was left. It sees
+    the thread that entered it; other threads need a Session of their own.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> with Session("lossless", min_nbytes=0) as session:
+        ...     loss = model(torch.ones(8, 64)).sum()
+        >>> loss.backward()
+        >>> session.report().ratio > 1
+        True
+    """
+
+    def __init__(
+        self,
+        policy: str | Policy = "lossless",
+        *,
+        model: nn.Module | None = None,
+        stores: Mapping[str, Store] | None = None,
+        min_nbytes: int = MIN_NBYTES,
+    ) -> None:
+        self.policy = policies.get(policy)
+        self.min_nbytes = min_nbytes
+        self.stores: dict[str, Store] = {"device": DeviceStore(), **(stores or {})}
+        self._model = model
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._parameters: set[int] = set()
+        self._live = _Live()
+        self._step = Step()
+        self._steps = 0
+        self._seen: dict[int, tuple[StorageWeakRef, Entry]] = {}
+        self._pending: weakref.WeakValueDictionary[int, _Value] = weakref.WeakValueDictionary()
+        self._unnamed: list[_Saved] = []
+        self._depth = 0
+        self._frames: list[_Frame] = [_Frame("")]
+        self._buffers: weakref.ref[Buffers] | None = None
+        self._lock = threading.RLock()
+        self._installed: list[Any] = []
+
+    # -- entering and leaving ------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        _refuse_other_hooks()
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        observer = _Observer(self)
+        hooks.__enter__()
+        observer.__enter__()
+        self._installed = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter_module),
+            nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
+            observer,
+            hooks,
+        ]
+        self._thread = threading.get_ident()
+        _active.session = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _active.session = None
+        for installed in self._installed:
+            if isinstance(installed, RemovableHandle):
+                installed.remove()
+            else:
+                installed.__exit__(kind, error, trace)
+        self._installed = []
+        self._depth = 0
+        del self._frames[1:]
+        self._name(None)
+        self._sweep()
+        self._pending.clear()
+        self._seen.clear()
+        self._parameters.clear()
+
+    def report(self) -> Report:
+        """The accounts of the last step that saved anything."""
+        with self._lock:
+            return Report(
+                repr(self.policy),
+                self._steps,
+                self._step.rows(),
+                sum(self._step.parameters.values()),
+                self._live.peak_nbytes,
+            )
+
+    # -- which module is running ---------------------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if len(self._frames) == 1:
+            self._enter_root(self._model or module)
+        name = self._names.get(module)
+        if name is None:
+            self._learn_names(module, prefix=type(module).__name__)
+            name = self._names[module]
+        self._frames.append(_Frame(name))
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == self._thread and len(self._frames) > 1:
+            self._frames.pop()
+
+    def _enter_root(self, module: nn.Module) -> None:
+        if module not in self._names:
+            self._learn_names(module)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                self._parameters.add(tensor.untyped_storage()._cdata)
+        if self._live.unpacked:
+            self._begin_step()
+
+    def _learn_names(self, module: nn.Module, prefix: str = "") -> None:
+        for name, child in module.named_modules(prefix=prefix):
+            self._names.setdefault(child, name)
+
+    def _begin_step(self) -> None:
+        """A root module is called after a backward: the accounts start afresh."""
+        self._live.unpacked = False
+        self._steps += 1
+        self._step = Step()
+        self._seen.clear()
+        self._frames[0].counts.clear()
+        buffers = self._buffers() if self._buffers else None
+        if buffers is not None:
+            buffers.clear()
+
+    # -- pack ----------------------------------------------------------------------------------------------------
+
+    def _pack(self, x: Tensor) -> _Saved:
+        saved = _Saved(x)
+        with self._lock:
+            if self._steps == 0:
+                self._steps = 1
+            if self._live.unpacked and self._live.values == 0:
+                self._begin_step()
+            self._unnamed.append(saved)
+            if self._depth == 0:  # outside any torch function: a custom Function, or an extension's op
+                with torch._C.DisableTorchFunction():
+                    self._sweep()
+                    self._name(None)
+        return saved
+
+    def _name(self, result: Any) -> None:
+        """Find out what the tensors saved by the op that has just returned are, and take them in."""
+        with self._lock:
+            unnamed, self._unnamed = self._unnamed, []
+            large = [saved for saved in unnamed if self._specify(saved)]
+            if not large:
+                return
+            wanted = {id(saved): saved for saved in large}
+            for node, found in _find(result, wanted):
+                op = needs.op_of(node)
+                frame = self._frames[-1]
+                number = frame.counts[op]
+                frame.counts[op] += 1
+                specs = {role: saved.spec for role, saved in found if saved.spec is not None}
+                builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
+                for role, saved in found:
+                    assert saved.spec is not None
+                    reading = needs.read(node, role, saved.spec, specs) if builtin else needs.VALUE
+                    self._take(saved, op, role, number, reading, builtin)
+            for saved in wanted.values():
+                number = self._frames[-1].counts["?"]
+                self._frames[-1].counts["?"] += 1
+                self._take(saved, "?", "saved", number, needs.VALUE, False)
+
+    def _specify(self, saved: _Saved) -> bool:
+        """Fill in the spec; False for what is kept without a further look (and then it is accounted for)."""
+        dense = saved.dense
+        if dense is None or type(dense) not in _PLAIN or dense.layout is not torch.strided or _is_odd(dense):
+            return False
+        saved.spec = TensorSpec.of(dense)
+        storage = dense.untyped_storage()
+        cdata = storage._cdata
+        if cdata in self._parameters:
+            self._step.parameters[cdata] = storage.nbytes()
+            return False
+        if storage.nbytes() < self.min_nbytes:
+            if cdata not in self._seen:
+                self._seen[cdata] = (StorageWeakRef(storage), self._step.small)
+                self._step.small.saved_nbytes += storage.nbytes()
+                self._step.small.stash_nbytes += storage.nbytes()
+            return False
+        return True
+
+    def _take(self, saved: _Saved, op: str, role: str, number: int, reading: needs.Reading, builtin: bool) -> None:
+        """Account for a named tensor, and queue its storage for encoding unless backward reads nothing of it."""
+        dense, spec = saved.dense, saved.spec
+        assert dense is not None and spec is not None
+        fqn = self._frames[-1].fqn
+        key = f"{fqn}/{op}#{number}:{role}"
+        saved.tensor = SavedTensor(key, op, role, fqn, spec, reading.need, reading.mask, reading.window)
+        saved.need, saved.mask, saved.builtin = reading.need, reading.mask, builtin
+        saved.offset = int(dense.storage_offset())
+        storage = dense.untyped_storage()
+        entry = self._entry(saved.tensor, storage)
+        if reading.need is Need.SHAPE and self._allows(saved.tensor, Shape.id):
+            saved.dense = None
+            return
+        value = self._pending.get(storage._cdata)
+        if value is None:
+            value = self._pending[storage._cdata] = _Value(storage, entry, self._live)
+            entry.stash_nbytes = entry.saved_nbytes
+            entry.reason = "held by the program, kept by reference"
+            entry.codec = "kept"
+            self._live.add(entry.stash_nbytes)
+        value.members.append(weakref.ref(saved))
+        saved.value = value
+
+    def _allows(self, saved: SavedTensor, codec: str) -> bool:
+        action = self.policy.decide(saved)
+        return isinstance(action, Stash) and any(choice.id == codec for choice in action.codecs)
+
+    def _entry(self, saved: SavedTensor, storage: torch.UntypedStorage) -> Entry:
+        """The account of a storage; the weak reference keeps its address from being given to another."""
+        seen = self._seen.get(storage._cdata)
+        if seen is not None and seen[1] is not self._step.small:
+            entry = seen[1]
+            if Need[entry.need].value < saved.need.value:
+                entry.shared_by.append(entry.key)
+                entry.key, entry.need, entry.spec = saved.key, saved.need.name, str(saved.spec)
+            else:
+                entry.shared_by.append(saved.key)
+            return entry
+        entry = Entry(saved.key, saved.need.name, str(saved.spec), storage.nbytes(), codec="shape")
+        self._seen[storage._cdata] = (StorageWeakRef(storage), entry)
+        self._step.entries.append(entry)
+        return entry
+
+    # -- encode --------------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Encode every pending storage that only autograd's saves hold (Note: [encode when orphaned])."""
+        with self._lock:
+            for cdata, value in list(self._pending.items()):
+                holders = sum(saved.dense is not None for saved in value.saved())
+                if _use_count(cdata) == holders + 1:  # one more for value.storage
+                    del self._pending[cdata]
+                    with torch.no_grad():
+                        self._encode(value)
+                    value.storage = None
+
+    def _encode(self, value: _Value) -> None:
+        fresh = []
+        for saved in value.saved():
+            dense = saved.dense
+            if dense is not None and dense._version != saved.version:
+                saved.modified, saved.dense = dense._version, None
+            elif dense is not None:
+                fresh.append(saved)
+        if not fresh:
+            return
+        strongest = max(fresh, key=lambda saved: saved.need.value)
+        facts = strongest.tensor
+        assert facts is not None and value.storage is not None
+        if facts.need is Need.SIGN and any(saved.mask != facts.mask for saved in fresh):
+            facts = SavedTensor(facts.key, facts.op, facts.role, facts.fqn, facts.spec, Need.VALUE)
+        whole = _whole(strongest, value.storage, facts)
+        entry, live = value.entry, value.live
+        if whole is None or any(saved.spec.dtype != facts.spec.dtype for saved in fresh if saved.spec):
+            self._kept(value, facts, "its storage is seen as different types")
+            return
+        action = self.policy.decide(facts)
+        if isinstance(action, Keep):
+            self._kept(value, facts, action.reason)
+            return
+        started = time.perf_counter()
+        form, reason = self._stash(whole, facts, action)
+        entry.encode_seconds += time.perf_counter() - started
+        if form is None:
+            self._kept(value, facts, reason)
+            return
+        value.form = form
+        value.buffers = self._shared_buffers()
+        for saved in fresh:
+            saved.dense = None
+        live.nbytes -= entry.stash_nbytes
+        entry.stash_nbytes, entry.codec, entry.reason = form.ticket.nbytes, form.codec.id, ""
+        live.add(entry.stash_nbytes)
+        self.policy.observe(Outcome(facts, form.codec.id, form.ticket.nbytes))
+
+    def _kept(self, value: _Value, facts: SavedTensor, reason: str) -> None:
+        value.entry.codec, value.entry.reason = "kept", reason
+        self.policy.observe(Outcome(facts, None, value.entry.stash_nbytes, reason))
+
+    def _stash(self, x: Tensor, facts: SavedTensor, action: Stash) -> tuple[_Form | None, str]:
+        """Encode with the first codec of the action that takes ``x``; else None and the last reason."""
+        if action.store not in self.stores:
+            raise UnknownNameError(
+                f"store {action.store!r} was asked for by {self.policy!r}, but there are {', '.join(self.stores)}. "
+                f"Pass it to Session(stores=...)."
+            )
+        reason = "the policy named no codec"
+        for codec in action.codecs:
+            if facts.need not in codec.preserves:
+                raise NeedNotMetError(
+                    f"codec {codec.id!r} preserves {{{', '.join(sorted(need.name for need in codec.preserves))}}}, but "
+                    f"backward of {facts.op} reads the {facts.need.name} of its {facts.role!r} ({facts.key}, "
+                    f"{facts.spec}). Use a codec that preserves it, such as zvc, or Keep()."
+                )
+            spec = TensorSpec.of(x)
+            refusal = codec.accepts(spec) or codec.declines(x)
+            if refusal is None:
+                try:
+                    encoded = codec.encode(x)
+                except CodecRefusedError as refused:  # only the full pass could tell
+                    refusal = str(refused)
+                else:
+                    mask = facts.mask if facts.need is Need.SIGN else None
+                    store = self.stores[action.store]
+                    return _Form(codec, mask, encoded.spec, store, store.put(encoded)), ""
+            reason = f"{codec.id}: {refusal}"
+        return None, reason
+
+    def _shared_buffers(self) -> Buffers:
+        buffers = self._buffers() if self._buffers else None
+        if buffers is None:
+            buffers = Buffers()
+            self._buffers = weakref.ref(buffers)
+        return buffers
+
+    # -- unpack --------------------------------------------------------------------------------------------------
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        self._live.unpacked = True
+        dense = saved.dense
+        if dense is not None:
+            if dense._version != saved.version:
+                raise SavedTensorModifiedError(_modified_message(saved, dense._version))
+            return dense
+        if saved.modified is not None:
+            raise SavedTensorModifiedError(_modified_message(saved, saved.modified))
+        assert saved.spec is not None
+        value = saved.value
+        if value is None:
+            return stand_in(saved.spec)
+        with torch._C.DisableTorchFunction(), torch.no_grad(), self._lock:
+            return _decode(saved, saved.spec, value)
+
+
+def _decode(saved: _Saved, spec: TensorSpec, value: _Value) -> Tensor:
+    form, buffers = value.form, value.buffers
+    assert form is not None and buffers is not None
+    whole = buffers.holding(form)
+    if whole is None:
+        started = time.perf_counter()
+        # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
+        dtype = torch.bool if form.mask and form.spec.device.type != "cpu" and not form.mask.ternary else spec.dtype
+        whole = buffers.take(form, dtype)
+        form.codec.decode(form.store.get(form.ticket), whole)
+        buffers.filled(form, whole, trusted=saved.builtin)
+        value.entry.decode_seconds += time.perf_counter() - started
+        value.entry.decodes += 1
+    if whole.shape == spec.shape and whole.stride() == spec.stride:
+        return whole.detach()
+    return whole.as_strided(spec.shape, spec.stride, saved.offset)
+
+
+def _whole(saved: _Saved, storage: torch.UntypedStorage, facts: SavedTensor) -> Tensor | None:
+    """Everything in the storage of a saved tensor: the tensor itself where it fills it, else flat, [n]."""
+    dense, spec = saved.dense, saved.spec
+    assert dense is not None and spec is not None
+    itemsize = spec.dtype.itemsize
+    if saved.offset == 0 and spec.nbytes == storage.nbytes() and is_dense(spec.shape, spec.stride):
+        return dense
+    if storage.nbytes() % itemsize:
+        return None
+    return dense.as_strided((storage.nbytes() // itemsize,), (1,), 0)
+
+
+def _find(result: Any, wanted: dict[int, _Saved]) -> Iterator[tuple[Any, list[tuple[str, _Saved]]]]:
+    """The autograd nodes behind ``result`` that saved something wanted, and what under which role.
+
+    Found tensors are removed from ``wanted``. The walk is bounded: what a function returns may hang on a long graph
+    although the node that saved is not in it.
+    """
+    queue: deque[Any] = deque(node for tensor in _tensors(result) if (node := tensor.grad_fn) is not None)
+    budget = 16 + 8 * len(wanted)
+    while queue and wanted and budget:
+        budget -= 1
+        node = queue.popleft()
+        found = []
+        for attribute, role in _saved_attributes(type(node)):
+            raw = getattr(node, attribute)
+            for variable in raw if isinstance(raw, (tuple, list)) else (raw,):
+                saved = wanted.pop(id(_packed(variable)), None)
+                if saved is not None:
+                    found.append((role, saved))
+        if found:
+            yield node, found
+        queue.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            yield from _tensors(item)
+    elif isinstance(result, Mapping):
+        yield from _tensors(list(result.values()))
+
+
+_attributes: dict[type, tuple[tuple[str, str], ...]] = {}
+
+
+def _saved_attributes(node_type: type) -> tuple[tuple[str, str], ...]:
+    """Attribute and role of everything that nodes of this type save."""
+    known = _attributes.get(node_type)
+    if known is None:
+        prefix = "_raw_saved_"
+        known = tuple((name, name.removeprefix(prefix)) for name in dir(node_type) if name.startswith(prefix))
+        _attributes[node_type] = known
+    return known
+
+
+def _packed(variable: Any) -> Any:
+    """What the pack hook returned for a raw saved variable; None where it has none."""
+    try:
+        return variable.data
+    except (AttributeError, RuntimeError):  # None, or an undefined optional input
+        return None
+
+
+def _is_odd(x: Tensor) -> bool:
+    """Whether the tensor is one that no codec handles: quantized, lazily conjugated or negated, or without memory."""
+    return x.is_quantized or x.is_conj() or x.is_neg() or x.device.type == "meta" or x.is_nested
+
+
+def _refuse_other_hooks() -> None:
+    if getattr(_active, "session", None) is not None:
+        raise SessionError(
+            "a Session was opened inside another one, but only the innermost hooks of autograd run, so the outer one "
+            "would see nothing. Open one Session around the whole forward pass; for different treatment of parts of "
+            "the model use backstash.policy.Rules."
+        )
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if top is not None:
+        where = getattr(top[0], "__qualname__", repr(top[0]))
+        checkpointed = "checkpoint" in where or "checkpoint" in getattr(top[0], "__module__", "")
+        cause = "a checkpointed function" if checkpointed else f"the saved-tensor hooks {where}"
+        raise SessionError(
+            f"a Session was opened inside {cause}, but only the innermost hooks of autograd run, so it would switch "
+            f"them off. Open the Session outside: a checkpoint inside a Session works."
+        )
+
+
+def _modified_message(saved: _Saved, version: int) -> str:
+    spec = saved.spec
+    where = f" ({saved.tensor.key})" if saved.tensor else ""
+    return (
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{spec}]{where} is at version {version}; expected version {saved.version} instead. Hint: do not change a "
+        f"tensor in place after an operation has saved it, or change a clone of it."
+    )
