@@ -73,7 +73,8 @@ class Buffers:
             buffer = _Buffer(nbytes)
             self._buffers.append(buffer)
         buffer.form = buffer.whole = None
-        return buffer.memory[:nbytes].view(dtype).as_strided(spec.shape, spec.stride)
+        # set_ and not a view: a view of another dtype would hold a third tensor on the storage, and so its use count up.
+        return torch.empty(0, dtype=dtype).set_(buffer.storage, 0, spec.shape, spec.stride)  # type: ignore[call-overload]
 
     def filled(self, form: _Form, whole: Tensor, trusted: bool) -> None:
         """Remember what ``whole`` holds now. An untrusted reader may write into it unseen, so then it is forgotten."""

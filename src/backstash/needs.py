@@ -1,9 +1,9 @@
 """What each backward formula reads of what it saved: (autograd node, saved name) -> Need.
 
 The names are torch's own: node ``MaxPool2DWithIndicesBackward0`` has the op ``MaxPool2DWithIndices``, and its
-``_saved_result1`` is the role ``result1``. Every row is proven by tests/gradients/test_needs.py, which hands the formula
-what the row allows and adversarial values besides; docs/needs.md gives the derivative of each. What is not in the
-table needs its VALUE.
+``_saved_result1`` is the role ``result1``. Every row is proven by tests/gradients/test_needs.py, which hands the
+formula what the row allows and adversarial values besides; docs/needs.md gives the derivative of each. What is not in
+the table needs its VALUE.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from backstash.saved import Mask, Need, PoolWindow, Test, TensorSpec
+from backstash.saved import Mask, Need, PoolWindow, TensorSpec, Test
 
 MaskBuilder = Callable[[Any], Mask | None]
 WindowBuilder = Callable[[Any, TensorSpec, TensorSpec], PoolWindow | None]
@@ -72,6 +72,13 @@ def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec]
     row = TABLE.get((op_of(node), role))
     if row is None:
         return VALUE
+    try:
+        return _apply(row, node, spec, specs)
+    except AttributeError:  # a torch version whose node does not save the scalar that the row asks for
+        return VALUE
+
+
+def _apply(row: Row, node: Any, spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> Reading:
     if row.mask is not None:
         mask = row.mask(node) if spec.dtype.is_floating_point else None
         return Reading(Need.SIGN, mask) if mask is not None and _representable(mask, spec.dtype) else VALUE

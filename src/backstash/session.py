@@ -159,6 +159,8 @@ class _Observer(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         session = self.session
+        if torch.compiler.is_compiling():  # traced: the compiled function saves its tensors in one op of its own
+            return func(*args, **(kwargs or {}))
         if session._pending:
             session._sweep()
         if not torch.is_grad_enabled():
@@ -222,7 +224,7 @@ class Session:
         self.stores: dict[str, Store] = {"device": DeviceStore(), **(stores or {})}
         self._model = model
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._parameters: set[int] = set()
+        self._parameters: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._live = _Live()
         self._step = Step()
         self._steps = 0
@@ -285,7 +287,7 @@ class Session:
     # -- which module is running ---------------------------------------------------------------------------------
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
         if len(self._frames) == 1:
             self._enter_root(self._model or module)
@@ -296,16 +298,20 @@ class Session:
         self._frames.append(_Frame(name))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if threading.get_ident() == self._thread and len(self._frames) > 1:
             self._frames.pop()
 
     def _enter_root(self, module: nn.Module) -> None:
         if module not in self._names:
             self._learn_names(module)
-        for tensor in (*module.parameters(), *module.buffers()):
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                self._parameters.add(tensor.untyped_storage()._cdata)
-        if self._live.unpacked:
+        self._parameters[module] = {
+            tensor.untyped_storage()._cdata
+            for tensor in (*module.parameters(), *module.buffers())
+            if type(tensor) in _PLAIN and tensor.layout is torch.strided
+        }
+        if self._live.unpacked and not _in_backward():
             self._begin_step()
 
     def _learn_names(self, module: nn.Module, prefix: str = "") -> None:
@@ -330,7 +336,7 @@ class Session:
         with self._lock:
             if self._steps == 0:
                 self._steps = 1
-            if self._live.unpacked and self._live.values == 0:
+            if self._live.unpacked and self._live.values == 0 and not _in_backward():
                 self._begin_step()
             self._unnamed.append(saved)
             if self._depth == 0:  # outside any torch function: a custom Function, or an extension's op
@@ -354,8 +360,12 @@ class Session:
                 frame.counts[op] += 1
                 specs = {role: saved.spec for role, saved in found if saved.spec is not None}
                 builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
+                copies = _weight_copies(node) if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled() else ()
                 for role, saved in found:
                     assert saved.spec is not None
+                    if sorted(saved.spec.shape) in copies:
+                        self._step.parameters[id(saved)] = saved.spec.nbytes
+                        continue
                     reading = needs.read(node, role, saved.spec, specs) if builtin else needs.VALUE
                     self._take(saved, op, role, number, reading, builtin)
             for saved in wanted.values():
@@ -371,7 +381,7 @@ class Session:
         saved.spec = TensorSpec.of(dense)
         storage = dense.untyped_storage()
         cdata = storage._cdata
-        if cdata in self._parameters:
+        if any(cdata in known for known in self._parameters.values()):
             self._step.parameters[cdata] = storage.nbytes()
             return False
         if storage.nbytes() < self.min_nbytes:
@@ -580,7 +590,10 @@ def _find(result: Any, wanted: dict[int, _Saved]) -> Iterator[tuple[Any, list[tu
         node = queue.popleft()
         found = []
         for attribute, role in _saved_attributes(type(node)):
-            raw = getattr(node, attribute)
+            try:
+                raw = getattr(node, attribute)
+            except RuntimeError:  # an older node, whose backward has run and freed what it saved
+                break
             for variable in raw if isinstance(raw, (tuple, list)) else (raw,):
                 saved = wanted.pop(id(_packed(variable)), None)
                 if saved is not None:
@@ -619,6 +632,24 @@ def _packed(variable: Any) -> Any:
         return variable.data
     except (AttributeError, RuntimeError):  # None, or an undefined optional input
         return None
+
+
+def _weight_copies(node: Any) -> list[list[int]]:
+    """Sorted shapes of the parameters that autocast has cast (and perhaps transposed) for ``node``."""
+    shapes = []
+    for following, _ in node.next_functions:
+        if type(following).__name__ == "TBackward0":
+            following = following.next_functions[0][0]
+        if type(following).__name__ == "ToCopyBackward0":
+            leaf = following.next_functions[0][0]
+            if type(leaf).__name__ == "AccumulateGrad":
+                shapes.append(sorted(leaf.variable.shape))
+    return shapes
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs a node on this thread: what is packed then belongs to the step in progress."""
+    return torch._C._current_autograd_node() is not None
 
 
 def _is_odd(x: Tensor) -> bool:

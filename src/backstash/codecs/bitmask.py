@@ -11,7 +11,7 @@ from torch import Tensor
 from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, refuses_layout, require
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.ops.schema import bytes_for
-from backstash.saved import Mask, Need, Test, TensorSpec
+from backstash.saved import Mask, Need, TensorSpec, Test
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ops = torch.ops.backstash
@@ -124,7 +124,11 @@ class Binary:
         return refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines where a sample shows other than two bit patterns."""
+        """Declines where a sample shows other than two bit patterns; on CUDA always, where looking makes the host wait
+        and masks are bool already.
+        """
+        if x.device.type != "cpu":
+            return "the host does not look at tensors on a GPU"
         seen = int(bits_of(sample(flat(x))).unique().numel())
         return None if seen == 2 else f"a sample has {'one value' if seen == 1 else 'more than two values'}"
 

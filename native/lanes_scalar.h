@@ -1,0 +1,56 @@
+// Words of 64 elements, one element at a time. Included inside a namespace by foreach_isa.h.
+//
+// The five functions (differs, passes, blend, compress, expand) are what the kernels are written in; lanes_vector.h has
+// the same five for vector registers. compress and expand here touch nothing outside the elements that the mask names,
+// so the vector kernels, too, call them near the end of a plane.
+
+constexpr bool kStreams = false;  // no stores past the caches
+
+// Bit i: x[i] differs from `value`.
+template <class U>
+inline Word differs(const U* x, U value) {
+    Word word = 0;
+    for (int i = 0; i < kWord; ++i) word |= Word(x[i] != value) << i;
+    return word;
+}
+
+template <Test test, class F>
+inline bool passes_one(F x, F lo, F hi) {
+    switch (test) {
+        case Test::NotLe: return !(x <= lo);
+        case Test::Gt: return x > lo;
+        case Test::Inside: return lo < x && x < hi;
+        case Test::NotOutside: return !(x <= lo || x >= hi);
+        default: return lo <= x && x <= hi;
+    }
+}
+
+// Bit i: x[i] passes the test. `lo` and `hi` are already rounded to the type of x.
+template <Test test, class F, class Bound>
+inline Word passes(const F* x, Bound lo, Bound hi) {
+    Word word = 0;
+    for (int i = 0; i < kWord; ++i) word |= Word(passes_one<test, Bound>(to_float(x[i]), lo, hi)) << i;
+    return word;
+}
+
+// out[i] = bit i ? if_set : if_clear.
+template <bool stream, class U>
+inline void blend(Word word, U if_set, U if_clear, U* out) {
+    const U difference = if_set ^ if_clear;  // no branch: a random mask would mispredict every second one
+    for (int i = 0; i < kWord; ++i) out[i] = U(if_clear ^ (difference & U(0 - (word >> i & 1))));
+}
+
+// Writes the elements whose bit is set to `to`, in order; returns the end of what it wrote.
+template <class U>
+inline U* compress(const U* x, Word word, U* to) {
+    for (; word != 0; word &= word - 1) *to++ = x[__builtin_ctzll(word)];
+    return to;
+}
+
+// The inverse of compress, with zeros between; returns the end of what it read.
+template <bool stream, class U>
+inline const U* expand(Word word, const U* from, U* out) {
+    std::memset(out, 0, kWord * sizeof(U));
+    for (; word != 0; word &= word - 1) out[__builtin_ctzll(word)] = *from++;
+    return from;
+}

@@ -1,0 +1,75 @@
+// Words of 64 elements in vector registers: the five functions of lanes_scalar.h in terms of Lanes<U> and Floats<F>,
+// which lanes_avx2.h or lanes_avx512.h has just defined. Included inside a namespace by foreach_isa.h.
+
+constexpr bool kStreams = true;
+
+template <class U>
+inline Word differs(const U* x, U value) {
+    using L = Lanes<U>;
+    const auto other = L::splat(value);
+    Word word = 0;
+    for (int i = 0; i < kWord; i += L::kCount) word |= Word(L::differs(L::load(x + i), other)) << i;
+    return word;
+}
+
+// The predicates are the quiet ones; N.. is true for NaN (not less or equal), O.. is false for NaN.
+template <Test test, class V>
+inline Word passes_vector(typename V::Register x, typename V::Register lo, typename V::Register hi) {
+    switch (test) {
+        case Test::NotLe: return V::template compare<_CMP_NLE_UQ>(x, lo);
+        case Test::Gt: return V::template compare<_CMP_GT_OQ>(x, lo);
+        case Test::Inside: return V::template compare<_CMP_GT_OQ>(x, lo) & V::template compare<_CMP_LT_OQ>(x, hi);
+        case Test::NotOutside:
+            return V::template compare<_CMP_NLE_UQ>(x, lo) & V::template compare<_CMP_NGE_UQ>(x, hi);
+        default: return V::template compare<_CMP_GE_OQ>(x, lo) & V::template compare<_CMP_LE_OQ>(x, hi);
+    }
+}
+
+template <Test test, class F, class Bound>
+inline Word passes(const F* x, Bound lo, Bound hi) {
+    using V = Floats<F>;
+    const auto low = V::splat(lo), high = V::splat(hi);
+    Word word = 0;
+    for (int i = 0; i < kWord; i += V::kCount) word |= passes_vector<test, V>(V::load(x + i), low, high) << i;
+    return word;
+}
+
+// A streaming store goes past the caches: no line is read before it is overwritten. `out` must then be aligned to 64.
+template <bool stream, class U>
+inline void put(U* out, typename Lanes<U>::Register value) {
+    if (stream) Lanes<U>::stream(out, value);
+    else Lanes<U>::store(out, value);
+}
+
+template <bool stream, class U>
+inline void blend(Word word, U if_set, U if_clear, U* out) {
+    using L = Lanes<U>;
+    const auto set = L::splat(if_set), clear = L::splat(if_clear);
+    for (int i = 0; i < kWord; i += L::kCount) put<stream>(out + i, L::blend(word >> i, set, clear));
+}
+
+// Compresses in the register and stores all of it: the element behind the last one is garbage until the next store, so
+// 64 elements must fit at `to` however few bits are set. (On Zen 4 and 5 a compressing store to memory is microcode,
+// and many times slower.)
+template <class U>
+inline U* compress(const U* x, Word word, U* to) {
+    using L = Lanes<U>;
+    for (int i = 0; i < kWord; i += L::kCount) {
+        const Word part = word >> i & L::kMask;
+        L::store(to, L::compress(part, L::load(x + i)));
+        to += __builtin_popcountll(part);
+    }
+    return to;
+}
+
+// Loads whole registers: 64 elements must be readable at `from`, however few bits are set.
+template <bool stream, class U>
+inline const U* expand(Word word, const U* from, U* out) {
+    using L = Lanes<U>;
+    for (int i = 0; i < kWord; i += L::kCount) {
+        const Word part = word >> i & L::kMask;
+        put<stream>(out + i, L::expand(part, L::load(from)));
+        from += __builtin_popcountll(part);
+    }
+    return from;
+}

@@ -1,0 +1,67 @@
+// C interface of bitmask and binary. Layouts: ops/reference.
+#include <cstdint>
+#include <cstring>
+
+#include "elements.h"
+#include "isa.h"
+#include "memory.h"
+#include "parallel.h"
+
+namespace bs {
+
+struct TestJob {
+    const void* x;
+    Float type;
+    Test test;
+    double lo, hi;  // already rounded to the type of x
+    uint8_t* mask;
+};
+
+struct BinaryJob {
+    const void* x;
+    int width;               // bytes per element
+    uint64_t first, second;  // bits of the two values
+    uint8_t* mask;
+};
+
+struct BlendJob {
+    const uint8_t* mask;
+    void* out;
+    int width;
+    uint64_t if_set, if_clear;  // bits of the two values
+    bool stream;
+};
+
+}  // namespace bs
+
+#define BS_KERNELS "mask_kernels.h"
+#include "foreach_isa.h"
+
+namespace bs {
+constexpr int64_t kBlock = 1 << 18;  // elements that a thread takes at a time
+}
+
+BS_EXPORT void bs_bitmask_encode(const void* x, int64_t n, int type, int test, double lo, double hi, uint8_t* mask,
+                                 int threads) {
+    const bs::TestJob job{x, bs::Float(type), bs::Test(test), lo, hi, mask};
+    const auto encode = BS_PICK(encode_test);
+    bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { encode(job, begin, end); });
+}
+
+// Returns how many elements are neither of the two values.
+BS_EXPORT int64_t bs_binary_encode(const void* x, int64_t n, int width, uint64_t first, uint64_t second, uint8_t* mask,
+                                   int threads) {
+    const bs::BinaryJob job{x, width, first, second, mask};
+    const auto encode = BS_PICK(encode_binary);
+    bs::Sum neither;
+    bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { neither.add(encode(job, begin, end)); });
+    return neither.value();
+}
+
+// Fills `out`, n elements of `width` bytes, with one of two values per bit.
+BS_EXPORT void bs_mask_decode(const uint8_t* mask, void* out, int64_t n, int width, uint64_t if_set, uint64_t if_clear,
+                              int threads) {
+    const bs::BlendJob job{mask, out, width, if_set, if_clear, bs::should_stream(out, n * width)};
+    const auto blend = BS_PICK(blend_block);
+    bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { blend(job, begin, end); });
+}

@@ -1,0 +1,49 @@
+// C interface of narrow. Layout: ops/reference.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "elements.h"
+#include "isa.h"
+#include "parallel.h"
+
+namespace bs {
+
+struct NarrowEncodeJob {
+    const void* x;
+    Integer type;
+    int bits;
+    uint64_t base;  // two's complement: differences and sums wrap as int64 does in torch
+    uint8_t* packed;
+};
+
+struct NarrowDecodeJob {
+    const uint8_t* packed;
+    int bits;
+    uint64_t base;
+    void* out;
+    Integer type;
+};
+
+}  // namespace bs
+
+#define BS_KERNELS "narrow_kernels.h"
+#include "foreach_isa.h"
+
+namespace bs {
+constexpr int64_t kBlock = 1 << 16;  // elements that a thread takes at a time; a multiple of 8
+}
+
+BS_EXPORT void bs_narrow_encode(const void* x, int64_t n, int type, int bits, int64_t base, uint8_t* packed,
+                                int threads) {
+    const bs::NarrowEncodeJob job{x, bs::Integer(type), bits, uint64_t(base), packed};
+    const auto narrow = BS_PICK(narrow);
+    bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { narrow(job, begin, end); });
+}
+
+BS_EXPORT void bs_narrow_decode(const uint8_t* packed, int bits, int64_t base, void* out, int64_t n, int type,
+                                int threads) {
+    const bs::NarrowDecodeJob job{packed, bits, uint64_t(base), out, bs::Integer(type)};
+    const auto unnarrow = BS_PICK(unnarrow);
+    bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { unnarrow(job, begin, end); });
+}

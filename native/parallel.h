@@ -1,0 +1,35 @@
+// The one parallel loop of all kernels. Built with -fopenmp it runs on torch's own OpenMP threads; without, serially.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace bs {
+
+enum class Order { Forward, Backward };
+
+// Calls body(begin, end) for consecutive blocks of [0, total). Blocks are handed out one by one rather than split
+// evenly, so that a core that something else keeps busy does not hold up the others.
+template <class Body>
+void for_blocks(int64_t total, int64_t block, int threads, Body body, Order order = Order::Forward) {
+    const int64_t blocks = (total + block - 1) / block;
+    threads = int(std::min<int64_t>(threads, blocks));
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+    for (int64_t i = 0; i < blocks; ++i) {
+        const int64_t begin = (order == Order::Forward ? i : blocks - 1 - i) * block;
+        body(begin, std::min(begin + block, total));
+    }
+}
+
+// A sum over the blocks of a parallel loop.
+class Sum {
+public:
+    void add(int64_t part) { total_.fetch_add(part, std::memory_order_relaxed); }
+    int64_t value() const { return total_.load(std::memory_order_relaxed); }
+
+private:
+    std::atomic<int64_t> total_{0};
+};
+
+}  // namespace bs

@@ -1,0 +1,158 @@
+// Max-pool indices as positions in their windows. Compiled once per instruction set by foreach_isa.h.
+
+#include "fields.h"
+
+// Where the windows of consecutive output elements start: walks the output in memory order, so that only the first
+// element of a block costs divisions.
+class Walk {
+public:
+    Walk(const Window& w, int64_t element) : w_(w), inner_(element % w.inner) {
+        int64_t position = element / w.inner;
+        for (int k = 2; k >= 0; --k) {
+            at_[k] = position % w.output[k];
+            position /= w.output[k];
+        }
+    }
+
+    // How many elements from here on have windows in the same row, `step()` apart.
+    int64_t run() const { return w_.inner > 1 ? w_.inner - inner_ : w_.output[2] - at_[2]; }
+    int64_t step() const { return w_.inner > 1 ? 0 : w_.stride[2]; }
+
+    // Where the window starts in dimension k of the input; negative in the padding.
+    int64_t origin(int k) const { return at_[k] * w_.stride[k] - w_.padding[k]; }
+    int64_t flat_origin() const { return (origin(0) * w_.input[1] + origin(1)) * w_.input[2] + origin(2); }
+
+    // Moves on by 1 <= count <= run().
+    void advance(int64_t count) {
+        if (w_.inner > 1) {
+            inner_ += count;
+            if (inner_ < w_.inner) return;
+            inner_ = 0;
+            count = 1;
+        }
+        at_[2] += count;
+        for (int k = 2; k >= 0 && at_[k] == w_.output[k]; --k) {  // past the last: the next channel or sample
+            at_[k] = 0;
+            if (k > 0) ++at_[k - 1];
+        }
+    }
+
+private:
+    const Window& w_;
+    int64_t inner_;
+    int64_t at_[3];
+};
+
+// The definition: the index's coordinates, minus the origin, in steps of the dilation. Returns whether it is a position
+// of the window.
+inline bool code_of(const Window& w, int64_t index, const int64_t* origin, int64_t& code) {
+    if (index < 0 || index >= w.input[0] * w.input[1] * w.input[2]) return false;
+    int64_t where[3];
+    for (int k = 2; k >= 0; --k) {
+        where[k] = index % w.input[k];
+        index /= w.input[k];
+    }
+    code = 0;
+    for (int k = 0; k < 3; ++k) {
+        const int64_t distance = where[k] - origin[k], offset = distance / w.dilation[k];
+        if (distance < 0 || distance % w.dilation[k] != 0 || offset >= w.kernel[k]) return false;
+        code = code * w.kernel[k] + offset;
+    }
+    return true;
+}
+
+// Codes of `count` elements from `walk` on, with divisions, for windows of any shape. Returns how many are in no window.
+inline int64_t codes_by_division(const Window& w, Walk& walk, const int64_t* indices, int64_t count, int32_t* codes) {
+    int64_t bad = 0;
+    for (int64_t done = 0; done < count;) {
+        const int64_t run = std::min(walk.run(), count - done);
+        int64_t origin[3] = {walk.origin(0), walk.origin(1), walk.origin(2)};
+        for (int64_t i = done; i < done + run; ++i, origin[2] += walk.step()) {
+            int64_t code;
+            const bool good = code_of(w, indices[i], origin, code);
+            codes[i] = good ? int32_t(code) : 0;
+            bad += !good;
+        }
+        walk.advance(run);
+        done += run;
+    }
+    return bad;
+}
+
+// The same for windows whose positions are all different distances from the origin in the flat input
+// (Window::distinct): digit by digit, largest step first, each digit by comparing, so that all is vector code.
+inline int64_t codes_by_distance(const Window& w, Walk& walk, const int64_t* indices, int64_t count, int32_t* codes) {
+    // What is left of the distance, and the coordinate that the digits found so far lead to, which has to lie in the
+    // input: else the distance wraps around the end of a row, and the index is elsewhere.
+    int32_t rest[kRun], where[3][kRun];
+    constexpr int64_t far = int64_t(1) << 30;  // of an index of garbage; no distance of a position comes near
+    for (int64_t done = 0; done < count;) {
+        const int64_t run = std::min(walk.run(), count - done), flat = walk.flat_origin(), step = walk.step();
+        for (int64_t i = 0; i < run; ++i)
+            rest[done + i] = int32_t(std::min(std::max(indices[done + i] - flat - i * step, -far), far));
+        for (int64_t i = 0; i < run; ++i) {
+            where[0][done + i] = int32_t(walk.origin(0));
+            where[1][done + i] = int32_t(walk.origin(1));
+            where[2][done + i] = int32_t(walk.origin(2) + i * step);
+        }
+        walk.advance(run);
+        done += run;
+    }
+    uint32_t wrong[kRun] = {};
+    std::memset(codes, 0, size_t(count) * sizeof(int32_t));
+    const int64_t flat_step[3] = {w.input[1] * w.input[2], w.input[2], 1};
+    for (int k = 0; k < 3; ++k) {
+        const int32_t kernel = int32_t(w.kernel[k]), dilation = int32_t(w.dilation[k]), input = int32_t(w.input[k]);
+        const int32_t step = int32_t(w.dilation[k] * flat_step[k]);
+        int32_t digit[kRun] = {};
+        for (int32_t j = 1; j < kernel; ++j)
+            for (int64_t i = 0; i < count; ++i) digit[i] += rest[i] >= j * step;
+        for (int64_t i = 0; i < count; ++i) {
+            rest[i] -= digit[i] * step;
+            codes[i] = codes[i] * kernel + digit[i];
+            wrong[i] |= uint32_t(where[k][i] + digit[i] * dilation) >= uint32_t(input);
+        }
+    }
+    int64_t bad = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t none = wrong[i] | uint32_t(rest[i] != 0);
+        codes[i] = none ? 0 : codes[i];
+        bad += none;
+    }
+    return bad;
+}
+
+int64_t encode_windows(const WindowEncodeJob& job, int64_t begin, int64_t end) {
+    const Window& w = *job.window;
+    Walk walk(w, begin);
+    int32_t codes[kRun];
+    int64_t bad = 0;
+    for (int64_t i = begin; i < end; i += kRun) {  // `begin` and kRun are multiples of 8: whole bytes
+        const int64_t count = std::min(kRun, end - i);
+        const auto find = w.distinct ? codes_by_distance : codes_by_division;
+        bad += find(w, walk, job.indices + i, count, codes);
+        encode_fields(codes, count, w.bits, 0, job.packed + i / 8 * w.bits);
+    }
+    return bad;
+}
+
+void decode_windows(const WindowDecodeJob& job, int64_t begin, int64_t end) {
+    const Window& w = *job.window;
+    Walk walk(w, begin);
+    int32_t codes[kRun];
+    for (int64_t i = begin; i < end; i += kRun) {
+        const int64_t count = std::min(kRun, end - i);
+        decode_fields(job.packed + i / 8 * w.bits, count, w.bits, 0, codes);
+        for (int64_t done = 0; done < count;) {
+            const int64_t run = std::min(walk.run(), count - done), flat = walk.flat_origin(), step = walk.step();
+            int64_t* out = job.out + i + done;
+            if (job.distances != nullptr) {
+                for (int64_t j = 0; j < run; ++j) out[j] = flat + j * step + job.distances[codes[done + j]];
+            } else {
+                for (int64_t j = 0; j < run; ++j) out[j] = flat + j * step + w.distance(uint32_t(codes[done + j]));
+            }
+            walk.advance(run);
+            done += run;
+        }
+    }
+}

@@ -1,0 +1,93 @@
+"""Finds and loads ``libbackstash_native.so``, and declares its C interface."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch  # noqa: F401  its libgomp must be loaded first, so that our kernels run on the same threads
+
+PATH = Path(__file__).with_name("libbackstash_native.so")
+"""Where ``setup.py`` puts the library."""
+
+ISAS = ("scalar", "avx2", "avx512")
+"""Instruction sets by their codes (``native/isa.h``)."""
+
+# The C interface: result, arguments.
+_SIGNATURES = {
+    "bs_isa": (c_int, []),
+    "bs_set_isa": (c_int, [c_int]),
+    "bs_compiler": (c_char_p, []),
+    "bs_has_openmp": (c_int, []),
+    "bs_advise_huge": (c_int, [c_void_p, c_int64]),
+    "bs_bitmask_encode": (None, [c_void_p, c_int64, c_int, c_int, c_double, c_double, c_void_p, c_int]),
+    "bs_binary_encode": (c_int64, [c_void_p, c_int64, c_int, c_uint64, c_uint64, c_void_p, c_int]),
+    "bs_mask_decode": (None, [c_void_p, c_void_p, c_int64, c_int, c_uint64, c_uint64, c_int]),
+    "bs_zvc_mark": (c_int64, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]),
+    "bs_zvc_gather": (None, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int]),
+    "bs_zvc_decode": (c_int, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int]),
+    "bs_narrow_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int64, c_void_p, c_int]),
+    "bs_narrow_decode": (None, [c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
+    "bs_window_encode": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int, c_void_p, c_int]),
+    "bs_window_decode": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int]),
+}
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The library, or None where it was not built.
+
+    Raises:
+        ValueError: ``BACKSTASH_ISA`` has an unknown value.
+        OSError, AttributeError: the library is there but does not load, or is of another version.
+    """
+    asked = os.environ.get("BACKSTASH_ISA")
+    if asked is not None and asked not in ISAS:
+        raise ValueError(
+            f"BACKSTASH_ISA asked for {asked!r}, but the choices are {', '.join(ISAS)}. Unset it or set it to one of "
+            f"these."
+        )
+    if not PATH.exists():
+        return None
+    lib = ctypes.CDLL(str(PATH))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    return lib
+
+
+def available() -> bool:
+    """Whether the library was built at install time."""
+    return load() is not None
+
+
+def _loaded() -> ctypes.CDLL:
+    lib = load()
+    if lib is None:
+        raise RuntimeError(f"asked for the native kernels, but {PATH} was not built. Run 'python setup.py build_native'.")
+    return lib
+
+
+def isa() -> str:
+    """The instruction set that the kernels use: ``"avx512"``, ``"avx2"`` or ``"scalar"``."""
+    return ISAS[_loaded().bs_isa()]
+
+
+def set_isa(cap: str) -> str:
+    """Use no more than this instruction set (for tests; not while a kernel runs). Returns the one used from now on."""
+    return ISAS[_loaded().bs_set_isa(ISAS.index(cap))]
+
+
+def build_info() -> dict[str, str | bool]:
+    """Facts for ``backstash doctor``: path, compiler, OpenMP, instruction set."""
+    lib = _loaded()
+    return {
+        "path": str(PATH),
+        "compiler": lib.bs_compiler().decode(),
+        "openmp": bool(lib.bs_has_openmp()),
+        "isa": isa(),
+    }
