@@ -55,9 +55,7 @@ class Dataset:
     test_labels: Tensor
 
 
-def load(
-    name: str | None, image_size: int, path: str | Path | None = None, limit: int | None = None
-) -> Dataset:
+def load(name: str | None, image_size: int, path: str | Path | None = None, limit: int | None = None) -> Dataset:
     """Loads a data set.
 
     Args:
@@ -81,9 +79,7 @@ def load(
     if name == "fashion_mnist":
         return fashion_mnist(path, image_size, limit)
     if name != "digits":
-        raise ValueError(
-            f"the data set {name!r} was asked for; there is no such data set; use fashion_mnist or digits"
-        )
+        raise ValueError(f"the data set {name!r} was asked for; there is no such data set; use fashion_mnist or digits")
     if path is not None:
         raise ValueError(
             f"digits was asked for with the path {path}; digits comes with scikit-learn and reads no path; "

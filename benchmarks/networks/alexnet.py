@@ -45,7 +45,5 @@ def alexnet(num_classes: int = 1000, in_channels: int = 3) -> nn.Sequential:
         nn.Linear(4096, num_classes),
     )
     return nn.Sequential(
-        OrderedDict(
-            features=features, pool=nn.AdaptiveAvgPool2d(6), flatten=nn.Flatten(), classifier=classifier
-        )
+        OrderedDict(features=features, pool=nn.AdaptiveAvgPool2d(6), flatten=nn.Flatten(), classifier=classifier)
     )

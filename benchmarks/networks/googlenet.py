@@ -27,9 +27,7 @@ class Variant:
     last_pool: int
     dropout: float
 
-    def convolution(
-        self, in_channels: int, out_channels: int, kernel: int, stride: int = 1
-    ) -> list[nn.Module]:
+    def convolution(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> list[nn.Module]:
         """Layers from a convolution to its ReLU: [N, in_channels, H, W] to [N, out_channels, H', W']."""
         convolution = nn.Conv2d(
             in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=not self.batch_norm
@@ -72,9 +70,7 @@ class Inception(nn.Module):
         convolution = variant.convolution
         self.branch1 = nn.Sequential(*convolution(in_channels, ch1x1, 1))
         self.branch2 = nn.Sequential(*convolution(in_channels, ch3x3[0], 1), *convolution(*ch3x3, 3))
-        self.branch3 = nn.Sequential(
-            *convolution(in_channels, ch5x5[0], 1), *convolution(*ch5x5, variant.wide_kernel)
-        )
+        self.branch3 = nn.Sequential(*convolution(in_channels, ch5x5[0], 1), *convolution(*ch5x5, variant.wide_kernel))
         self.branch4 = nn.Sequential(
             nn.MaxPool2d(3, stride=1, padding=1, ceil_mode=True), *convolution(in_channels, pooled, 1)
         )

@@ -85,9 +85,7 @@ def resnet(
         ValueError: No block of that name.
     """
     if block not in ("basic", "bottleneck"):
-        raise ValueError(
-            f"the block {block!r} was asked for; there is no such block; use 'basic' or 'bottleneck'"
-        )
+        raise ValueError(f"the block {block!r} was asked for; there is no such block; use 'basic' or 'bottleneck'")
     stem = nn.Sequential(
         nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False),
         nn.BatchNorm2d(64),
@@ -185,9 +183,7 @@ def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
     return nn.Sequential(*_convolution(in_channels, out_channels, 1, stride))
 
 
-def _convolution(
-    in_channels: int, out_channels: int, kernel: int, stride: int = 1
-) -> tuple[nn.Module, nn.Module]:
+def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
     """A convolution and its batch normalisation."""
     convolution = nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
     return convolution, nn.BatchNorm2d(out_channels)

@@ -66,8 +66,6 @@ def _vgg(
         nn.Linear(hidden, num_classes),
     )
     pool = nn.AdaptiveAvgPool2d(pooled_size)
-    network = nn.Sequential(
-        OrderedDict(features=features, pool=pool, flatten=nn.Flatten(), classifier=classifier)
-    )
+    network = nn.Sequential(OrderedDict(features=features, pool=pool, flatten=nn.Flatten(), classifier=classifier))
     initialise(network, convolution=kaiming_fan_out, linear=partial(nn.init.normal_, std=0.01))
     return network

@@ -186,7 +186,7 @@ class Step:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.small = Entry("(tensors below min_nbytes)", "", "", 0, reason="small")
+        self.small = Entry("(below min_nbytes, per save)", "", "", 0, reason="small")
         self.parameters: dict[int, int] = {}
 
     def rows(self) -> tuple[Entry, ...]:

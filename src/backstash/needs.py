@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,7 +56,11 @@ _NODE = re.compile(r"(.+?)Backward\d*$")
 
 def op_of(node: Any) -> str:
     """The op of an autograd node: ``"Relu"`` for ``ReluBackward0``."""
-    name = type(node).__name__
+    return _op_of_name(type(node).__name__)
+
+
+@cache
+def _op_of_name(name: str) -> str:
     match = _NODE.match(name)
     return match.group(1) if match else name
 
@@ -87,6 +92,7 @@ def _apply(row: Row, node: Any, spec: TensorSpec, specs: Mapping[str, TensorSpec
     return Reading(row.need)
 
 
+@cache
 def _representable(mask: Mask, dtype: torch.dtype) -> bool:
     """Whether every bound is a number of ``dtype``: kernels differ in how they round others, so no mask then."""
     bounds = [bound for bound in (mask.lo, mask.hi, mask.if_set, mask.if_clear) if math.isfinite(bound)]

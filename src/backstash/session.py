@@ -87,14 +87,12 @@ class _Value:
         self.form: _Form | None = None
         self.buffers: Buffers | None = None
         self.live = live
-        live.values += 1
 
     def saved(self) -> Iterator[_Saved]:
         """Those of its saved tensors that are still alive."""
         return (saved for member in self.members if (saved := member()) is not None)
 
     def __del__(self) -> None:
-        self.live.values -= 1
         self.live.nbytes -= self.entry.stash_nbytes
 
 
@@ -105,6 +103,7 @@ class _Saved:
         "__weakref__",
         "builtin",
         "dense",
+        "live",
         "mask",
         "modified",
         "need",
@@ -115,7 +114,9 @@ class _Saved:
         "version",
     )
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, live: _Live) -> None:
+        self.live = live
+        live.saved += 1
         self.dense: Tensor | None = x.detach()
         self.version: int = x._version
         self.tensor: SavedTensor | None = None
@@ -127,14 +128,17 @@ class _Saved:
         self.modified: int | None = None
         self.builtin = False
 
+    def __del__(self) -> None:
+        self.live.saved -= 1
+
 
 class _Live:
     """Counts what is alive now; shared by a Session and its values, so that either may die first."""
 
-    __slots__ = ("nbytes", "peak_nbytes", "unpacked", "values")
+    __slots__ = ("nbytes", "peak_nbytes", "saved", "unpacked")
 
     def __init__(self) -> None:
-        self.values = 0
+        self.saved = 0
         self.nbytes = 0
         self.peak_nbytes = 0
         self.unpacked = False
@@ -229,7 +233,7 @@ class Session:
         self._step = Step()
         self._steps = 0
         self._seen: dict[int, tuple[StorageWeakRef, Entry]] = {}
-        self._pending: weakref.WeakValueDictionary[int, _Value] = weakref.WeakValueDictionary()
+        self._pending: dict[int, weakref.ref[_Value]] = {}
         self._unnamed: list[_Saved] = []
         self._depth = 0
         self._frames: list[_Frame] = [_Frame("")]
@@ -331,13 +335,18 @@ class Session:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def _pack(self, x: Tensor) -> _Saved:
-        saved = _Saved(x)
+    def _pack(self, x: Tensor) -> _Saved | tuple[Tensor, int]:
+        if x.nbytes < self.min_nbytes and type(x) in _PLAIN and x.untyped_storage().nbytes() < self.min_nbytes:
+            small = self._step.small
+            small.saved_nbytes += x.nbytes
+            small.stash_nbytes += x.nbytes
+            return x.detach(), x._version
         with self._lock:
             if self._steps == 0:
                 self._steps = 1
-            if self._live.unpacked and self._live.values == 0 and not _in_backward():
+            if self._live.saved == 0 and self._step.entries and not _in_backward():  # the last graph is gone
                 self._begin_step()
+            saved = _Saved(x, self._live)
             self._unnamed.append(saved)
             if self._depth == 0:  # outside any torch function: a custom Function, or an extension's op
                 with torch._C.DisableTorchFunction():
@@ -384,12 +393,6 @@ class Session:
         if any(cdata in known for known in self._parameters.values()):
             self._step.parameters[cdata] = storage.nbytes()
             return False
-        if storage.nbytes() < self.min_nbytes:
-            if cdata not in self._seen:
-                self._seen[cdata] = (StorageWeakRef(storage), self._step.small)
-                self._step.small.saved_nbytes += storage.nbytes()
-                self._step.small.stash_nbytes += storage.nbytes()
-            return False
         return True
 
     def _take(self, saved: _Saved, op: str, role: str, number: int, reading: needs.Reading, builtin: bool) -> None:
@@ -406,9 +409,11 @@ class Session:
         if reading.need is Need.SHAPE and self._allows(saved.tensor, Shape.id):
             saved.dense = None
             return
-        value = self._pending.get(storage._cdata)
+        pending = self._pending.get(storage._cdata)
+        value = pending() if pending is not None else None
         if value is None:
-            value = self._pending[storage._cdata] = _Value(storage, entry, self._live)
+            value = _Value(storage, entry, self._live)
+            self._pending[storage._cdata] = weakref.ref(value)
             entry.stash_nbytes = entry.saved_nbytes
             entry.reason = "held by the program, kept by reference"
             entry.codec = "kept"
@@ -423,7 +428,7 @@ class Session:
     def _entry(self, saved: SavedTensor, storage: torch.UntypedStorage) -> Entry:
         """The account of a storage; the weak reference keeps its address from being given to another."""
         seen = self._seen.get(storage._cdata)
-        if seen is not None and seen[1] is not self._step.small:
+        if seen is not None:
             entry = seen[1]
             if Need[entry.need].value < saved.need.value:
                 entry.shared_by.append(entry.key)
@@ -441,7 +446,11 @@ class Session:
     def _sweep(self) -> None:
         """Encode every pending storage that only autograd's saves hold (Note: [encode when orphaned])."""
         with self._lock:
-            for cdata, value in list(self._pending.items()):
+            for cdata, pending in list(self._pending.items()):
+                value = pending()
+                if value is None:  # its graph is gone
+                    del self._pending[cdata]
+                    continue
                 holders = sum(saved.dense is not None for saved in value.saved())
                 if _use_count(cdata) == holders + 1:  # one more for value.storage
                     del self._pending[cdata]
@@ -462,7 +471,7 @@ class Session:
         strongest = max(fresh, key=lambda saved: saved.need.value)
         facts = strongest.tensor
         assert facts is not None and value.storage is not None
-        if facts.need is Need.SIGN and any(saved.mask != facts.mask for saved in fresh):
+        if facts.need is Need.SIGN and any(saved.mask != facts.mask for saved in fresh if saved.need is Need.SIGN):
             facts = SavedTensor(facts.key, facts.op, facts.role, facts.fqn, facts.spec, Need.VALUE)
         whole = _whole(strongest, value.storage, facts)
         entry, live = value.entry, value.live
@@ -530,15 +539,22 @@ class Session:
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
-    def _unpack(self, saved: _Saved) -> Tensor:
+    def _unpack(self, saved: _Saved | tuple[Tensor, int]) -> Tensor:
         self._live.unpacked = True
+        if isinstance(saved, tuple):
+            small, version = saved
+            if small._version != version:
+                raise SavedTensorModifiedError(_modified_message(TensorSpec.of(small), None, small._version, version))
+            return small
         dense = saved.dense
         if dense is not None:
             if dense._version != saved.version:
-                raise SavedTensorModifiedError(_modified_message(saved, dense._version))
+                raise SavedTensorModifiedError(
+                    _modified_message(TensorSpec.of(dense), saved.tensor, dense._version, saved.version)
+                )
             return dense
         if saved.modified is not None:
-            raise SavedTensorModifiedError(_modified_message(saved, saved.modified))
+            raise SavedTensorModifiedError(_modified_message(saved.spec, saved.tensor, saved.modified, saved.version))
         assert saved.spec is not None
         value = saved.value
         if value is None:
@@ -600,7 +616,8 @@ def _find(result: Any, wanted: dict[int, _Saved]) -> Iterator[tuple[Any, list[tu
                     found.append((role, saved))
         if found:
             yield node, found
-        queue.extend(following for following, _ in node.next_functions if following is not None)
+        if wanted:
+            queue.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
@@ -675,11 +692,10 @@ def _refuse_other_hooks() -> None:
         )
 
 
-def _modified_message(saved: _Saved, version: int) -> str:
-    spec = saved.spec
-    where = f" ({saved.tensor.key})" if saved.tensor else ""
+def _modified_message(spec: TensorSpec | None, saved: SavedTensor | None, version: int, expected: int) -> str:
+    where = f" ({saved.key})" if saved else ""
     return (
         f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{spec}]{where} is at version {version}; expected version {saved.version} instead. Hint: do not change a "
+        f"[{spec}]{where} is at version {version}; expected version {expected} instead. Hint: do not change a "
         f"tensor in place after an operation has saved it, or change a clone of it."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -113,6 +114,7 @@ class CountedPeak:
     """
 
     def __enter__(self) -> CountedPeak:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
         self.peak_nbytes = 0
         self.timeline: list[tuple[int, int]] = []
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)

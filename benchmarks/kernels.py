@@ -1,0 +1,247 @@
+"""Every kernel's speed as a share of the copy bandwidth: ``python -m benchmarks.kernels [--device cpu] [--json FILE]``.
+
+A round runs everything once: a copy, then each kernel on the same number of input bytes, each round beginning with
+another one. A speed is bytes read plus written, every plane counted once, over seconds; a share is that speed over the
+copy's of the same round, so that a busy neighbour slows both. All buffers have been touched before, are larger than the
+caches, and on CPU lie in huge pages where the system gives them. The exceptions are the encoders that allocate their
+planes in every call, as they do in training; ``zvc_encode, warm planes`` leaves that out, to tell the kernel from the
+page faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.ops import backends
+from backstash.saved import Test
+from benchmarks.machine import describe
+from benchmarks.rounds import Effort, Summary, interleave, spread, summarise, table
+
+FORMAT = 1
+"""Version of the JSON's layout."""
+
+COPY = "copy"
+"""The name of the task that the others are measured against."""
+
+GOAL = ("bitmask_encode", "bitmask_decode", "zvc_encode", "zvc_encode, warm planes", "zvc_decode")
+"""The kernels that should reach 60 % of the copy bandwidth."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to time.
+
+    Attributes:
+        run: does it once.
+        nbytes: bytes that it reads plus bytes that it writes.
+    """
+
+    run: Callable[[], object]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one kernel.
+
+    Attributes:
+        kernel: its name.
+        dtype: element type of its dense side.
+        nbytes: bytes read plus written by one call.
+        gb_per_second: 1e9 of these bytes per second.
+        share_of_copy: of the copy's speed in the same round.
+        seconds: of every round.
+    """
+
+    kernel: str
+    dtype: str
+    nbytes: int
+    gb_per_second: Summary
+    share_of_copy: Summary
+    seconds: tuple[float, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints a table per dtype, writes the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description="Measures every kernel.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--mib", type=int, default=128, help="size of the dense side (default: 128)")
+    parser.add_argument("--zeros", type=float, default=0.5, help="share of zeros (default: 0.5)")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="file to write")
+    asked = parser.parse_args(arguments)
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda was asked for; torch finds no CUDA device; use --device cpu")
+    machine, isa = describe(asked.device), _isa(asked.device)
+    print(f"{machine}; instruction set {isa}", flush=True)
+    print(f"{asked.mib} MiB, {asked.zeros:.0%} zeros, {asked.rounds} rounds: median [quartiles]")
+    rows: list[Row] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        tasks = float_tasks(dtype, asked.mib << 20, asked.zeros, asked.device)
+        rows += _report(dtype, tasks, asked.rounds, asked.device)
+    rows += _report(torch.int64, integer_tasks(asked.mib << 20, asked.device), asked.rounds, asked.device)
+    if asked.json is not None:
+        result = {
+            "format": FORMAT,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": asdict(machine),
+            "isa": isa,
+            "nbytes": asked.mib << 20,
+            "zeros": asked.zeros,
+            "rows": [asdict(row) for row in rows],
+        }
+        asked.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def float_tasks(dtype: torch.dtype, nbytes: int, zeros: float, device: str) -> dict[str, Task]:
+    """The copy and the kernels on floats, ``nbytes`` of them, by name."""
+    ops, n = backends.implementation(device), nbytes // dtype.itemsize
+    x, out = _warm(n, dtype, device), _warm(n, dtype, device)
+    generator = torch.Generator(device).manual_seed(0)
+    x.normal_(generator=generator)
+    x.masked_fill_(torch.rand(n, device=device, generator=generator) < zeros, 0)
+    pair = torch.tensor([0.0, 2.0], dtype=dtype, device=device)
+    two = torch.where(x != 0, pair[1], pair[0])
+    mask, offsets, values = ops.zvc_encode(x)
+    masked, stashed = nbytes + mask.nbytes, nbytes + mask.nbytes + offsets.nbytes + values.nbytes
+    tasks = {
+        COPY: Task(lambda: out.copy_(x), 2 * nbytes),
+        "bitmask_encode": Task(lambda: ops.bitmask_encode(x, Test.NOT_LE.code, 0.0, 0.0), masked),
+        "bitmask_decode": Task(lambda: ops.bitmask_decode(mask, out, 1.0, 0.0), masked),
+        "binary_encode": Task(lambda: ops.binary_encode(two, pair), masked),
+        "binary_decode": Task(lambda: ops.binary_decode(mask, pair, out), masked),
+        "zvc_encode": Task(lambda: ops.zvc_encode(x), stashed),
+        "zvc_decode": Task(lambda: ops.zvc_decode(mask, offsets, values, out), stashed),
+    }
+    if ops.__name__.endswith("cpu"):
+        tasks["zvc_encode, warm planes"] = Task(_warm_zvc_encode(x, mask, offsets, values), stashed)
+    return tasks
+
+
+def integer_tasks(nbytes: int, device: str) -> dict[str, Task]:
+    """The copy and the kernels on integers: int64 of ``nbytes`` in 4 and in 5 bits, and the indices of a pooling."""
+    ops, n = backends.implementation(device), nbytes // 8
+    generator = torch.Generator(device).manual_seed(0)
+    x, out = _warm(n, torch.int64, device), _warm(n, torch.int64, device)
+    x.random_(0, 16, generator=generator)
+    tasks = {COPY: Task(lambda: out.copy_(x), 2 * nbytes)}
+    for bits in (4, 5):
+        packed = ops.narrow_encode(x, bits, 0)
+        total = nbytes + packed.nbytes
+        tasks[f"narrow_encode, {bits} bits"] = Task(partial(ops.narrow_encode, x, bits, 0), total)
+        tasks[f"narrow_decode, {bits} bits"] = Task(partial(ops.narrow_decode, packed, bits, 0, out), total)
+    for size, layout in ((2, "contiguous"), (3, "contiguous"), (3, "channels_last")):
+        tasks |= _window_tasks(ops, nbytes, size, layout, out)
+    return tasks
+
+
+def _window_tasks(ops: ModuleType, nbytes: int, size: int, layout: str, out: Tensor) -> dict[str, Task]:
+    """Pooling with a stride of 2 from 112 to 56, as in ResNet and VGG; ``out`` is written to."""
+    channels, side = 64, 112
+    planes = nbytes // 8 // (side // 2) ** 2
+    x = torch.rand(planes // channels, channels, side, side, device=out.device)
+    padding = (size - 1) // 2
+    args = [size] * 2, [2] * 2, [padding] * 2, [1] * 2
+    _, indices = torch.ops.aten.max_pool2d_with_indices(x, *args)
+    geometry = [side] * 2, list(indices.shape[2:]), *args
+    inner = channels if layout == "channels_last" else 1
+    flat = (indices.movedim(1, -1) if inner > 1 else indices).flatten().clone()
+    packed, bad = ops.window_encode(flat, inner, *geometry)
+    assert int(bad) == 0
+    total, name = flat.nbytes + packed.nbytes, f"{size}x{size} {layout}"
+    return {
+        f"window_encode, {name}": Task(lambda: ops.window_encode(flat, inner, *geometry), total),
+        f"window_decode, {name}": Task(lambda: ops.window_decode(packed, inner, *geometry, out[: flat.numel()]), total),
+    }
+
+
+def _warm_zvc_encode(x: Tensor, mask: Tensor, offsets: Tensor, values: Tensor) -> Callable[[], object]:
+    """ZVC encode into planes that exist: what ``zvc_encode`` does, without the page faults of new planes."""
+    from backstash.ops.cpu import library
+
+    lib = library.load()
+    assert lib is not None
+    n, width, threads = x.numel(), x.element_size(), torch.get_num_threads()
+    planes = [plane.clone() for plane in (mask, offsets, values)]
+    a, b, c = (plane.data_ptr() for plane in planes)
+
+    def run() -> object:
+        stored = lib.bs_zvc_mark(x.data_ptr(), n, width, a, b, threads)
+        lib.bs_zvc_gather(x.data_ptr(), n, width, a, b, c, stored, threads)
+        return planes
+
+    return run
+
+
+def _warm(n: int, dtype: torch.dtype, device: str) -> Tensor:
+    x = torch.empty(n, dtype=dtype, device=device)
+    backends.advise_huge(x)
+    return x.zero_()
+
+
+def _isa(device: str) -> str:
+    implementation = backends.implementation(device)
+    return str(implementation.isa()) if hasattr(implementation, "isa") else "none"
+
+
+def _report(dtype: torch.dtype, tasks: dict[str, Task], rounds: int, device: str) -> list[Row]:
+    rows = measure(dtype, tasks, rounds, device == "cuda")
+    header = ("kernel", "GB/s read + written", "share of copy", "")
+    print(f"\n{str(dtype).removeprefix('torch.')}\n{table(header, map(_line, rows))}", flush=True)
+    return rows
+
+
+def measure(dtype: torch.dtype, tasks: dict[str, Task], rounds: int, cuda: bool) -> list[Row]:
+    """Runs the tasks in interleaved rounds, after one that does not count."""
+    for task in tasks.values():
+        task.run()
+    times = interleave({name: partial(_seconds, task.run, cuda) for name, task in tasks.items()}, Effort(rounds))
+    copies = [tasks[COPY].nbytes / seconds for seconds in times[COPY]]
+    rows = []
+    for name, task in tasks.items():
+        speeds = [task.nbytes / seconds for seconds in times[name]]
+        rows.append(
+            Row(
+                kernel=name,
+                dtype=str(dtype).removeprefix("torch."),
+                nbytes=task.nbytes,
+                gb_per_second=summarise([speed / 1e9 for speed in speeds]),
+                share_of_copy=summarise([speed / copy for speed, copy in zip(speeds, copies, strict=True)]),
+                seconds=tuple(times[name]),
+            )
+        )
+    return rows
+
+
+def _seconds(run: Callable[[], Any], cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    result = run()
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    del result  # giving memory back is not part of it
+    return seconds
+
+
+def _line(row: Row) -> tuple[str, ...]:
+    missed = row.kernel in GOAL and row.share_of_copy.median < 0.6
+    return row.kernel, spread(row.gb_per_second, digits=1), spread(row.share_of_copy), "< 0.60" if missed else ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

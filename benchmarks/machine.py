@@ -1,0 +1,144 @@
+"""What the numbers were measured on: one line for people, all of it for the JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from backstash.ops import backends
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The repository."""
+
+PACKAGES = ("backstash", "torch", "numpy", "triton", "transformers", "scikit-learn", "blosc2", "numcodecs")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hardware, software and commit.
+
+    Attributes:
+        cpu: model name of the processor.
+        cores: cores that this process may use.
+        threads: threads that torch computes with on CPU.
+        memory_nbytes: memory of the machine.
+        gpu: name of the CUDA device, None where the benchmark ran on CPU.
+        gpu_driver: version of its driver.
+        gpu_memory_nbytes: its memory.
+        system: operating system and version.
+        huge_pages: the kernel's setting of transparent huge pages.
+        python: version.
+        packages: versions of the packages that matter; an absent one is missing here.
+        cuda: CUDA version that torch was built for.
+        kernels: which kernels served the device: native, triton or reference.
+        load: load averages over 1, 5 and 15 minutes at the start: over a quiet machine's 0 somebody else computed too.
+        commit: git commit; None outside a repository or before its first commit.
+        dirty: whether files differed from the commit; None where git cannot tell.
+    """
+
+    cpu: str
+    cores: int
+    threads: int
+    memory_nbytes: int | None
+    gpu: str | None
+    gpu_driver: str | None
+    gpu_memory_nbytes: int | None
+    system: str
+    huge_pages: str | None
+    python: str
+    packages: dict[str, str]
+    cuda: str | None
+    kernels: str
+    load: tuple[float, ...]
+    commit: str | None
+    dirty: bool | None
+
+    def __str__(self) -> str:
+        gib = "" if self.memory_nbytes is None else f", {self.memory_nbytes / 2**30:.0f} GiB"
+        gpu = "" if self.gpu is None else f"{self.gpu}, driver {self.gpu_driver}; "
+        commit = "no commit" if self.commit is None else self.commit[:12] + (" with changes" if self.dirty else "")
+        return (
+            f"{gpu}{self.cpu}, {self.cores} cores, {self.threads} threads{gib}; {self.system}; Python {self.python}, "
+            f"torch {torch.__version__}; {self.kernels} kernels; load {' '.join(f'{one:.2f}' for one in self.load)}; "
+            f"{commit}"
+        )
+
+
+def describe(device: str) -> Machine:
+    """The machine that this process runs on.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    cuda = device == "cuda"
+    commit = _output("git", "rev-parse", "--verify", "--quiet", "HEAD")
+    changes = _output("git", "status", "--porcelain")
+    return Machine(
+        cpu=_cpu(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        memory_nbytes=_memory(),
+        gpu=torch.cuda.get_device_name() if cuda else None,
+        gpu_driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        gpu_memory_nbytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,
+        system=f"{platform.system()} {platform.release()}",
+        huge_pages=_huge_pages(),
+        python=platform.python_version(),
+        packages=_versions(),
+        cuda=torch.version.cuda,
+        kernels=backends.name(device),
+        load=load(),
+        commit=commit or None,
+        dirty=None if changes is None else bool(changes),
+    )
+
+
+def load() -> tuple[float, ...]:
+    """Load averages over 1, 5 and 15 minutes; empty where the system has none."""
+    return tuple(round(one, 2) for one in os.getloadavg()) if hasattr(os, "getloadavg") else ()
+
+
+def _versions() -> dict[str, str]:
+    versions: dict[str, str] = {"torch": str(torch.__version__)}
+    for package in PACKAGES:
+        try:
+            versions.setdefault(package, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu() -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _memory() -> int | None:
+    file = Path("/proc/meminfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:")]
+    return sizes[0] if sizes else None
+
+
+def _huge_pages() -> str | None:
+    file = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not file.exists():
+        return None
+    return file.read_text().partition("[")[2].partition("]")[0]
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints; None where it fails or is not there."""
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None

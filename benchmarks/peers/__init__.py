@@ -1,0 +1,32 @@
+"""What backstash is measured beside, each behind a small adapter.
+
+* Training steps: `plain`, `checkpointing`, `offload`, and backstash itself in `stash`.
+* Codecs: `blosc2_lz4` and `zlib_level1`, and backstash's own in `stash`.
+
+A peer that is not installed is named as such in the results, never left out in silence.
+"""
+
+from __future__ import annotations
+
+from benchmarks.peers.base import Absent, CodecPeer, StepPeer
+from benchmarks.peers.blosc2_lz4 import load_blosc2
+from benchmarks.peers.checkpointing import Checkpointing
+from benchmarks.peers.offload import SaveOnCpu
+from benchmarks.peers.plain import Plain
+from benchmarks.peers.stash import Own, Stashing
+from benchmarks.peers.zlib_level1 import load_zlib
+
+__all__ = ["Absent", "Checkpointing", "CodecPeer", "Own", "Plain", "SaveOnCpu", "Stashing", "StepPeer"]
+
+
+def step_peers(device: str) -> tuple[StepPeer, ...]:
+    """The candidates of the step table; the first is what the others are compared with."""
+    offload: tuple[StepPeer, ...] = (SaveOnCpu(),) if device == "cuda" else ()
+    return (Plain(), Checkpointing(), *offload, Stashing("lossless"))
+
+
+def codec_peers(device: str) -> tuple[CodecPeer | Absent, ...]:
+    """The other libraries of the codec table, or why they are not there."""
+    if device != "cpu":
+        return tuple(Absent(name, "compresses on CPU only") for name in ("blosc2", "zlib"))
+    return (load_blosc2(), load_zlib())
