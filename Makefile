@@ -29,18 +29,18 @@ $(BIN)/python:
 
 # torch first: a range would fetch the newest build with its CUDA packages.
 $(VENV)/.torch: $(BIN)/python constraints.txt
-	$(BIN)/python -m pip install -q setuptools wheel
-	$(BIN)/python -m pip install -q -c constraints.txt torch numpy
+	$(BIN)/python -m pip install -q --disable-pip-version-check setuptools wheel
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch numpy
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch $(SOURCES)
-	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[cli,plot]' scikit-learn
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[cli,plot]' scikit-learn
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch $(SOURCES)
-	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[cli,plot,dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[cli,plot,dev]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.torch $(SOURCES)
-	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[cli,plot,bench]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[cli,plot,bench]'
 	touch $@

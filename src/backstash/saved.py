@@ -39,6 +39,9 @@ class Test(Enum):
 
     __test__ = False  # a name that pytest would collect
 
+    def __repr__(self) -> str:
+        return f"Test.{self.name}"
+
     @property
     def code(self) -> int:
         """The integer that the kernels know this test by."""

@@ -101,7 +101,8 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def flat(x: Tensor) -> Tensor:
-    """``x`` as a 1-D view in memory order. ``x`` must be dense (see :func:`refuses_layout`)."""
+    """``x`` as a 1-D view in memory order, without its graph. ``x`` must be dense (see :func:`refuses_layout`)."""
+    x = x.detach()
     if x.dim() == 1 and x.is_contiguous():
         return x
     return x.as_strided((x.numel(),), (1,))

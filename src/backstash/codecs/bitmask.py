@@ -118,10 +118,10 @@ class Binary:
     bound: ClassVar[ErrorBound | None] = None
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16, 32 or 64 bits."""
+        """Dense floating tensors of 16, 32 or 64 bits that are not empty."""
         if spec.dtype not in FLOATS:
             return "it takes float32, bfloat16, float16 and float64 only"
-        return refuses_layout(spec)
+        return "it is empty" if spec.numel == 0 else refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
         """Declines where a sample shows other than two bit patterns; on CUDA always, where looking makes the host wait
@@ -151,6 +151,11 @@ class Binary:
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Every bit of the original."""
         _check_length(encoded, "mask")
+        if encoded.planes["pair"].numel() != 2:
+            raise DamagedPlanesError(
+                f"codec 'binary' was asked to decode {encoded.spec} from two values, got "
+                f"{encoded.planes['pair'].numel()}. The stash was overwritten or cut short; compute the step again."
+            )
         out = like(encoded.spec, out)
         _ops.binary_decode(encoded.planes["mask"], encoded.planes["pair"], flat(out))
         return out
