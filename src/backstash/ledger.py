@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -82,8 +83,10 @@ class Report:
 
     @property
     def ratio(self) -> float:
-        """``saved_nbytes / stash_nbytes``; 1.0 where nothing was saved."""
-        return self.saved_nbytes / self.stash_nbytes if self.stash_nbytes else 1.0
+        """``saved_nbytes / stash_nbytes``; 1.0 where nothing was saved, inf where it is held in no bytes at all."""
+        if self.stash_nbytes:
+            return self.saved_nbytes / self.stash_nbytes
+        return math.inf if self.saved_nbytes else 1.0
 
     @property
     def encode_seconds(self) -> float:
@@ -135,6 +138,7 @@ class Report:
                 "decode_seconds",
             )
         }
+        totals["ratio"] = self.ratio if math.isfinite(self.ratio) else None
         totals["by_codec"] = [asdict(total) for total in self.by_codec()]
         totals["rows"] = [asdict(row) for row in self.rows]
         return json.dumps(totals, indent=1)

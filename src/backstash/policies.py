@@ -74,7 +74,7 @@ def get(policy: str | Policy) -> Policy:
         if policy not in POLICIES:
             raise UnknownNameError(f"policy {policy!r} was asked for, but there are {', '.join(sorted(POLICIES))}.")
         return POLICIES[policy]()
-    if not isinstance(policy, Policy):
+    if isinstance(policy, type) or not isinstance(policy, Policy):
         raise TypeError(
             f"a policy was asked for, got {policy!r}, which has no decide() and observe(). Pass a name "
             f"({', '.join(sorted(POLICIES))}) or an object with these methods."

@@ -39,6 +39,12 @@ class Stash:
     def __init__(self, codecs: Codec | str | Sequence[Codec | str], store: str = "device") -> None:
         chosen = codecs if isinstance(codecs, Sequence) and not isinstance(codecs, str) else (codecs,)
         resolved = tuple(codec_registry.get(codec) if isinstance(codec, str) else codec for codec in chosen)
+        for codec in resolved:
+            if isinstance(codec, type) or not isinstance(codec, Codec):
+                raise TypeError(
+                    f"Stash was asked for the codec {codec!r}, which is none. Pass a codec such as Zvc(), a name "
+                    f"({', '.join(codec_registry.names())}), or several of these."
+                )
         object.__setattr__(self, "codecs", resolved)
         object.__setattr__(self, "store", store)
 

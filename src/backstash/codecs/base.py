@@ -132,12 +132,26 @@ def require(codec: Codec, x: Tensor) -> TensorSpec:
 
 
 def like(spec: TensorSpec, out: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """``out`` if given (its shape and strides must be those of ``spec``), else fresh memory."""
+    """``out`` if given, else fresh memory.
+
+    Args:
+        spec: what was encoded.
+        out: must have its shape, strides and device, and its dtype or ``dtype``.
+        dtype: the dtype of fresh memory, where it is not that of ``spec``.
+
+    Raises:
+        CodecRefusedError: ``out`` has another layout or dtype.
+    """
     if out is None:
         return torch.empty_strided(spec.shape, spec.stride, dtype=dtype or spec.dtype, device=spec.device)
-    if tuple(out.shape) != spec.shape or out.stride() != spec.stride:
+    if (
+        tuple(out.shape) != spec.shape
+        or out.stride() != spec.stride
+        or out.dtype not in (spec.dtype, dtype)
+        or out.device != spec.device
+    ):
         raise CodecRefusedError(
-            f"decode was asked to fill a tensor of shape {list(out.shape)} and strides {list(out.stride())}, but "
-            f"{spec} with strides {list(spec.stride)} was encoded. Pass out=None, or memory of the same layout."
+            f"decode was asked to fill out={TensorSpec.of(out)} with strides {list(out.stride())} on {out.device}, but "
+            f"{spec} with strides {list(spec.stride)} on {spec.device} was encoded. Pass out=None, or memory like it."
         )
     return out

@@ -67,19 +67,16 @@ class Bitmask:
         return Encoded(self.id, spec, planes)
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        """Fill a bool ``out`` with the outcomes, or a floating one with their stand-ins.
+        """Fill a bool ``out`` with the outcomes, or one of the original dtype with their stand-ins.
+
+        Without ``out``: a bool, or the original dtype where the sign has three values.
 
         A bool is a quarter of a float32, but backward kernels on CPU that are given one make a floating copy of it
         first: measured at 2.5 times the time of relu's backward. So a Session asks for floats there.
         """
         _check_length(encoded, "mask")
-        out = like(encoded.spec, out, torch.bool)
+        out = like(encoded.spec, out, None if self.mask.ternary else torch.bool)
         if self.mask.ternary:
-            if out.dtype == torch.bool:
-                raise CodecRefusedError(
-                    "codec 'bitmask' was asked to decode a sign of three values into a bool tensor. Pass an out of "
-                    "the original dtype."
-                )
             _check_length(encoded, "negative")
             _ops.bitmask_decode(encoded.planes["mask"], flat(out), 1.0, 0.0)
             negative = torch.empty(out.numel(), dtype=torch.bool, device=out.device)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, require
+from backstash.codecs.base import Encoded, ErrorBound, like, require
 from backstash.saved import Need, TensorSpec
 
 
@@ -47,7 +47,7 @@ class Shape:
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Zeros in the original layout, without memory of their own where the device allows it (see stand_in)."""
-        return stand_in(encoded.spec) if out is None else out.zero_()
+        return stand_in(encoded.spec) if out is None else like(encoded.spec, out).zero_()
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """0."""

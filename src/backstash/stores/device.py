@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
-from threading import Lock
+from threading import RLock
 
 from backstash.codecs.base import Encoded
 from backstash.stores.base import Ticket, Usage
@@ -17,7 +17,7 @@ class DeviceStore:
         self._numbers = count()
         self._nbytes = 0
         self._peak_nbytes = 0
-        self._lock = Lock()
+        self._lock = RLock()  # a finalizer that drops a value may run inside put, on the same thread
 
     def put(self, encoded: Encoded) -> Ticket:
         """Take a value; nothing is copied."""

@@ -1,0 +1,214 @@
+"""What every codec keeps to: check_codec on what hypothesis draws, and what the docstrings say."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+
+import codec_strategies as tensors
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from backstash import codecs
+from backstash.codecs import Binary, Bitmask, Codec, Encoded, Narrow, Shape, Zvc
+from backstash.errors import CodecRefusedError, UnknownNameError
+from backstash.saved import Mask, Need, PoolWindow, TensorSpec, Test
+from backstash.testing import CodecCheck, check_codec, equal_bits
+
+ANY = st.one_of(tensors.floats(), tensors.two_values(), tensors.integers())
+BUILT_IN = {
+    "binary": [Binary()],
+    "bitmask": [Bitmask(), Bitmask(Mask(Test.GT, ternary=True)), Bitmask(Mask(Test.CLOSED, -1.0, 1.0, 0.5, math.nan))],
+    "narrow": [Narrow()],
+    "shape": [Shape()],
+    "zvc": [Zvc(), Zvc(min_saving=0.5)],
+}
+EACH = [pytest.param(codec, id=f"{name}{i or ''}") for name, made in BUILT_IN.items() for i, codec in enumerate(made)]
+SECTIONS = ("Preserves", "Layout", "Bytes", "Determinism", "Source", "Example")
+
+
+def checked(codec: Codec, x: Tensor) -> CodecCheck | None:
+    """check_codec on one tensor, None where the codec refuses it."""
+    try:
+        codec.encode(x)
+    except CodecRefusedError:
+        return None
+    return check_codec(codec, (x, torch.zeros(8, dtype=x.dtype)))
+
+
+def test_every_registered_codec_is_checked_here() -> None:
+    assert set(codecs.names()) == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("codec", EACH)
+def test_built_in_tensors(codec: Codec) -> None:
+    assert check_codec(codec).encoded > 50
+
+
+@given(ANY)
+def test_shape(x: Tensor) -> None:
+    assert checked(Shape(), x)
+
+
+@given(tensors.floats())
+def test_zvc(x: Tensor) -> None:
+    assert checked(Zvc(), x)
+
+
+@given(tensors.two_values())
+def test_binary(x: Tensor) -> None:
+    assert checked(Binary(), x) or x.numel() == 0
+
+
+@given(tensors.floats())
+def test_binary_is_exact_or_refuses(x: Tensor) -> None:
+    checked(Binary(), x)
+
+
+@given(tensors.integers())
+def test_narrow(x: Tensor) -> None:
+    span = int(x.max()) - int(x.min()) if x.numel() else 0
+    assert checked(Narrow(), x) or span.bit_length() > 32
+
+
+@given(tensors.pooled())
+def test_narrow_window(case: tuple[PoolWindow, Tensor]) -> None:
+    window, indices = case
+    if tensors.inside(window, indices):
+        assert check_codec(Narrow(window), [indices]).encoded == 1
+
+
+@given(tensors.floats(), st.sampled_from(BUILT_IN["bitmask"]))
+def test_bitmask(x: Tensor, codec: Codec) -> None:
+    assert checked(codec, x)
+
+
+@pytest.mark.parametrize("codec", EACH)
+@given(x=ANY)
+def test_declines_is_a_look(codec: Codec, x: Tensor) -> None:
+    if codec.accepts(TensorSpec.of(x)) is None:
+        before = x.clone()
+        reason = codec.declines(x)
+        assert reason is None or reason
+        assert equal_bits(x, before)
+
+
+@pytest.mark.parametrize("codec", EACH)
+def test_other_dtypes_and_layouts_are_refused_or_served(codec: Codec) -> None:
+    others = [torch.zeros(8).to(dtype) for dtype in tensors.OTHERS]
+    gaps = [torch.zeros(8, 4)[:, ::2], torch.zeros(4, 8)[:, 1:], torch.zeros(1).expand(3)]
+    for x in (*others, *gaps):
+        if codec.accepts(TensorSpec.of(x)):
+            with pytest.raises(CodecRefusedError, match=rf"codec '{codec.id}' was asked to encode .*, but "):
+                codec.encode(x)
+        else:
+            assert codec.decode(codec.encode(x)).dtype == x.dtype
+
+
+@pytest.mark.parametrize("codec", EACH)
+@pytest.mark.parametrize(
+    "out",
+    [
+        pytest.param(lambda x: x.new_empty(x.numel()), id="shape"),
+        pytest.param(lambda x: x.new_empty(x.shape[::-1]).t(), id="strides"),
+        pytest.param(lambda x: torch.empty_like(x, dtype=torch.complex128), id="dtype"),
+    ],
+)
+def test_out_of_another_layout_or_dtype_is_refused(codec: Codec, out: Callable[[Tensor], Tensor]) -> None:
+    x = torch.zeros(3, 4, dtype=torch.int32 if codec.id == "narrow" else torch.float32)
+    encoded = codec.encode(x)
+    with pytest.raises(CodecRefusedError, match=r"decode|out"):
+        codec.decode(encoded, out(x))
+
+
+@pytest.mark.parametrize("name", codecs.names())
+def test_docstrings_have_their_lines_in_order(name: str) -> None:
+    text = inspect.getdoc(type(codecs.get(name)))
+    found = re.findall(r"^([A-Z][a-z]+):", text or "", re.MULTILINE)
+    assert [line for line in found if line in SECTIONS] == list(SECTIONS)
+    assert found.index("Source") < min((found.index(word) for word in ("Args", "Raises") if word in found), default=99)
+
+
+@pytest.mark.parametrize("name", codecs.names())
+def test_docstrings_name_what_is_preserved(name: str) -> None:
+    codec = codecs.get(name)
+    words = set(re.findall(r"[A-Z]+", _section(codec, "Preserves").split(" - ")[0].split(", for")[0]))
+    assert words & {need.name for need in Need} == {need.name for need in codec.preserves}
+
+
+def _section(codec: Codec, name: str) -> str:
+    text = inspect.getdoc(type(codec)) or ""
+    return re.search(rf"^{name}: (.*?)(?=^\S)", text + "\nend", re.MULTILINE | re.DOTALL).group(1).strip()
+
+
+def _planes(codec: Codec) -> set[str]:
+    return set(re.findall(r"``(\w+)``", _section(codec, "Layout")))
+
+
+def _bytes(codec: Codec, **known: float) -> int:
+    """The formula at the beginning of the docstring's Bytes line."""
+    formula = re.split(r"[,.](?=\s|$)", _section(codec, "Bytes"), maxsplit=1)[0]
+    return int(eval(formula, {"ceil": math.ceil}, known))
+
+
+def _facts(codec: Codec, x: Tensor, encoded: Encoded) -> dict[str, float]:
+    facts = {"n": x.numel(), "itemsize": x.element_size()}
+    if codec.id == "zvc":
+        facts["nonzeros"] = int(torch.count_nonzero(x.view(tensors.BITS[x.element_size()])))
+    if codec.id == "narrow":
+        facts["bits"] = int(encoded.meta["bits"])  # type: ignore[call-overload]
+    return facts
+
+
+@pytest.mark.parametrize("codec", EACH)
+@given(x=st.one_of(ANY, tensors.two_values()))
+def test_docstrings_bytes_are_the_bytes(codec: Codec, x: Tensor) -> None:
+    try:
+        encoded = codec.encode(x)
+    except CodecRefusedError:
+        return
+    expected = _bytes(codec, **_facts(codec, x, encoded))
+    if isinstance(codec, Bitmask) and codec.mask.ternary:
+        assert "twice that if ternary" in _section(codec, "Bytes")
+        expected *= 2
+    assert encoded.nbytes == expected
+    assert encoded.planes.keys() <= _planes(codec)
+
+
+@given(tensors.integers())
+def test_docstring_of_narrow_tells_the_bits(x: Tensor) -> None:
+    formula = re.search(r"bits = (.+?), or", _section(Narrow(), "Bytes")).group(1)
+    if x.numel() and x.dtype != torch.bool:
+        span = {"max": int(x.max()), "min": int(x.min()), "high": int(x.max()), "low": int(x.min())}
+        if span["max"] - span["min"] < 2**32:
+            calls = re.sub(r"\bmax\(", "larger(", formula)
+            bits = eval(calls, {"ceil": math.ceil, "log2": math.log2, "larger": max}, span)
+            assert Narrow().encode(x).meta["bits"] == bits
+
+
+def test_names_and_parameters() -> None:
+    assert codecs.get("zvc", min_saving=0.5) == Zvc(0.5)
+    with pytest.raises(UnknownNameError, match=r"'lzma' was asked for, but there are binary, bitmask, .*zvc"):
+        codecs.get("lzma")
+
+
+def test_an_id_is_registered_once() -> None:
+    assert codecs.register_codec(Zvc) is Zvc
+
+    class Impostor(Zvc):
+        pass
+
+    with pytest.raises(ValueError, match=r"Impostor as 'zvc', but that is Zvc\. Choose another id"):
+        codecs.register_codec(Impostor)
+    assert codecs.get("zvc") == Zvc()
+
+
+def test_encoded_counts_a_storage_once() -> None:
+    memory = torch.zeros(10)
+    planes = {"a": memory[:3], "b": memory[5:], "c": torch.zeros(2, dtype=torch.uint8), "d": torch.empty(0)}
+    assert Encoded("x", TensorSpec.of(memory), planes).nbytes == 42

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from backstash.buffers import SMALLEST, Buffers
+from backstash.saved import TensorSpec
+
+
+@dataclass(eq=False)
+class Form:
+    """Stands for what a Session encoded: the pool asks for nothing but its spec."""
+
+    spec: TensorSpec
+
+
+def form(numel: int = SMALLEST, dtype: torch.dtype = torch.float32) -> Form:
+    return Form(TensorSpec.of(torch.empty(numel, dtype=dtype)))
+
+
+def take(pool: Buffers, of: Form, dtype: torch.dtype | None = None) -> Tensor:
+    return pool.take(of, dtype or of.spec.dtype)  # type: ignore[arg-type]
+
+
+def held(pool: Buffers, of: Form) -> Tensor | None:
+    return pool.holding(of)  # type: ignore[arg-type]
+
+
+def fill(pool: Buffers, of: Form, value: float, trusted: bool = True) -> Tensor:
+    whole = take(pool, of)
+    pool.filled(of, whole.fill_(value), trusted)  # type: ignore[arg-type]
+    return whole
+
+
+def test_memory_is_used_again() -> None:
+    pool, spec = Buffers(), form()
+    address = take(pool, spec).data_ptr()
+    for _ in range(3):
+        assert take(pool, spec).data_ptr() == address
+    assert pool.nbytes == 4 * SMALLEST
+
+
+def test_memory_in_use_is_not_handed_out() -> None:
+    pool, spec = Buffers(), form()
+    first = take(pool, spec).fill_(1)
+    second = take(pool, spec).fill_(2)
+    assert first.data_ptr() != second.data_ptr()
+    assert (first == 1).all()
+    address = first.data_ptr()
+    del first
+    assert take(pool, spec).data_ptr() == address
+    assert (second == 2).all()
+
+
+READERS = [Tensor.detach, lambda x: x[5:9], lambda x: x.view(torch.int32), lambda x: x.numpy()]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whatever_reads_the_memory_keeps_it_in_use(reader: object) -> None:
+    pool, spec = Buffers(), form()
+    whole = fill(pool, spec, 1)
+    address = whole.data_ptr()
+    view = reader(whole)  # type: ignore[operator]
+    del whole
+    assert take(pool, spec).data_ptr() != address
+    assert view is not None
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_memory_is_free_when_its_last_reader_is_gone(trusted: bool) -> None:
+    pool, spec = Buffers(), form()
+    whole = fill(pool, spec, 1, trusted)
+    address, view = whole.data_ptr(), whole.detach()
+    del whole
+    assert take(pool, spec).data_ptr() != address
+    del view
+    assert take(pool, spec).data_ptr() == address
+
+
+def test_what_was_decoded_last_is_held() -> None:
+    pool, one, two = Buffers(), form(), form()
+    assert held(pool, one) is None
+    fill(pool, one, 1)
+    found = held(pool, one)
+    assert found is not None
+    assert (found == 1).all()
+    assert held(pool, two) is None
+
+
+def test_a_held_value_goes_when_its_memory_is_used_again() -> None:
+    pool, one, two = Buffers(), form(), form()
+    fill(pool, one, 1)
+    fill(pool, two, 2)
+    assert held(pool, one) is None
+    assert held(pool, two) is not None
+
+
+def test_a_held_value_that_was_written_to_is_forgotten() -> None:
+    pool, spec = Buffers(), form()
+    fill(pool, spec, 1)
+    found = held(pool, spec)
+    assert found is not None
+    found.detach().add_(1)
+    assert held(pool, spec) is None
+
+
+def test_what_an_untrusted_reader_got_is_forgotten() -> None:
+    pool, spec = Buffers(), form()
+    fill(pool, spec, 1, trusted=False)
+    assert held(pool, spec) is None
+
+
+def test_a_dead_form_is_not_mistaken_for_a_new_one() -> None:
+    pool, old = Buffers(), form()
+    fill(pool, old, 1)
+    gone = weakref.ref(old)
+    del old
+    assert gone() is None
+    assert all(held(pool, form()) is None for _ in range(20))
+
+
+def test_layouts_and_dtypes() -> None:
+    pool = Buffers()
+    x = torch.empty(8, 32, 64, 64).to(memory_format=torch.channels_last)
+    of = Form(TensorSpec.of(x))
+    for dtype in (torch.float32, torch.bool, torch.float64):
+        got = take(pool, of, dtype)
+        assert (got.shape, got.stride(), got.dtype) == (x.shape, x.stride(), dtype)
+        got.zero_()
+
+
+def test_a_buffer_much_too_large_is_not_used() -> None:
+    pool = Buffers()
+    take(pool, form(4 * SMALLEST))
+    small = take(pool, form(SMALLEST))
+    assert pool.nbytes == small.numel() * 4
+
+
+def test_a_buffer_a_little_too_large_is_used() -> None:
+    pool = Buffers()
+    address = take(pool, form(SMALLEST)).data_ptr()
+    assert take(pool, form(SMALLEST - SMALLEST // 8)).data_ptr() == address
+
+
+def test_small_ones_are_not_pooled() -> None:
+    pool = Buffers()
+    whole = fill(pool, form(SMALLEST // 4 - 1), 1)
+    assert pool.nbytes == 0
+    assert (whole == 1).all()
+
+
+def test_clear_gives_back_what_nobody_reads() -> None:
+    pool, spec = Buffers(), form()
+    first = fill(pool, spec, 1).detach()  # the pool owns what it was told of: readers hold views
+    fill(pool, form(), 2)
+    pool.clear()
+    assert pool.nbytes == 4 * SMALLEST
+    assert (first == 1).all()
+    del first
+    pool.clear()
+    assert pool.nbytes == 0
+    assert held(pool, spec) is None
+
+
+def test_the_pool_leaves_no_memory_behind() -> None:
+    pool = Buffers()
+    storage = torch.multiprocessing.reductions.StorageWeakRef(fill(pool, form(), 1).untyped_storage())
+    assert not storage.expired()
+    del pool
+    gc.collect()
+    assert storage.expired()

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import backstash as bs
+from backstash import policies
+from backstash.codecs import Binary, Bitmask, Narrow, Shape, Zvc
+from backstash.errors import UnknownNameError
+from backstash.policies import KeepAll, Lossless
+from backstash.policy import Keep, Outcome, Policy, Rules, Stash
+from backstash.saved import Mask, Need, PoolWindow, SavedTensor, TensorSpec, Test
+
+WINDOW = PoolWindow((4, 4), (2, 2), (2, 2), (0, 0), (1, 1))
+MASK = Mask(Test.NOT_LE)
+
+
+def saved(
+    need: Need = Need.VALUE,
+    dtype: torch.dtype = torch.float32,
+    key: str = "features.0/Relu#0:result",
+    mask: Mask | None = None,
+    window: PoolWindow | None = None,
+) -> SavedTensor:
+    spec = TensorSpec.of(torch.empty(2, 3, dtype=dtype))
+    return SavedTensor(key, "Relu", "result", "features.0", spec, need, mask, window)
+
+
+class Asked:
+    """Keeps, and remembers what it was asked and told."""
+
+    def __init__(self) -> None:
+        self.asked: list[SavedTensor] = []
+        self.told: list[Outcome] = []
+
+    def decide(self, saved: SavedTensor) -> Keep:
+        self.asked.append(saved)
+        return Keep("asked")
+
+    def observe(self, outcome: Outcome) -> None:
+        self.told.append(outcome)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (saved(Need.SHAPE), (Shape(),)),
+        (saved(Need.SHAPE, torch.int64), (Shape(),)),
+        (saved(Need.SHAPE, torch.complex64), (Shape(),)),
+        (saved(Need.SIGN, mask=MASK), (Bitmask(MASK),)),
+        (saved(Need.SIGN, torch.bfloat16, mask=MASK), (Bitmask(MASK),)),
+        (saved(Need.SIGN), (Binary(), Zvc(0.02))),
+        (saved(Need.INDEX, torch.int64, window=WINDOW), (Narrow(WINDOW), Narrow())),
+        (saved(Need.INDEX, torch.int64), (Narrow(),)),
+        *[(saved(dtype=dtype), (Narrow(),)) for dtype in (torch.int32, torch.int8, torch.uint8, torch.bool)],
+        *[
+            (saved(dtype=dtype), (Binary(), Zvc(0.02)))
+            for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+        ],
+    ],
+)
+def test_lossless_takes_the_smallest_exact_form(tensor: SavedTensor, expected: tuple[object, ...]) -> None:
+    action = Lossless().decide(tensor)
+    assert action == Stash(expected)
+    assert all(tensor.need in codec.preserves for codec in action.codecs)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
+def test_lossless_keeps_what_no_codec_takes(dtype: torch.dtype) -> None:
+    assert Lossless().decide(saved(dtype=dtype)) == Keep(f"no exact codec takes {dtype}")
+
+
+def test_lossless_passes_its_saving_on() -> None:
+    action = policies.lossless(min_saving=0.3).decide(saved())
+    assert isinstance(action, Stash)
+    assert Zvc(0.3) in action.codecs
+
+
+def test_keep_keeps() -> None:
+    assert all(KeepAll().decide(saved(need)) == Keep() for need in Need)
+
+
+def test_policies_by_name() -> None:
+    assert policies.get("lossless") == Lossless()
+    assert policies.get("keep") == KeepAll()
+    own = Asked()
+    assert policies.get(own) is own
+    assert all(isinstance(policies.get(name), Policy) for name in policies.POLICIES)
+
+
+def test_unknown_names_list_the_names() -> None:
+    with pytest.raises(UnknownNameError, match=r"policy 'lossles' was asked for, but there are keep, .*lossless"):
+        policies.get("lossles")
+    with pytest.raises(bs.BackstashError, match="'lossles'"):
+        bs.Session("lossles")
+    with pytest.raises(UnknownNameError, match=r"codec 'zcv' was asked for, but there are .*zvc"):
+        Stash("zcv")
+
+
+@pytest.mark.parametrize("wrong", [None, 3, object(), Keep(), Lossless], ids=["None", "int", "object", "Keep", "class"])
+def test_what_is_no_policy_is_refused(wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"a policy was asked for, got .* Pass a name \(.*lossless.*\) or an object"):
+        policies.get(wrong)  # type: ignore[arg-type]
+
+
+def test_stash_takes_names_codecs_and_several() -> None:
+    assert Stash("zvc") == Stash(Zvc()) == Stash((Zvc(),))
+    assert Stash(["binary", Zvc(0.5)]).codecs == (Binary(), Zvc(0.5))
+    assert Stash("zvc").store == "device"
+    assert Stash("zvc", store="host") != Stash("zvc")
+    assert hash(Stash("zvc")) == hash(Stash(Zvc()))
+
+
+@pytest.mark.parametrize("wrong", [3, None, (Zvc(), 3), Zvc])
+def test_stash_of_what_is_no_codec_is_refused(wrong: object) -> None:
+    with pytest.raises(TypeError, match="codec"):
+        Stash(wrong)  # type: ignore[arg-type]
+
+
+def test_actions_are_frozen() -> None:
+    for action in (Keep(), Stash("zvc")):
+        with pytest.raises(AttributeError):
+            action.store = "host"  # type: ignore[misc,union-attr]
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    first, second = Keep("first"), Keep("second")
+    otherwise = Asked()
+    rules = Rules((("features.*/Relu#*:result", first), ("features.*", second), ("*", Stash("zvc"))), otherwise)
+    assert rules.decide(saved()) is first
+    assert rules.decide(saved(key="features.1/Convolution#0:input")) is second
+    assert rules.decide(saved(key="head/Addmm#0:mat1")) == Stash("zvc")
+    assert otherwise.asked == []
+
+
+def test_what_no_rule_matches_goes_on() -> None:
+    otherwise = Asked()
+    rules = Rules((("classifier.*", Keep()),), otherwise)
+    tensor = saved()
+    assert rules.decide(tensor) == Keep("asked")
+    outcome = Outcome(tensor, None, 24, "asked")
+    rules.observe(outcome)
+    assert (otherwise.asked, otherwise.told) == ([tensor], [outcome])
+
+
+def test_patterns_mind_case_and_match_whole_keys() -> None:
+    rules = Rules((("FEATURES*", Keep("upper")), ("Relu", Keep("part"))), Asked())
+    assert rules.decide(saved()) == Keep("asked")
