@@ -5,7 +5,10 @@
 template <class T, class Predicate>
 inline void fill_mask(const T* x, int64_t begin, int64_t end, uint8_t* mask, Predicate& predicate) {
     int64_t i = begin;
-    for (; i + kWord <= end; i += kWord) store_word(mask, i, predicate(x + i, ~Word(0)));
+    for (; i + kWord <= end; i += kWord) {
+        prefetch_ahead(x + i, kWord);
+        store_word(mask, i, predicate(x + i, ~Word(0)));
+    }
     if (i < end) {
         T last[kWord] = {};
         std::memcpy(last, x + i, size_t(end - i) * sizeof(T));

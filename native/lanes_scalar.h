@@ -54,3 +54,8 @@ inline const U* expand(Word word, const U* from, U* out) {
     for (; word != 0; word &= word - 1) out[__builtin_ctzll(word)] = *from++;
     return from;
 }
+
+template <bool stream, class U>
+inline void copy_line(const U* from, U* to) {
+    std::memcpy(to, from, 64);
+}

@@ -62,14 +62,22 @@ inline U* compress(const U* x, Word word, U* to) {
     return to;
 }
 
-// Loads whole registers: 64 elements must be readable at `from`, however few bits are set.
+// Loads whole registers: 64 elements must be readable at `from`, however few bits are set. The loads must stay apart
+// from the expansion: compilers like to fuse the two into an expanding load, which on Zen 4 and 5 is microcode.
 template <bool stream, class U>
 inline const U* expand(Word word, const U* from, U* out) {
     using L = Lanes<U>;
     for (int i = 0; i < kWord; i += L::kCount) {
         const Word part = word >> i & L::kMask;
-        put<stream>(out + i, L::expand(part, L::load(from)));
+        auto packed = L::load(from);
+        asm("" : "+v"(packed));
+        put<stream>(out + i, L::expand(part, packed));
         from += __builtin_popcountll(part);
     }
     return from;
+}
+
+template <bool stream, class U>
+inline void copy_line(const U* from, U* to) {
+    for (int i = 0; i < int(64 / sizeof(U)); i += Lanes<U>::kCount) put<stream>(to + i, Lanes<U>::load(from + i));
 }

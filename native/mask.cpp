@@ -38,7 +38,7 @@ struct BlendJob {
 #include "foreach_isa.h"
 
 namespace bs {
-constexpr int64_t kBlock = 1 << 18;  // elements that a thread takes at a time
+constexpr int64_t kBlock = 1 << 16;  // elements; a multiple of kWord
 }
 
 BS_EXPORT void bs_bitmask_encode(const void* x, int64_t n, int type, int test, double lo, double hi, uint8_t* mask,

@@ -31,7 +31,7 @@ struct NarrowDecodeJob {
 #include "foreach_isa.h"
 
 namespace bs {
-constexpr int64_t kBlock = 1 << 16;  // elements that a thread takes at a time; a multiple of 8
+constexpr int64_t kBlock = 1 << 16;  // elements; a multiple of 8
 }
 
 BS_EXPORT void bs_narrow_encode(const void* x, int64_t n, int type, int bits, int64_t base, uint8_t* packed,

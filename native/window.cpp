@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "elements.h"
 #include "isa.h"
+#include "memory.h"
 #include "parallel.h"
 
 namespace bs {
@@ -15,6 +15,7 @@ struct Window {
     int64_t inner;  // elements between spatial neighbours in memory
     int64_t input[3], output[3], kernel[3], stride[3], padding[3], dilation[3];
     int bits;
+    bool flat;      // nothing happens in the first dimension
     bool distinct;  // no two positions of a window are at the same distance from its origin in the flat input
 
     // From a window's origin to the position with this code, in the flat input. Digits of a code that no encoder
@@ -49,11 +50,12 @@ inline Window make_window(int64_t inner, const int64_t* geometry, int bits) {
     int64_t* const fields[] = {w.input, w.output, w.kernel, w.stride, w.padding, w.dilation};
     for (int f = 0; f < 6; ++f) std::copy_n(geometry + 3 * f, 3, fields[f]);
     w.bits = bits;
+    w.flat = w.input[0] == 1 && w.output[0] == 1 && w.kernel[0] == 1 && w.padding[0] == 0;
     const auto narrower = [&](int k) { return (w.kernel[k] - 1) * w.dilation[k] < w.input[k]; };
     // The bound keeps every distance and coordinate in 32 bits. Padding beyond the input's size is no pooling of torch.
     bool small = double(w.input[0]) * double(w.input[1]) * double(w.input[2]) < double(1 << 28);
     for (int k = 0; k < 3; ++k)
-        small = small && w.padding[k] < 1 << 28 && w.output[k] * w.stride[k] < 1 << 28 && w.kernel[k] <= 32;
+        small = small && w.padding[k] < 1 << 28 && w.output[k] * w.stride[k] < 1 << 28;
     w.distinct = small && narrower(0) && narrower(1) && narrower(2);
     return w;
 }
@@ -64,7 +66,8 @@ inline Window make_window(int64_t inner, const int64_t* geometry, int bits) {
 #include "foreach_isa.h"
 
 namespace bs {
-constexpr int64_t kBlock = 1 << 16;  // elements that a thread takes at a time; a multiple of kRun
+constexpr int64_t kBlock = 1 << 16;  // elements; a multiple of kRun
+constexpr int kTabulatedBits = 12;
 }
 
 // Returns how many indices are in no position of their window.
@@ -81,12 +84,11 @@ BS_EXPORT int64_t bs_window_encode(const int64_t* indices, int64_t n, int64_t in
 BS_EXPORT void bs_window_decode(const uint8_t* packed, int64_t inner, const int64_t* geometry, int bits, int64_t* out,
                                 int64_t n, int threads) {
     const bs::Window window = bs::make_window(inner, geometry, bits);
-    std::vector<int64_t> distances;
-    if (bits <= 12) {
-        distances.resize(size_t(1) << bits);
-        for (size_t code = 0; code < distances.size(); ++code) distances[code] = window.distance(int64_t(code));
-    }
-    const bs::WindowDecodeJob job{packed, &window, distances.empty() ? nullptr : distances.data(), out};
+    int64_t distances[int64_t(1) << bs::kTabulatedBits];
+    const bool tabulated = bits <= bs::kTabulatedBits;
+    if (tabulated)
+        for (int64_t code = 0; code < int64_t(1) << bits; ++code) distances[code] = window.distance(code);
+    const bs::WindowDecodeJob job{packed, &window, tabulated ? distances : nullptr, out};
     const auto decode = BS_PICK(decode_windows);
     bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { decode(job, begin, end); });
 }

@@ -79,43 +79,75 @@ inline int64_t codes_by_division(const Window& w, Walk& walk, const int64_t* ind
     return bad;
 }
 
+// The state of codes_by_distance: for each of `count` elements, what is left of its distance from the window's origin,
+// and the code that the digits found so far make.
+struct Distances {
+    int32_t rest[kRun], where[3][kRun];  // where[k]: origin in dimension k
+    uint32_t wrong[kRun];
+};
+
+// The digit of dimension k: how many steps fit into the rest, found by comparing, so that it is vector code. `kernel` is
+// the window's size, known at compile time. A digit that leads out of the input is wrong: there the distance wraps around
+// the end of a row, and the index is elsewhere.
+template <int kernel>
+inline void take_digit(const Window& w, int k, int32_t step, int64_t count, Distances& d, int32_t* codes) {
+    const int32_t dilation = int32_t(w.dilation[k]);
+    const uint32_t input = uint32_t(w.input[k]);
+    for (int64_t i = 0; i < count; ++i) {
+        int32_t digit = 0;
+        for (int j = 1; j < kernel; ++j) digit += d.rest[i] >= j * step;
+        d.rest[i] -= digit * step;
+        codes[i] = codes[i] * kernel + digit;
+        d.wrong[i] |= uint32_t(uint32_t(d.where[k][i] + digit * dilation) >= input);
+    }
+}
+
+// The same for a size that is not known at compile time.
+inline void take_any_digit(const Window& w, int k, int32_t step, int64_t count, Distances& d, int32_t* codes) {
+    const int32_t kernel = int32_t(w.kernel[k]), dilation = int32_t(w.dilation[k]);
+    for (int64_t i = 0; i < count; ++i) {
+        const int32_t digit = std::min(std::max(d.rest[i], 0) / step, kernel - 1);
+        d.rest[i] -= digit * step;
+        codes[i] = codes[i] * kernel + digit;
+        d.wrong[i] |= uint32_t(uint32_t(d.where[k][i] + digit * dilation) >= uint32_t(w.input[k]));
+    }
+}
+
 // The same for windows whose positions are all different distances from the origin in the flat input
-// (Window::distinct): digit by digit, largest step first, each digit by comparing, so that all is vector code.
+// (Window::distinct): digit by digit, largest step first.
 inline int64_t codes_by_distance(const Window& w, Walk& walk, const int64_t* indices, int64_t count, int32_t* codes) {
-    // What is left of the distance, and the coordinate that the digits found so far lead to, which has to lie in the
-    // input: else the distance wraps around the end of a row, and the index is elsewhere.
-    int32_t rest[kRun], where[3][kRun];
+    Distances d;
     constexpr int64_t far = int64_t(1) << 30;  // of an index of garbage; no distance of a position comes near
+    const int first = w.flat ? 1 : 0;
     for (int64_t done = 0; done < count;) {
         const int64_t run = std::min(walk.run(), count - done), flat = walk.flat_origin(), step = walk.step();
-        for (int64_t i = 0; i < run; ++i)
-            rest[done + i] = int32_t(std::min(std::max(indices[done + i] - flat - i * step, -far), far));
-        for (int64_t i = 0; i < run; ++i) {
-            where[0][done + i] = int32_t(walk.origin(0));
-            where[1][done + i] = int32_t(walk.origin(1));
-            where[2][done + i] = int32_t(walk.origin(2) + i * step);
+        const int64_t* const index = indices + done;
+        int32_t* const rest = d.rest + done;
+        prefetch_ahead(index, run);
+        for (int64_t i = 0; i < run; ++i) rest[i] = int32_t(std::min(std::max(index[i] - flat - i * step, -far), far));
+        for (int k = first; k < 3; ++k) {
+            const int32_t origin = int32_t(walk.origin(k)), slope = k == 2 ? int32_t(step) : 0;
+            int32_t* const where = d.where[k] + done;
+            for (int32_t i = 0; i < int32_t(run); ++i) where[i] = origin + i * slope;
         }
         walk.advance(run);
         done += run;
     }
-    uint32_t wrong[kRun] = {};
-    std::memset(codes, 0, size_t(count) * sizeof(int32_t));
+    std::fill_n(d.wrong, count, 0u);
+    std::fill_n(codes, count, 0);
     const int64_t flat_step[3] = {w.input[1] * w.input[2], w.input[2], 1};
-    for (int k = 0; k < 3; ++k) {
-        const int32_t kernel = int32_t(w.kernel[k]), dilation = int32_t(w.dilation[k]), input = int32_t(w.input[k]);
+    for (int k = first; k < 3; ++k) {
         const int32_t step = int32_t(w.dilation[k] * flat_step[k]);
-        int32_t digit[kRun] = {};
-        for (int32_t j = 1; j < kernel; ++j)
-            for (int64_t i = 0; i < count; ++i) digit[i] += rest[i] >= j * step;
-        for (int64_t i = 0; i < count; ++i) {
-            rest[i] -= digit[i] * step;
-            codes[i] = codes[i] * kernel + digit[i];
-            wrong[i] |= uint32_t(where[k][i] + digit[i] * dilation) >= uint32_t(input);
+        switch (w.kernel[k]) {
+            case 1: take_digit<1>(w, k, step, count, d, codes); break;
+            case 2: take_digit<2>(w, k, step, count, d, codes); break;
+            case 3: take_digit<3>(w, k, step, count, d, codes); break;
+            default: take_any_digit(w, k, step, count, d, codes);
         }
     }
     int64_t bad = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const uint32_t none = wrong[i] | uint32_t(rest[i] != 0);
+        const uint32_t none = d.wrong[i] | uint32_t(d.rest[i] != 0);
         codes[i] = none ? 0 : codes[i];
         bad += none;
     }

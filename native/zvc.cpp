@@ -17,7 +17,7 @@ struct ZvcEncodeJob {
     uint8_t* mask;
     int64_t* offsets;
     void* values;  // second pass only
-    int64_t stored;
+    bool stream;
 };
 
 struct ZvcDecodeJob {
@@ -38,7 +38,7 @@ struct ZvcDecodeJob {
 
 namespace bs {
 
-constexpr int64_t kBlock = 64;  // chunks that a thread takes at a time
+constexpr int64_t kBlock = 16;  // chunks
 
 inline int64_t chunks(int64_t n) { return (n + kZvcChunk - 1) / kZvcChunk; }
 
@@ -47,7 +47,7 @@ inline int64_t chunks(int64_t n) { return (n + kZvcChunk - 1) / kZvcChunk; }
 // First pass of encode: fills `mask` and `offsets`. Returns how many values there are, so that the caller can allocate
 // exactly these; a plane allocated for the worst case would be stashed with its slack.
 BS_EXPORT int64_t bs_zvc_mark(const void* x, int64_t n, int width, uint8_t* mask, int64_t* offsets, int threads) {
-    const bs::ZvcEncodeJob job{x, n, width, mask, offsets, nullptr, 0};
+    const bs::ZvcEncodeJob job{x, n, width, mask, offsets, nullptr, false};
     const auto mark = BS_PICK(mark);
     const int64_t chunks = bs::chunks(n);
     bs::for_blocks(chunks, bs::kBlock, threads, [&](int64_t begin, int64_t end) { mark(job, begin, end); });
@@ -64,7 +64,7 @@ BS_EXPORT int64_t bs_zvc_mark(const void* x, int64_t n, int width, uint8_t* mask
 // caches.
 BS_EXPORT void bs_zvc_gather(const void* x, int64_t n, int width, uint8_t* mask, int64_t* offsets, void* values,
                              int64_t stored, int threads) {
-    const bs::ZvcEncodeJob job{x, n, width, mask, offsets, values, stored};
+    const bs::ZvcEncodeJob job{x, n, width, mask, offsets, values, bs::exceeds_caches(stored * width)};
     const auto gather = BS_PICK(gather);
     bs::for_blocks(
         bs::chunks(n), bs::kBlock, threads, [&](int64_t begin, int64_t end) { gather(job, begin, end); },

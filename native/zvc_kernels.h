@@ -31,21 +31,74 @@ void mark(const ZvcEncodeJob& job, int64_t begin, int64_t end) {
     }
 }
 
-// Second pass: the values of chunks [begin, end). Writes only between the offsets of `begin` and `end`, because other
-// threads write the values on both sides.
+// Where the second pass compresses to: a buffer in the first-level cache, a chunk at a time, from which whole lines go on
+// to memory past the caches. So no line of memory is read before it is overwritten, the vector code has room for its last
+// register, and nothing outside the values of this block is written, which matters because other threads write the values
+// on both sides.
+template <class U>
+class Lines {
+public:
+    explicit Lines(U* to) : to_(to), skip_(int64_t(reinterpret_cast<uintptr_t>(to) % 64 / sizeof(U))), end_(buffer_ + skip_) {
+        to_ -= skip_;
+    }
+
+    // Room for a chunk, and the end of what is there.
+    U*& end() { return end_; }
+
+    // Writes the whole lines; keeps the rest.
+    template <bool stream>
+    void flush() {
+        const U* from = buffer_;
+        if (skip_ > 0 && end_ - from >= kLine) {  // the first line belongs to two blocks
+            std::memcpy(to_ + skip_, from + skip_, size_t(kLine - skip_) * sizeof(U));
+            from += kLine;
+            to_ += kLine;
+            skip_ = 0;
+        }
+        for (; end_ - from >= kLine; from += kLine, to_ += kLine) copy_line<stream>(from, to_);
+        std::memmove(buffer_, from, 64);
+        end_ = buffer_ + (end_ - from);
+    }
+
+    // Writes the rest.
+    void finish() { std::memcpy(to_ + skip_, buffer_ + skip_, size_t(end_ - buffer_ - skip_) * sizeof(U)); }
+
+private:
+    static constexpr int64_t kLine = 64 / sizeof(U);
+    U* to_;         // an aligned line
+    int64_t skip_;  // elements of that line that belong to the block before
+    U* end_;
+    alignas(64) U buffer_[kZvcChunk + 2 * kLine + kWord];
+};
+
+// Second pass: the values of chunks [begin, end).
+template <bool stream, class U>
+inline void gather_range(const ZvcEncodeJob& job, int64_t begin, int64_t end) {
+    const U* x = static_cast<const U*>(job.x);
+    Lines<U> lines(static_cast<U*>(job.values) + job.offsets[begin]);
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+        const int64_t last = std::min((chunk + 1) * kZvcChunk, job.n);
+        int64_t i = chunk * kZvcChunk;
+        U* to = lines.end();
+        for (; i + kWord <= last; i += kWord) {
+            prefetch_ahead(x + i, kWord);
+            to = compress<U>(x + i, load_word(job.mask, i), to);
+        }
+        if (i < last) to = scalar::compress<U>(x + i, load_last_word(job.mask, i, last - i), to);
+        lines.end() = to;
+        lines.template flush<stream>();
+    }
+    lines.finish();
+}
+
 template <class U>
 inline void gather_as(const ZvcEncodeJob& job, int64_t begin, int64_t end) {
-    const U* x = static_cast<const U*>(job.x);
-    U* values = static_cast<U*>(job.values);
-    U* to = values + job.offsets[begin];
-    U* const stop = values + (end * kZvcChunk < job.n ? job.offsets[end] : job.stored);
-    const int64_t last = std::min(end * kZvcChunk, job.n);
-    int64_t i = begin * kZvcChunk;
-    for (; i + kWord <= last; i += kWord) {
-        const Word word = load_word(job.mask, i);
-        to = stop - to >= kWord ? compress<U>(x + i, word, to) : scalar::compress<U>(x + i, word, to);
+    if (kStreams && job.stream) {
+        gather_range<true, U>(job, begin, end);
+        fence();
+    } else {
+        gather_range<false, U>(job, begin, end);
     }
-    if (i < last) scalar::compress<U>(x + i, load_last_word(job.mask, i, last - i), to);
 }
 
 void gather(const ZvcEncodeJob& job, int64_t begin, int64_t end) {

@@ -28,7 +28,7 @@ class _Buffer:
     __slots__ = ("cdata", "form", "memory", "storage", "version", "whole")
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         advise_huge(self.memory)
         self.storage = self.memory.untyped_storage()
         self.cdata = self.storage._cdata
@@ -74,7 +74,7 @@ class Buffers:
             self._buffers.append(buffer)
         buffer.form = buffer.whole = None
         # set_ and not a view: a view of another dtype would hold a third tensor on the storage, and so its use count up.
-        return torch.empty(0, dtype=dtype).set_(buffer.storage, 0, spec.shape, spec.stride)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=dtype, device="cpu").set_(buffer.storage, 0, spec.shape, spec.stride)  # type: ignore[call-overload]
 
     def filled(self, form: _Form, whole: Tensor, trusted: bool) -> None:
         """Remember what ``whole`` holds now. An untrusted reader may write into it unseen, so then it is forgotten."""

@@ -96,7 +96,7 @@ def _apply(row: Row, node: Any, spec: TensorSpec, specs: Mapping[str, TensorSpec
 def _representable(mask: Mask, dtype: torch.dtype) -> bool:
     """Whether every bound is a number of ``dtype``: kernels differ in how they round others, so no mask then."""
     bounds = [bound for bound in (mask.lo, mask.hi, mask.if_set, mask.if_clear) if math.isfinite(bound)]
-    return torch.tensor(bounds, dtype=dtype).tolist() == bounds
+    return torch.tensor(bounds, dtype=dtype, device="cpu").tolist() == bounds
 
 
 def _scalar(value: Any, default: float) -> float | None:
@@ -122,7 +122,7 @@ def _leaky_relu(node: Any) -> Mask | None:
 def _hardtanh(node: Any) -> Mask | None:
     low, high = float(node._saved_min_val), float(node._saved_max_val)
     middle = low / 2 + high / 2
-    return Mask(Test.NOT_OUTSIDE, low, high, if_set=middle, if_clear=low) if low < middle < high else None
+    return Mask(Test.NOT_OUTSIDE, low, high, if_set=middle, if_clear=low, nan=True) if low < middle < high else None
 
 
 def _hardsigmoid(node: Any) -> Mask | None:
@@ -131,7 +131,7 @@ def _hardsigmoid(node: Any) -> Mask | None:
 
 def _shrink(node: Any) -> Mask | None:
     edge = float(node._saved_lambd)
-    return Mask(Test.CLOSED, -edge, edge, if_set=0.0, if_clear=math.inf) if 0.0 <= edge < math.inf else None
+    return Mask(Test.CLOSED, -edge, edge, if_set=0.0, if_clear=math.inf, nan=True) if 0.0 <= edge < math.inf else None
 
 
 def _closed(low: float | None, high: float | None) -> Mask | None:
@@ -207,11 +207,11 @@ def _shape_rows() -> dict[tuple[str, str], Row]:
 def _sign_rows() -> dict[tuple[str, str], Row]:
     rows: list[tuple[str, tuple[str, ...], str, MaskBuilder]] = [
         ("Relu", ("result",), "threshold_backward(grad, result, 0): not (result <= 0)", _relu),
-        ("Threshold", ("self", "result"), "threshold_backward(grad, self, threshold): not (self <= t)", _threshold),
+        ("Threshold", ("self",), "threshold_backward(grad, self, threshold): not (self <= t)", _threshold),
         ("LeakyRelu", ("self", "result"), "leaky_relu_backward(grad, self, slope): self > 0", _leaky_relu),
         (
             "Hardtanh",
-            ("self", "result"),
+            ("self",),
             "hardtanh_backward(grad, self, a, b): not (self <= a or self >= b)",
             _hardtanh,
         ),

@@ -40,7 +40,7 @@ class Stash:
         chosen = codecs if isinstance(codecs, Sequence) and not isinstance(codecs, str) else (codecs,)
         resolved = tuple(codec_registry.get(codec) if isinstance(codec, str) else codec for codec in chosen)
         for codec in resolved:
-            if isinstance(codec, type) or not isinstance(codec, Codec):
+            if isinstance(codec, type) or not hasattr(codec, "nbytes_bound"):
                 raise TypeError(
                     f"Stash was asked for the codec {codec!r}, which is none. Pass a codec such as Zvc(), a name "
                     f"({', '.join(codec_registry.names())}), or several of these."

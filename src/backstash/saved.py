@@ -61,6 +61,7 @@ class Mask:
         if_set: a value that stands in for every element that passes: the formula treats it the same.
         if_clear: the stand-in for every other element.
         ternary: the formula reads ``sign(x)``: a second bit tells negative elements, whose stand-in is -1.
+        nan: the kernel treats a NaN as passing or not by its position (Note: [NaN by position]), so NaN stays NaN.
     """
 
     test: Test
@@ -69,6 +70,7 @@ class Mask:
     if_set: float = 1.0
     if_clear: float = 0.0
     ternary: bool = False
+    nan: bool = False
 
 
 @dataclass(frozen=True, slots=True)

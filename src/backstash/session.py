@@ -166,7 +166,8 @@ class _Observer(TorchFunctionMode):
         if torch.compiler.is_compiling():  # traced: the compiled function saves its tensors in one op of its own
             return func(*args, **(kwargs or {}))
         if session._pending:
-            session._sweep()
+            with torch._C.DisableTorchFunction():
+                session._sweep()
         if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         session._depth += 1
@@ -176,7 +177,8 @@ class _Observer(TorchFunctionMode):
         finally:
             session._depth -= 1
             if session._unnamed and session._depth == 0:
-                session._name(result)
+                with torch._C.DisableTorchFunction():
+                    session._name(result)
         return result
 
 
@@ -245,6 +247,10 @@ class Session:
 
     def __enter__(self) -> Session:
         _refuse_other_hooks()
+        if self._installed:
+            raise SessionError(
+                "a Session was entered that is in use already, by another thread. Make a Session for each thread."
+            )
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         observer = _Observer(self)
         hooks.__enter__()
@@ -336,7 +342,12 @@ class Session:
     # -- pack ----------------------------------------------------------------------------------------------------
 
     def _pack(self, x: Tensor) -> _Saved | tuple[Tensor, int]:
-        if x.nbytes < self.min_nbytes and type(x) in _PLAIN and x.untyped_storage().nbytes() < self.min_nbytes:
+        if (
+            type(x) in _PLAIN
+            and x.layout is torch.strided
+            and x.nbytes < self.min_nbytes
+            and x.untyped_storage().nbytes() < self.min_nbytes
+        ):
             small = self._step.small
             small.saved_nbytes += x.nbytes
             small.stash_nbytes += x.nbytes
@@ -348,7 +359,9 @@ class Session:
                 self._begin_step()
             saved = _Saved(x, self._live)
             self._unnamed.append(saved)
-            if self._depth == 0:  # outside any torch function: a custom Function, or an extension's op
+            # Outside any torch function (a custom Function, an extension's op), or inside backward, which is one long
+            # torch function: what a reentrant checkpoint recomputes must not wait for its end.
+            if self._depth == 0 or _in_backward():
                 with torch._C.DisableTorchFunction():
                     self._sweep()
                     self._name(None)
@@ -510,7 +523,8 @@ class Session:
             )
         reason = "the policy named no codec"
         for codec in action.codecs:
-            if facts.need not in codec.preserves:
+            of_another_test = facts.need is Need.SIGN and getattr(codec, "mask", facts.mask) != facts.mask
+            if facts.need not in codec.preserves or of_another_test:
                 raise NeedNotMetError(
                     f"codec {codec.id!r} preserves {{{', '.join(sorted(need.name for need in codec.preserves))}}}, but "
                     f"backward of {facts.op} reads the {facts.need.name} of its {facts.role!r} ({facts.key}, "
@@ -540,7 +554,9 @@ class Session:
     # -- unpack --------------------------------------------------------------------------------------------------
 
     def _unpack(self, saved: _Saved | tuple[Tensor, int]) -> Tensor:
-        self._live.unpacked = True
+        live = self._live
+        if not live.unpacked and _in_backward():  # and not a look at grad_fn._saved_*
+            live.unpacked = True
         if isinstance(saved, tuple):
             small, version = saved
             if small._version != version:
@@ -570,7 +586,8 @@ def _decode(saved: _Saved, spec: TensorSpec, value: _Value) -> Tensor:
     if whole is None:
         started = time.perf_counter()
         # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
-        dtype = torch.bool if form.mask and form.spec.device.type != "cpu" and not form.mask.ternary else spec.dtype
+        one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
+        dtype = torch.bool if one_bit and form.spec.device.type != "cpu" else spec.dtype
         whole = buffers.take(form, dtype)
         form.codec.decode(form.store.get(form.ticket), whole)
         buffers.filled(form, whole, trusted=saved.builtin)

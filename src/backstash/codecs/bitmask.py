@@ -24,8 +24,9 @@ class Bitmask:
 
     Preserves: SHAPE, SIGN - the outcome of ``mask.test``, NaN included.
     Layout: plane ``mask`` uint8 [ceil(n / 8)], element ``i`` in memory order in bit ``i % 8`` of byte ``i // 8``;
-        with ``mask.ternary`` a second such plane ``negative``.
-    Bytes: ceil(n / 8), twice that if ternary.
+        with ``mask.ternary`` a second such plane ``negative``; with ``mask.nan`` a second such plane ``nan``, if there
+        is a NaN at all.
+    Bytes: ceil(n / 8), twice that if ternary or where NaN must stay NaN and there is one.
     Determinism: the same planes on every backend.
     Source: Gist (ISCA 2018), section 3.1, "Binarize"; ours takes the test from the backward formula, so that it is
         exact for NaN, and serves hardtanh, threshold, leaky_relu, clamp, shrinks and abs as well as relu.
@@ -64,6 +65,10 @@ class Bitmask:
             info = torch.finfo(x.dtype)
             below_zero = -info.smallest_normal * info.eps  # the negative number next to zero
             planes["negative"] = _ops.bitmask_encode(flat(x), Test.CLOSED.code, float("-inf"), below_zero)
+        if test.nan:
+            nan = _ops.bitmask_encode(flat(x), Test.NOT_LE.code, float("inf"), 0.0)
+            if nan.any():
+                planes["nan"] = nan
         return Encoded(self.id, spec, planes)
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
@@ -86,11 +91,16 @@ class Bitmask:
             _ops.bitmask_decode(encoded.planes["mask"], flat(out), 1.0, 0.0)
         else:
             _ops.bitmask_decode(encoded.planes["mask"], flat(out), self.mask.if_set, self.mask.if_clear)
+        if "nan" in encoded.planes and out.dtype != torch.bool:
+            _check_length(encoded, "nan")
+            nan = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
+            _ops.bitmask_decode(encoded.planes["nan"], nan, 1.0, 0.0)
+            flat(out).masked_fill_(nan, float("nan"))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """One bit per element, two if ternary."""
-        return bytes_for(spec.numel, 1) * (2 if self.mask.ternary else 1)
+        """One bit per element, two if ternary or for NaN."""
+        return bytes_for(spec.numel, 1) * (2 if self.mask.ternary or self.mask.nan else 1)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Narrow:
         return refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines where the fields would be no narrower than the integers."""
+        """Declines where the fields would be no narrower than the integers. Without a window it reads all of them."""
         if self.window is None and x.numel() == 0:
             return "it is empty"
         bits = window_bits(self.window.kernel) if self.window else _range(flat(x))[0]
@@ -80,7 +80,7 @@ class Narrow:
                 self.id, spec, {"packed": _ops.narrow_encode(flat(x), bits, base)}, {"bits": bits, "base": base}
             )
         packed, outside = _ops.window_encode(flat(x), *self._geometry(spec))
-        if x.device.type == "cpu" and int(outside):  # elsewhere the host would have to wait; torch's indices are inside
+        if int(outside):  # a window of padding, or one of -inf in max_pool3d, has its index outside
             raise CodecRefusedError(
                 f"codec 'narrow' was asked to encode {spec} as positions in {self.window}, got {int(outside)} indices "
                 f"outside their window. Use Narrow() without a window."

@@ -109,7 +109,8 @@ class CountedPeak:
     """Counts every byte that torch allocates and frees on CPU inside the ``with``.
 
     Attributes:
-        peak_nbytes: after the ``with``: the most bytes alive at once, above what was alive at its start.
+        peak_nbytes: after the ``with``: the most bytes alive at once, above what was alive at its start. torch's
+            profiler does not tell of memory from before the start that is freed inside, so that is not subtracted.
         timeline: after the ``with``: (nanoseconds, bytes alive) after each allocation or release.
     """
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from ctypes import c_int64
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ _SERIAL_BELOW = 256 << 10
 _HUGE_FROM = 4 << 20
 """Bytes from which huge pages are asked for: below, the memory comes from a heap that has been touched already."""
 
-_lib = library.load()
+_lib: Any = library.load()
 
 
 def advise_huge(t: Tensor) -> None:
@@ -73,7 +74,7 @@ def _threads(nbytes: int) -> int:
 
 
 def _new(numel: int, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(numel, dtype=dtype)
+    out = torch.empty(numel, dtype=dtype, device="cpu")
     if numel >= _HUGE_FROM // 8:  # no dtype is wider: small outputs skip the rest
         advise_huge(out)
     return out
@@ -82,12 +83,12 @@ def _new(numel: int, dtype: torch.dtype) -> Tensor:
 @lru_cache(maxsize=256)
 def _scalar_bits(value: float, sign: float, dtype: torch.dtype) -> int:
     """The bits of ``value`` as torch converts it to ``dtype``. ``sign`` keeps 0.0 and -0.0 apart in the cache."""
-    return int(torch.tensor(value, dtype=dtype).view(_UNSIGNED[dtype.itemsize]).item())
+    return int(torch.tensor(value, dtype=dtype, device="cpu").view(_UNSIGNED[dtype.itemsize]).item())
 
 
 @lru_cache(maxsize=256)
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(value, dtype=dtype).item())
+    return float(torch.tensor(value, dtype=dtype, device="cpu").item())
 
 
 def _check_plane(op: str, name: str, plane: Tensor, numel: int) -> None:
@@ -140,7 +141,7 @@ def binary_encode(x: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
     mask = _new(bytes_for(n, 1), torch.uint8)
     first, second = _pair_bits(pair)
     neither = _lib.bs_binary_encode(x.data_ptr(), n, width, first, second, mask.data_ptr(), _threads(n * width))
-    return mask, torch.tensor([neither])
+    return mask, torch.tensor([neither], device="cpu")
 
 
 def binary_decode(mask: Tensor, pair: Tensor, out: Tensor) -> None:
@@ -166,7 +167,7 @@ def zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n, source = x.numel(), x.data_ptr()
     threads = _threads(n * width)
     mask = _new(bytes_for(n, 1), torch.uint8)
-    offsets = torch.empty(zvc_chunks(n), dtype=torch.int64)
+    offsets = torch.empty(zvc_chunks(n), dtype=torch.int64, device="cpu")
     planes = mask.data_ptr(), offsets.data_ptr()
     stored = _lib.bs_zvc_mark(source, n, width, *planes, threads)
     values = _new(stored, x.dtype)
@@ -242,7 +243,7 @@ def window_encode(
     packed = _new(bytes_for(n, bits), torch.uint8)
     geometry = _geometry(input_size, output_size, kernel, stride, padding, dilation)
     bad = _lib.bs_window_encode(indices.data_ptr(), n, inner, geometry, bits, packed.data_ptr(), _threads(n * 8))
-    return packed, torch.tensor([bad])
+    return packed, torch.tensor([bad], device="cpu")
 
 
 def window_decode(

@@ -68,7 +68,9 @@ def available() -> bool:
 def _loaded() -> ctypes.CDLL:
     lib = load()
     if lib is None:
-        raise RuntimeError(f"asked for the native kernels, but {PATH} was not built. Run 'python setup.py build_native'.")
+        raise RuntimeError(
+            f"asked for the native kernels, but {PATH} was not built. Run 'python setup.py build_native'."
+        )
     return lib
 
 

@@ -62,9 +62,9 @@ def widened(x):
 
 
 @triton.jit
-def bound(bits, DTYPE: tl.constexpr):
-    """A bound of a test from its bit pattern: a Python float would arrive as float32, too coarse for float64."""
-    if DTYPE == tl.float64:
+def bound_for(x, bits):
+    """A bound to compare ``x`` with, from its bits: a Python float would arrive as float32, too coarse for float64."""
+    if x.dtype == tl.float64:
         value = bits.to(tl.int64).to(tl.float64, bitcast=True)
     else:
         value = bits.to(tl.int32).to(tl.float32, bitcast=True)
@@ -87,8 +87,8 @@ def bitmask_encode_kernel(
         flags = x != 0
     else:
         x = widened(x)
-        low = bound(lo_bits, x.dtype)
-        high = bound(hi_bits, x.dtype)
+        low = bound_for(x, lo_bits)
+        high = bound_for(x, hi_bits)
         if TEST == NOT_LE:
             flags = ~(x <= low)
         elif TEST == GT:

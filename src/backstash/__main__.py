@@ -1,0 +1,5 @@
+"""``python -m backstash``: the command line."""
+
+from backstash.cli import main
+
+main()

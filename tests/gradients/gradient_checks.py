@@ -1,0 +1,127 @@
+"""What the gradient tests share: comparing bits, and a policy that encodes whatever can be encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash.codecs import Bitmask, Encoded, ErrorBound, Narrow, Shape, Zvc
+from backstash.codecs.base import EXACT, flat, like, refuses_layout, require
+from backstash.codecs.bitmask import FLOATS
+from backstash.codecs.narrow import INTEGERS
+from backstash.ledger import Report
+from backstash.policy import Action, Outcome, Stash
+from backstash.saved import Need, SavedTensor, TensorSpec
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(x: Tensor) -> Tensor:
+    """The elements of ``x`` as integers in row-major order: -0.0 differs from 0.0, and NaN equals itself."""
+    x = x.detach().resolve_conj().resolve_neg()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    x = x.reshape(-1)
+    return x.view(_BITS[x.element_size()])
+
+
+def difference(expected: Tensor | None, got: Tensor | None) -> str | None:
+    """How two gradients differ, None where they are equal bit for bit (dtype, sizes, layout, strides and data)."""
+    if expected is None or got is None:
+        return None if expected is got else f"expected {_facts(expected)}, got {_facts(got)}"
+    if _facts(expected) != _facts(got):
+        return f"expected {_facts(expected)}, got {_facts(got)}"
+    if expected.layout is torch.sparse_coo:
+        pairs = [(expected._indices(), got._indices()), (expected._values(), got._values())]
+    elif expected.layout is torch.strided:
+        pairs = [(expected, got)]
+    else:
+        pairs = [(expected.to_dense(), got.to_dense())]
+    for one, other in pairs:
+        different = bits(one) != bits(other)
+        if different.any():
+            where = int(different.long().argmax())
+            return (
+                f"{int(different.sum())} of {different.numel()} numbers differ, first number {where} of "
+                f"{_facts(expected)}: expected bits {int(bits(one)[where]):#x}, got {int(bits(other)[where]):#x}"
+            )
+    return None
+
+
+def differences(expected: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> list[str]:
+    """One line per gradient that differs."""
+    assert len(expected) == len(got)
+    found = (difference(one, other) for one, other in zip(expected, got, strict=True))
+    return [f"gradient {i}: {text}" for i, text in enumerate(found) if text is not None]
+
+
+def _facts(x: Tensor | None) -> str:
+    if x is None:
+        return "None"
+    strides = f" strides {list(x.stride())}" if x.layout is torch.strided else f" {x.layout}"
+    return f"{x.dtype} {list(x.shape)}{strides}"
+
+
+@dataclass(frozen=True)
+class AlwaysZvc(Zvc):
+    """Zvc that does not mind making a value larger."""
+
+    def declines(self, x: Tensor) -> str | None:
+        return "it is empty" if x.numel() == 0 else None
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Stores a copy of any dense tensor: for the element types that no real codec takes."""
+
+    id: ClassVar[str] = "copy"
+    preserves: ClassVar[frozenset[Need]] = EXACT
+    bound: ClassVar[ErrorBound | None] = None
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        return refuses_layout(spec)
+
+    def declines(self, x: Tensor) -> str | None:
+        return None
+
+    def encode(self, x: Tensor) -> Encoded:
+        return Encoded(self.id, require(self, x), {"copy": flat(x).clone()})
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        out = like(encoded.spec, out)
+        flat(out).copy_(encoded.planes["copy"])
+        return out
+
+    def nbytes_bound(self, spec: TensorSpec) -> int:
+        return spec.nbytes
+
+
+@dataclass(frozen=True)
+class Everything:
+    """Encodes all that can be encoded, whether it pays or not."""
+
+    def decide(self, saved: SavedTensor) -> Action:
+        if saved.need is Need.SHAPE:
+            return Stash(Shape())
+        if saved.need is Need.SIGN and saved.mask is not None:
+            return Stash((Bitmask(saved.mask), Copy()))
+        if saved.spec.dtype in INTEGERS:
+            windowed = () if saved.window is None else (Narrow(saved.window),)
+            return Stash((*windowed, Narrow(), Copy()))
+        if saved.spec.dtype in FLOATS:
+            return Stash((AlwaysZvc(), Copy()))
+        return Stash(Copy())
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
+
+
+def encoded_and_kept(reports: Iterable[Report]) -> tuple[int, int]:
+    """How many stored values were encoded, and how many were kept as they are."""
+    codecs = [row.codec for report in reports for row in report.rows if row.saved_nbytes]
+    kept = codecs.count("kept")
+    return len(codecs) - kept, kept

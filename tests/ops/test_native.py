@@ -1,0 +1,516 @@
+"""The C++ kernels against the reference: equal bytes, on every instruction set that this machine has."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from backstash.errors import DamagedPlanesError
+from backstash.ops import cpu, reference
+from backstash.ops.cpu import library
+from backstash.ops.schema import ZVC_CHUNK, bytes_for
+from backstash.saved import Test
+
+pytestmark = pytest.mark.skipif(
+    not cpu.available(), reason="the native kernels are not built: run 'python setup.py build_native'"
+)
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+TAILS = range(131)
+AROUND_CHUNKS = [k * ZVC_CHUNK + d for k in (1, 2, 3) for d in (-65, -64, -63, -1, 0, 1, 63, 64, 65)]
+PADDING = 64  # elements around an output that a kernel must not touch
+SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+# Of the few bits that matter: infinity, NaN, quiet and signalling and with a payload, largest, subnormals, one.
+SPECIALS = {
+    torch.float16: [0x7C00, 0x7E00, 0x7D23, 0x7BFF, 0x0001, 0x03FF, 0x0400, 0x3C00],
+    torch.bfloat16: [0x7F80, 0x7FC0, 0x7F91, 0x7F7F, 0x0001, 0x007F, 0x0080, 0x3F80],
+    torch.float32: [0x7F800000, 0x7FC00000, 0x7F812345, 0x7F7FFFFF, 0x1, 0x7FFFFF, 0x800000, 0x3F800000],
+    torch.float64: [0x7FF << 52, 0xFFF << 51, (0x7FF << 52) + 99, (0x7FF << 52) - 1, 1, 1 << 51, 1 << 52, 0x3FF << 52],
+}
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.fixture(params=library.ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = cpu.isa()
+    if cpu.set_isa(request.param) != request.param:
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    cpu.set_isa(before)
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One thread, so that the reference does not wait for a busy core, unless the test asks for another number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(getattr(request, "param", 1))
+    yield torch.get_num_threads()
+    torch.set_num_threads(before)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def contents(n: int, dtype: torch.dtype, density: float = 0.5, seed: int = 0, offset: int = 0) -> Tensor:
+    """Zeros, and with probability ``density`` something else: -0.0, NaN payloads, inf, subnormals, arbitrary bits."""
+    g = generator(seed)
+    total = n + offset
+    width = dtype.itemsize
+    bits = torch.randint(-(1 << 62), 1 << 62, (total,), generator=g)
+    signs = (torch.randint(2, (total,), generator=g)) << (8 * width - 1)
+    specials = torch.tensor(SPECIALS[dtype])[torch.randint(8, (total,), generator=g)] | signs
+    kind = torch.randint(4, (total,), generator=g)
+    values = torch.where(kind == 0, specials, torch.where(kind == 1, signs, bits))
+    values = torch.where(torch.rand(total, generator=g) < density, values, 0)
+    small = (values << (64 - 8 * width) >> (64 - 8 * width)).to(SIGNED[width])
+    return small.view(dtype)[offset:]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal dtype, shape and bits."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def poisoned(n: int, dtype: torch.dtype, offset: int = 0) -> tuple[Tensor, Callable[[], bool]]:
+    """An output full of garbage, ``offset`` elements off alignment, and a check that nothing around it was written."""
+    around = torch.full(((2 * PADDING + n + offset) * dtype.itemsize,), 0xA5, dtype=torch.uint8)
+    start = (PADDING + offset) * dtype.itemsize
+    out = around[start : start + n * dtype.itemsize].view(dtype)
+
+    def untouched() -> bool:
+        edges = torch.cat([around[:start], around[start + n * dtype.itemsize :]])
+        return bool((edges == 0xA5).all())
+
+    return out, untouched
+
+
+def bounds(test: Test) -> tuple[float, float]:
+    return {Test.NOT_LE: (0.0, 0.0), Test.GT: (-0.1, 0.0)}.get(test, (-1.1, 0.7))
+
+
+# --- bitmask
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("test", Test)
+def test_bitmask_encode(test: Test, dtype: torch.dtype, isa: str) -> None:
+    for n, offset in [*((n, 0) for n in TAILS), (63, 1), (200, 1), (200, 3), (4097, 5)]:
+        x = contents(n, dtype, density=0.9, seed=n, offset=offset)
+        expected = reference.bitmask_encode(x, test.code, *bounds(test))
+        assert same(cpu.bitmask_encode(x, test.code, *bounds(test)), expected), (n, offset)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("test", Test)
+@pytest.mark.parametrize(("lo", "hi"), [(0.1, 0.3), (-0.0, 0.0), (-math.inf, math.inf), (math.nan, 1.0), (1e300, 0.0)])
+def test_bitmask_bounds(test: Test, dtype: torch.dtype, lo: float, hi: float, isa: str) -> None:
+    x = contents(500, dtype, density=0.9)
+    rounded = torch.tensor([0.1, 0.3, 0.0, -0.0], dtype=dtype)
+    x[:12] = torch.cat([rounded, rounded.nextafter(rounded + 1), rounded.nextafter(rounded - 1)])
+    assert same(cpu.bitmask_encode(x, test.code, lo, hi), reference.bitmask_encode(x, test.code, lo, hi))
+
+
+@pytest.mark.parametrize("test", Test)
+def test_bitmask_every_half(test: Test, isa: str) -> None:
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        planes = [ops.bitmask_encode(x.view(dtype), test.code, *bounds(test)) for ops in (cpu, reference)]
+        assert same(*planes), dtype
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.bool, torch.uint8, torch.int64])
+def test_bitmask_decode(dtype: torch.dtype, isa: str) -> None:
+    values = (1.0, 0.0) if dtype in (torch.bool, torch.uint8, torch.int64) else (-0.0, math.inf)
+    for n, offset in [*((n, 0) for n in TAILS), (63, 1), (200, 1), (4097, 5)]:
+        mask = torch.randint(256, (bytes_for(n, 1),), generator=generator(n), dtype=torch.uint8)
+        out, untouched = poisoned(n, dtype, offset)
+        expected = torch.empty(n, dtype=dtype)
+        cpu.bitmask_decode(mask, out, *values)
+        reference.bitmask_decode(mask, expected, *values)
+        assert same(out, expected) and untouched(), (n, offset)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_masks_of_another_size_are_refused(wrong: int) -> None:
+    mask = torch.zeros(bytes_for(1000, 1) + wrong, dtype=torch.uint8)
+    with pytest.raises(DamagedPlanesError, match="126" if wrong == 1 else "124"):
+        cpu.bitmask_decode(mask, torch.empty(1000), 1.0, 0.0)
+    with pytest.raises(DamagedPlanesError, match="'mask'"):
+        cpu.binary_decode(mask, torch.zeros(2), torch.empty(1000))
+
+
+# --- binary
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32, torch.int16])
+def test_binary(dtype: torch.dtype, isa: str) -> None:
+    pairs = torch.tensor([0, -(1 << (8 * dtype.itemsize - 1)), 7, -1]).to(SIGNED[dtype.itemsize]).view(dtype)
+    for (i, j), n in itertools.chain(
+        itertools.product([(0, 1)], TAILS), itertools.product(itertools.permutations(range(4), 2), [100, 4097])
+    ):
+        pair = pairs[[i, j]]
+        x = reference.bits_of(pair)[torch.randint(2, (n,), generator=generator(n))].view(dtype)
+        mask, mismatches = cpu.binary_encode(x, pair)
+        expected, none = reference.binary_encode(x, pair)
+        assert same(mask, expected) and same(mismatches, none) and int(mismatches) == 0
+        for offset in (0, 1):
+            out, untouched = poisoned(n, dtype, offset)
+            cpu.binary_decode(mask, pair, out)
+            assert same(out, x) and untouched()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_binary_counts_mismatches(dtype: torch.dtype, isa: str) -> None:
+    for n in (1, 63, 64, 65, 127, 300, 4097):
+        x = contents(n, dtype, seed=n, offset=1)
+        pair = torch.tensor([0.0, -0.0], dtype=dtype)
+        planes, expected = cpu.binary_encode(x, pair), reference.binary_encode(x, pair)
+        assert same(planes[0], expected[0]) and same(planes[1], expected[1])
+        assert n < 300 or int(planes[1]) > 0
+
+
+# --- ZVC
+
+
+def check_zvc(x: Tensor, out_offset: int = 0) -> None:
+    planes = cpu.zvc_encode(x)
+    for plane, expected in zip(planes, reference.zvc_encode(x), strict=True):
+        assert same(plane, expected)
+        assert plane.untyped_storage().nbytes() == plane.numel() * plane.element_size()
+    out, untouched = poisoned(x.numel(), x.dtype, out_offset)
+    cpu.zvc_decode(*planes, out)
+    assert same(out, x) and untouched()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_zvc_tails(dtype: torch.dtype, isa: str) -> None:
+    for n in [*TAILS, *AROUND_CHUNKS]:
+        check_zvc(contents(n, dtype, seed=n))
+    for n, offset in itertools.product((1, 64, 100, 4096, 4200), (1, 2, 7)):
+        check_zvc(contents(n, dtype, seed=n, offset=offset), out_offset=offset)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32, torch.int16, torch.complex64])
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.1, 0.9, 1.0])
+def test_zvc_densities(dtype: torch.dtype, density: float, isa: str) -> None:
+    bits = {2: torch.float16, 4: torch.float32, 8: torch.float64}[dtype.itemsize]
+    for n in (130, 3 * ZVC_CHUNK + 77):
+        check_zvc(contents(n, bits, density).view(dtype))
+
+
+@SETTINGS
+@given(
+    runs=st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=12),
+    dtype=st.sampled_from(FLOATS),
+    offset=st.integers(0, 3),
+)
+def test_zvc_runs(runs: list[tuple[bool, int]], dtype: torch.dtype, offset: int) -> None:
+    bits = torch.cat([torch.zeros(offset), *(torch.full((n,), float(on)) for on, n in runs)]).to(dtype)
+    before = cpu.isa()
+    for name in library.ISAS:
+        cpu.set_isa(name)
+        check_zvc(bits[offset:], out_offset=offset)
+    cpu.set_isa(before)
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 100, 4095, 4096, 4097, 10_000])
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_zvc_gather_stays_inside_its_plane(n: int, width: int, isa: str) -> None:
+    """Kernels store whole registers: the last ones must not reach past the values that there are."""
+    x = contents(n, {2: torch.float16, 4: torch.float32, 8: torch.float64}[width], seed=n)
+    mask, offsets, values = cpu.zvc_encode(x)
+    out, untouched = poisoned(values.numel(), x.dtype)
+    library.load().bs_zvc_gather(
+        x.data_ptr(), n, width, mask.data_ptr(), offsets.data_ptr(), out.data_ptr(), values.numel(), 2
+    )
+    assert same(out, values) and untouched()
+
+
+def flip(plane: Tensor, index: int, bit: int = 0) -> Tensor:
+    damaged = plane.clone()
+    damaged[index] ^= 1 << bit
+    return damaged
+
+
+@pytest.mark.parametrize("n", [100, 4096, 4097, 3 * ZVC_CHUNK + 100])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_zvc_damage_is_found_before_anything_is_written(n: int, dtype: torch.dtype, isa: str) -> None:
+    mask, offsets, values = cpu.zvc_encode(contents(n, dtype))
+    last = offsets.numel() - 1
+    swapped = mask.clone()  # as many bits as before, but not in every chunk
+    if last > 0:
+        swapped[0], swapped[-1 - n % ZVC_CHUNK // 8] = 0xFF, 0
+        swapped[1 : 1 + int(values.numel() % 3)] = 0xFF
+    damages = [
+        (flip(mask, 0), offsets, values),
+        (flip(mask, (n - 1) // 8, (n - 1) % 8), offsets, values),
+        (flip(mask, mask.numel() // 2, 3), offsets, values),
+        (mask, flip(offsets, 0), values),
+        (mask, flip(offsets, last, 1), values),
+        (mask, flip(offsets, last, 62), values),
+        (mask, offsets - (1 << 40), values),
+        (mask, offsets, values[:-1]),
+        (mask, offsets, values[:0]),
+        (mask, offsets, torch.cat([values, values[:1]])),
+        (mask[:-1], offsets, values),
+        (torch.cat([mask, mask[:1]]), offsets, values),
+        (mask, offsets[:-1], values),
+        (mask, torch.cat([offsets, offsets[:1]]), values),
+        (torch.full_like(mask, 0xFF), offsets, values),
+        (torch.zeros_like(mask), offsets, values),
+        *([(swapped, offsets, values)] if last > 0 else []),
+    ]
+    for i, planes in enumerate(damages):
+        out, untouched = poisoned(n, dtype)
+        with pytest.raises(DamagedPlanesError):
+            cpu.zvc_decode(*planes, out)
+        assert (out.view(torch.uint8) == 0xA5).all() and untouched(), i
+
+
+def test_zvc_empty() -> None:
+    check_zvc(torch.empty(0))
+    with pytest.raises(DamagedPlanesError):
+        cpu.zvc_decode(
+            torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), torch.ones(1), torch.empty(0)
+        )
+
+
+def test_mask_bits_past_the_end_are_ignored(isa: str) -> None:
+    x = contents(61, torch.float32)
+    mask, offsets, values = cpu.zvc_encode(x)
+    mask[-1] |= 0xE0
+    out, _ = poisoned(61, torch.float32)
+    cpu.zvc_decode(mask, offsets, values, out)
+    assert same(out, x)
+
+
+# --- narrow
+
+
+def check_narrow(x: Tensor, bits: int, base: int, offset: int = 0) -> None:
+    packed = cpu.narrow_encode(x, bits, base)
+    assert same(packed, reference.narrow_encode(x, bits, base)), (x.numel(), bits)
+    out, untouched = poisoned(x.numel(), x.dtype, offset)
+    expected = torch.empty_like(x)
+    cpu.narrow_decode(packed, bits, base, out)
+    reference.narrow_decode(packed, bits, base, expected)
+    assert same(out, expected) and untouched(), (x.numel(), bits)
+
+
+def integers(n: int, dtype: torch.dtype, seed: int) -> Tensor:
+    if dtype is torch.bool:
+        return torch.randint(2, (n,), generator=generator(seed)).bool()
+    return torch.randint(-(1 << 62), 1 << 62, (n,), generator=generator(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("bits", range(1, 33))
+def test_narrow_widths(bits: int, dtype: torch.dtype, isa: str) -> None:
+    for n in (0, 1, 7, 8, 9, 31, 64, 1023, 1024, 1025):
+        for base in (0, -5, 1 << 40):  # what does not fit wraps, in both
+            check_narrow(integers(n, dtype, n), bits, base, offset=n % 2)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8, 13, 16, 32])
+def test_narrow_tails(bits: int, isa: str) -> None:
+    for n in TAILS:
+        x = torch.randint(1 << bits, (n + 1,), generator=generator(n))[1:] - 100
+        packed = cpu.narrow_encode(x, bits, -100)
+        assert same(packed, reference.narrow_encode(x, bits, -100))
+        out, untouched = poisoned(n, torch.int64)
+        cpu.narrow_decode(packed, bits, -100, out)
+        assert same(out, x) and untouched()
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_fields_of_another_size_are_refused(wrong: int) -> None:
+    packed = torch.zeros(bytes_for(999, 3) + wrong, dtype=torch.uint8)
+    with pytest.raises(DamagedPlanesError, match="'packed'"):
+        cpu.narrow_decode(packed, 3, 0, torch.empty(999, dtype=torch.int64))
+    packed = torch.zeros(50 + wrong, dtype=torch.uint8)
+    with pytest.raises(DamagedPlanesError, match="'packed'"):
+        cpu.window_decode(packed, 1, [40], [20], [4], [2], [1], [1], torch.empty(200, dtype=torch.int64))
+
+
+# --- window
+
+
+def check_window(indices: Tensor, inner: int, geometry: tuple[list[int], ...], offset: int = 0) -> int:
+    packed, bad = cpu.window_encode(indices, inner, *geometry)
+    expected, expected_bad = reference.window_encode(indices, inner, *geometry)
+    assert same(bad, expected_bad) and same(packed, expected)
+    out, untouched = poisoned(indices.numel(), torch.int64, offset)
+    again = torch.empty_like(indices)
+    cpu.window_decode(packed, inner, *geometry, out)
+    reference.window_decode(packed, inner, *geometry, again)
+    assert same(out, again) and untouched()
+    assert int(bad) > 0 or same(out, indices)
+    return int(bad)
+
+
+@st.composite
+def poolings(draw: st.DrawFn) -> tuple[list[int], ...]:
+    """input, output, kernel, stride, padding and dilation, as torch allows them, windows wider than the input too."""
+    fields: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        kernel, stride, dilation = (draw(st.integers(1, 5)) for _ in range(3))
+        padding = draw(st.integers(0, kernel // 2))
+        reach = (kernel - 1) * dilation + 1
+        size = draw(st.integers(max(1, reach - 2 * padding), reach + 12))
+        fields.append((size, (size + 2 * padding - reach) // stride + 1, kernel, stride, padding, dilation))
+    return tuple(list(field) for field in zip(*fields, strict=True))
+
+
+def every_window_meets_the_input(geometry: tuple[list[int], ...]) -> bool:
+    """Whether no window lies in the padding alone, around the input: of such a one torch's index is no position."""
+    return all(
+        any(0 <= o * stride - padding + j * dilation < size for j in range(kernel))
+        for size, outputs, kernel, stride, padding, dilation in zip(*geometry, strict=True)
+        for o in range(outputs)
+    )
+
+
+@SETTINGS
+@given(geometry=poolings(), inner=st.integers(1, 5), outer=st.integers(1, 4), seed=st.integers(0, 99))
+def test_window(geometry: tuple[list[int], ...], inner: int, outer: int, seed: int) -> None:
+    input_size, output_size, kernel, stride, padding, dilation = geometry
+    pool = {1: torch.max_pool1d_with_indices, 2: torch.ops.aten.max_pool2d_with_indices}.get(len(kernel))
+    pool = pool or torch.ops.aten.max_pool3d_with_indices
+    x = torch.rand(outer, inner, *input_size, generator=generator(seed))
+    _, indices = pool(x, kernel, stride, padding, dilation, False)
+    assert list(indices.shape[2:]) == output_size
+    garbage = torch.randint(-9, math.prod(input_size) + 9, (indices.numel(),), generator=generator(seed))
+    garbage[::7] *= 1 << 40
+    regular = every_window_meets_the_input(geometry)
+    before = cpu.isa()
+    for name in library.ISAS:
+        cpu.set_isa(name)
+        assert check_window(indices.flatten(), 1, geometry) == 0 or not regular
+        assert check_window(indices.movedim(1, -1).flatten(), inner, geometry, offset=1) == 0 or not regular
+        check_window(garbage, inner, geometry)
+        check_window(garbage[1:], 1, geometry)
+    cpu.set_isa(before)
+
+
+@pytest.mark.parametrize("kernel", [2, 3])
+@pytest.mark.parametrize("inner", [1, 7])
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_window_blocks(kernel: int, inner: int, threads: int, isa: str) -> None:
+    """Larger than the blocks that kernels work in (1024 and 65536 elements), so that the walk starts in the middle."""
+    x = torch.rand(3, inner, 113, 97, generator=generator(kernel)).repeat(1, 1, 2, 1)
+    args = [kernel, kernel], [2, 2], [kernel // 2] * 2, [1, 1]
+    _, indices = torch.ops.aten.max_pool2d_with_indices(x, *args)
+    geometry = ([226, 97], list(indices.shape[2:]), *args)
+    assert check_window(indices.flatten(), 1, geometry) == 0
+    assert check_window(indices.movedim(1, -1).flatten(), inner, geometry) == 0
+    tall = indices.flatten().repeat(8)[: (1 << 16) + 1030]
+    assert check_window(tall, 1, geometry) == 0
+
+
+def test_window_more_positions_than_are_tabulated(isa: str) -> None:
+    x = torch.rand(2, 3, 100, 80, generator=generator())
+    args = [90, 70], [1, 1], [0, 0], [1, 1]
+    _, indices = torch.ops.aten.max_pool2d_with_indices(x, *args)
+    assert check_window(indices.flatten(), 1, ([100, 80], [11, 11], *args)) == 0
+
+
+# --- all together
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large(dtype: torch.dtype, threads: int, isa: str) -> None:
+    """Many blocks, two threads, outputs large enough for streaming stores, with and without the alignment for them."""
+    n = (27 << 20) // dtype.itemsize + 4097
+    bits = contents(1 << 18, dtype, density=0.95).repeat(n // (1 << 18) + 2)[:n]
+    expected = reference.bits_of(bits) != 0
+    mask = cpu.bitmask_encode(bits, Test.NONZERO.code, 0.0, 0.0)
+    counts = torch.nn.functional.pad(expected, (0, -n % ZVC_CHUNK)).view(-1, ZVC_CHUNK).sum(1)
+    planes = cpu.zvc_encode(bits)
+    assert same(planes[0], mask)
+    assert same(planes[1], counts.cumsum(0) - counts)
+    assert same(planes[2], bits[expected])
+    for offset in (0, 1):
+        out = torch.full((n + offset + 64,), 3.0, dtype=dtype)
+        cpu.zvc_decode(*planes, out[offset : n + offset])
+        assert same(out[offset : n + offset], bits)
+        assert (out[n + offset :] == 3).all() and (out[:offset] == 3).all()
+        cpu.bitmask_decode(mask, out[offset : n + offset], 1.0, -2.0)
+        assert torch.equal(out[offset : n + offset] == 1, expected)
+        assert (out[n + offset :] == 3).all() and (out[:offset] == 3).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
+def test_large_integers(threads: int, isa: str) -> None:
+    x = torch.randint(-8, 8, ((1 << 20) + 33,), generator=generator())
+    for bits in (4, 5):
+        out = torch.empty_like(x)
+        packed = cpu.narrow_encode(x, bits, -8)
+        cpu.narrow_decode(packed, bits, -8, out)
+        assert torch.equal(out, x)
+        # A block starts at a whole byte: what a slice encodes to is a slice of what all encodes to.
+        start = 3 << 16
+        assert same(cpu.narrow_encode(x[start:], bits, -8), packed[start * bits // 8 :])
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_many_threads_at_once(threads: int, isa: str) -> None:
+    """Autograd decodes on its own threads: the library keeps no state between or during calls."""
+    inputs = [contents(200_000, torch.float32, seed=seed) for seed in range(4)]
+    good = [False] * 4
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            out = torch.empty_like(inputs[i])
+            cpu.zvc_decode(*cpu.zvc_encode(inputs[i]), out)
+            good[i] = same(out, inputs[i])
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(good)
+
+
+def test_what_the_library_does_not_take_goes_to_the_reference() -> None:
+    small = torch.tensor([0, 3, 0, 5], dtype=torch.int8)
+    for plane, expected in zip(cpu.zvc_encode(small), reference.zvc_encode(small), strict=True):
+        assert same(plane, expected)
+    out = torch.empty_like(small)
+    cpu.zvc_decode(*cpu.zvc_encode(small), out)
+    assert same(out, small)
+    pair = torch.tensor([0, 3], dtype=torch.int8)
+    assert int(cpu.binary_encode(small, pair)[1]) == 1
+    assert same(
+        cpu.bitmask_encode(small.long(), Test.GT.code, 3, 0), reference.bitmask_encode(small.long(), Test.GT.code, 3, 0)
+    )
+    geometry = ([4] * 4, [2] * 4, [2] * 4, [2] * 4, [0] * 4, [1] * 4)
+    indices = torch.zeros(16, dtype=torch.int64)
+    assert int(cpu.window_encode(indices, 1, *geometry)[1]) == 15
+
+
+def test_advise_huge_changes_nothing() -> None:
+    for n in (0, 10, 3 << 20):
+        x = torch.arange(n)
+        cpu.advise_huge(x)
+        assert torch.equal(x, torch.arange(n))
+
+
+def test_isa_is_capped_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKSTASH_ISA", "sse9")
+    with pytest.raises(ValueError, match="sse9"):
+        library.load.__wrapped__()
+    assert set(cpu.build_info()) == {"path", "compiler", "openmp", "isa"}
+    assert cpu.build_info()["isa"] in library.ISAS

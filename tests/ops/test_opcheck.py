@@ -1,0 +1,66 @@
+"""torch's own checks of the registered ops: the schema tells the truth, fakes agree, tracing works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import backstash  # noqa: F401  registers the ops
+from backstash.ops.schema import SCHEMAS, ZVC_CHUNK
+
+OPS = torch.ops.backstash
+UTILITIES = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+WINDOW = (1, [4, 4], [2, 2], [2, 2], [2, 2], [0, 0], [1, 1])
+
+
+def arguments(op: str, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Arguments of ``op`` for ``n`` elements."""
+    x = (torch.arange(n) % 3).to(dtype)
+    integers = torch.arange(n) % 30 + 5
+    two = (torch.arange(n) % 2).to(dtype)
+    pair = torch.tensor([0, 1], dtype=dtype)
+    indices = torch.tensor([0, 2, 13, 10]).repeat(n // 4)
+    if op == "bitmask_encode":
+        return x, 0, 0.0, 1.0
+    if op == "bitmask_decode":
+        return OPS.bitmask_encode(x, 0, 0.0, 1.0), torch.empty_like(x), 1.0, 0.0
+    if op == "binary_encode":
+        return two, pair
+    if op == "binary_decode":
+        return OPS.binary_encode(two, pair)[0], pair, torch.empty_like(two)
+    if op == "zvc_encode":
+        return (x,)
+    if op == "zvc_decode":
+        return *OPS.zvc_encode(x), torch.empty_like(x)
+    if op == "narrow_encode":
+        return integers, 5, 5
+    if op == "narrow_decode":
+        return OPS.narrow_encode(integers, 5, 5), 5, 5, torch.empty_like(integers)
+    if op == "window_encode":
+        return indices, *WINDOW
+    assert op == "window_decode", f"{op} has no arguments here yet"
+    return OPS.window_encode(indices, *WINDOW)[0], *WINDOW, torch.empty_like(indices)
+
+
+@pytest.mark.parametrize("n", [16, 0])
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_opcheck(op: str, n: int) -> None:
+    opcheck(getattr(OPS, op).default, arguments(op, n, torch.float32), test_utils=UTILITIES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("op", [op for op in SCHEMAS if not op.startswith(("narrow", "window"))])
+def test_opcheck_of_other_dtypes(op: str, dtype: torch.dtype) -> None:
+    opcheck(getattr(OPS, op).default, arguments(op, ZVC_CHUNK + 4, dtype), test_utils=UTILITIES[:2])
+
+
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_what_is_not_flat_is_refused(op: str) -> None:
+    given = arguments(op, 16, torch.float32)
+    first = given[0]
+    for wrong in (first.view(2, -1), first.repeat_interleave(2)[::2]):
+        with pytest.raises(ValueError, match=f"backstash::{op} asked for a flat contiguous tensor, got shape"):
+            getattr(OPS, op)(wrong, *given[1:])

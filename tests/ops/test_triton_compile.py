@@ -1,0 +1,134 @@
+"""What the launchers would launch, compiled ahead of time for sm_80 and sm_90: Triton brings ptxas, no GPU needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from backstash.ops import triton as launchers
+from backstash.ops.schema import bytes_for, window_bits, zvc_chunks
+from backstash.saved import Test
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton's interpreter compiles nothing"),
+]
+
+Call = tuple[Callable[..., object], tuple[Any, ...]]
+
+N = 4096
+HUGE = 2**33
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+POOL_3X3 = (1, [56, 56], [28, 28], [3, 3], [2, 2], [1, 1], [1, 1])
+POOL_2X2X2_CHANNELS_LAST = (16, [8, 20, 20], [4, 10, 10], [2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1])
+POOL_5_WIDE = (1, [2**31], [2**31], [5], [1], [2], [1])
+
+
+def flat(dtype: torch.dtype, n: int = N) -> torch.Tensor:
+    """A tensor without memory: a launch is compiled by the dtype, the alignment and the size alone."""
+    return torch.empty(n, dtype=dtype, device="meta")
+
+
+def calls() -> Iterator[Call]:
+    """Calls of every launcher that between them make every kind of specialization."""
+    for dtype in FLOATS:
+        for test in Test:
+            yield launchers.bitmask_encode, (flat(dtype), test.code, -1.0, 6.0)
+    for dtype in (*FLOATS, torch.bool):
+        yield launchers.bitmask_decode, (flat(torch.uint8, bytes_for(N, 1)), flat(dtype), 1.0, 0.0)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        mask, pair, x = flat(torch.uint8, bytes_for(N, 1)), flat(dtype, 2), flat(dtype)
+        yield launchers.binary_encode, (x, pair)
+        yield launchers.binary_decode, (mask, pair, x)
+        yield launchers.zvc_encode_staged, (x,)
+        yield launchers.zvc_decode, (mask, flat(torch.int64, 1), flat(dtype, 1000), x)
+    for dtype, bits in ((torch.bool, 1), (torch.uint8, 3), (torch.int32, 16), (torch.int64, 4), (torch.int64, 31)):
+        yield launchers.narrow_encode, (flat(dtype), bits, -3)
+        yield launchers.narrow_decode, (flat(torch.uint8, bytes_for(N, bits)), bits, -3, flat(dtype))
+    for geometry in (POOL_3X3, POOL_2X2X2_CHANNELS_LAST, POOL_5_WIDE):
+        yield launchers.window_encode, (flat(torch.int64), *geometry)
+        packed = flat(torch.uint8, bytes_for(N, window_bits(geometry[3])))
+        yield launchers.window_decode, (packed, *geometry, flat(torch.int64))
+    # Odd sizes lose the vector loads, huge ones pass numel as int64.
+    for n in (1, N + 1, HUGE):
+        yield launchers.bitmask_encode, (flat(torch.float32, n), Test.NOT_LE.code, 0.0, 0.0)
+        yield launchers.zvc_encode_staged, (flat(torch.float32, n),)
+        planes = flat(torch.uint8, bytes_for(n, 1)), flat(torch.int64, zvc_chunks(n)), flat(torch.float32, n)
+        yield launchers.zvc_decode, (*planes, flat(torch.float32, n))
+        yield launchers.narrow_encode, (flat(torch.int64, n), 4, 2**40)
+        yield launchers.window_encode, (flat(torch.int64, n), *POOL_3X3)
+
+
+CALLS = list(calls())
+
+
+class Recorder:
+    """Stands in for the module of kernels: remembers what each would be launched with, and launches nothing."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self.kernels = kernels
+        self.launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> dict[Any, Any]:
+        recorder, kernel = self, getattr(self.kernels, name)
+
+        class Launcher(dict[Any, Any]):
+            def __missing__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                return lambda *args, **kwargs: recorder.launches.append((kernel, args, kwargs))
+
+        return Launcher()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
+    """A recorder in the kernels' place; what is compiled goes to a folder of the test's own, not to the user's."""
+    from backstash.ops.triton import kernels
+
+    recorder = Recorder(kernels)
+    monkeypatch.setattr(launchers, "_kernels", lambda: recorder)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return recorder
+
+
+def compiled(kernel: Any, capability: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a launch of ``kernel`` compiles, made by the steps that ``JITFunction.run`` takes on a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*args, **kwargs)
+    options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("call", CALLS, ids=[f"{op.__name__}-{i}" for i, (op, _) in enumerate(CALLS)])
+def test_compiles(call: Call, capability: int, recorder: Recorder) -> None:
+    op, arguments = call
+    op(*arguments)
+    assert recorder.launches
+    for kernel, args, kwargs in recorder.launches:
+        binary = compiled(kernel, capability, args, kwargs)
+        assert binary.asm["cubin"]
+        assert f".target sm_{capability}" in binary.asm["ptx"]
+        # A subnormal is not zero: no comparison may flush it.
+        assert ".ftz" not in binary.asm["ptx"]
+
+
+def test_every_kernel_is_compiled(recorder: Recorder) -> None:
+    for op, arguments in CALLS:
+        op(*arguments)
+    launched = {kernel.__name__ for kernel, _, _ in recorder.launches}
+    assert launched == {name for name in vars(recorder.kernels) if name.endswith("_kernel")}

@@ -1,0 +1,312 @@
+"""Every Triton kernel against the reference, equal bytes. Run by test_triton.py, which says on what.
+
+``TRITON_INTERPRET=1`` runs the kernels on the CPU, in Triton's interpreter; otherwise they run on the GPU. Expected
+planes always come from the reference on the CPU. All results of ``torch.empty`` are poisoned, and whatever a kernel
+fills stands between canaries, at an address that is aligned to its elements only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backstash.errors import DamagedPlanesError
+from backstash.ops import reference
+from backstash.ops import triton as launchers
+from backstash.ops.schema import ZVC_CHUNK, bytes_for, window_bits
+from backstash.saved import Test
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.uint8]
+TAILS = list(range(10))  # bytes hold 8 fields of a bit, and 8 fields of any width fill whole bytes
+BLOCK_EDGES = [8 * launchers.BLOCK_BYTES + d for d in (-1, 0, 1)]
+CHUNK_EDGES = [ZVC_CHUNK + d for d in (-1, 0, 1)] + [2 * ZVC_CHUNK + 13]
+LENGTHS = TAILS + BLOCK_EDGES + CHUNK_EDGES
+
+CANARY = 0xA5
+MARGIN = 17  # odd: what lies behind it is aligned to its elements, not to 16 bytes
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Fill every ``torch.empty`` with NaN or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def specials(dtype: torch.dtype) -> Tensor:
+    """The values that kernels get wrong: signed zeros, subnormals, infinities, NaNs with payloads, bounds."""
+    info = torch.finfo(dtype)
+    numbers = [0.0, -0.0, 1.0, -1.0, 0.1, -0.1, 6.0, math.inf, -math.inf, math.nan, info.tiny, -info.tiny, info.max]
+    values = torch.tensor(numbers, dtype=dtype)
+    bits = reference.bits_of(values)
+    payloads = bits[9] ^ torch.tensor([1, 5], dtype=bits.dtype)  # still NaN, not the NaN that arithmetic makes
+    subnormals = torch.tensor([1, 3], dtype=bits.dtype)
+    neighbours = torch.cat([bits[2:7] + 1, bits[2:7] - 1])
+    extra = torch.cat([payloads, subnormals, -payloads, subnormals | bits[1], neighbours])
+    return torch.cat([values, extra.view(dtype)])
+
+
+def contents(dtype: torch.dtype, n: int) -> Tensor:
+    """Half zeros (some of them negative), the rest specials and normal numbers; on the CPU."""
+    special = specials(dtype)
+    x = torch.randn(n).to(dtype)
+    x = torch.where(torch.rand(n) < 0.4, special[torch.randint(len(special), (n,))], x)
+    return torch.where(torch.rand(n) < 0.5, torch.zeros(n, dtype=dtype), x)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of ``x`` on the CPU, to be compared."""
+    return reference.bits_of(x.cpu())
+
+
+def on_device(x: Tensor) -> Tensor:
+    """A copy of ``x`` on the device of the kernels, aligned to its elements only."""
+    return torch.cat([x[:1], x]).to(DEVICE)[1:] if x.numel() else x.to(DEVICE)
+
+
+def filled(n: int, dtype: torch.dtype, decode: Callable[..., None], *planes: Any, **values: float) -> Tensor:
+    """What a launcher makes of a poisoned output [n] of ``dtype``, on the CPU; nothing beside it may change."""
+    size = torch.empty((), dtype=dtype).element_size()
+    buffer = torch.full(((n + 2 * MARGIN) * size,), CANARY, dtype=torch.uint8, device=DEVICE)
+    moved = [on_device(plane) if isinstance(plane, Tensor) else plane for plane in planes]
+    decode(*moved, buffer.view(dtype)[MARGIN : MARGIN + n], **values)
+    whole = buffer.cpu()
+    beside = torch.cat([whole[: MARGIN * size], whole[(MARGIN + n) * size :]])
+    assert (beside == CANARY).all(), "the kernel wrote outside its output"
+    return whole.view(dtype)[MARGIN : MARGIN + n]
+
+
+def expected(n: int, dtype: torch.dtype, decode: Callable[..., None], *planes: Any, **values: float) -> Tensor:
+    """What the reference makes of an output [n] of ``dtype``."""
+    out = torch.empty(n, dtype=dtype)
+    decode(*planes, out, **values)
+    return out
+
+
+@pytest.mark.parametrize("test", list(Test), ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bitmask_encode(dtype: torch.dtype, test: Test) -> None:
+    for n in LENGTHS:
+        x = contents(dtype, n)
+        for lo, hi in [(0.0, math.inf), (-1.0, 1.0), (0.1, 6.0), (-0.1, math.nan)]:
+            mask = launchers.bitmask_encode(on_device(x), test.code, lo, hi)
+            assert torch.equal(mask.cpu(), reference.bitmask_encode(x, test.code, lo, hi)), (n, lo, hi)
+
+
+@pytest.mark.parametrize("test", list(Test), ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bitmask_encode_of_every_special(dtype: torch.dtype, test: Test) -> None:
+    x = specials(dtype)
+    for lo in x.tolist():
+        mask = launchers.bitmask_encode(on_device(x), test.code, lo, 0.1)
+        assert torch.equal(mask.cpu(), reference.bitmask_encode(x, test.code, lo, 0.1)), lo
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.bool, torch.uint8], ids=str)
+def test_bitmask_decode(dtype: torch.dtype) -> None:
+    choices = [(1.0, 0.0), (0.0, 1.0)]
+    if dtype.is_floating_point:
+        choices += [(-0.0, math.inf), (0.1, math.nan)]
+    for n in LENGTHS:
+        mask = torch.randint(256, (bytes_for(n, 1),), dtype=torch.uint8)  # bits past the last element are set too
+        for if_set, if_clear in choices:
+            got = filled(n, dtype, launchers.bitmask_decode, mask, if_set=if_set, if_clear=if_clear)
+            want = expected(n, dtype, reference.bitmask_decode, mask, if_set=if_set, if_clear=if_clear)
+            assert torch.equal(bits(got), bits(want)), (n, if_set, if_clear)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS[:3]], ids=str)
+def test_binary(dtype: torch.dtype) -> None:
+    numbers = specials(dtype) if dtype.is_floating_point else torch.tensor([0, 1, -7, 9], dtype=dtype)
+    for n in LENGTHS:
+        for i, j in [(0, 1), (1, 0), (2, -3), (2, 2)]:
+            pair = numbers[[i, j]]
+            for x in (pair[torch.randint(2, (n,))], numbers[torch.randint(len(numbers), (n,))]):
+                mask, strangers = launchers.binary_encode(on_device(x), on_device(pair))
+                mask_expected, strangers_expected = reference.binary_encode(x, pair)
+                assert torch.equal(mask.cpu(), mask_expected), n
+                assert torch.equal(strangers.cpu(), strangers_expected), n
+            got = filled(n, dtype, launchers.binary_decode, mask_expected, pair)
+            want = expected(n, dtype, reference.binary_decode, mask_expected, pair)
+            assert torch.equal(bits(got), bits(want)), n
+
+
+def zvc_cases(dtype: torch.dtype) -> Iterator[Tensor]:
+    """All lengths; and chunks that are full, empty, and empty between full ones."""
+    for n in LENGTHS:
+        yield contents(dtype, n)
+    yield torch.zeros(ZVC_CHUNK + 5, dtype=dtype)
+    yield torch.full((2 * ZVC_CHUNK,), -0.0).to(dtype)
+    gap = torch.ones(3 * ZVC_CHUNK + 1, dtype=dtype)
+    gap[ZVC_CHUNK : 2 * ZVC_CHUNK] = 0
+    yield gap
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
+def test_zvc(dtype: torch.dtype) -> None:
+    for x in zvc_cases(dtype) if dtype.is_floating_point else [torch.arange(-5000, 5000) % 3]:
+        planes = launchers.zvc_encode(on_device(x))
+        planes_expected = reference.zvc_encode(x)
+        for name, got, want in zip(("mask", "offsets", "values"), planes, planes_expected, strict=True):
+            assert got.dtype == want.dtype, name
+            assert torch.equal(bits(got), bits(want)), (name, x.numel())
+        mask, offsets, staging, count = launchers.zvc_encode_staged(on_device(x))
+        assert count.shape == (1,)
+        assert count.dtype == torch.int64
+        assert staging.shape == x.shape
+        for got, want in zip((mask, offsets, staging[: int(count)]), planes_expected, strict=True):
+            assert torch.equal(bits(got), bits(want)), x.numel()
+        decoded = filled(x.numel(), dtype, launchers.zvc_decode, *planes_expected)
+        assert torch.equal(bits(decoded), bits(x)), x.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_zvc_decode_of_damaged_contents_stays_inside_its_planes(dtype: torch.dtype) -> None:
+    n = 3 * ZVC_CHUNK + 21
+    mask, offsets, values = reference.zvc_encode(torch.where(torch.rand(n) < 0.3, torch.randn(n), 0.0).to(dtype))
+    first = int(offsets[1])
+    wrong = offsets.clone()
+    wrong[1:] = torch.tensor([2**62, -(2**62), values.numel()])
+    full = torch.full_like(mask, 255)
+    for planes in ((mask, wrong, values), (mask, offsets, values[:first]), (full, offsets, values[:0])):
+        got = filled(n, dtype, launchers.zvc_decode, *planes)
+        if planes[0] is mask:
+            want = expected(n, dtype, reference.zvc_decode, mask, offsets, values)
+            assert torch.equal(bits(got[:ZVC_CHUNK]), bits(want[:ZVC_CHUNK])), "the sound chunk"
+        assert not bits(got[ZVC_CHUNK if planes[0] is mask else 0 :]).any(), "values out of nowhere"
+
+
+@pytest.mark.parametrize("width", range(1, 33))
+def test_narrow(width: int) -> None:
+    for dtype in INTEGERS:
+        info = torch.iinfo(dtype)
+        base = max(info.min, -3)
+        span = min(2**width, info.max - base + 1)
+        for n in (*TAILS, 8 * launchers.BLOCK_BYTES // width + 9) if dtype == torch.int64 else (launchers.BLOCK + 1,):
+            x = (torch.randint(span, (n,)) + base).to(dtype)
+            packed = launchers.narrow_encode(on_device(x), width, base)
+            assert torch.equal(packed.cpu(), reference.narrow_encode(x, width, base)), (dtype, n)
+            got = filled(n, dtype, launchers.narrow_decode, packed, width, base)
+            assert torch.equal(got, x), (dtype, n)
+
+
+def test_narrow_of_bool_and_of_what_does_not_fit() -> None:
+    for n in (*TAILS, *BLOCK_EDGES):
+        x = torch.rand(n) < 0.5
+        packed = launchers.narrow_encode(on_device(x), 1, 0)
+        assert torch.equal(packed.cpu(), reference.narrow_encode(x, 1, 0)), n
+        assert torch.equal(filled(n, torch.bool, launchers.narrow_decode, packed, 1, 0), x), n
+    x = torch.tensor([300, -1, 2**40 + 5, 0])
+    assert torch.equal(launchers.narrow_encode(on_device(x), 3, 2**33).cpu(), reference.narrow_encode(x, 3, 2**33))
+    two = torch.tensor([0b11], dtype=torch.uint8)
+    assert torch.equal(filled(2, torch.bool, launchers.narrow_decode, two, 1, 1), torch.tensor([True, True]))
+
+
+def pool(shape: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
+    """The indices of a real max-pool, ties and NaN included."""
+    x = torch.randint(-2, 3, shape).float()
+    x[torch.rand(shape) < 0.02] = math.nan
+    max_pool = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[len(kernel)]
+    return max_pool(x, kernel, stride, padding, dilation, ceil_mode=True, return_indices=True)[1]
+
+
+def check_window(indices: Tensor, *geometry: Any) -> int:
+    """Compare both directions with the reference; returns how many indices are in no window."""
+    packed, strays = launchers.window_encode(on_device(indices), *geometry)
+    packed_expected, strays_expected = reference.window_encode(indices, *geometry)
+    assert torch.equal(packed.cpu(), packed_expected)
+    assert torch.equal(strays.cpu(), strays_expected)
+    n = indices.numel()
+    got = filled(n, torch.int64, launchers.window_decode, packed_expected, *geometry)
+    assert torch.equal(got, expected(n, torch.int64, reference.window_decode, packed_expected, *geometry))
+    if not strays_expected:
+        assert torch.equal(got, indices)
+    return int(strays_expected)
+
+
+WINDOWS = [
+    ([2, 3, 41], [2], [2], [0], [1]),
+    ([2, 2, 700], [7], [3], [3], [2]),
+    ([2, 3, 20, 17], [2, 2], [2, 2], [0, 0], [1, 1]),
+    ([2, 5, 19, 33], [3, 3], [2, 2], [1, 1], [1, 1]),
+    ([1, 2, 19, 33], [3, 2], [1, 2], [1, 0], [3, 2]),
+    ([1, 1, 9, 9], [1, 1], [1, 1], [0, 0], [1, 1]),
+    ([1, 2, 40, 40], [16, 17], [5, 4], [8, 8], [1, 1]),
+    ([2, 2, 8, 10, 12], [2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1]),
+    ([1, 3, 7, 10, 9], [3, 3, 3], [1, 2, 3], [1, 1, 0], [1, 2, 1]),
+]
+
+
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_window(case: tuple[list[int], ...]) -> None:
+    shape, *windows = case
+    indices = pool(shape, *windows)
+    input_size, output_size = shape[2:], list(indices.shape[2:])
+    contiguous = indices.reshape(-1).clone()
+    assert not check_window(contiguous, 1, input_size, output_size, *windows)
+    channels_last = indices.movedim(1, -1).reshape(-1).clone()
+    assert not check_window(channels_last, shape[1], input_size, output_size, *windows)
+    strange = contiguous.clone()
+    where = torch.rand(strange.shape) < 0.3
+    strange[where] += torch.randint(-40, 40, (int(where.sum()),))
+    strange[::11] = torch.tensor([-1, 2**31, 2**32 + 1, -(2**32), 2**62])[torch.arange(len(strange[::11])) % 5]
+    assert check_window(strange, 1, input_size, output_size, *windows)
+    for n in TAILS:
+        check_window(contiguous[:n].clone(), 1, input_size, output_size, *windows)
+
+
+def test_window_of_more_elements_than_32_bits_count() -> None:
+    n = 3000
+    pairs = torch.arange(n) * 2 + torch.randint(2, (n,))
+    assert not check_window(pairs, 1, [2**31], [2**30], [2], [2], [0], [1])
+    rows = torch.randint(3, (n,)) * 2**30  # the last one begins at 2**31
+    assert not check_window(rows + pairs, 1, [3, 2**30], [1, 2**29], [3, 2], [3, 2], [0, 0], [1, 1])
+
+
+def test_planes_of_wrong_size_are_refused() -> None:
+    def plane(n: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.zeros(n, dtype=dtype, device=DEVICE)
+
+    out = plane(20, torch.float32)
+    offsets = plane(1, torch.int64)
+    pool2 = (1, [40], [20], [2], [2], [0], [1])
+    for size in (0, 2, 4):
+        with pytest.raises(DamagedPlanesError, match="'mask'"):
+            launchers.bitmask_decode(plane(size), out, 1.0, 0.0)
+        with pytest.raises(DamagedPlanesError, match="'mask'"):
+            launchers.binary_decode(plane(size), out[:2], out)
+        with pytest.raises(DamagedPlanesError, match="'mask'"):
+            launchers.zvc_decode(plane(size), offsets, out, out)
+        with pytest.raises(DamagedPlanesError, match="'packed'"):
+            launchers.narrow_decode(plane(size), 1, 0, plane(20, torch.int64))
+        with pytest.raises(DamagedPlanesError, match="'packed'"):
+            launchers.window_decode(plane(size), *pool2, plane(20, torch.int64))
+    with pytest.raises(DamagedPlanesError, match="'pair'"):
+        launchers.binary_decode(plane(3), out[:1], out)
+    with pytest.raises(DamagedPlanesError, match="'offsets'"):
+        launchers.zvc_decode(plane(3), plane(2, torch.int64), out, out)
+    with pytest.raises(DamagedPlanesError, match="at most 20 values"):
+        launchers.zvc_decode(plane(3), offsets, plane(21, torch.float32), out)
+
+
+def test_fields_and_bytes_that_share_bits() -> None:
+    for width in range(1, 33):
+        begins = range(0, 8 * width, width)
+        bytes_of = [{bit // 8 for bit in range(begin, begin + width)} for begin in begins]
+        fields_of = [sum(byte in some for some in bytes_of) for byte in range(width)]
+        assert max(map(len, bytes_of)) == launchers._bytes_per_field(width)
+        assert max(fields_of) == launchers._fields_per_byte(width)
+        assert window_bits([2**width]) == width
