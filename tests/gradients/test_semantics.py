@@ -615,7 +615,7 @@ def test_reentrant_checkpoint_still_frees_segment_by_segment() -> None:
         for _ in range(8):
             h = checkpoint(block, h, use_reentrant=True)
         h.sum().backward()
-    assert max(most) <= min(most) + 2, most
+    assert most == sorted(most, reverse=True), most  # each segment's input goes, and what it recomputed goes with it
 
 
 def test_modes_outside_a_session_see_what_they_see_without_one() -> None:
