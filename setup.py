@@ -89,7 +89,7 @@ class BuildNative(Command):
         return [built] if self.target().exists() else []
 
     def get_output_mapping(self) -> dict[str, str]:
-        return {path: f"src/{LIBRARY}" for path in self.get_outputs()} if self.editable_mode else {}
+        return dict.fromkeys(self.get_outputs(), f"src/{LIBRARY}") if self.editable_mode else {}
 
 
 class Build(build):

@@ -3,15 +3,20 @@
 A round runs everything once: a copy, then each kernel on the same number of input bytes, each round beginning with
 another one. A speed is bytes read plus written, every plane counted once, over seconds; a share is that speed over the
 copy's of the same round, so that a busy neighbour slows both. All buffers have been touched before, are larger than the
-caches, and on CPU lie in huge pages where the system gives them. The exceptions are the encoders that allocate their
-planes in every call, as they do in training; ``zvc_encode, warm planes`` leaves that out, to tell the kernel from the
-page faults.
+caches, and on CPU lie in huge pages where the system gives them. The exceptions are the encoders, which allocate their
+planes in every call, as they do in training, and ``clone``, torch's own copy to new memory. ``zvc_encode, warm planes``
+leaves the allocation out, to tell the kernel from the page faults.
+
+Two threads that wait for each other measure the scheduler where something else computes as well. So on Linux a round in
+which other processes took more than a tenth of a core is not counted and run again, for as long as ``--seconds`` allows;
+the table says how many rounds were.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +32,7 @@ from torch import Tensor
 from backstash.ops import backends
 from backstash.saved import Test
 from benchmarks.machine import describe
-from benchmarks.rounds import Effort, Summary, interleave, spread, summarise, table
+from benchmarks.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
 
 FORMAT = 1
 """Version of the JSON's layout."""
@@ -62,7 +67,8 @@ class Row:
         nbytes: bytes read plus written by one call.
         gb_per_second: 1e9 of these bytes per second.
         share_of_copy: of the copy's speed in the same round.
-        seconds: of every round.
+        seconds: of every round that counts.
+        quiet: whether only rounds count in which no other process computed; False where there were fewer than three.
     """
 
     kernel: str
@@ -71,6 +77,7 @@ class Row:
     gb_per_second: Summary
     share_of_copy: Summary
     seconds: tuple[float, ...]
+    quiet: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--mib", type=int, default=128, help="size of the dense side (default: 128)")
     parser.add_argument("--zeros", type=float, default=0.5, help="share of zeros (default: 0.5)")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=30, help="rounds to count (default: 30)")
+    parser.add_argument("--seconds", type=float, default=60, help="to find so many quiet ones, per dtype (default: 60)")
     parser.add_argument("--json", type=Path, help="file to write")
     asked = parser.parse_args(arguments)
     if asked.device == "cuda" and not torch.cuda.is_available():
@@ -90,8 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for dtype in (torch.float32, torch.bfloat16):
         tasks = float_tasks(dtype, asked.mib << 20, asked.zeros, asked.device)
-        rows += _report(dtype, tasks, asked.rounds, asked.device)
-    rows += _report(torch.int64, integer_tasks(asked.mib << 20, asked.device), asked.rounds, asked.device)
+        rows += _report(dtype, tasks, asked)
+        del tasks
+    rows += _report(torch.int64, integer_tasks(asked.mib << 20, asked.device), asked)
     if asked.json is not None:
         result = {
             "format": FORMAT,
@@ -119,6 +128,7 @@ def float_tasks(dtype: torch.dtype, nbytes: int, zeros: float, device: str) -> d
     masked, stashed = nbytes + mask.nbytes, nbytes + mask.nbytes + offsets.nbytes + values.nbytes
     tasks = {
         COPY: Task(lambda: out.copy_(x), 2 * nbytes),
+        "clone": Task(x.clone, 2 * nbytes),
         "bitmask_encode": Task(lambda: ops.bitmask_encode(x, Test.NOT_LE.code, 0.0, 0.0), masked),
         "bitmask_decode": Task(lambda: ops.bitmask_decode(mask, out, 1.0, 0.0), masked),
         "binary_encode": Task(lambda: ops.binary_encode(two, pair), masked),
@@ -197,22 +207,33 @@ def _isa(device: str) -> str:
     return str(implementation.isa()) if hasattr(implementation, "isa") else "none"
 
 
-def _report(dtype: torch.dtype, tasks: dict[str, Task], rounds: int, device: str) -> list[Row]:
-    rows = measure(dtype, tasks, rounds, device == "cuda")
+def _report(dtype: torch.dtype, tasks: dict[str, Task], asked: argparse.Namespace) -> list[Row]:
+    rows = measure(dtype, tasks, asked.rounds, Deadline.after(asked.seconds), asked.device == "cuda")
     header = ("kernel", "GB/s read + written", "share of copy", "")
-    print(f"\n{str(dtype).removeprefix('torch.')}\n{table(header, map(_line, rows))}", flush=True)
+    count = f"{rows[0].share_of_copy.count} {'quiet rounds' if rows[0].quiet else 'rounds, DISTURBED'}"
+    print(f"\n{str(dtype).removeprefix('torch.')}, {count}\n{table(header, map(_line, rows))}", flush=True)
     return rows
 
 
-def measure(dtype: torch.dtype, tasks: dict[str, Task], rounds: int, cuda: bool) -> list[Row]:
+def measure(dtype: torch.dtype, tasks: dict[str, Task], rounds: int, deadline: Deadline, cuda: bool) -> list[Row]:
     """Runs the tasks in interleaved rounds, after one that does not count."""
     for task in tasks.values():
         task.run()
-    times = interleave({name: partial(_seconds, task.run, cuda) for name, task in tasks.items()}, Effort(rounds))
-    copies = [tasks[COPY].nbytes / seconds for seconds in times[COPY]]
+    timers = {name: partial(_seconds, task.run, cuda) for name, task in tasks.items()}
+    times: list[dict[str, float]] = []
+    quiet_times: list[dict[str, float]] = []
+    while len(quiet_times) < rounds and (len(times) < 3 or deadline.left() > 0):
+        others, started = _others_seconds(), time.perf_counter()
+        times.append({name: results[0] for name, results in interleave(timers, Effort(1)).items()})
+        timers = dict([*timers.items()][1:] + [*timers.items()][:1])  # the next round begins with another one
+        if others is None or _others_seconds() - others < 0.1 * (time.perf_counter() - started) + TICK:
+            quiet_times.append(times[-1])
+    quiet = len(quiet_times) >= 3
+    counted = quiet_times if quiet else times
+    copies = [tasks[COPY].nbytes / one[COPY] for one in counted]
     rows = []
     for name, task in tasks.items():
-        speeds = [task.nbytes / seconds for seconds in times[name]]
+        speeds = [task.nbytes / one[name] for one in counted]
         rows.append(
             Row(
                 kernel=name,
@@ -220,10 +241,26 @@ def measure(dtype: torch.dtype, tasks: dict[str, Task], rounds: int, cuda: bool)
                 nbytes=task.nbytes,
                 gb_per_second=summarise([speed / 1e9 for speed in speeds]),
                 share_of_copy=summarise([speed / copy for speed, copy in zip(speeds, copies, strict=True)]),
-                seconds=tuple(times[name]),
+                seconds=tuple(one[name] for one in counted),
+                quiet=quiet,
             )
         )
     return rows
+
+
+TICK = 0.01
+"""Seconds: the resolution of ``/proc/stat``."""
+
+
+def _others_seconds() -> float | None:
+    """Processor time that other processes have used so far, in seconds; None where the system does not tell."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    fields = [int(field) for field in stat.read_text().splitlines()[0].split()[1:]]
+    busy = (sum(fields[:8]) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # all but idle and waiting for disks
+    own = os.times()
+    return busy - own.user - own.system
 
 
 def _seconds(run: Callable[[], Any], cuda: bool) -> float:

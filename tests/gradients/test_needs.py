@@ -27,7 +27,7 @@ from backstash.ledger import Entry
 from backstash.saved import TensorSpec
 
 Key = tuple[str, str]
-FLOATS = (torch.float32, torch.float64, torch.bfloat16)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CODECS = {Need.SHAPE: "shape", Need.SIGN: "bitmask", Need.INDEX: "narrow"}
 ROOT = Path(__file__).parents[2]
 

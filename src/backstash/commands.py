@@ -1,0 +1,193 @@
+"""The commands ``backstash run``, ``compare`` and ``doctor``: what is asked for, and how results are shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from backstash.errors import BackstashError, ScriptError, UnknownNameError
+from backstash.integrations.launcher import INTERRUPTED, launch
+from backstash.ledger import mib
+from backstash.report import doctor as doctoring
+from backstash.report.compare import Comparison, Row
+from backstash.report.compare import Progress as Told
+from backstash.report.compare import compare as run_comparison
+
+app = typer.Typer(
+    name="backstash",
+    help="Train bigger networks in the memory you have: saved tensors, stored smaller.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Script = Annotated[Path, typer.Argument(help="The training script.", show_default=False)]
+Arguments = Annotated[list[str] | None, typer.Argument(help="The script's own arguments.", show_default=False)]
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Script,
+    args: Arguments = None,
+    policy: Annotated[str, typer.Option(help="Name of the policy.")] = "lossless",
+    report_json: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
+) -> None:
+    """Run a training script, unchanged, under a Session, and print what was saved.
+
+    Options before the script are backstash's; whatever follows the script is the script's own. The exit code is the
+    script's.
+    """
+    if report_json is not None and not report_json.parent.is_dir():
+        raise typer.BadParameter(f"the folder {report_json.parent} is not there", param_hint="--report-json")
+    with _told():
+        launched = launch(script, args or (), policy)
+    print(f"\nbackstash: {script}, {launched.report}", flush=True)
+    if report_json is not None:
+        report_json.write_text(launched.report.to_json() + "\n")
+    raise typer.Exit(launched.exit_code)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def compare(
+    script: Script,
+    args: Arguments = None,
+    policies: Annotated[str, typer.Option(help="Names, comma-separated; plain: no Session.")] = "plain,lossless",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each policy, taking turns.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the results.", file_okay=False)] = Path("backstash-compare"),
+) -> None:
+    """Run a training script, unchanged, under several policies, each in a fresh process, and show them side by side.
+
+    Writes comparison.json, comparison.png and comparison.svg. Options that compare does not know belong to the script;
+    everything after -- does.
+    """
+    try:
+        from backstash.report import plot
+    except ModuleNotFoundError as missing:
+        if missing.name != "matplotlib":
+            raise
+        typer.echo(
+            "backstash: compare draws a chart, but matplotlib is not installed. Run: pip install 'backstash[cli,plot]'",
+            err=True,
+        )
+        raise typer.Exit(1) from None
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    with _told(), _progress(len(set(names)) * repeats) as told:
+        comparison = run_comparison(script, args or (), names, repeats, told)
+    _show(comparison)
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out) as unfinished:  # whole files appear under their names, or none
+        folder = Path(unfinished)
+        folder.joinpath("comparison.json").write_text(comparison.to_json() + "\n")
+        plot.save(comparison, folder / "comparison.png", folder / "comparison.svg")
+        for file in sorted(folder.iterdir()):
+            os.replace(file, out / file.name)
+    typer.echo(f"wrote {out / 'comparison'}.json, .png, .svg")
+
+
+@app.command()
+def doctor() -> None:
+    """Tell what serves this machine, and check every codec. Exit code 1: something is wrong."""
+    wrong = 0
+    for finding in doctoring.examine():
+        typer.echo(f"{'ok   ' if finding.ok else 'WRONG'} {finding.subject}: {finding.text}")
+        wrong += not finding.ok
+    typer.echo("everything works" if not wrong else f"{wrong} of these are wrong")
+    raise typer.Exit(1 if wrong else 0)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors that backstash raises on purpose become their message and an exit code: 2 for what was asked wrongly."""
+    try:
+        yield
+    except BackstashError as error:
+        typer.echo(f"backstash: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, (ScriptError, UnknownNameError)) else 1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Told]:
+    """A bar on stderr, and the last line that the script has printed; yields what tells it of news."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total, line="")
+        started = 0
+
+        def told(policy: str, repeat: int, line: str | None) -> None:
+            nonlocal started
+            started += line is None
+            bar.update(task, description=f"{policy}, run {repeat + 1}", completed=started - 1, line=line or "")
+
+        yield told
+
+
+def _show(comparison: Comparison) -> None:
+    rows = comparison.rows()
+    base = next(row for row in rows if row.policy == comparison.baseline)
+    lines: list[tuple[str, Callable[[Row], str]]] = [
+        ("counted peak", lambda row: _amount(row.peak_nbytes, base.peak_nbytes)),
+        ("resident peak", lambda row: _amount(row.resident_nbytes, base.resident_nbytes)),
+        ("stash", _stash),
+        ("step time", lambda row: _time(row.step_seconds, base.step_seconds)),
+        ("final loss", lambda row: "-" if row.final_loss is None else repr(row.final_loss)),
+        (f"bits equal to {base.policy}", lambda row: "" if row is base else _equal(row)),
+    ]
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for row in rows:
+        table.add_column(row.policy, justify="right")
+    for label, cell in lines:
+        table.add_row(label, *(cell(row) for row in rows))
+    terminal = Console()
+    # Where the output is no terminal its width is only a guess, and a table cut to it is of no use.
+    console = terminal if terminal.is_terminal else Console(width=30 + 40 * len(rows))
+    typer.echo(f"\n{' '.join([comparison.script, *comparison.args])}\n{comparison.made_on}")
+    console.print(table)
+    unequal = [row for row in rows if row.losses_equal is False or not row.weights_equal]
+    if unequal and len(comparison.of(base.policy)) == 1:
+        typer.echo("Not all bits are equal. Whether the script repeats itself at all is told by --repeats 2.")
+
+
+def _amount(nbytes: int | None, base: int | None) -> str:
+    return "-" if nbytes is None else mib(nbytes) + _relative(nbytes, base)
+
+
+def _stash(row: Row) -> str:
+    if row.stash_nbytes is None or row.saved_nbytes is None:
+        return "-"
+    if row.stash_nbytes == row.saved_nbytes:
+        return mib(row.stash_nbytes)
+    return f"{mib(row.stash_nbytes)} (ratio {row.saved_nbytes / row.stash_nbytes:.2f})" if row.stash_nbytes else "0"
+
+
+def _time(seconds: float | None, base: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.0f} ms" + _relative(seconds, base)
+
+
+def _relative(value: float, base: float | None) -> str:
+    return "" if not base or value == base else f" ({value / base:.2f}x)"
+
+
+def _equal(row: Row) -> str:
+    if row.losses_equal is None:
+        return "weights" if row.weights_equal else "no"
+    both = ("losses" * row.losses_equal, "weights" * row.weights_equal)
+    return " and ".join(filter(None, both)) or "no"

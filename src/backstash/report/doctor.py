@@ -1,0 +1,111 @@
+"""What serves this machine, and whether it works: ``backstash doctor``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from backstash import codecs, testing
+from backstash.ops import backends
+from backstash.report import machine, meter
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's.
+
+    Attributes:
+        subject: what was looked at.
+        text: what was found.
+        ok: False where something is wrong; a slower way that works is not wrong.
+    """
+
+    subject: str
+    text: str
+    ok: bool = True
+
+
+def examine() -> Iterator[Finding]:
+    """Everything in turn; the checks of the codecs take a few seconds."""
+    here = machine.describe()
+    yield Finding("machine", f"{here.cpu}, {here.cores} cores, {here.threads} torch threads, {platform.system()}")
+    commit = f" ({here.commit})" if here.commit else ""
+    yield Finding("versions", f"backstash {here.backstash}{commit}, torch {here.torch}, Python {here.python}")
+    yield _kernels("cpu")
+    if here.gpu:
+        yield Finding("GPU", here.gpu)
+        yield _kernels("cuda")
+    else:
+        yield Finding("GPU", f"no CUDA device; Triton is {'' if _installed('triton') else 'not '}installed")
+    yield Finding("compiler", _compiler())
+    yield Finding("huge pages", _huge_pages())
+    yield Finding("resident peak", _resident_peak())
+    for device in ("cpu", *(("cuda",) if here.gpu else ())):
+        for name in codecs.names():
+            yield _codec(name, device)
+
+
+def _kernels(device: str) -> Finding:
+    subject = f"kernels on {device}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of slow kernels; said here in its own line
+        try:
+            serving = backends.name(device)
+        except (ValueError, OSError, AttributeError) as error:  # a bad setting, or a library that does not load
+            return Finding(subject, str(error), ok=False)
+    if serving == "native":
+        from backstash.ops import cpu
+
+        built = cpu.build_info()
+        return Finding(subject, f"native C++, {built['isa']}, {'with' if built['openmp'] else 'without'} OpenMP")
+    if serving == "reference":
+        asked = os.environ.get("BACKSTASH_KERNELS") == "reference"
+        why = "BACKSTASH_KERNELS asks for it" if asked else "no faster ones are built"
+        return Finding(subject, f"reference: plain torch, exact but slow ({why})")
+    return Finding(subject, serving)
+
+
+def _compiler() -> str:
+    for command in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if command and shutil.which(command):
+            done = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
+            return done.stdout.partition("\n")[0] or command
+    return "none; building the native kernels needs one"
+
+
+def _huge_pages() -> str:
+    if not _HUGE_PAGES.exists():
+        return "this system has no such setting"
+    setting = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    note = "" if setting in ("always", "madvise") else "; decoding into fresh memory is slower without them"
+    return f"{setting}{note}"
+
+
+def _resident_peak() -> str:
+    if meter.resident_peak_nbytes() is None:
+        return "cannot be measured: /proc/self/status does not tell"
+    if not meter.reset_resident_peak():
+        return "cannot be measured: /proc/self/clear_refs is not writable"
+    return "can be measured"
+
+
+def _codec(name: str, device: str) -> Finding:
+    subject = f"codec {name} on {device}"
+    try:
+        checked = testing.check_codec(codecs.get(name), testing.probes(device))
+    except Exception as error:  # whatever a broken kernel does is what the doctor is here to tell
+        return Finding(subject, f"{type(error).__name__}: {error}", ok=False)
+    return Finding(subject, f"{checked.encoded} tensors encoded and decoded as promised")
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
