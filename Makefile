@@ -11,7 +11,7 @@ demo: $(VENV)/.demo
 	$(BIN)/backstash compare examples/train_images.py --network resnet --out demo-results/resnet
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=10
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -73,7 +73,7 @@ class Buffers:
             buffer = _Buffer(nbytes)
             self._buffers.append(buffer)
         buffer.form = buffer.whole = None
-        # set_ and not a view: a view of another dtype would hold a third tensor on the storage, and so its use count up.
+        # set_ and not a view: a view of another dtype holds one more tensor on the storage, and so its use count up.
         return torch.empty(0, dtype=dtype, device="cpu").set_(buffer.storage, 0, spec.shape, spec.stride)  # type: ignore[call-overload]
 
     def filled(self, form: _Form, whole: Tensor, trusted: bool) -> None:

@@ -399,6 +399,39 @@ def test_shape_is_enough(case: Case, garbage: float, monkeypatch: pytest.MonkeyP
     assert not differences(expected, got)
 
 
+WINDOWS: dict[str, tuple[dict[str, Any], int]] = {
+    "2": ({"kernel_size": 2}, 2),
+    "3 overlapping": ({"kernel_size": 3, "stride": 2, "padding": 1}, 3),
+    "3 ceil": ({"kernel_size": 3, "stride": 3, "padding": 1, "ceil_mode": True}, 3),
+    "2 dilated": ({"kernel_size": 2, "stride": 1, "padding": 1, "dilation": 3}, 2),
+}
+
+
+@pytest.mark.parametrize("fill", [None, -math.inf, math.nan], ids=["mixed", "-inf", "NaN"])
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("d", [2, 3])
+@pytest.mark.parametrize(("options", "kernel"), WINDOWS.values(), ids=WINDOWS)
+def test_pool_indices_are_positions_in_their_window(
+    options: dict[str, Any], kernel: int, d: int, last: bool, fill: float | None
+) -> None:
+    """Where no element of a window is greater than -inf, max_pool3d may point out of it: then they are plain integers."""
+    shape = IMAGE if d == 2 else VOLUME
+    pool = getattr(F, f"max_pool{d}d")
+    layout = (LAST if d == 2 else LAST_3D) if last else torch.contiguous_format
+    x = values(shape, torch.float32, (), seed=9) if fill is None else torch.full(shape, fill)
+    x = x.contiguous(memory_format=layout).requires_grad_()
+    cotangent = torch.randn_like(pool(x, **options))
+    expected = torch.autograd.grad(pool(x, **options), x, cotangent)
+    with Session("lossless", min_nbytes=0) as session:
+        output = pool(x.clone(), **options).clone()
+    assert not differences(expected, torch.autograd.grad(output, x, cotangent))
+    row = row_of(session, (f"MaxPool{d}DWithIndices", "result1"))
+    assert row.codec == "narrow"
+    bits = (kernel**d - 1).bit_length()
+    in_windows = row.stash_nbytes == (cotangent.numel() * bits + 7) // 8
+    assert in_windows or (fill == -math.inf and d == 3)
+
+
 def test_stand_in_has_the_layout_and_no_memory() -> None:
     for x in (torch.empty(3, 5, 67), torch.empty(2, 3, 4, 5).contiguous(memory_format=LAST), torch.empty(0, 3)):
         for dtype in (*FLOATS, torch.int64, torch.bool, torch.complex64):
@@ -512,12 +545,27 @@ def test_torch_s_formula_reads_the_role(key: Key) -> None:
 # -- the documentation -----------------------------------------------------------------------------------------------
 
 
-def documented() -> dict[Key, str]:
-    """Rows of the table in docs/needs.md: (op, role) to need."""
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\w+) \|", (ROOT / "docs" / "needs.md").read_text(), re.MULTILINE)
-    assert len(rows) == len({(op, role) for op, role, _ in rows}), "a row occurs twice"
-    return {(op, role): need for op, role, need in rows}
+def documented() -> dict[Key, tuple[str, str]]:
+    """Rows of the table in docs/needs.md: (op, role) to need and what it is proven for."""
+    text = (ROOT / "docs" / "needs.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\w+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
+    assert len(rows) == len({(op, role) for op, role, *_ in rows}), "a row occurs twice"
+    return {(op, role): (need, proven) for op, role, need, proven in rows}
+
+
+def proven(key: Key) -> str:
+    """What the cases of a row cover: ``"3-d, 4-d, channels_last; f32 f64 bf16 f16"``."""
+    cases = [case for case in CASES if case.key == key]
+    dims = [f"{d}-d" for d in sorted({len(case.shape) for case in cases})]
+    last = ["channels_last"] if any(case.layout is not torch.contiguous_format for case in cases) else []
+    names = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
+    dtypes = [name for dtype, name in names.items() if any(dtype in case.dtypes for case in cases)]
+    return f"{', '.join(dims + last)}; {' '.join(dtypes)}"
 
 
 def test_documentation_lists_exactly_the_rows() -> None:
-    assert documented() == {key: row.need.name for key, row in needs.TABLE.items()}
+    assert {key: need for key, (need, _) in documented().items()} == {k: row.need.name for k, row in needs.TABLE.items()}
+
+
+def test_documentation_says_what_is_proven() -> None:
+    assert {key: text for key, (_, text) in documented().items()} == {key: proven(key) for key in needs.TABLE}

@@ -369,7 +369,7 @@ def test_backward_frees_what_it_has_read(policy: str | Policy) -> None:
     assert holds_nothing(session)
 
 
-class Failure(Exception):
+class Failure(Exception):  # noqa: N818
     pass
 
 
@@ -800,6 +800,19 @@ def test_autocast(policy: str | Policy) -> None:
     assert holds_nothing(session)
 
 
+@pytest.mark.parametrize("batch", [32, 64], ids=["narrower", "as many images as features"])
+def test_autocast_tells_activations_from_copies_of_weights(batch: int) -> None:
+    """autocast keeps its copies of the weights; an activation may have the shape of one."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    with Session(Everything(), min_nbytes=0) as session, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.randn(batch, 64)).sum()
+    relus = [row for row in session.report().rows if any("Relu" in key for key in (row.key, *row.shared_by))]
+    assert [(row.need, row.codec) for row in relus] == [("VALUE", "zvc")] * 2
+    copies = [row for row in session.report().rows if "mat2" in row.key]
+    assert copies == []
+    loss.backward()
+
+
 @by_policy
 def test_gradient_hooks_and_retained_gradients(policy: str | Policy) -> None:
     def run(session: Session | None) -> list[Tensor | None]:
@@ -1224,6 +1237,32 @@ def test_random_ops(op: Callable[[Tensor], Tensor], policy: str | Policy) -> Non
         loss = forward()
     assert difference(expected, torch.autograd.grad(loss, x)[0]) is None
     del loss
+    assert holds_nothing(session)
+
+
+@by_policy
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+@pytest.mark.parametrize("name", ["rrelu", "rrelu_", "dropout", "alpha_dropout", "attention"])
+def test_random_ops_in_a_checkpoint(name: str, reentrant: bool, policy: str | Policy) -> None:
+    """rrelu writes its noise after autograd has saved it, here while the backward pass runs."""
+
+    def run(session: Session | None) -> list[Tensor | None]:
+        x = torch.linspace(-2, 2, 1024).reshape(16, 64).requires_grad_()
+        torch.manual_seed(9)
+
+        def step() -> None:
+            h = checkpoint(lambda y: RANDOM[name](torch.tanh(y * 2)).exp(), x * 1, use_reentrant=reentrant)
+            h.sum().backward()
+
+        if session is None:
+            step()
+        else:
+            with session:
+                step()
+        return [x.grad]
+
+    session = Session(policy, min_nbytes=0)
+    assert not differences(run(None), run(session))
     assert holds_nothing(session)
 
 

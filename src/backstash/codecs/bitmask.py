@@ -131,8 +131,9 @@ class Binary:
         return "it is empty" if spec.numel == 0 else refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines where a sample shows other than two bit patterns; on CUDA always, where looking makes the host wait
-        and masks are bool already.
+        """Declines where a sample shows other than two bit patterns.
+
+        On CUDA always: looking makes the host wait, and masks are bool there already.
         """
         if x.device.type != "cpu":
             return "the host does not look at tensors on a GPU"

@@ -26,8 +26,8 @@ class Narrow:
     Preserves: SHAPE, SIGN, INDEX, VALUE.
     Layout: plane ``packed`` uint8 [ceil(n * bits / 8)], a little-endian bit stream, ``bits`` per element in memory
         order. Without a window the field is ``x - base``; with one it is the row-major position in the window.
-    Bytes: ceil(n * bits / 8), where bits = max(1, ceil(log2(max - min + 1))), or of the window's positions: 2 for 2x2, 4
-        for 3x3.
+    Bytes: ceil(n * bits / 8), where bits = max(1, ceil(log2(max - min + 1))), or of the window's positions: 2 for
+        2x2, 4 for 3x3.
     Determinism: the same planes on every backend.
     Source: Gist (ISCA 2018), section 3.1, keeps a 4-bit map for the pooling that follows a relu; ours takes the
         window from the backward formula, any size, dilation and number of dimensions.
