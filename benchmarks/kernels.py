@@ -8,8 +8,8 @@ planes in every call, as they do in training, and ``clone``, torch's own copy to
 leaves the allocation out, to tell the kernel from the page faults.
 
 Two threads that wait for each other measure the scheduler where something else computes as well. So on Linux a round in
-which other processes took more than a tenth of a core is not counted and run again, for as long as ``--seconds`` allows;
-the table says how many rounds were.
+which other processes took more than a tenth of a core does not count and is run again, for as long as ``--seconds``
+allows; the table says how many rounds were quiet.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _warm_zvc_encode(x: Tensor, mask: Tensor, offsets: Tensor, values: Tensor) -
     lib = library.load()
     assert lib is not None
     n, width, threads = x.numel(), x.element_size(), torch.get_num_threads()
-    planes = [plane.clone() for plane in (mask, offsets, values)]
+    planes = [_warm(plane.numel(), plane.dtype, "cpu") for plane in (mask, offsets, values)]
     a, b, c = (plane.data_ptr() for plane in planes)
 
     def run() -> object:
@@ -223,10 +223,10 @@ def measure(dtype: torch.dtype, tasks: dict[str, Task], rounds: int, deadline: D
     times: list[dict[str, float]] = []
     quiet_times: list[dict[str, float]] = []
     while len(quiet_times) < rounds and (len(times) < 3 or deadline.left() > 0):
-        others, started = _others_seconds(), time.perf_counter()
+        others, started = _others_seconds() or 0.0, time.perf_counter()
         times.append({name: results[0] for name, results in interleave(timers, Effort(1)).items()})
         timers = dict([*timers.items()][1:] + [*timers.items()][:1])  # the next round begins with another one
-        if others is None or _others_seconds() - others < 0.1 * (time.perf_counter() - started) + TICK:
+        if (_others_seconds() or 0.0) - others < 0.1 * (time.perf_counter() - started) + TICK:
             quiet_times.append(times[-1])
     quiet = len(quiet_times) >= 3
     counted = quiet_times if quiet else times

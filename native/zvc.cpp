@@ -38,9 +38,10 @@ struct ZvcDecodeJob {
 
 namespace bs {
 
-constexpr int64_t kBlock = 16;  // chunks
-
 inline int64_t chunks(int64_t n) { return (n + kZvcChunk - 1) / kZvcChunk; }
+
+// Chunks in a block: few enough for all threads to have some, many enough that what starts and ends a block is little.
+inline int64_t block_of(int64_t chunks) { return chunks >= 1024 ? 64 : 16; }
 
 }  // namespace bs
 
@@ -50,7 +51,7 @@ BS_EXPORT int64_t bs_zvc_mark(const void* x, int64_t n, int width, uint8_t* mask
     const bs::ZvcEncodeJob job{x, n, width, mask, offsets, nullptr, false};
     const auto mark = BS_PICK(mark);
     const int64_t chunks = bs::chunks(n);
-    bs::for_blocks(chunks, bs::kBlock, threads, [&](int64_t begin, int64_t end) { mark(job, begin, end); });
+    bs::for_blocks(chunks, bs::block_of(chunks), threads, [&](int64_t begin, int64_t end) { mark(job, begin, end); });
     int64_t total = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t count = offsets[chunk];
@@ -66,8 +67,9 @@ BS_EXPORT void bs_zvc_gather(const void* x, int64_t n, int width, uint8_t* mask,
                              int64_t stored, int threads) {
     const bs::ZvcEncodeJob job{x, n, width, mask, offsets, values, bs::exceeds_caches(stored * width)};
     const auto gather = BS_PICK(gather);
+    const int64_t chunks = bs::chunks(n);
     bs::for_blocks(
-        bs::chunks(n), bs::kBlock, threads, [&](int64_t begin, int64_t end) { gather(job, begin, end); },
+        chunks, bs::block_of(chunks), threads, [&](int64_t begin, int64_t end) { gather(job, begin, end); },
         bs::Order::Backward);
 }
 
@@ -80,10 +82,10 @@ BS_EXPORT int bs_zvc_decode(const uint8_t* mask, const int64_t* offsets, const v
     if (offsets[0] != 0) return -1;
     const auto disagreements = BS_PICK(disagreements);
     bs::Sum wrong;
-    bs::for_blocks(chunks, bs::kBlock, threads,
+    bs::for_blocks(chunks, bs::block_of(chunks), threads,
                    [&](int64_t begin, int64_t end) { wrong.add(disagreements(job, begin, end)); });
     if (wrong.value() != 0) return -1;
     const auto scatter = BS_PICK(scatter);
-    bs::for_blocks(chunks, bs::kBlock, threads, [&](int64_t begin, int64_t end) { scatter(job, begin, end); });
+    bs::for_blocks(chunks, bs::block_of(chunks), threads, [&](int64_t begin, int64_t end) { scatter(job, begin, end); });
     return 0;
 }

@@ -65,7 +65,7 @@ class Buffers:
         nbytes = spec.numel * dtype.itemsize
         if spec.device.type != "cpu" or nbytes < SMALLEST:
             return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=spec.device)
-        fitting = [b for b in self._buffers if nbytes <= b.memory.numel() <= nbytes + nbytes // 4 and b.free]
+        fitting = [b for b in self._buffers if nbytes <= b.memory.numel() and b.free]
         if fitting:
             buffer = min(fitting, key=lambda b: b.memory.numel())
         else:

@@ -230,7 +230,8 @@ class Session:
         self.stores: dict[str, Store] = {"device": DeviceStore(), **(stores or {})}
         self._model = model
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._parameters: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        self._parameters: set[int] = set()
         self._live = _Live()
         self._step = Step()
         self._steps = 0
@@ -281,6 +282,7 @@ class Session:
         self._sweep()
         self._pending.clear()
         self._seen.clear()
+        self._roots.clear()
         self._parameters.clear()
 
     def report(self) -> Report:
@@ -316,11 +318,12 @@ class Session:
     def _enter_root(self, module: nn.Module) -> None:
         if module not in self._names:
             self._learn_names(module)
-        self._parameters[module] = {
+        self._roots[module] = {
             tensor.untyped_storage()._cdata
             for tensor in (*module.parameters(), *module.buffers())
             if type(tensor) in _PLAIN and tensor.layout is torch.strided
         }
+        self._parameters = set().union(*self._roots.values())
         if self._live.unpacked and not _in_backward():
             self._begin_step()
 
@@ -342,16 +345,16 @@ class Session:
     # -- pack ----------------------------------------------------------------------------------------------------
 
     def _pack(self, x: Tensor) -> _Saved | tuple[Tensor, int]:
-        if (
-            type(x) in _PLAIN
-            and x.layout is torch.strided
-            and x.nbytes < self.min_nbytes
-            and x.untyped_storage().nbytes() < self.min_nbytes
-        ):
-            small = self._step.small
-            small.saved_nbytes += x.nbytes
-            small.stash_nbytes += x.nbytes
-            return x.detach(), x._version
+        if type(x) in _PLAIN and x.layout is torch.strided:
+            storage = x.untyped_storage()
+            if storage._cdata in self._parameters:
+                self._step.parameters[storage._cdata] = storage.nbytes()
+                return x.detach(), x._version
+            if storage.nbytes() < self.min_nbytes:
+                small = self._step.small
+                small.saved_nbytes += x.nbytes
+                small.stash_nbytes += x.nbytes
+                return x.detach(), x._version
         with self._lock:
             if self._steps == 0:
                 self._steps = 1
@@ -401,11 +404,6 @@ class Session:
         if dense is None or type(dense) not in _PLAIN or dense.layout is not torch.strided or _is_odd(dense):
             return False
         saved.spec = TensorSpec.of(dense)
-        storage = dense.untyped_storage()
-        cdata = storage._cdata
-        if any(cdata in known for known in self._parameters.values()):
-            self._step.parameters[cdata] = storage.nbytes()
-            return False
         return True
 
     def _take(self, saved: _Saved, op: str, role: str, number: int, reading: needs.Reading, builtin: bool) -> None:

@@ -127,7 +127,7 @@ IMAGE_SIZES = {
 
 Note: [1x1 in bfloat16]
     Not smaller for resnet18, 34 and 50: where a convolution of stride 2 leaves 1 x 1 positions, oneDNN's bfloat16
-    kernel fills part of its weight gradient from memory that it has not written, so plain torch differs from run to run.
+    kernel fills part of its weight gradient from memory that it has not written: plain torch differs from run to run.
 """
 
 DEEP = {"resnet101", "resnet152", "resnet_cifar110", "resnet_cifar1202"}

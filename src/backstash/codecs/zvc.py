@@ -57,7 +57,7 @@ class Zvc:
         return refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines where a sample of 4,096 elements has too few zeros. On CUDA this look would make the host wait."""
+        """Declines where a sample of 1,024 elements has too few zeros. On CUDA this look would make the host wait."""
         looked = sample(flat(x))
         if looked.numel() == 0:
             return "it is empty"
