@@ -6,9 +6,10 @@ SOURCES := $(wildcard native/*) setup.py pyproject.toml constraints.txt
 
 .PHONY: demo test lint bench clean
 
+demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
-	$(BIN)/backstash compare examples/train_images.py --network vgg --out demo-results/vgg
-	$(BIN)/backstash compare examples/train_images.py --network resnet --out demo-results/resnet
+	$(BIN)/backstash compare examples/train_images.py --network vgg --batch 192 --steps 10 --out demo-results/vgg
+	$(BIN)/backstash compare examples/train_images.py --network resnet --batch 192 --steps 10 --out demo-results/resnet
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=10

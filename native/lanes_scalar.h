@@ -1,8 +1,8 @@
 // Words of 64 elements, one element at a time. Included inside a namespace by foreach_isa.h.
 //
-// The five functions (differs, passes, blend, compress, expand) are what the kernels are written in; lanes_vector.h has
-// the same five for vector registers. compress and expand here touch nothing outside the elements that the mask names,
-// so the vector kernels, too, call them near the end of a plane.
+// The functions differs, passes, blend, compress, expand and copy_line are what the kernels are written in;
+// lanes_vector.h has the same ones for vector registers. compress and expand here touch nothing outside the elements
+// that the mask names, so the vector kernels, too, call them near the end of a plane.
 
 constexpr bool kStreams = false;  // no stores past the caches
 

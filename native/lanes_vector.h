@@ -1,4 +1,4 @@
-// Words of 64 elements in vector registers: the five functions of lanes_scalar.h in terms of Lanes<U> and Floats<F>,
+// Words of 64 elements in vector registers: the functions of lanes_scalar.h in terms of Lanes<U> and Floats<F>,
 // which lanes_avx2.h or lanes_avx512.h has just defined. Included inside a namespace by foreach_isa.h.
 
 constexpr bool kStreams = true;
@@ -77,6 +77,7 @@ inline const U* expand(Word word, const U* from, U* out) {
     return from;
 }
 
+// 64 bytes.
 template <bool stream, class U>
 inline void copy_line(const U* from, U* to) {
     for (int i = 0; i < int(64 / sizeof(U)); i += Lanes<U>::kCount) put<stream>(to + i, Lanes<U>::load(from + i));

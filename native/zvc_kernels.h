@@ -61,7 +61,10 @@ public:
     }
 
     // Writes the rest.
-    void finish() { std::memcpy(to_ + skip_, buffer_ + skip_, size_t(end_ - buffer_ - skip_) * sizeof(U)); }
+    void finish() {
+        const int64_t rest = end_ - buffer_ - skip_;
+        if (rest > 0) std::memcpy(to_ + skip_, buffer_ + skip_, size_t(rest) * sizeof(U));
+    }
 
 private:
     static constexpr int64_t kLine = 64 / sizeof(U);

@@ -134,11 +134,11 @@ def test_layouts_and_dtypes() -> None:
         got.zero_()
 
 
-def test_a_buffer_much_too_large_is_not_used() -> None:
+def test_a_larger_buffer_that_is_free_is_used() -> None:
     pool = Buffers()
-    take(pool, form(4 * SMALLEST))
-    small = take(pool, form(SMALLEST))
-    assert pool.nbytes == small.numel() * 4
+    address = take(pool, form(4 * SMALLEST)).data_ptr()
+    assert take(pool, form(SMALLEST)).data_ptr() == address
+    assert pool.nbytes == 4 * SMALLEST * 4
 
 
 def test_a_buffer_a_little_too_large_is_used() -> None:

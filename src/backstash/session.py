@@ -324,7 +324,7 @@ class Session:
             if type(tensor) in _PLAIN and tensor.layout is torch.strided
         }
         self._parameters = set().union(*self._roots.values())
-        if self._live.unpacked and not _in_backward():
+        if self._live.unpacked and torch.is_grad_enabled() and not _in_backward():
             self._begin_step()
 
     def _learn_names(self, module: nn.Module, prefix: str = "") -> None:
@@ -388,7 +388,7 @@ class Session:
                 copies = _weight_copies(node) if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled() else ()
                 for role, saved in found:
                     assert saved.spec is not None
-                    if sorted(saved.spec.shape) in copies:
+                    if role in ("weight", "mat2") and sorted(saved.spec.shape) in copies:
                         self._step.parameters[id(saved)] = saved.spec.nbytes
                         continue
                     reading = needs.read(node, role, saved.spec, specs) if builtin else needs.VALUE

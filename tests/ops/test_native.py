@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import mmap
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -224,17 +227,18 @@ def test_zvc_runs(runs: list[tuple[bool, int]], dtype: torch.dtype, offset: int)
     cpu.set_isa(before)
 
 
-@pytest.mark.parametrize("n", [1, 63, 64, 100, 4095, 4096, 4097, 10_000])
+@pytest.mark.parametrize("n", [1, 17, 32, 41, 63, 64, 70, 100, 4095, 4096, 4097, 10_000])
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_zvc_gather_stays_inside_its_plane(n: int, width: int, isa: str) -> None:
     """Kernels store whole registers: the last ones must not reach past the values that there are."""
     x = contents(n, {2: torch.float16, 4: torch.float32, 8: torch.float64}[width], seed=n)
     mask, offsets, values = cpu.zvc_encode(x)
-    out, untouched = poisoned(values.numel(), x.dtype)
-    library.load().bs_zvc_gather(
-        x.data_ptr(), n, width, mask.data_ptr(), offsets.data_ptr(), out.data_ptr(), values.numel(), 2
-    )
-    assert same(out, values) and untouched()
+    for offset in (0, 1, 5, 64 // width - 1):
+        out, untouched = poisoned(values.numel(), x.dtype, offset)
+        library.load().bs_zvc_gather(
+            x.data_ptr(), n, width, mask.data_ptr(), offsets.data_ptr(), out.data_ptr(), values.numel(), 2
+        )
+        assert same(out, values) and untouched()
 
 
 def flip(plane: Tensor, index: int, bit: int = 0) -> Tensor:
@@ -260,6 +264,7 @@ def test_zvc_damage_is_found_before_anything_is_written(n: int, dtype: torch.dty
         (mask, flip(offsets, last, 1), values),
         (mask, flip(offsets, last, 62), values),
         (mask, offsets - (1 << 40), values),
+        (mask, offsets + 1, torch.cat([values[:1], values])),
         (mask, offsets, values[:-1]),
         (mask, offsets, values[:0]),
         (mask, offsets, torch.cat([values, values[:1]])),
@@ -418,6 +423,15 @@ def test_window_blocks(kernel: int, inner: int, threads: int, isa: str) -> None:
     assert check_window(tall, 1, geometry) == 0
 
 
+def test_window_wider_than_the_input(isa: str) -> None:
+    """Two positions of such a window are at the same distance from its origin in the flat input."""
+    for sides in itertools.product((2, 5), repeat=3):
+        x = torch.rand(5, 4, *sides, generator=generator())
+        args = [3] * 3, [1] * 3, [1] * 3, [1] * 3
+        _, indices = torch.ops.aten.max_pool3d_with_indices(x, *args)
+        assert check_window(indices.flatten(), 1, (list(sides), list(indices.shape[2:]), *args)) == 0
+
+
 def test_window_more_positions_than_are_tabulated(isa: str) -> None:
     x = torch.rand(2, 3, 100, 80, generator=generator())
     args = [90, 70], [1, 1], [0, 0], [1, 1]
@@ -426,6 +440,40 @@ def test_window_more_positions_than_are_tabulated(isa: str) -> None:
 
 
 # --- all together
+
+
+def at_page_end(x: Tensor, keep: list[mmap.mmap]) -> Tensor:
+    """A copy of ``x`` right before a page that cannot be read. ``keep`` holds its memory."""
+    page = mmap.PAGESIZE
+    pages = x.nbytes // page + 1
+    memory = mmap.mmap(-1, (pages + 1) * page)
+    keep.append(memory)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    guard = ctypes.c_void_p(whole.data_ptr() + pages * page)
+    assert ctypes.CDLL(None).mprotect(guard, ctypes.c_size_t(page), 0) == 0
+    copy = whole[pages * page - x.nbytes : pages * page].view(x.dtype)
+    return copy.copy_(x)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mprotect and mmap as Linux has them")
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_nothing_is_read_or_written_past_the_planes(width: int, isa: str) -> None:
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
+    for n, random in itertools.product((*range(1, 140, 3), 64, 128, 192, 4096, 4100), (True, False)):
+        keep: list[mmap.mmap] = []
+        almost_full = torch.ones(n, dtype=dtype)
+        almost_full[n - n % 5 :] = 0
+        x = at_page_end(contents(n, dtype, seed=n) if random else almost_full, keep)
+        planes = [at_page_end(plane, keep) for plane in cpu.zvc_encode(x)]
+        out = at_page_end(torch.empty(n, dtype=dtype), keep)
+        cpu.zvc_decode(*planes, out)
+        assert same(out, x)
+        cpu.bitmask_encode(x, Test.NOT_LE.code, 0.0, 0.0)
+        cpu.bitmask_decode(planes[0], out, 1.0, 0.0)
+        integer = at_page_end(reference.bits_of(x).clone(), keep)
+        for bits in (1, 2, 4, 5, 8, 16):
+            packed = at_page_end(cpu.narrow_encode(integer, bits, 0), keep)
+            cpu.narrow_decode(packed, bits, 0, integer)
 
 
 @pytest.mark.parametrize("threads", [2], indirect=True)
