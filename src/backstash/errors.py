@@ -40,3 +40,7 @@ class MeasureError(BackstashError, RuntimeError):
 
 class ScriptError(BackstashError, FileNotFoundError):
     """A training script was asked for that is not there."""
+
+
+class ScriptFailedError(BackstashError, RuntimeError):
+    """A script that was to be measured ended with an error."""

@@ -484,7 +484,7 @@ class Session:
         assert facts is not None and value.storage is not None
         if facts.need is Need.SIGN and any(saved.mask != facts.mask for saved in fresh if saved.need is Need.SIGN):
             facts = SavedTensor(facts.key, facts.op, facts.role, facts.fqn, facts.spec, Need.VALUE)
-        whole = _whole(strongest, value.storage, facts)
+        whole = _whole(strongest, value.storage)
         entry, live = value.entry, value.live
         if whole is None or any(saved.spec.dtype != facts.spec.dtype for saved in fresh if saved.spec):
             self._kept(value, facts, "its storage is seen as different types")
@@ -596,7 +596,7 @@ def _decode(saved: _Saved, spec: TensorSpec, value: _Value) -> Tensor:
     return whole.as_strided(spec.shape, spec.stride, saved.offset)
 
 
-def _whole(saved: _Saved, storage: torch.UntypedStorage, facts: SavedTensor) -> Tensor | None:
+def _whole(saved: _Saved, storage: torch.UntypedStorage) -> Tensor | None:
     """Everything in the storage of a saved tensor: the tensor itself where it fills it, else flat, [n]."""
     dense, spec = saved.dense, saved.spec
     assert dense is not None and spec is not None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, refuses_layout, require
 from backstash.errors import CodecRefusedError, DamagedPlanesError
+from backstash.ops.reference import bits_of
 from backstash.ops.schema import bytes_for
 from backstash.saved import Mask, Need, TensorSpec, Test
 
@@ -176,18 +177,12 @@ class Binary:
         return bytes_for(spec.numel, 1) + 2 * spec.dtype.itemsize
 
 
-_BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_RUNS, _RUN = 32, 32
-
-
-def bits_of(x: Tensor) -> Tensor:
-    """``x`` as integers of the same width."""
-    return x.view(_BITS_DTYPE[x.element_size()])
+_RUNS, _RUN, _WHOLE = 32, 32, 4096
 
 
 def sample(x: Tensor) -> Tensor:
-    """At most 1,024 elements of a flat tensor: 32 runs of 32 neighbours, evenly spread."""
-    if x.numel() <= _RUNS * _RUN:
+    """A flat tensor of up to 4,096 elements, and of a larger one 1,024: 32 runs of 32 neighbours, evenly spread."""
+    if x.numel() <= _WHOLE:
         return x
     return x.as_strided((_RUNS, _RUN), ((x.numel() - _RUN) // (_RUNS - 1), 1)).reshape(-1)
 

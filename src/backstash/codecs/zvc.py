@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, refuses_layout, require
-from backstash.codecs.bitmask import FLOATS, bits_of, sample
+from backstash.codecs.bitmask import FLOATS, sample
 from backstash.errors import DamagedPlanesError
+from backstash.ops.reference import bits_of
 from backstash.ops.schema import bytes_for, zvc_chunks
 from backstash.saved import Need, TensorSpec
 
@@ -57,7 +58,7 @@ class Zvc:
         return refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines where a sample of 1,024 elements has too few zeros. On CUDA this look would make the host wait."""
+        """Declines where a sample (see bitmask.sample) has too few zeros. On CUDA this look would make the host wait."""
         looked = sample(flat(x))
         if looked.numel() == 0:
             return "it is empty"

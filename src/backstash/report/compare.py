@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from backstash import policies as registry
-from backstash.errors import BackstashError, MeasureError, UnknownNameError
+from backstash.errors import MeasureError, ScriptFailedError, UnknownNameError
 from backstash.integrations.launcher import require
 from backstash.integrations.watch import COUNTED, PLAIN, Observed
 from backstash.report.machine import Machine, describe
@@ -29,10 +29,6 @@ TAIL = 30
 
 Progress = Callable[[str, int, str | None], None]
 """Called with the policy's name, the repeat, and None when a run begins, then each line that the script prints."""
-
-
-class ScriptFailedError(BackstashError, RuntimeError):
-    """A script that was to be measured ended with an error."""
 
 
 @dataclass(frozen=True)
