@@ -58,7 +58,7 @@ class Zvc:
         return refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines where a sample (see bitmask.sample) has too few zeros. On CUDA this look would make the host wait."""
+        """Declines where a sample has too few zeros (see bitmask.sample). On CUDA the host waits for it."""
         looked = sample(flat(x))
         if looked.numel() == 0:
             return "it is empty"
