@@ -318,11 +318,7 @@ class Session:
     def _enter_root(self, module: nn.Module) -> None:
         if module not in self._names:
             self._learn_names(module)
-        self._roots[module] = {
-            tensor.untyped_storage()._cdata
-            for tensor in (*module.parameters(), *module.buffers())
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided
-        }
+        self._roots[module] = set(_state_storages(module))
         self._parameters = set().union(*self._roots.values())
         if self._live.unpacked and torch.is_grad_enabled() and not _in_backward():
             self._begin_step()
@@ -462,8 +458,8 @@ class Session:
                 if value is None:  # its graph is gone
                     del self._pending[cdata]
                     continue
-                holders = sum(saved.dense is not None for saved in value.saved())
-                if _use_count(cdata) == holders + 1:  # one more for value.storage
+                count = _use_count(cdata) - 1  # value.storage
+                if count <= len(value.members) and count == sum(saved.dense is not None for saved in value.saved()):
                     del self._pending[cdata]
                     with torch.no_grad():
                         self._encode(value)
@@ -606,6 +602,17 @@ def _whole(saved: _Saved, storage: torch.UntypedStorage) -> Tensor | None:
     if storage.nbytes() % itemsize:
         return None
     return dense.as_strided((storage.nbytes() // itemsize,), (1,), 0)
+
+
+def _state_storages(module: nn.Module) -> Iterator[int]:
+    """Addresses of the storages of all parameters and buffers. ``module.parameters()`` takes ten times as long."""
+    modules = [module]
+    while modules:
+        module = modules.pop()
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                yield tensor.untyped_storage()._cdata
+        modules += (child for child in module._modules.values() if child is not None)
 
 
 def _find(result: Any, wanted: dict[int, _Saved]) -> Iterator[tuple[Any, list[tuple[str, _Saved]]]]:

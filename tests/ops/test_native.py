@@ -105,6 +105,17 @@ def bounds(test: Test) -> tuple[float, float]:
 # --- bitmask
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("patterns", [1, 2, 3, 9])
+def test_look(dtype: torch.dtype, patterns: int) -> None:
+    values = torch.arange(patterns).to(dtype)
+    x = values[torch.randint(patterns, (10_000,), generator=generator())]
+    x[:patterns] = values
+    for start, layout in itertools.product(range(4), [(1, 9990, 1), (32, 32, 300), (2, 1, 4)]):
+        assert cpu.look(x[start:], *layout) == reference.look(x[start:], *layout)
+    assert cpu.look(x, 1, 10_000, 1)[1] == min(patterns, 3)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("test", Test)
 def test_bitmask_encode(test: Test, dtype: torch.dtype, isa: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, refuses_layout, require
+from backstash.codecs.sample import look, sample
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.ops.reference import bits_of
 from backstash.ops.schema import bytes_for
@@ -138,11 +139,10 @@ class Binary:
         """
         if x.device.type != "cpu":
             return "the host does not look at tensors on a GPU"
-        looked = bits_of(sample(flat(x))).numpy()
-        if looked.size == 0 or (looked == looked[0]).all():
-            return "a sample has one value"
-        other = looked[looked != looked[0]]
-        return None if (other == other[0]).all() else "a sample has more than two values"
+        patterns = look(flat(x))[2]
+        if patterns == 2:
+            return None
+        return "a sample has more than two values" if patterns > 2 else "a sample has one value"
 
     def encode(self, x: Tensor) -> Encoded:
         """One bit per element.
@@ -175,16 +175,6 @@ class Binary:
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """One bit per element and the two values."""
         return bytes_for(spec.numel, 1) + 2 * spec.dtype.itemsize
-
-
-_RUNS, _RUN, _WHOLE = 32, 32, 4096
-
-
-def sample(x: Tensor) -> Tensor:
-    """A flat tensor of up to 4,096 elements, and of a larger one 1,024: 32 runs of 32 neighbours, evenly spread."""
-    if x.numel() <= _WHOLE:
-        return x
-    return x.as_strided((_RUNS, _RUN), ((x.numel() - _RUN) // (_RUNS - 1), 1)).reshape(-1)
 
 
 def _first_two(x: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, refuses_layout, require
-from backstash.codecs.bitmask import FLOATS, sample
+from backstash.codecs.bitmask import FLOATS
+from backstash.codecs.sample import look
 from backstash.errors import DamagedPlanesError
-from backstash.ops.reference import bits_of
 from backstash.ops.schema import bytes_for, zvc_chunks
 from backstash.saved import Need, TensorSpec
 
@@ -58,11 +58,11 @@ class Zvc:
         return refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines where a sample has too few zeros (see bitmask.sample). On CUDA the host waits for it."""
-        looked = sample(flat(x))
-        if looked.numel() == 0:
+        """Declines where a sample has too few zeros (see codecs.sample). On CUDA the host waits for it."""
+        elements, nonzeros, _ = look(flat(x))
+        if elements == 0:
             return "it is empty"
-        density = int(torch.count_nonzero(bits_of(looked))) / looked.numel()
+        density = nonzeros / elements
         saving = 1.0 - density - 1.0 / (8 * x.element_size())
         return None if saving >= self.min_saving else f"{density:.0%} of a sample is not zero"
 

@@ -14,7 +14,7 @@ Outputs of a decoder belong to the caller: who makes a fresh one calls :func:`ad
 from __future__ import annotations
 
 import math
-from ctypes import c_int64
+from ctypes import byref, c_int64
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +36,7 @@ __all__ = [
     "bitmask_encode",
     "build_info",
     "isa",
+    "look",
     "narrow_decode",
     "narrow_encode",
     "set_isa",
@@ -97,6 +98,15 @@ def _check_plane(op: str, name: str, plane: Tensor, numel: int) -> None:
             f"{op} asked for {numel} elements in the plane {name!r}, got {plane.numel()}. "
             f"The stash was overwritten or cut short; compute the step again."
         )
+
+
+def look(x: Tensor, runs: int, run: int, step: int) -> tuple[int, int]:
+    """See :func:`backstash.ops.reference.look`."""
+    if x.element_size() not in (2, 4, 8):
+        return reference.look(x, runs, run, step)
+    nonzeros, patterns = c_int64(), c_int64()
+    _lib.bs_look(x.data_ptr(), x.element_size(), runs, run, step, byref(nonzeros), byref(patterns))
+    return nonzeros.value, patterns.value
 
 
 def bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:

@@ -23,6 +23,7 @@ _SIGNATURES = {
     "bs_compiler": (c_char_p, []),
     "bs_has_openmp": (c_int, []),
     "bs_advise_huge": (c_int, [c_void_p, c_int64]),
+    "bs_look": (None, [c_void_p, c_int, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "bs_bitmask_encode": (None, [c_void_p, c_int64, c_int, c_int, c_double, c_double, c_void_p, c_int]),
     "bs_binary_encode": (c_int64, [c_void_p, c_int64, c_int, c_uint64, c_uint64, c_void_p, c_int]),
     "bs_mask_decode": (None, [c_void_p, c_void_p, c_int64, c_int, c_uint64, c_uint64, c_int]),

@@ -43,6 +43,17 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     return (stream.view(-1, bits) * weights).sum(1)
 
 
+def look(x: Tensor, runs: int, run: int, step: int) -> tuple[int, int]:
+    """How many elements of a sample are not zero, and how many bit patterns it has: 1, 2, or 3 for more.
+
+    Args:
+        x: [n].
+        runs, run, step: the sample: so many runs of so many neighbours, each beginning ``step`` after the last one.
+    """
+    bits = bits_of(x.as_strided((runs, run), (step, 1)).reshape(-1))
+    return int(torch.count_nonzero(bits)), min(3, bits.unique().numel())
+
+
 def passes(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
     """Outcome of a :class:`~backstash.saved.Test` for every element, bool [n]; bounds rounded to ``x.dtype``."""
     kind = list(Test)[test]
