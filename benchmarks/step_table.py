@@ -18,6 +18,7 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -58,11 +59,13 @@ class Gate:
         differing: names of those that have not.
         unstable: names of those that plain PyTorch itself computes differently a second time, and that were therefore
             not compared (some CUDA kernels add in any order).
+        error: norm of the difference of all gradients over the norm of plain's; 0 where none differs.
     """
 
     equal: bool
     differing: tuple[str, ...] = ()
     unstable: tuple[str, ...] = ()
+    error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ def measure(case: Case, device: str, plan: Plan, peers: Sequence[StepPeer] | Non
         return CaseResult(case, "failed", str(error), workload.data, load_before=before, load_after=load())
     resident = _resident(case, device, plan, list(candidates))
     tasks = {name: partial(timed_step, workload, forward) for name, forward in forwards.items()}
-    with _uncollected():
+    with uncollected():
         times = interleave(tasks, plan.effort)
     plain = times[next(iter(candidates))]
     results = [
@@ -275,7 +278,17 @@ def _compare(workload: Workload, plain: Forward, reference: dict[str, Tensor], s
     again, _ = _observe(workload, plain)
     unstable = [name for name, value in reference.items() if not same_bits(value, again[name])]
     differing = [name for name in differing if name not in unstable]
-    return Gate(not differing, tuple(differing), tuple(unstable))
+    return Gate(not differing, tuple(differing), tuple(unstable), _error(reference, seen) if differing else 0.0)
+
+
+def _error(reference: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> float:
+    differences, norms = [], []
+    for name, plain in reference.items():
+        if name != "loss":
+            differences.append(float(torch.linalg.vector_norm(seen[name] - plain, dtype=torch.float64)))
+            norms.append(float(torch.linalg.vector_norm(plain, dtype=torch.float64)))
+    difference, norm = math.hypot(*differences), math.hypot(*norms)
+    return difference / norm if norm else math.inf if difference else 0.0
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -346,7 +359,7 @@ def timed_step(workload: Workload, forward: Forward) -> StepTime:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """No garbage collection inside a timed step: it is asked for before each one."""
     gc.disable()
     try:

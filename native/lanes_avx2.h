@@ -147,3 +147,27 @@ struct Floats<double> {
         return unsigned(_mm256_movemask_pd(_mm256_cmp_pd(a, b, predicate)));
     }
 };
+
+// look_up of lanes_scalar.h: permutations of registers, where compilers would gather.
+inline void look_up_line(const uint8_t* codes, const uint32_t* table, uint32_t* out) {
+    const __m256i* halves = reinterpret_cast<const __m256i*>(table);
+    const __m256i low = _mm256_loadu_si256(halves), high = _mm256_loadu_si256(halves + 1);
+    for (int i = 0; i < 16; i += 8) {
+        const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+        const __m256i above = _mm256_cmpgt_epi32(code, _mm256_set1_epi32(7));
+        const __m256i found = _mm256_blendv_epi8(_mm256_permutevar8x32_epi32(low, code),
+                                                 _mm256_permutevar8x32_epi32(high, code), above);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), found);
+    }
+}
+inline void look_up_line(const uint8_t* codes, const uint16_t* table, uint16_t* out) {
+    const __m128i* halves = reinterpret_cast<const __m128i*>(table);
+    const __m128i first = _mm_loadu_si128(halves), second = _mm_loadu_si128(halves + 1);
+    const __m128i byte = _mm_set1_epi16(0xff);
+    const __m128i low = _mm_packus_epi16(_mm_and_si128(first, byte), _mm_and_si128(second, byte));
+    const __m128i high = _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8));
+    const __m128i code = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+    const __m128i lows = _mm_shuffle_epi8(low, code), highs = _mm_shuffle_epi8(high, code);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_unpacklo_epi8(lows, highs));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8), _mm_unpackhi_epi8(lows, highs));
+}

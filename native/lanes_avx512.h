@@ -97,3 +97,14 @@ struct Floats<double> {
         return _mm512_cmp_pd_mask(a, b, predicate);
     }
 };
+
+// look_up of lanes_scalar.h: a permutation of a register, where compilers would gather.
+inline void look_up_line(const uint8_t* codes, const uint32_t* table, uint32_t* out) {
+    const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(code, _mm512_loadu_si512(table)));
+}
+inline void look_up_line(const uint8_t* codes, const uint16_t* table, uint16_t* out) {
+    const __m256i values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(table));
+    const __m256i code = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permutexvar_epi16(code, values));
+}

@@ -55,6 +55,12 @@ inline const U* expand(Word word, const U* from, U* out) {
     return from;
 }
 
+// out[i] = table[codes[i]], of 16 entries.
+template <class U>
+inline void look_up(const uint8_t* codes, int64_t n, const U* table, U* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = table[codes[i]];
+}
+
 template <bool stream, class U>
 inline void copy_line(const U* from, U* to) {
     std::memcpy(to, from, 64);

@@ -77,6 +77,13 @@ inline const U* expand(Word word, const U* from, U* out) {
     return from;
 }
 
+template <class U>
+inline void look_up(const uint8_t* codes, int64_t n, const U* table, U* out) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) look_up_line(codes + i, table, out + i);
+    for (; i < n; ++i) out[i] = table[codes[i]];
+}
+
 // 64 bytes.
 template <bool stream, class U>
 inline void copy_line(const U* from, U* to) {

@@ -24,16 +24,18 @@ def form(numel: int = SMALLEST, dtype: torch.dtype = torch.float32) -> Form:
 
 
 def take(pool: Buffers, of: Form, dtype: torch.dtype | None = None) -> Tensor:
-    return pool.take(of, dtype or of.spec.dtype)  # type: ignore[arg-type]
+    return pool.take(of.spec, dtype or of.spec.dtype)
 
 
 def held(pool: Buffers, of: Form) -> Tensor | None:
-    return pool.holding(of)  # type: ignore[arg-type]
+    return pool.holding(of)
 
 
 def fill(pool: Buffers, of: Form, value: float, trusted: bool = True) -> Tensor:
     whole = take(pool, of)
-    pool.filled(of, whole.fill_(value), trusted)  # type: ignore[arg-type]
+    pool.filled(of, whole.fill_(value))
+    if not trusted:
+        pool.forget(of)
     return whole
 
 

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "backstash"
 MODULES = sorted(SOURCE.rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "config", "manager"}
 COMMAND_LINE = {"__main__", "cli", "commands"}
-OUTER = {"report", "integrations", "testing", "planning", "control"} | COMMAND_LINE
+OUTER = {"report", "integrations", "testing", "rewrites", "planning", "control"} | COMMAND_LINE
 
 # A unit is a module or a package right below backstash. What may be imported beside itself:
 ALLOWED = {
@@ -74,6 +74,15 @@ def test_layers(path: Path) -> None:
 def test_only_the_command_line_imports_the_command_line(path: Path) -> None:
     if unit(path) not in COMMAND_LINE:
         assert not {name for name in imports(path) if name.split(".")[0] in COMMAND_LINE}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=identifier)
+def test_planning_measures_nothing_and_only_reports_read_it(path: Path) -> None:
+    found = {name.split(".")[0] for name in imports(path)}
+    if unit(path) == "planning":
+        assert not found & {"report", "integrations", "testing", "control"}
+    elif unit(path) not in {"", "report"} | COMMAND_LINE:
+        assert "planning" not in found
 
 
 def test_a_codec_knows_of_no_store_session_or_policy() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from backstash import policies
 from backstash.codecs import Binary, Bitmask, Narrow, Shape, Zvc
 from backstash.errors import UnknownNameError
 from backstash.policies import KeepAll, Lossless
-from backstash.policy import Keep, Outcome, Policy, Rules, Stash
+from backstash.policy import Keep, Outcome, Policy, Recompute, Rules, Stash
 from backstash.saved import Mask, Need, PoolWindow, SavedTensor, TensorSpec, Test
 
 WINDOW = PoolWindow((4, 4), (2, 2), (2, 2), (0, 0), (1, 1))
@@ -60,9 +62,17 @@ class Asked:
     ],
 )
 def test_lossless_takes_the_smallest_exact_form(tensor: SavedTensor, expected: tuple[object, ...]) -> None:
-    action = Lossless().decide(tensor)
+    action = Lossless(recompute=False).decide(tensor)
     assert action == Stash(expected)
     assert all(tensor.need in codec.preserves for codec in action.codecs)
+    recomputed = Binary() in action.codecs
+    assert Lossless().decide(tensor) == (Recompute(action) if recomputed else action)
+
+
+@pytest.mark.parametrize("wrong", [{"max_depth": 0}, {"otherwise": Recompute()}, {"otherwise": Zvc()}])
+def test_a_recompute_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"Recompute was asked for .*, but it takes a depth of 1 or more"):
+        Recompute(**wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
@@ -72,8 +82,9 @@ def test_lossless_keeps_what_no_codec_takes(dtype: torch.dtype) -> None:
 
 def test_lossless_passes_its_saving_on() -> None:
     action = policies.lossless(min_saving=0.3).decide(saved())
-    assert isinstance(action, Stash)
-    assert Zvc(0.3) in action.codecs
+    assert isinstance(action, Recompute)
+    assert isinstance(action.otherwise, Stash)
+    assert Zvc(0.3) in action.otherwise.codecs
 
 
 def test_keep_keeps() -> None:
@@ -89,7 +100,7 @@ def test_policies_by_name() -> None:
 
 
 def test_unknown_names_list_the_names() -> None:
-    with pytest.raises(UnknownNameError, match=r"policy 'lossles' was asked for, but there are keep, .*lossless"):
+    with pytest.raises(UnknownNameError, match=r"policy 'lossles' was asked for, but there are .*keep, lossless"):
         policies.get("lossles")
     with pytest.raises(bs.BackstashError, match="'lossles'"):
         bs.Session("lossles")
@@ -146,3 +157,35 @@ def test_what_no_rule_matches_goes_on() -> None:
 def test_patterns_mind_case_and_match_whole_keys() -> None:
     rules = Rules((("FEATURES*", Keep("upper")), ("Relu", Keep("part"))), Asked())
     assert rules.decide(saved()) == Keep("asked")
+
+
+def test_gist_binarises_and_stores_sparse_values() -> None:
+    for policy in (policies.gist("fp8"), policies.gist_lossless()):
+        assert policy.decide(saved(Need.SHAPE)) == Stash(Shape())
+        assert policy.decide(saved(Need.SIGN, mask=MASK)) == Stash(Bitmask(MASK))
+        assert policy.decide(saved(Need.INDEX, torch.int64, window=WINDOW)) == Stash((Narrow(WINDOW), Narrow()))
+    exact = policies.gist_lossless().decide(saved())
+    assert isinstance(exact, Stash)
+    assert [codec.id for codec in exact.codecs] == ["binary", "csr", "zvc"]
+    assert all(codec.bound is None for codec in exact.codecs)
+
+
+@pytest.mark.parametrize("format", ["fp16", "fp10", "fp8", "float8_e4m3fn"])
+def test_gist_reduces_sparse_and_dense_values(format: str) -> None:
+    action = policies.gist(format).decide(saved())
+    assert isinstance(action, Stash)
+    labels = [getattr(codec, "label", codec.id) for codec in action.codecs]
+    assert labels == ["binary", f"csr+{format}", f"zvc+{format}", format, f"zvc+{format}", "csr", "zvc"]
+
+
+def test_gist_leaves_losses_and_narrow_numbers_exact() -> None:
+    loss = SavedTensor("/LogSoftmax#0:result", "LogSoftmax", "result", "", saved().spec, Need.VALUE)
+    for exact in (policies.gist("fp8").decide(loss), policies.gist("fp16").decide(saved(dtype=torch.float16))):
+        assert isinstance(exact, Stash)
+        assert all(codec.bound is None for codec in exact.codecs)
+
+
+@pytest.mark.parametrize("arguments", [("fp7",), ("fp8", 5)])
+def test_gist_of_an_unknown_format_lists_the_formats(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=r"there are fp8, fp10, fp16|the choices are 1, 2, 3 and 4"):
+        policies.gist(*arguments)

@@ -13,6 +13,7 @@ PUBLIC = [
     "Keep",
     "Need",
     "Policy",
+    "Recompute",
     "Session",
     "Stash",
     "Store",

@@ -94,6 +94,7 @@ NETWORKS: dict[str, Network] = {
     "resnet_cifar20": _resnet_cifar(20, 269_722),
     "resnet_cifar56": _resnet_cifar(56, 853_018),
     "resnet_cifar110": _resnet_cifar(110, 1_727_962),
+    "resnet_cifar512": _resnet_cifar(512, 8_241_434),
     "resnet_cifar1202": _resnet_cifar(1202, 19_421_274),
 }
 

@@ -8,15 +8,12 @@ the other is decoded once.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from backstash.ops.backends import advise_huge
-
-if TYPE_CHECKING:
-    from backstash.session import _Form
+from backstash.saved import TensorSpec
 
 SMALLEST = 1 << 18
 """Smaller buffers are not pooled: the allocator has them at hand."""
@@ -25,14 +22,14 @@ _use_count = torch._C._storage_Use_Count
 
 
 class _Buffer:
-    __slots__ = ("cdata", "form", "memory", "storage", "version", "whole")
+    __slots__ = ("cdata", "memory", "owner", "storage", "version", "whole")
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         advise_huge(self.memory)
         self.storage = self.memory.untyped_storage()
         self.cdata = self.storage._cdata
-        self.form: weakref.ref[_Form] | None = None
+        self.owner: weakref.ref[object] | None = None
         self.whole: Tensor | None = None
         self.version = 0
 
@@ -51,17 +48,16 @@ class Buffers:
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []
 
-    def holding(self, form: _Form) -> Tensor | None:
-        """What was decoded from ``form`` last, if it is still there and nothing has written to it."""
+    def holding(self, owner: object) -> Tensor | None:
+        """What was made for ``owner`` last, if it is still there and nothing has written to it."""
         for buffer in self._buffers:
             whole = buffer.whole
-            if whole is not None and buffer.form is not None and buffer.form() is form:
+            if whole is not None and buffer.owner is not None and buffer.owner() is owner:
                 return whole if whole._version == buffer.version else None
         return None
 
-    def take(self, form: _Form, dtype: torch.dtype) -> Tensor:
-        """Memory for ``form``, laid out like what was encoded, contents undefined."""
-        spec = form.spec
+    def take(self, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
+        """Memory laid out like ``spec``, of elements of ``dtype``, contents undefined."""
         nbytes = spec.numel * dtype.itemsize
         if spec.device.type != "cpu" or nbytes < SMALLEST:
             return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=spec.device)
@@ -72,18 +68,22 @@ class Buffers:
             self.clear()
             buffer = _Buffer(nbytes)
             self._buffers.append(buffer)
-        buffer.form = buffer.whole = None
+        buffer.owner = buffer.whole = None
         # set_ and not a view: a view of another dtype holds one more tensor on the storage, and so its use count up.
         return torch.empty(0, dtype=dtype, device="cpu").set_(buffer.storage, 0, spec.shape, spec.stride)  # type: ignore[call-overload]
 
-    def filled(self, form: _Form, whole: Tensor, trusted: bool) -> None:
-        """Remember what ``whole`` holds now. An untrusted reader may write into it unseen, so then it is forgotten."""
-        if not trusted:
-            return
+    def filled(self, owner: object, whole: Tensor) -> None:
+        """Remember whose data ``whole`` holds now; not for a reader that may write into it unseen."""
         cdata = whole.untyped_storage()._cdata
         for buffer in self._buffers:
             if buffer.cdata == cdata:
-                buffer.form, buffer.whole, buffer.version = weakref.ref(form), whole, whole._version
+                buffer.owner, buffer.whole, buffer.version = weakref.ref(owner), whole, whole._version
+
+    def forget(self, owner: object) -> None:
+        """What was made for ``owner`` may be something else from now on."""
+        for buffer in self._buffers:
+            if buffer.owner is not None and buffer.owner() is owner:
+                buffer.owner = buffer.whole = None
 
     def clear(self) -> None:
         """Give back every buffer that nobody reads."""

@@ -1,8 +1,10 @@
-"""The commands ``backstash run``, ``compare`` and ``doctor``: what is asked for, and how results are shown."""
+"""The commands ``run``, ``compare``, ``bench`` and ``doctor``: what is asked for, and how results are shown."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +35,15 @@ app = typer.Typer(
 
 Script = Annotated[Path, typer.Argument(help="The training script.", show_default=False)]
 Arguments = Annotated[list[str] | None, typer.Argument(help="The script's own arguments.", show_default=False)]
+
+BENCHES = {
+    "gist": "what Gist's paper measured: ratios, footprints, times, batches of deep ResNets",
+    "run": "the tables of ratios, codecs and steps",
+    "kernels": "speed of the kernels",
+    "density": "where csr overtakes zvc",
+    "gist_accuracy": "test accuracy with reduced precision",
+}
+"""Modules of the repository's folder benchmarks that are programs, and what they measure."""
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -94,6 +105,25 @@ def compare(
     typer.echo(f"wrote {out / 'comparison'}.json, .png, .svg")
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def bench(
+    name: Annotated[str, typer.Argument(help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()) + ".")],
+    args: Annotated[list[str] | None, typer.Argument(help="The benchmark's own arguments.")] = None,
+) -> None:
+    """Run one of the repository's benchmarks; whatever follows its name is its own (--help lists what it takes).
+
+    The exit code is the benchmark's. Benchmarks are not installed with the package: this needs a clone of the
+    repository.
+    """
+    with _told():
+        root = _repository(name)
+        paths = [str(root), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        command = [sys.executable, "-P", "-m", f"benchmarks.{name}", *(args or ())]  # -P: no other folder benchmarks
+        exit_code = subprocess.run(command, env=environment, check=False).returncode
+    raise typer.Exit(exit_code)
+
+
 @app.command()
 def doctor() -> None:
     """Tell what serves this machine, and check every codec. Exit code 1: something is wrong."""
@@ -103,6 +133,20 @@ def doctor() -> None:
         wrong += not finding.ok
     typer.echo("everything works" if not wrong else f"{wrong} of these are wrong")
     raise typer.Exit(1 if wrong else 0)
+
+
+def _repository(name: str) -> Path:
+    """The folder whose folder benchmarks has this one: above the package, or where the command was given."""
+    if name not in BENCHES:
+        raise UnknownNameError(f"benchmark {name!r} was asked for, but there are {', '.join(BENCHES)}.")
+    here = Path(__file__).resolve().parents[2]
+    for folder in (here, Path.cwd()):
+        if folder.joinpath("benchmarks", f"{name}.py").is_file():
+            return folder
+    raise ScriptError(
+        f"benchmark {name!r} was asked for, but there is no benchmarks/{name}.py in {here} or {Path.cwd()}. Benchmarks "
+        f"are not installed with the package: clone the repository and run this in it."
+    )
 
 
 @contextmanager

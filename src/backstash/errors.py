@@ -34,12 +34,16 @@ class SessionError(BackstashError, RuntimeError):
     """A Session was nested, re-entered, or opened where it would switch other hooks off."""
 
 
+class RewriteError(BackstashError, ValueError):
+    """A rewrite was asked for of a model or with a step that it cannot be proven on."""
+
+
 class MeasureError(BackstashError, RuntimeError):
     """A measurement was asked for that this system cannot make."""
 
 
 class ScriptError(BackstashError, FileNotFoundError):
-    """A training script was asked for that is not there."""
+    """A training script or a benchmark was asked for that is not there."""
 
 
 class ScriptFailedError(BackstashError, RuntimeError):

@@ -42,11 +42,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A row applied to one saved tensor."""
+    """A row applied to one saved tensor; ``function`` as in SavedTensor."""
 
     need: Need
     mask: Mask | None = None
     window: PoolWindow | None = None
+    function: str | None = None
 
 
 VALUE = Reading(Need.VALUE)
@@ -76,7 +77,8 @@ def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec]
     """
     row = TABLE.get((op_of(node), role))
     if row is None:
-        return VALUE
+        functions = FUNCTIONS.get((op_of(node), role))
+        return VALUE if functions is None else Reading(Need.VALUE, function=_function(functions, node))
     try:
         return _apply(row, node, spec, specs)
     except AttributeError:  # a torch version whose node does not save the scalar that the row asks for
@@ -244,6 +246,28 @@ def _index_rows() -> dict[tuple[str, str], Row]:
         ("Topk", "indices"): "value_selecting_reduction_backward(grad, dim, indices, ...)",
     }
     return rows | {key: Row(Need.INDEX, formula) for key, formula in plain.items()}
+
+
+def _function(functions: Mapping[str, Mapping[str, Any]], node: Any) -> str | None:
+    """Which of the functions the node differentiates, by the scalars that it saved."""
+    for name, scalars in functions.items():
+        if all(getattr(node, f"_saved_{scalar}", None) == value for scalar, value in scalars.items()):
+            return name
+    return None
+
+
+_ELU = {"alpha": 1.0, "scale": 1.0, "input_scale": 1.0}
+
+FUNCTIONS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
+    ("Gelu", "self"): {"gelu": {"approximate": "none"}, "gelu_tanh": {"approximate": "tanh"}},
+    ("Silu", "self"): {"silu": {}},
+    ("Elu", "self"): {"elu": _ELU},
+    ("Elu", "result"): {"elu_": _ELU},
+    ("Tanh", "result"): {"tanh": {}},
+    ("Sigmoid", "result"): {"sigmoid": {}},
+    ("Softplus", "self"): {"softplus": {"beta": 1.0, "threshold": 20.0}},
+}
+"""Values that backward reads for one function's derivative and nothing else: the function, and its node's scalars."""
 
 
 TABLE: dict[tuple[str, str], Row] = _shape_rows() | _sign_rows() | _index_rows()

@@ -49,7 +49,28 @@ class Stash:
         object.__setattr__(self, "store", store)
 
 
-Action = Keep | Stash
+@dataclass(frozen=True)
+class Recompute:
+    """Hold nothing; make the value again in backward, bit for bit, by the cheap functions that made it.
+
+    Args:
+        otherwise: what is done where it cannot be made again: what made it is not cheap or draws numbers that nobody
+            noted, an input is not held, or the proof failed.
+        max_depth: the longest chain of recomputed values that begin from each other.
+    """
+
+    otherwise: Keep | Stash = Keep()
+    max_depth: int = 6
+
+    def __post_init__(self) -> None:
+        if self.max_depth < 1 or not isinstance(self.otherwise, (Keep, Stash)):
+            raise ValueError(
+                f"Recompute was asked for max_depth={self.max_depth} and otherwise={self.otherwise!r}, but it takes a "
+                f"depth of 1 or more, and Keep() or Stash(...)."
+            )
+
+
+Action = Keep | Stash | Recompute
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,14 @@ from enum import Enum
 
 import torch
 
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""The tensor types that are looked at; other subclasses are kept."""
+
+
+def is_odd(x: torch.Tensor) -> bool:
+    """Whether the tensor is one that no codec handles: quantized, lazily conjugated or negated, or without memory."""
+    return x.is_quantized or x.is_conj() or x.is_neg() or x.device.type == "meta" or x.is_nested
+
 
 class Need(Enum):
     """What a backward formula really reads of a saved tensor.
@@ -134,6 +142,8 @@ class SavedTensor:
         need: what backward reads of it.
         mask: which bit backward reads where ``need`` is ``SIGN``.
         window: geometry of the pooling that made the indices, where ``need`` is ``INDEX`` and it is known.
+        function: the function of one variable whose derivative is all that backward reads the value for, by the name
+            that codecs.FewBit has for it; None where there is none.
     """
 
     key: str
@@ -144,3 +154,4 @@ class SavedTensor:
     need: Need
     mask: Mask | None = None
     window: PoolWindow | None = None
+    function: str | None = None

@@ -2,7 +2,8 @@
 
 A saved tensor passes through it as the package's top level reads: it is *packed* when autograd saves it, *named* when
 the op that saved it has returned (the autograd node tells the op and the role, the role tells the need), *encoded* when
-nobody but autograd holds its memory any more, and *unpacked* when backward asks for it.
+nobody but autograd holds its memory any more, and *unpacked* when backward asks for it. What a cheap function made of
+something that is held anyway is not encoded but forgotten, and made again at unpack (producers.py).
 
 The unit that is encoded is a storage: however many saved tensors view it, it is encoded once, under the strongest of
 their needs, and what only reads a shape holds nothing at all.
@@ -39,7 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from backstash import needs, policies
+from backstash import needs, policies, producers
 from backstash.buffers import Buffers
 from backstash.codecs.base import Codec, is_dense
 from backstash.codecs.shape import Shape, stand_in
@@ -51,15 +52,16 @@ from backstash.errors import (
     UnknownNameError,
 )
 from backstash.ledger import Entry, Report, Step
-from backstash.policy import Keep, Outcome, Policy, Stash
-from backstash.saved import Mask, Need, SavedTensor, TensorSpec
+from backstash.ops.reference import bits_of
+from backstash.policy import Keep, Outcome, Policy, Recompute, Stash
+from backstash.producers import Content, Held, Leaf, Recipe, View
+from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, is_odd
 from backstash.stores import DeviceStore, Store, Ticket
 
 MIN_NBYTES = 16 * 1024
 """Tensors smaller than this are kept: naming and encoding them costs more than they hold."""
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _active = threading.local()
 
 
@@ -76,9 +78,27 @@ class _Form:
 
 
 class _Value:
-    """The data of one storage, owned by the saved tensors that view it."""
+    """The data of one storage, owned by the saved tensors that view it and by the recipes that begin from it.
 
-    __slots__ = ("__weakref__", "buffers", "entry", "form", "live", "members", "storage")
+    At most one of ``form``, ``recipe`` and dense members holds it. ``made`` is what the recipe made, as long as a saved
+    tensor has yet to read it. ``guard`` is a member of its own: it keeps the data that recipes need, and its version.
+    ``height`` is the length of the longest chain of recipes above it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "buffers",
+        "content",
+        "entry",
+        "form",
+        "guard",
+        "height",
+        "live",
+        "made",
+        "members",
+        "recipe",
+        "storage",
+    )
 
     def __init__(self, storage: torch.UntypedStorage, entry: Entry, live: _Live) -> None:
         self.storage: torch.UntypedStorage | None = storage
@@ -87,6 +107,23 @@ class _Value:
         self.form: _Form | None = None
         self.buffers: Buffers | None = None
         self.live = live
+        self.content: Content | None = None
+        self.recipe: Recipe | None = None
+        self.made: Tensor | None = None
+        self.guard: _Saved | None = None
+        self.height = 0
+
+    @property
+    def depth(self) -> int:
+        """How many recomputed values have to be made before it is there, itself included."""
+        return 0 if self.recipe is None else 1 + max((leaf.depth for leaf in self.recipe.leaves()), default=0)
+
+    def raise_to(self, height: int) -> None:
+        """Note that a chain of that many recipes begins here."""
+        if height > self.height:
+            self.height = height
+            for leaf in self.recipe.leaves() if self.recipe is not None else ():
+                leaf.raise_to(height + 1)
 
     def saved(self) -> Iterator[_Saved]:
         """Those of its saved tensors that are still alive."""
@@ -108,6 +145,7 @@ class _Saved:
         "modified",
         "need",
         "offset",
+        "read",
         "spec",
         "tensor",
         "value",
@@ -127,6 +165,7 @@ class _Saved:
         self.offset = 0
         self.modified: int | None = None
         self.builtin = False
+        self.read = False
 
     def __del__(self) -> None:
         self.live.saved -= 1
@@ -170,6 +209,8 @@ class _Observer(TorchFunctionMode):
                 session._sweep()
         if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
+        cheap = session._depth == 0 and session._recomputes and func in producers.CHEAP
+        before = producers.random_state(func, args) if cheap else None
         session._depth += 1
         result = None
         try:
@@ -179,6 +220,9 @@ class _Observer(TorchFunctionMode):
             if session._unnamed and session._depth == 0:
                 with torch._C.DisableTorchFunction():
                     session._name(result)
+        if cheap and type(result) is Tensor:
+            with torch._C.DisableTorchFunction():
+                session._note(func, args, kwargs or {}, result, before)
         return result
 
 
@@ -240,6 +284,9 @@ class Session:
         self._unnamed: list[_Saved] = []
         self._depth = 0
         self._frames: list[_Frame] = [_Frame("")]
+        self._recomputes: bool = getattr(self.policy, "recomputes", True)
+        self._contents: dict[int, tuple[StorageWeakRef, Content]] = {}
+        self._proven: dict[tuple[str, str, str], str] = {}
         self._buffers: weakref.ref[Buffers] | None = None
         self._lock = threading.RLock()
         self._installed: list[Any] = []
@@ -282,6 +329,7 @@ class Session:
         self._sweep()
         self._pending.clear()
         self._seen.clear()
+        self._contents.clear()
         self._roots.clear()
         self._parameters.clear()
 
@@ -334,6 +382,9 @@ class Session:
         self._step = Step()
         self._seen.clear()
         self._frames[0].counts.clear()
+        self._contents = {cdata: known for cdata, known in self._contents.items() if not known[0].expired()}
+        for _, content in self._contents.values():  # else a running average would remember all of its steps
+            content.call = None
         buffers = self._buffers() if self._buffers else None
         if buffers is not None:
             buffers.clear()
@@ -341,7 +392,7 @@ class Session:
     # -- pack ----------------------------------------------------------------------------------------------------
 
     def _pack(self, x: Tensor) -> _Saved | tuple[Tensor, int]:
-        if type(x) in _PLAIN and x.layout is torch.strided:
+        if type(x) in PLAIN and x.layout is torch.strided:
             storage = x.untyped_storage()
             if storage._cdata in self._parameters:
                 self._step.parameters[storage._cdata] = storage.nbytes()
@@ -397,7 +448,7 @@ class Session:
     def _specify(self, saved: _Saved) -> bool:
         """Fill in the spec; False for what is kept without a further look (and then it is accounted for)."""
         dense = saved.dense
-        if dense is None or type(dense) not in _PLAIN or dense.layout is not torch.strided or _is_odd(dense):
+        if dense is None or type(dense) not in PLAIN or dense.layout is not torch.strided or is_odd(dense):
             return False
         saved.spec = TensorSpec.of(dense)
         return True
@@ -408,7 +459,9 @@ class Session:
         assert dense is not None and spec is not None
         fqn = self._frames[-1].fqn
         key = f"{fqn}/{op}#{number}:{role}"
-        saved.tensor = SavedTensor(key, op, role, fqn, spec, reading.need, reading.mask, reading.window)
+        saved.tensor = SavedTensor(
+            key, op, role, fqn, spec, reading.need, reading.mask, reading.window, reading.function
+        )
         saved.need, saved.mask, saved.builtin = reading.need, reading.mask, builtin
         saved.offset = int(dense.storage_offset())
         storage = dense.untyped_storage()
@@ -427,6 +480,9 @@ class Session:
             self._live.add(entry.stash_nbytes)
         value.members.append(weakref.ref(saved))
         saved.value = value
+        if self._recomputes:
+            value.content = self._content(dense)
+            value.content.value = weakref.ref(value)
 
     def _allows(self, saved: SavedTensor, codec: str) -> bool:
         action = self.policy.decide(saved)
@@ -481,34 +537,53 @@ class Session:
         if facts.need is Need.SIGN and any(saved.mask != facts.mask for saved in fresh if saved.need is Need.SIGN):
             facts = SavedTensor(facts.key, facts.op, facts.role, facts.fqn, facts.spec, Need.VALUE)
         whole = _whole(strongest, value.storage)
-        entry, live = value.entry, value.live
+        entry = value.entry
         if whole is None or any(saved.spec.dtype != facts.spec.dtype for saved in fresh if saved.spec):
             self._kept(value, facts, "its storage is seen as different types")
             return
         action = self.policy.decide(facts)
-        if isinstance(action, Keep):
-            self._kept(value, facts, action.reason)
-            return
-        started = time.perf_counter()
-        form, reason = self._stash(whole, facts, action)
-        entry.encode_seconds += time.perf_counter() - started
-        if form is None:
-            self._kept(value, facts, reason)
-            return
-        value.form = form
         value.buffers = self._shared_buffers()
+        started = time.perf_counter()
+        why = ""
+        if isinstance(action, Recompute):
+            recipe = self._recipe(value, strongest, whole, action.max_depth)
+            if isinstance(recipe, Recipe):
+                value.recipe, value.guard = recipe, None
+                for leaf in recipe.leaves():
+                    leaf.raise_to(value.height + 1)
+                self._released(value, fresh, facts, "recompute", 0, str(recipe), started)
+                return
+            action, why = action.otherwise, f"; not recomputed: {recipe}"
+        if isinstance(action, Keep):
+            self._kept(value, facts, action.reason + why)
+            return
+        form, reason = self._stash(whole, facts, action, fresh)
+        if form is None:
+            entry.encode_seconds += time.perf_counter() - started
+            self._kept(value, facts, reason + why)
+            return
+        value.form, value.guard = form, None
+        label = getattr(form.codec, "label", form.codec.id)
+        self._released(value, fresh, facts, label, form.ticket.nbytes, why.removeprefix("; "), started)
+
+    def _released(
+        self, value: _Value, fresh: list[_Saved], facts: SavedTensor, codec: str, nbytes: int, note: str, started: float
+    ) -> None:
+        """Let go of the dense data, which is stored in another form now."""
         for saved in fresh:
             saved.dense = None
+        entry, live = value.entry, value.live
         live.nbytes -= entry.stash_nbytes
-        entry.stash_nbytes, entry.codec, entry.reason = form.ticket.nbytes, form.codec.id, ""
-        live.add(entry.stash_nbytes)
-        self.policy.observe(Outcome(facts, form.codec.id, form.ticket.nbytes))
+        entry.stash_nbytes, entry.codec, entry.reason = nbytes, codec, note
+        live.add(nbytes)
+        entry.encode_seconds += time.perf_counter() - started
+        self.policy.observe(Outcome(facts, codec, nbytes))
 
     def _kept(self, value: _Value, facts: SavedTensor, reason: str) -> None:
         value.entry.codec, value.entry.reason = "kept", reason
         self.policy.observe(Outcome(facts, None, value.entry.stash_nbytes, reason))
 
-    def _stash(self, x: Tensor, facts: SavedTensor, action: Stash) -> tuple[_Form | None, str]:
+    def _stash(self, x: Tensor, facts: SavedTensor, action: Stash, readers: list[_Saved]) -> tuple[_Form | None, str]:
         """Encode with the first codec of the action that takes ``x``; else None and the last reason."""
         if action.store not in self.stores:
             raise UnknownNameError(
@@ -525,7 +600,7 @@ class Session:
                     f"{facts.spec}). Use a codec that preserves it, such as zvc, or Keep()."
                 )
             spec = TensorSpec.of(x)
-            refusal = codec.accepts(spec) or codec.declines(x)
+            refusal = codec.accepts(spec) or _misreads(codec, readers) or codec.declines(x)
             if refusal is None:
                 try:
                     encoded = codec.encode(x)
@@ -535,8 +610,78 @@ class Session:
                     mask = facts.mask if facts.need is Need.SIGN else None
                     store = self.stores[action.store]
                     return _Form(codec, mask, encoded.spec, store, store.put(encoded)), ""
-            reason = f"{codec.id}: {refusal}"
+            reason = f"{getattr(codec, 'label', codec.id)}: {refusal}"
         return None, reason
+
+    # -- recompute -----------------------------------------------------------------------------------------------
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, before: Any) -> None:
+        """Remember how the content of the result's storage was made."""
+        if (
+            result.layout is not torch.strided
+            or not result.is_floating_point()
+            or is_odd(result)
+            or result.untyped_storage().nbytes() < self.min_nbytes
+        ):
+            return
+        with self._lock:
+            call = producers.call_of(func, args, kwargs, result, lambda x: self._look(x, result), before)
+            if call is not None:
+                self._content(result).call = call
+
+    def _look(self, x: Tensor, result: Tensor) -> View | Held:
+        """A tensor argument of the call that made ``result``."""
+        storage = x.untyped_storage()
+        cdata = storage._cdata
+        if cdata in self._parameters:
+            return Held(x.detach(), x._version)
+        if storage.nbytes() < self.min_nbytes:
+            return Held(small := x.detach().clone(), small._version)
+        if cdata != result.untyped_storage()._cdata:
+            content = self._content(x)
+        else:  # an in-place op: it read the content before this one
+            after = self._content(x)
+            content, after.before = after.before or Content(x._version - 1), None
+        return View(content, TensorSpec.of(x), int(x.storage_offset()))
+
+    def _content(self, x: Tensor) -> Content:
+        """What the storage of ``x`` holds now."""
+        storage = x.untyped_storage()
+        known = self._contents.get(storage._cdata)
+        if known is not None and not known[0].expired():
+            if known[1].version == x._version:
+                return known[1]
+            before = known[1] if known[1].version == x._version - 1 else None
+        else:
+            before = None
+        content = Content(x._version, before)
+        self._contents[storage._cdata] = (StorageWeakRef(storage), content)
+        return content
+
+    def _recipe(self, value: _Value, strongest: _Saved, whole: Tensor, max_depth: int) -> Recipe | str:
+        """How to make ``whole`` again; else the reason why it cannot be.
+
+        Note: [proven recipes]
+            Whether an op repeats itself bit for bit depends on the device, its library, shapes and layouts, and is
+            nowhere documented. So a recipe runs once when it is first used, on the very data, and is trusted only if
+            the bits are the same: with fused kernels, or else op by op.
+        """
+        content = value.content
+        if content is None or content.version != strongest.version:
+            return "what made it is not known"
+        recipe = producers.build(content, lambda view: _leaf(view, value, max_depth))
+        if isinstance(recipe, str):
+            return recipe
+        assert strongest.tensor is not None
+        key = (strongest.tensor.key, str(recipe), str(TensorSpec.of(whole)))
+        if key not in self._proven:
+            self._proven[key] = _prove(recipe, whole)
+        proof = self._proven[key]
+        if not proof:
+            return f"{recipe} does not repeat itself bit for bit"
+        for leaf in recipe.leaves():
+            _guard(leaf)
+        return recipe if proof == "fused" else recipe.unfused()
 
     def _shared_buffers(self) -> Buffers:
         buffers = self._buffers() if self._buffers else None
@@ -556,13 +701,9 @@ class Session:
             if small._version != version:
                 raise SavedTensorModifiedError(_modified_message(TensorSpec.of(small), None, small._version, version))
             return small
-        dense = saved.dense
-        if dense is not None:
-            if dense._version != saved.version:
-                raise SavedTensorModifiedError(
-                    _modified_message(TensorSpec.of(dense), saved.tensor, dense._version, saved.version)
-                )
-            return dense
+        if saved.dense is not None:
+            _check_version(saved)
+            return saved.dense
         if saved.modified is not None:
             raise SavedTensorModifiedError(_modified_message(saved.spec, saved.tensor, saved.modified, saved.version))
         assert saved.spec is not None
@@ -573,23 +714,149 @@ class Session:
             return _decode(saved, saved.spec, value)
 
 
+def _misreads(codec: Codec, readers: list[_Saved]) -> str | None:
+    """Why a codec with an error does not do for everybody who reads the value; None where it does."""
+    if codec.bound is None:
+        return None
+    serves, keeps = getattr(codec, "serves", None), getattr(codec, "keeps", None)
+    for reader in readers:
+        facts = reader.tensor
+        assert facts is not None
+        if serves is not None and (facts.function is None or facts.function not in serves):
+            return f"backward of {facts.op} reads more of it than that derivative"
+        if facts.need is Need.SIGN and (facts.mask is None or keeps is None or not keeps(facts.mask)):
+            return f"backward of {facts.op} reads on which side of a threshold it is"
+    return None
+
+
 def _decode(saved: _Saved, spec: TensorSpec, value: _Value) -> Tensor:
-    form, buffers = value.form, value.buffers
-    assert form is not None and buffers is not None
-    whole = buffers.holding(form)
-    if whole is None:
-        started = time.perf_counter()
-        # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
-        one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
-        dtype = torch.bool if one_bit and form.spec.device.type != "cpu" else spec.dtype
-        whole = buffers.take(form, dtype)
-        form.codec.decode(form.store.get(form.ticket), whole)
-        buffers.filled(form, whole, trusted=saved.builtin)
-        value.entry.decode_seconds += time.perf_counter() - started
-        value.entry.decodes += 1
+    whole = _dense(value)
+    saved.read = True
+    if all(member.read for member in value.saved()):
+        value.made = None
+    if not saved.builtin:  # may write into it unseen
+        value.made = None
+        assert value.buffers is not None
+        value.buffers.forget(value if value.form is None else value.form)
     if whole.shape == spec.shape and whole.stride() == spec.stride:
         return whole.detach()
     return whole.as_strided(spec.shape, spec.stride, saved.offset)
+
+
+def _dense(value: _Value) -> Tensor:
+    """All of a value that is not held dense, decoded or made again."""
+    form, buffers = value.form, value.buffers
+    assert buffers is not None
+    owner: Any = form if form is not None else value
+    whole = value.made if value.made is not None else buffers.holding(owner)
+    if whole is not None:
+        return whole
+    started = time.perf_counter()
+    if form is not None:
+        # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
+        one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
+        dtype = torch.bool if one_bit and form.spec.device.type != "cpu" else form.spec.dtype
+        whole = buffers.take(form.spec, dtype)
+        form.codec.decode(form.store.get(form.ticket), whole)
+    else:
+        assert value.recipe is not None
+        spec = value.recipe.call.spec
+        whole = value.recipe.run(_fetch, lambda: buffers.take(spec, spec.dtype))
+        value.made = whole.detach()
+        for member in value.saved():
+            member.read = False
+    buffers.filled(owner, whole)
+    value.entry.decode_seconds += time.perf_counter() - started
+    value.entry.decodes += 1
+    return whole
+
+
+def _fetch(leaf: Leaf) -> Tensor:
+    """What a recipe begins from."""
+    value: _Value = leaf.value
+    if value.form is None and value.recipe is None:
+        guard = value.guard
+        assert guard is not None
+        if guard.dense is None:
+            assert guard.modified is not None
+            raise SavedTensorModifiedError(_modified_message(guard.spec, guard.tensor, guard.modified, guard.version))
+        _check_version(guard)
+        whole = guard.dense
+    else:
+        whole = _dense(value)
+    if whole.shape == leaf.spec.shape and whole.stride() == leaf.spec.stride and whole.storage_offset() == leaf.offset:
+        return whole.detach()  # and not the pool's own tensor, which does not tell it that the memory is in use
+    return whole.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)
+
+
+def _leaf(view: View, root: _Value, max_depth: int) -> Leaf | str | None:
+    """The stored value that holds what a recipe for ``root`` would begin from; None without one, or why it may not."""
+    value = view.content.value() if view.content.value is not None else None
+    if value is None or value is root or value.content is not view.content:
+        return None
+    dtype: torch.dtype | None = None
+    if value.form is not None:
+        if Need.VALUE in value.form.codec.preserves and value.form.codec.bound is None:
+            dtype = value.form.spec.dtype
+    elif value.recipe is not None:
+        if value.depth + root.height >= max_depth:
+            return f"it would begin from a chain of {value.depth} recomputed values"
+        dtype = value.recipe.call.spec.dtype
+    else:
+        member = _holder(value)
+        if member is not None and member.dense is not None and member.dense._version == view.content.version:
+            dtype = member.dense.dtype
+    if dtype is None:
+        return None
+    return Leaf(value, view.spec, view.offset) if dtype is view.spec.dtype else "its storage is seen as different types"
+
+
+def _holder(value: _Value) -> _Saved | None:
+    """A saved tensor by which a value that is neither encoded nor recomputed is held for its data."""
+    return next((one for one in value.saved() if one.need is Need.VALUE and one.dense is not None), None)
+
+
+def _guard(value: _Value) -> None:
+    """Make sure that a value that is held dense stays as long as a recipe begins from it."""
+    if value.form is not None or value.recipe is not None or value.guard is not None:
+        return
+    member = _holder(value)
+    assert member is not None and member.dense is not None
+    guard = _Saved(member.dense, value.live)
+    guard.version, guard.spec, guard.offset = member.version, member.spec, member.offset
+    guard.tensor, guard.read = member.tensor, True
+    value.guard = guard
+    value.members.append(weakref.ref(guard))
+
+
+def _prove(recipe: Recipe, whole: Tensor) -> str:
+    """Whether the recipe makes the bits of ``whole``: "fused", "plain" (op by op), or "" (not)."""
+    expected = whole.as_strided((whole.numel(),), (1,), 0)
+    for proof, candidate in (("fused", recipe), ("plain", recipe.unfused())):
+        made = candidate.run(_first_fetch)
+        if made.dtype == whole.dtype and made.untyped_storage().nbytes() == whole.untyped_storage().nbytes():
+            flat = made.as_strided((whole.numel(),), (1,), 0)
+            if torch.equal(bits_of(flat), bits_of(expected)):
+                return proof
+    return ""
+
+
+def _first_fetch(leaf: Leaf) -> Tensor:
+    """As :func:`_fetch`, before anything guards the leaf."""
+    value: _Value = leaf.value
+    if value.form is not None or value.recipe is not None or value.guard is not None:
+        return _fetch(leaf)
+    member = _holder(value)
+    assert member is not None and member.dense is not None
+    return member.dense.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)
+
+
+def _check_version(saved: _Saved) -> None:
+    dense = saved.dense
+    if dense is not None and dense._version != saved.version:
+        raise SavedTensorModifiedError(
+            _modified_message(TensorSpec.of(dense), saved.tensor, dense._version, saved.version)
+        )
 
 
 def _whole(saved: _Saved, storage: torch.UntypedStorage) -> Tensor | None:
@@ -610,7 +877,7 @@ def _state_storages(module: nn.Module) -> Iterator[int]:
     while modules:
         module = modules.pop()
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and type(tensor) in _PLAIN and tensor.layout is torch.strided:
+            if tensor is not None and type(tensor) in PLAIN and tensor.layout is torch.strided:
                 yield tensor.untyped_storage()._cdata
         modules += (child for child in module._modules.values() if child is not None)
 
@@ -689,11 +956,6 @@ def _weight_copies(node: Any) -> list[list[int]]:
 def _in_backward() -> bool:
     """Whether autograd runs a node on this thread: what is packed then belongs to the step in progress."""
     return torch._C._current_autograd_node() is not None
-
-
-def _is_odd(x: Tensor) -> bool:
-    """Whether the tensor is one that no codec handles: quantized, lazily conjugated or negated, or without memory."""
-    return x.is_quantized or x.is_conj() or x.is_neg() or x.device.type == "meta" or x.is_nested
 
 
 def _refuse_other_hooks() -> None:

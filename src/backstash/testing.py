@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backstash.codecs.base import EXACT, Codec, Encoded, ErrorBound
+from backstash.codecs.base import EXACT, Codec, Encoded, ErrorBound, flat
 from backstash.errors import BackstashError, CodecRefusedError, DamagedPlanesError
 from backstash.ledger import Report
 from backstash.ops import reference
 from backstash.policy import Policy
-from backstash.saved import Mask, Need, TensorSpec
+from backstash.saved import Mask, Need, TensorSpec, Test
 from backstash.session import Session
 from backstash.stores import Store, Ticket
 
@@ -114,7 +114,8 @@ def check_codec(codec: Codec, tensors: Iterable[Tensor] | None = None) -> CodecC
     """Check the contract in the docstring of ``backstash.codecs.base``.
 
     A codec that preserves SIGN but not VALUE must have a ``mask``: its test and stand-ins are what is compared. Where a
-    ``bound`` has both ``abs`` and ``rel``, both must hold, and infinities and NaNs must come back as they were.
+    ``bound`` has several of ``abs``, ``rel`` and ``each``, all must hold. Without ``each``, infinities and NaNs must
+    come back as they were. If the codec has ``keeps``, the masks that it says yes to are looked at.
 
     Args:
         codec: the codec.
@@ -351,7 +352,7 @@ def _check_decode(codec: Codec, original: Tensor, encoded: Encoded) -> None:
 
 
 def _compare(where: str, codec: Codec, original: Tensor, got: Tensor) -> None:
-    """Check ``got`` against ``original`` in what the codec preserves."""
+    """Check ``got`` against ``original`` in what the codec preserves, and in the masks that it keeps."""
     if got.shape != original.shape:
         _fail(f"{where}: decode was asked for shape {list(original.shape)}", f"{list(got.shape)}", "Use encoded.spec")
     if Need.VALUE in codec.preserves:
@@ -368,6 +369,33 @@ def _compare(where: str, codec: Codec, original: Tensor, got: Tensor) -> None:
         _same_dtype(where, original, got)
         if Need.INDEX in codec.preserves and not original.dtype.is_floating_point:
             _compare_bits(where, original, got)
+    if hasattr(codec, "keeps") and got.dtype.is_floating_point:
+        _compare_kept(where, codec.keeps, original, got)
+
+
+_MASKS = [
+    Mask(test, lo, hi, ternary=ternary, nan=ternary)
+    for test in Test
+    for lo, hi in ((0.0, math.inf), (-math.inf, 0.0), (-math.inf, math.inf), (-1.0, 1.0))
+    for ternary in (False, True)
+]
+
+
+def _compare_kept(where: str, keeps: Callable[[Mask], bool], original: Tensor, got: Tensor) -> None:
+    x, y = original.detach(), got
+    for mask in filter(keeps, _MASKS):
+        outcomes = [reference.passes(one, mask.test.code, mask.lo, mask.hi) for one in (x, y)]
+        different = outcomes[0] != outcomes[1]
+        if mask.ternary:
+            different |= (x < 0) != (y < 0)
+        if mask.nan:
+            different |= x.isnan() != y.isnan()
+        if bool(different.any()):
+            _fail(
+                f"{where}: keeps() promised the outcomes of {mask}",
+                f"{int(different.sum())} other ones",
+                "Say yes only to masks that no element, NaN and infinities too, decodes to another outcome of",
+            )
 
 
 def _same_dtype(where: str, original: Tensor, got: Tensor) -> None:
@@ -392,6 +420,10 @@ def _compare_bits(where: str, expected: Tensor, got: Tensor) -> None:
 
 def _compare_bounded(where: str, bound: ErrorBound, original: Tensor, got: Tensor) -> None:
     x, y = original.detach().double(), got.double()
+    if bound.each is not None:
+        _compare_each(where, bound, bound.each, original.detach(), got)
+        if bound.abs is None and bound.rel is None:
+            return
     finite = x.isfinite()
     strange = torch.where(finite, False, (x != y) & ~(x.isnan() & y.isnan()))
     if bool(strange.any()):
@@ -408,6 +440,31 @@ def _compare_bounded(where: str, bound: ErrorBound, original: Tensor, got: Tenso
     limits += [] if bound.rel is None else [bound.rel * float(x.max() - x.min())]
     if not error <= min(limits):
         _fail(f"{where}: {bound} was promised, here {min(limits)}", f"an error of {error}", "Round to nearest")
+
+
+def _compare_each(where: str, bound: ErrorBound, each: float, original: Tensor, got: Tensor) -> None:
+    """Check the part of the bound that is relative to each element. Every product is exact but the group's share."""
+    largest = torch.finfo(original.dtype).max
+    x, y = flat(original).double().clamp(-largest, largest), flat(got).double()
+    magnitude = x.abs()
+    tiny = torch.full_like(x, bound.tiny)
+    if bound.group_size and x.numel():
+        padded = x.new_zeros(-(-x.numel() // bound.group_size), bound.group_size)
+        padded.view(-1)[: x.numel()] = magnitude.nan_to_num(nan=0.0)
+        shares = (bound.share * padded.amax(1)).repeat_interleave(bound.group_size)[: x.numel()]
+        tiny = tiny.maximum(shares)
+    near = (x - y).abs() <= each * magnitude
+    small = (magnitude < tiny) & (y.abs() <= tiny) & (x * y >= 0) & ((x != 0) | (y == 0))
+    near = torch.where(magnitude > bound.limit, y == bound.limit * x.sign(), near | small)
+    wrong = torch.where(x.isnan(), ~y.isnan(), ~near)
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        was, became = float(flat(original)[first]), float(y[first])
+        _fail(
+            f"{where}: {bound} was promised",
+            f"{int(wrong.sum())} other elements, the first at {first} (in memory), where {was} became {became}",
+            "Round to nearest, clamp what is too large, and keep signs and NaNs",
+        )
 
 
 def _mask(codec: Codec) -> Mask:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backstash import codecs
-from backstash.codecs import Binary, Bitmask, Codec, Encoded, Narrow, Shape, Zvc
+from backstash.codecs import Binary, Bitmask, Codec, Csr, Encoded, FewBit, Minifloat, Narrow, Shape, Zvc
 from backstash.errors import CodecRefusedError, UnknownNameError
+from backstash.ops.formats import FORMATS
 from backstash.saved import Mask, Need, PoolWindow, TensorSpec, Test
 from backstash.testing import CodecCheck, check_codec, equal_bits
 
@@ -24,9 +25,12 @@ ANY = st.one_of(tensors.floats(), tensors.two_values(), tensors.integers())
 BUILT_IN = {
     "binary": [Binary()],
     "bitmask": [Bitmask(), Bitmask(Mask(Test.GT, ternary=True)), Bitmask(Mask(Test.CLOSED, -1.0, 1.0, 0.5, math.nan))],
+    "csr": [Csr(), Csr(min_saving=0.5), Csr(values=Minifloat("fp8")), Csr(values=Minifloat("fp10"))],
+    "fewbit": [FewBit(), FewBit("tanh", 4)],
+    "minifloat": [Minifloat(), Minifloat("fp10"), Minifloat("float8_e4m3fn"), Minifloat("float8_e5m2", 16)],
     "narrow": [Narrow()],
     "shape": [Shape()],
-    "zvc": [Zvc(), Zvc(min_saving=0.5)],
+    "zvc": [Zvc(), Zvc(min_saving=0.5), Zvc(values=Minifloat("fp8")), Zvc(values=Minifloat("fp10"))],
 }
 EACH = [pytest.param(codec, id=f"{name}{i or ''}") for name, made in BUILT_IN.items() for i, codec in enumerate(made)]
 SECTIONS = ("Preserves", "Layout", "Bytes", "Determinism", "Source", "Example")
@@ -58,6 +62,16 @@ def test_shape(x: Tensor) -> None:
 @given(tensors.floats())
 def test_zvc(x: Tensor) -> None:
     assert checked(Zvc(), x)
+
+
+@given(tensors.floats())
+def test_csr(x: Tensor) -> None:
+    assert checked(Csr(), x)
+
+
+@given(tensors.floats((torch.float32, torch.bfloat16, torch.float16)))
+def test_minifloat(x: Tensor) -> None:
+    assert checked(Minifloat(), x)
 
 
 @given(tensors.two_values())
@@ -158,8 +172,15 @@ def _bytes(codec: Codec, **known: float) -> int:
 
 def _facts(codec: Codec, x: Tensor, encoded: Encoded) -> dict[str, float]:
     facts = {"n": x.numel(), "itemsize": x.element_size()}
-    if codec.id == "zvc":
+    if codec.id in ("csr", "zvc"):
         facts["nonzeros"] = int(torch.count_nonzero(x.view(tensors.BITS[x.element_size()])))
+    minifloat = codec if isinstance(codec, Minifloat) else getattr(codec, "values", None)
+    facts |= {"word": x.element_size(), "fields": 1}
+    if minifloat is not None:
+        form, size = FORMATS[minifloat.format], minifloat.group_size
+        facts |= {"word": form.dtype.itemsize, "fields": form.fields, "groups": -(-x.numel() // size) if size else 0}
+    if isinstance(codec, FewBit):
+        facts["bits"] = codec.bits
     if codec.id == "narrow":
         facts["bits"] = int(encoded.meta["bits"])  # type: ignore[call-overload]
     return facts

@@ -19,7 +19,8 @@ from torch import Tensor
 from backstash.errors import DamagedPlanesError
 from backstash.ops import cpu, reference
 from backstash.ops.cpu import library
-from backstash.ops.schema import ZVC_CHUNK, bytes_for
+from backstash.ops.formats import FORMATS, SCALED
+from backstash.ops.schema import CSR_ROW, ZVC_CHUNK, bytes_for
 from backstash.saved import Test
 
 pytestmark = pytest.mark.skipif(
@@ -311,6 +312,174 @@ def test_mask_bits_past_the_end_are_ignored(isa: str) -> None:
     assert same(out, x)
 
 
+# --- CSR
+
+
+def check_csr(x: Tensor, out_offset: int = 0) -> None:
+    planes = cpu.csr_encode(x)
+    for plane, expected in zip(planes, reference.csr_encode(x), strict=True):
+        assert same(plane, expected)
+        assert plane.untyped_storage().nbytes() == plane.numel() * plane.element_size()
+    out, untouched = poisoned(x.numel(), x.dtype, out_offset)
+    cpu.csr_decode(*planes, out)
+    assert same(out, x) and untouched()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_csr_tails(dtype: torch.dtype, isa: str) -> None:
+    for n in [*TAILS, *(k * CSR_ROW + d for k in (1, 2, 8, 16, 17) for d in (-65, -64, -1, 0, 1, 63, 64, 65))]:
+        check_csr(contents(n, dtype, seed=n))
+    for n, offset in itertools.product((1, 64, 100, 4096, 4200), (1, 2, 7)):
+        check_csr(contents(n, dtype, seed=n, offset=offset), out_offset=offset)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32, torch.int16, torch.complex64])
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.1, 0.9, 1.0])
+def test_csr_densities(dtype: torch.dtype, density: float, isa: str) -> None:
+    bits = {2: torch.float16, 4: torch.float32, 8: torch.float64}[dtype.itemsize]
+    for n in (130, 300 * CSR_ROW + 77):
+        check_csr(contents(n, bits, density).view(dtype))
+
+
+@pytest.mark.parametrize("n", [1, 17, 63, 64, 70, 255, 256, 257, 4095, 4096, 4097, 10_000])
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_csr_gather_stays_inside_its_planes(n: int, width: int, isa: str) -> None:
+    """Kernels store whole registers: the last ones must not reach past the values that there are."""
+    x = contents(n, {2: torch.float16, 4: torch.float32, 8: torch.float64}[width], seed=n)
+    columns, rows, values = cpu.csr_encode(x)
+    for offset in (0, 1, 5, 64 // width - 1):
+        to, untouched = poisoned(values.numel(), x.dtype, offset)
+        places, untouched_too = poisoned(values.numel(), torch.uint8, offset)
+        library.load().bs_csr_gather(
+            x.data_ptr(), n, width, rows.data_ptr(), places.data_ptr(), to.data_ptr(), values.numel(), 2
+        )
+        assert same(to, values) and untouched()
+        assert same(places, columns) and untouched_too()
+
+
+@pytest.mark.parametrize("n", [100, 256, 257, 4097, 600 * CSR_ROW + 100])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_csr_damage_is_found_before_anything_is_written(n: int, dtype: torch.dtype, isa: str) -> None:
+    columns, rows, values = cpu.csr_encode(contents(n, dtype))
+    last = rows.numel() - 1
+    late = columns.clone()
+    late[-1] = 255  # rises, but past the end of the tensor
+    damages = [
+        (flip(columns, 0, 7), rows, values),
+        (columns.flip(0), rows, values),
+        (torch.zeros_like(columns), rows, values),
+        (torch.cat([columns[:1], columns[:-1]]), rows, values),
+        (columns, flip(rows, 0), values),
+        (columns, flip(rows, last, 3), values),
+        (columns, flip(rows, last // 2, 30), values),
+        (columns, flip(rows, (last + 1) // 2, 31), values),
+        (columns, rows + 1, values),
+        (columns, rows, values[:-1]),
+        (columns[:-1], rows, values),
+        (columns[:-1], rows, values[:-1]),
+        (columns[:0], rows, values[:0]),
+        (torch.cat([columns, columns[:1]]), rows, torch.cat([values, values[:1]])),
+        (columns, rows[:-1], values),
+        (columns, torch.cat([rows, rows[-1:]]), values),
+        *([(late, rows, values)] if n % CSR_ROW else []),
+    ]
+    for i, planes in enumerate(damages):
+        out, untouched = poisoned(n, dtype)
+        for ops in (cpu, reference):
+            with pytest.raises(DamagedPlanesError):
+                ops.csr_decode(*planes, out)
+            assert (out.view(torch.uint8) == 0xA5).all() and untouched(), (i, ops)
+
+
+def test_csr_empty() -> None:
+    check_csr(torch.empty(0))
+    for ops in (cpu, reference):
+        with pytest.raises(DamagedPlanesError):
+            ops.csr_decode(
+                torch.empty(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.ones(1), torch.empty(0)
+            )
+
+
+# --- fewbit
+
+
+def check_fewbit(x: Tensor, thresholds: list[float], bits: int, offset: int = 0) -> int:
+    packed, nonfinite = cpu.fewbit_encode(x, thresholds, bits)
+    expected, expected_nonfinite = reference.fewbit_encode(x, thresholds, bits)
+    assert same(packed, expected) and same(nonfinite, expected_nonfinite), (x.numel(), thresholds)
+    values = torch.linspace(-2.7, 3.1, 2**bits).tolist()
+    out, untouched = poisoned(x.numel(), x.dtype, offset)
+    again = torch.empty_like(x)
+    cpu.fewbit_decode(packed, values, bits, out)
+    reference.fewbit_decode(packed, values, bits, again)
+    assert same(out, again) and untouched()
+    return int(nonfinite)
+
+
+def edges(bits: int) -> list[float]:
+    return torch.linspace(-1.7, 2.1, 2**bits - 1).tolist()
+
+
+FEWBIT_FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", FEWBIT_FLOATS)
+@pytest.mark.parametrize("bits", range(1, 5))
+def test_fewbit_tails(bits: int, dtype: torch.dtype, isa: str) -> None:
+    for n in [*TAILS, 1023, 1024, 1025, 3000]:
+        x = torch.randn(n + 1, generator=generator(n)).to(dtype)
+        assert check_fewbit(x[1:], edges(bits), bits, offset=n % 3) == 0
+        check_fewbit(contents(n, dtype, density=0.9, seed=n, offset=n % 3), edges(bits), bits)
+
+
+@pytest.mark.parametrize("dtype", FEWBIT_FLOATS)
+@pytest.mark.parametrize(
+    "thresholds",
+    [[], [0.0], [-0.0], [0.1], [-1e-45, 1e-45], [-1e-9, 0.0, 1e-9], [1.0, 1.001, 70000.0], [-3.4e38, 0.3, math.inf]],
+)
+def test_fewbit_thresholds_between_the_numbers_of_a_dtype(
+    thresholds: list[float], dtype: torch.dtype, isa: str
+) -> None:
+    numbers = torch.tensor([0.0, 0.1, 0.3, 1.0, 1.001, 1e-9, 1e-45, 70000.0, 3.4e38, math.inf]).to(dtype)
+    bits = reference.bits_of(numbers)
+    largest = torch.iinfo(bits.dtype).max
+    near = torch.cat([bits, bits + 1, (bits - 1).clamp(min=0)]).clamp(max=largest)
+    x = torch.cat([near, near | torch.iinfo(bits.dtype).min]).view(dtype)
+    check_fewbit(x, torch.tensor(thresholds).tolist(), 2)
+
+
+@pytest.mark.parametrize("bits", range(1, 5))
+def test_fewbit_every_half(bits: int, isa: str) -> None:
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert check_fewbit(x.view(dtype), edges(bits), bits) == int((~x.view(dtype).isfinite()).sum())
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_fewbit_large(threads: int, isa: str) -> None:
+    """Many blocks, and an output large enough for streaming stores, with and without the alignment for them."""
+    x = torch.randn(7 << 20, generator=generator())[: (7 << 20) - 3]
+    packed, nonfinite = cpu.fewbit_encode(x, edges(3), 3)
+    assert int(nonfinite) == 0
+    start = 3 << 16  # a block starts at a whole byte
+    assert same(cpu.fewbit_encode(x[start:], edges(3), 3)[0], packed[start * 3 // 8 :])
+    assert same(packed[:12], reference.fewbit_encode(x[:32], edges(3), 3)[0])
+    values = torch.linspace(-2.7, 3.1, 8)
+    codes = torch.bucketize(x, torch.tensor(edges(3)))
+    for offset in (0, 1):
+        out = torch.full((x.numel() + offset + 64,), 3.0)
+        cpu.fewbit_decode(packed, values.tolist(), 3, out[offset : x.numel() + offset])
+        assert torch.equal(out[offset : x.numel() + offset], values[codes])
+        assert (out[x.numel() + offset :] == 3).all() and (out[:offset] == 3).all()
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_fewbit_codes_of_another_size_are_refused(wrong: int) -> None:
+    packed = torch.zeros(bytes_for(999, 3) + wrong, dtype=torch.uint8)
+    with pytest.raises(DamagedPlanesError, match="'packed'"):
+        cpu.fewbit_decode(packed, [0.0] * 8, 3, torch.empty(999))
+
+
 # --- narrow
 
 
@@ -479,8 +648,14 @@ def test_nothing_is_read_or_written_past_the_planes(width: int, isa: str) -> Non
         out = at_page_end(torch.empty(n, dtype=dtype), keep)
         cpu.zvc_decode(*planes, out)
         assert same(out, x)
+        sparse = [at_page_end(plane, keep) for plane in cpu.csr_encode(x)]
+        cpu.csr_decode(*sparse, out)
+        assert same(out, x)
         cpu.bitmask_encode(x, Test.NOT_LE.code, 0.0, 0.0)
         cpu.bitmask_decode(planes[0], out, 1.0, 0.0)
+        for bits in range(1, 5) if width < 8 else ():
+            codes = at_page_end(cpu.fewbit_encode(x, edges(bits), bits)[0], keep)
+            cpu.fewbit_decode(codes, [1.0] * 2**bits, bits, out)
         integer = at_page_end(reference.bits_of(x).clone(), keep)
         for bits in (1, 2, 4, 5, 8, 16):
             packed = at_page_end(cpu.narrow_encode(integer, bits, 0), keep)
@@ -500,9 +675,17 @@ def test_large(dtype: torch.dtype, threads: int, isa: str) -> None:
     assert same(planes[0], mask)
     assert same(planes[1], counts.cumsum(0) - counts)
     assert same(planes[2], bits[expected])
+    sparse = cpu.csr_encode(bits)
+    assert same(sparse[2], planes[2])
+    assert same(sparse[0], (expected.nonzero().view(-1) % CSR_ROW).to(torch.uint8))
+    assert int(sparse[1][-1]) == planes[2].numel()
     for offset in (0, 1):
         out = torch.full((n + offset + 64,), 3.0, dtype=dtype)
         cpu.zvc_decode(*planes, out[offset : n + offset])
+        assert same(out[offset : n + offset], bits)
+        assert (out[n + offset :] == 3).all() and (out[:offset] == 3).all()
+        out.fill_(3.0)
+        cpu.csr_decode(*sparse, out[offset : n + offset])
         assert same(out[offset : n + offset], bits)
         assert (out[n + offset :] == 3).all() and (out[:offset] == 3).all()
         cpu.bitmask_decode(mask, out[offset : n + offset], 1.0, -2.0)
@@ -521,6 +704,137 @@ def test_large_integers(threads: int, isa: str) -> None:
         # A block starts at a whole byte: what a slice encodes to is a slice of what all encodes to.
         start = 3 << 16
         assert same(cpu.narrow_encode(x[start:], bits, -8), packed[start * bits // 8 :])
+
+
+# --- minifloat
+
+
+MINIFLOATS = [
+    (f, d) for f in FORMATS for d in (torch.float32, torch.float16, torch.bfloat16) if cpu._takes(FORMATS[f], d)
+]
+WORDS_EDGES = [3071, 3072, 3073, 2 * 3072 + 1]
+
+
+def numbers(dtype: torch.dtype) -> Tensor:
+    """Every bit pattern of 16 bits; of float32 every exponent with what lies on ties and one beside them."""
+    if dtype.itemsize == 2:
+        return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    near = [k * (1 << bit) + d for bit in range(10, 23) for k in (0, 1, 3, 5) for d in (-1, 0, 1)]
+    mantissas = torch.tensor(sorted({m for m in (*near, (1 << 23) - 1) if 0 <= m < 1 << 23}))
+    magnitudes = ((torch.arange(256) << 23)[:, None] | mantissas).view(-1)
+    return torch.cat([magnitudes, magnitudes - (1 << 31)]).to(torch.int32).view(torch.float32)
+
+
+def check_minifloat(x: Tensor, format: str, offset: int = 0) -> None:
+    for nonzero in (False, True):
+        codes = cpu.minifloat_encode(x, format, nonzero)
+        assert same(codes, reference.minifloat_encode(x, format, nonzero)), x.numel()
+    out, untouched = poisoned(x.numel(), x.dtype, offset)
+    expected = torch.empty_like(x)
+    cpu.minifloat_decode(codes, format, out)
+    reference.minifloat_decode(codes, format, expected)
+    assert same(out, expected) and untouched(), x.numel()
+
+
+@pytest.mark.parametrize(("format", "dtype"), MINIFLOATS, ids=str)
+def test_minifloat(format: str, dtype: torch.dtype, isa: str) -> None:
+    check_minifloat(numbers(dtype), format)
+    for n, offset in [*((n, n % 3) for n in (*TAILS, *WORDS_EDGES))]:
+        check_minifloat(contents(n, dtype, 0.9, seed=n, offset=offset), format, offset)
+
+
+@pytest.mark.parametrize(("format", "dtype"), [(f, d) for f, d in MINIFLOATS if f in SCALED], ids=str)
+@pytest.mark.parametrize("group_size", [16, 256, 4096])
+def test_minifloat_of_groups(group_size: int, format: str, dtype: torch.dtype, isa: str) -> None:
+    every = numbers(dtype)
+    for x in (every, every[torch.randperm(every.numel(), generator=generator())], *(every[7 : 7 + n] for n in TAILS)):
+        codes, scales = cpu.minifloat_scaled_encode(x, format, group_size)
+        codes_expected, scales_expected = reference.minifloat_scaled_encode(x, format, group_size)
+        assert same(scales, scales_expected) and same(codes, codes_expected), x.numel()
+        out, untouched = poisoned(x.numel(), dtype, 1)
+        expected = torch.empty_like(x)
+        cpu.minifloat_scaled_decode(codes, scales, format, group_size, out)
+        reference.minifloat_scaled_decode(codes, scales, format, group_size, expected)
+        assert same(out, expected) and untouched(), x.numel()
+
+
+def check_zvc_minifloat(x: Tensor, format: str, offset: int = 0) -> None:
+    planes = cpu.zvc_minifloat_encode(x, format)
+    for plane, expected in zip(planes, reference.zvc_minifloat_encode(x, format), strict=True):
+        assert same(plane, expected), x.numel()
+        assert plane.untyped_storage().nbytes() == plane.nbytes
+    out, untouched = poisoned(x.numel(), x.dtype, offset)
+    decoded = torch.empty_like(x)
+    cpu.zvc_minifloat_decode(*planes, format, out)
+    reference.zvc_minifloat_decode(*planes, format, decoded)
+    assert same(out, decoded) and untouched(), x.numel()
+
+
+@pytest.mark.parametrize(("format", "dtype"), MINIFLOATS, ids=str)
+def test_zvc_minifloat(format: str, dtype: torch.dtype, isa: str) -> None:
+    check_zvc_minifloat(numbers(dtype), format)
+    for n in [*TAILS, *AROUND_CHUNKS]:
+        check_zvc_minifloat(contents(n, dtype, seed=n, offset=n % 3), format, n % 5)
+    for density in (0.0, 0.001, 1.0):
+        check_zvc_minifloat(contents(40 * ZVC_CHUNK + 77, dtype, density), format)
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+@pytest.mark.parametrize("at", [(0,), (0, 70_000), (5, 70_000, 199_999), (1, 2, 65_536, 65_537, 140_000)])
+def test_words_that_several_blocks_share(at: tuple[int, ...], threads: int, isa: str) -> None:
+    """A block of ZVC has 16 chunks; a word of fp10 may have values of three of them."""
+    x = torch.zeros(200_000)
+    x[list(at)] = torch.arange(1.0, len(at) + 1)
+    check_zvc_minifloat(x, "fp10")
+    x[65_000:65_600] = torch.arange(600.0) + 1
+    check_zvc_minifloat(x, "fp10")
+
+
+@pytest.mark.parametrize("n", [100, 4097, 3 * ZVC_CHUNK + 100])
+@pytest.mark.parametrize("format", ["fp8", "fp10"])
+def test_zvc_minifloat_damage_is_found_before_anything_is_written(n: int, format: str, isa: str) -> None:
+    mask, offsets, values = cpu.zvc_minifloat_encode(contents(n, torch.float32), format)
+    last = offsets.numel() - 1
+    damages = [
+        (mask, offsets, values[:-1]),
+        (mask, offsets, torch.cat([values, values[:1]])),
+        (mask, flip(offsets, 0), values),
+        (mask, flip(offsets, last, 40), values),
+        (mask, flip(offsets, last, 63 - 1), values),
+        (mask, -offsets - 1, values),
+        (mask[:-1], offsets, values),
+        (mask, offsets[:-1], values),
+        (torch.full_like(mask, 0xFF), offsets, values),
+    ]
+    if last > 0:
+        damages.append((flip(mask, 0), offsets, values))
+    for i, planes in enumerate(damages):
+        out, untouched = poisoned(n, torch.float32)
+        with pytest.raises(DamagedPlanesError):
+            cpu.zvc_minifloat_decode(*planes, format, out)
+        assert (out.view(torch.uint8) == 0xA5).all() and untouched(), i
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+@pytest.mark.parametrize("format", FORMATS)
+def test_minifloat_past_the_caches(format: str, threads: int, isa: str) -> None:
+    """Large enough for streaming stores of the codes too, with a part of a line and of a word at the end."""
+    x = contents((24 << 20) + 3 * 1024 + 5, torch.float32, 0.7)
+    codes = cpu.minifloat_encode(x, format, False)
+    planes = cpu.zvc_minifloat_encode(x, format)
+    out, zvc_out = torch.empty_like(x), torch.empty_like(x)
+    cpu.minifloat_decode(codes, format, out)
+    cpu.zvc_minifloat_decode(*planes, format, zvc_out)
+    start = x.numel() - 3 * 4096 - 5
+    for part in (slice(start // 3 * 3, None), slice(3 << 20, (3 << 20) + 6 * 4096)):
+        some = reference.minifloat_encode(x[part], format, False)
+        expected = torch.empty_like(x[part])
+        reference.minifloat_decode(some, format, expected)
+        assert same(out[part], expected)
+        expected = torch.where(x[part] == 0, x[part], expected)
+        kept = reference.minifloat_encode(x[part], format, True)
+        reference.minifloat_decode(kept, format, expected)
+        assert same(zvc_out[part], torch.where(x[part].view(torch.int32) == 0, x[part], expected))
 
 
 @pytest.mark.parametrize("threads", [2], indirect=True)

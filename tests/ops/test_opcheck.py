@@ -35,6 +35,26 @@ def arguments(op: str, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
         return (x,)
     if op == "zvc_decode":
         return *OPS.zvc_encode(x), torch.empty_like(x)
+    if op == "csr_encode":
+        return (x,)
+    if op == "csr_decode":
+        return *OPS.csr_encode(x), torch.empty_like(x)
+    if op == "fewbit_encode":
+        return x, [0.5, 1.5, 3.0], 2
+    if op == "fewbit_decode":
+        return OPS.fewbit_encode(x, [0.5, 1.5, 3.0], 2)[0], [1.0, 2.0, 3.0, 4.0], 2, torch.empty_like(x)
+    if op == "minifloat_encode":
+        return x, "fp10", True
+    if op == "minifloat_decode":
+        return OPS.minifloat_encode(x, "fp10", False), "fp10", torch.empty_like(x)
+    if op == "minifloat_scaled_encode":
+        return x, "float8_e4m3fn", 16
+    if op == "minifloat_scaled_decode":
+        return *OPS.minifloat_scaled_encode(x, "float8_e4m3fn", 16), "float8_e4m3fn", 16, torch.empty_like(x)
+    if op == "zvc_minifloat_encode":
+        return x, "fp10"
+    if op == "zvc_minifloat_decode":
+        return *OPS.zvc_minifloat_encode(x, "fp10"), "fp10", torch.empty_like(x)
     if op == "narrow_encode":
         return integers, 5, 5
     if op == "narrow_decode":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from backstash.ops import triton as launchers
+from backstash.ops.formats import FORMATS, SCALED
 from backstash.ops.schema import bytes_for, window_bits, zvc_chunks
 from backstash.saved import Test
 
@@ -49,6 +51,25 @@ def calls() -> Iterator[Call]:
         yield launchers.binary_decode, (mask, pair, x)
         yield launchers.zvc_encode_staged, (x,)
         yield launchers.zvc_decode, (mask, flat(torch.int64, 1), flat(dtype, 1000), x)
+        yield launchers.csr_counted, (x,)
+        yield launchers.csr_compact, (x, flat(torch.int32, 17), flat(torch.uint8, 1000), flat(dtype, 1000))
+        yield launchers.csr_decode, (flat(torch.uint8, 1000), flat(torch.int32, 17), flat(dtype, 1000), x)
+    for dtype, bits in itertools.product((torch.float32, torch.float16, torch.bfloat16), (1, 3, 4)):
+        thresholds, values = [0.5 * i - 1 for i in range(2**bits - 1)], [0.4 * i - 1 for i in range(2**bits)]
+        yield launchers.fewbit_encode, (flat(dtype), thresholds, bits)
+        yield launchers.fewbit_decode, (flat(torch.uint8, bytes_for(N, bits)), values, bits, flat(dtype))
+    for form, dtype in itertools.product(FORMATS.values(), (torch.float32, torch.float16, torch.bfloat16)):
+        if form.bits < 8 * dtype.itemsize:
+            codes = flat(form.dtype, form.words(N))
+            yield launchers.minifloat_encode, (flat(dtype), form.name, dtype == torch.float16)
+            yield launchers.minifloat_decode, (codes, form.name, flat(dtype))
+            mask, offsets = flat(torch.uint8, bytes_for(N, 1)), flat(torch.int64, 1)
+            yield launchers.zvc_minifloat_compact, (flat(dtype), form.name, offsets, codes)
+            yield launchers.zvc_minifloat_decode, (mask, offsets, codes, form.name, flat(dtype))
+            if form.name in SCALED:
+                yield launchers.minifloat_scaled_encode, (flat(dtype), form.name, 256)
+                scales = flat(torch.float32, N // 256)
+                yield launchers.minifloat_scaled_decode, (flat(form.dtype), scales, form.name, 256, flat(dtype))
     for dtype, bits in ((torch.bool, 1), (torch.uint8, 3), (torch.int32, 16), (torch.int64, 4), (torch.int64, 31)):
         yield launchers.narrow_encode, (flat(dtype), bits, -3)
         yield launchers.narrow_decode, (flat(torch.uint8, bytes_for(N, bits)), bits, -3, flat(dtype))

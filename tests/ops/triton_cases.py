@@ -7,6 +7,7 @@ fills stands between canaries, at an address that is aligned to its elements onl
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from torch import Tensor
 from backstash.errors import DamagedPlanesError
 from backstash.ops import reference
 from backstash.ops import triton as launchers
-from backstash.ops.schema import ZVC_CHUNK, bytes_for, window_bits
+from backstash.ops.formats import FORMATS, SCALED
+from backstash.ops.schema import CSR_ROW, ZVC_CHUNK, bytes_for, window_bits
 from backstash.saved import Test
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -189,6 +191,120 @@ def test_zvc_decode_of_damaged_contents_stays_inside_its_planes(dtype: torch.dty
         assert not bits(got[ZVC_CHUNK if planes[0] is mask else 0 :]).any(), "values out of nowhere"
 
 
+def csr_cases(dtype: torch.dtype) -> Iterator[Tensor]:
+    """All lengths; and rows that are full, empty, and empty between full ones."""
+    for n in [*LENGTHS, CSR_ROW - 1, CSR_ROW, CSR_ROW + 1]:
+        yield contents(dtype, n)
+    yield torch.zeros(CSR_ROW + 5, dtype=dtype)
+    yield torch.full((20 * CSR_ROW,), -0.0).to(dtype)
+    gap = torch.ones(3 * CSR_ROW + 1, dtype=dtype)
+    gap[CSR_ROW : 2 * CSR_ROW] = 0
+    yield gap
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
+def test_csr(dtype: torch.dtype) -> None:
+    for x in csr_cases(dtype) if dtype.is_floating_point else [torch.arange(-5000, 5000) % 3]:
+        planes = launchers.csr_encode(on_device(x))
+        planes_expected = reference.csr_encode(x)
+        for name, got, want in zip(("columns", "rows", "values"), planes, planes_expected, strict=True):
+            assert got.dtype == want.dtype, name
+            assert torch.equal(bits(got), bits(want)), (name, x.numel())
+        decoded = filled(x.numel(), dtype, launchers.csr_decode, *planes_expected)
+        assert torch.equal(bits(decoded), bits(x)), x.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_csr_decode_of_damaged_contents_stays_inside_its_planes(dtype: torch.dtype) -> None:
+    n = 3 * CSR_ROW + 21
+    columns, rows, values = reference.csr_encode(torch.where(torch.rand(n) < 0.3, torch.randn(n), 0.0).to(dtype))
+    wrong = rows.clone()
+    wrong[1:] = torch.tensor([2**31 - 1, -(2**31), 7, values.numel() + 9])
+    last = columns.clone()
+    last[rows[-2] :] = 255  # past the end of a last row of 21
+    for planes in ((columns, wrong, values), (last, rows, values), (columns.flip(0), rows, values)):
+        filled(n, dtype, launchers.csr_decode, *planes)
+    none = filled(n, dtype, launchers.csr_decode, columns[:0], rows, values[:0])
+    assert not bits(none).any(), "values out of nowhere"
+
+
+@pytest.mark.parametrize("width", range(1, 5))
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_fewbit(dtype: torch.dtype, width: int) -> None:
+    edges = torch.linspace(-1.5, 6.0, 2**width - 1).tolist()
+    values = torch.linspace(-3.1, 2.7, 2**width).tolist()
+    for thresholds in (edges, [-0.0], []):
+        thresholds = torch.tensor(thresholds).tolist()
+        for n in (*TAILS, 8 * launchers.BLOCK_BYTES // width + 9, launchers.BLOCK + 1):
+            x = contents(dtype, n)
+            packed, nonfinite = launchers.fewbit_encode(on_device(x), thresholds, width)
+            packed_expected, nonfinite_expected = reference.fewbit_encode(x, thresholds, width)
+            assert torch.equal(packed.cpu(), packed_expected), n
+            assert torch.equal(nonfinite.cpu(), nonfinite_expected), n
+            got = filled(n, dtype, launchers.fewbit_decode, packed_expected, values, width)
+            want = expected(n, dtype, reference.fewbit_decode, packed_expected, values, width)
+            assert torch.equal(bits(got), bits(want)), n
+
+
+def takes(format: str, dtype: torch.dtype) -> bool:
+    return FORMATS[format].bits < 8 * dtype.itemsize
+
+
+def numbers_of(dtype: torch.dtype, n: int) -> Tensor:
+    """:func:`contents` of all sizes, with what rounds to even, up to the smallest normal number, and over the top."""
+    x = contents(dtype, n) * torch.tensor(2.0).pow(torch.randint(-24, 18, (n,))).to(dtype)
+    edges = torch.tensor([1 + k / 64 for k in range(64)]) * 2.0 ** torch.randint(-18, 17, (64,))
+    return torch.where(torch.rand(n) < 0.2, edges.to(dtype)[torch.randint(64, (n,))], x)
+
+
+MINIFLOATS = [(f, d) for f in FORMATS for d in FLOATS[:3] if takes(f, d)]
+
+
+@pytest.mark.parametrize(("format", "dtype"), MINIFLOATS, ids=str)
+def test_minifloat(format: str, dtype: torch.dtype) -> None:
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
+    some = (patterns.int() << 16 | 0x8000).view(dtype) if dtype == torch.float32 else patterns.view(dtype)
+    for x in [some, *(numbers_of(dtype, n) for n in (*TAILS, launchers.BLOCK - 1, launchers.BLOCK, 3073, 4097))]:
+        for nonzero in (False, True):
+            codes = launchers.minifloat_encode(on_device(x), format, nonzero)
+            want = reference.minifloat_encode(x, format, nonzero)
+            assert codes.dtype == want.dtype
+            assert torch.equal(codes.cpu(), want), x.numel()
+        got = filled(x.numel(), dtype, launchers.minifloat_decode, want, format)
+        decoded = expected(x.numel(), dtype, reference.minifloat_decode, want, format)
+        assert torch.equal(bits(got), bits(decoded)), x.numel()
+
+
+@pytest.mark.parametrize(("format", "dtype"), [(f, d) for f, d in MINIFLOATS if f in SCALED], ids=str)
+def test_minifloat_of_groups(format: str, dtype: torch.dtype) -> None:
+    for n, group_size in itertools.product((*TAILS, 255, 256, 257, 4097), (16, 256, 4096)):
+        x = numbers_of(dtype, n)
+        planes = launchers.minifloat_scaled_encode(on_device(x), format, group_size)
+        wanted = reference.minifloat_scaled_encode(x, format, group_size)
+        for got, want in zip(planes, wanted, strict=True):
+            assert got.dtype == want.dtype
+            assert torch.equal(bits(got), bits(want)), (n, group_size)
+        got = filled(n, dtype, launchers.minifloat_scaled_decode, *wanted, format, group_size)
+        want = expected(n, dtype, reference.minifloat_scaled_decode, *wanted, format, group_size)
+        assert torch.equal(bits(got), bits(want)), (n, group_size)
+
+
+@pytest.mark.parametrize(("format", "dtype"), MINIFLOATS, ids=str)
+def test_zvc_minifloat(format: str, dtype: torch.dtype) -> None:
+    for x in zvc_cases(dtype):
+        planes = launchers.zvc_minifloat_encode(on_device(x), format)
+        wanted = reference.zvc_minifloat_encode(x, format)
+        for got, want in zip(planes, wanted, strict=True):
+            assert got.dtype == want.dtype
+            assert torch.equal(bits(got), bits(want)), x.numel()
+        got = filled(x.numel(), dtype, launchers.zvc_minifloat_decode, *wanted, format)
+        want = expected(x.numel(), dtype, reference.zvc_minifloat_decode, *wanted, format)
+        assert torch.equal(bits(got), bits(want)), x.numel()
+    mask, offsets, values = wanted
+    none = filled(x.numel(), dtype, launchers.zvc_minifloat_decode, mask, offsets + 2**62, values, format)
+    assert not bits(none).any(), "values out of nowhere"
+
+
 @pytest.mark.parametrize("width", range(1, 33))
 def test_narrow(width: int) -> None:
     for dtype in INTEGERS:
@@ -290,16 +406,30 @@ def test_planes_of_wrong_size_are_refused() -> None:
             launchers.binary_decode(plane(size), out[:2], out)
         with pytest.raises(DamagedPlanesError, match="'mask'"):
             launchers.zvc_decode(plane(size), offsets, out, out)
+        with pytest.raises(DamagedPlanesError, match="'rows'"):
+            launchers.csr_decode(plane(3), plane(size + 1, torch.int32), out[:3], out)
+        with pytest.raises(DamagedPlanesError, match="'columns'"):
+            launchers.csr_decode(plane(size), plane(2, torch.int32), out[:3], out)
+        with pytest.raises(DamagedPlanesError, match="'packed'"):
+            launchers.fewbit_decode(plane(size), [1.0, 2.0], 1, out)
         with pytest.raises(DamagedPlanesError, match="'packed'"):
             launchers.narrow_decode(plane(size), 1, 0, plane(20, torch.int64))
         with pytest.raises(DamagedPlanesError, match="'packed'"):
             launchers.window_decode(plane(size), *pool2, plane(20, torch.int64))
+    with pytest.raises(DamagedPlanesError, match="'codes'"):
+        launchers.minifloat_decode(plane(19), "fp8", out)
+    with pytest.raises(DamagedPlanesError, match="'scales'"):
+        launchers.minifloat_scaled_decode(plane(20), plane(1, torch.float32), "float8_e5m2", 16, out)
+    with pytest.raises(DamagedPlanesError, match="at most 20 values in 7 words, got 8"):
+        launchers.zvc_minifloat_decode(plane(3), offsets, plane(8, torch.int32), "fp10", out)
     with pytest.raises(DamagedPlanesError, match="'pair'"):
         launchers.binary_decode(plane(3), out[:1], out)
     with pytest.raises(DamagedPlanesError, match="'offsets'"):
         launchers.zvc_decode(plane(3), plane(2, torch.int64), out, out)
     with pytest.raises(DamagedPlanesError, match="at most 20 values"):
         launchers.zvc_decode(plane(3), offsets, plane(21, torch.float32), out)
+    with pytest.raises(DamagedPlanesError, match="at most 20 values"):
+        launchers.csr_decode(plane(21), plane(2, torch.int32), plane(21, torch.float32), out)
 
 
 def test_fields_and_bytes_that_share_bits() -> None:

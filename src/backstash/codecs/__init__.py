@@ -7,6 +7,9 @@ from typing import Any
 import backstash.ops.backends as _backends  # noqa: F401  registers the kernels that the codecs call
 from backstash.codecs.base import Codec, Encoded, ErrorBound
 from backstash.codecs.bitmask import Binary, Bitmask
+from backstash.codecs.csr import Csr
+from backstash.codecs.fewbit import FewBit
+from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.narrow import Narrow
 from backstash.codecs.shape import Shape
 from backstash.codecs.zvc import Zvc
@@ -16,8 +19,11 @@ __all__ = [
     "Binary",
     "Bitmask",
     "Codec",
+    "Csr",
     "Encoded",
     "ErrorBound",
+    "FewBit",
+    "Minifloat",
     "Narrow",
     "Shape",
     "Zvc",
@@ -59,5 +65,5 @@ def get(name: str, **parameters: Any) -> Codec:
     return _REGISTRY[name](**parameters)
 
 
-for _codec in (Shape, Bitmask, Binary, Narrow, Zvc):
+for _codec in (Shape, Bitmask, Binary, Narrow, Zvc, Minifloat, Csr, FewBit):
     register_codec(_codec)

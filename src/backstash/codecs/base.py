@@ -10,12 +10,22 @@ and two equal codecs do the same. The contract, which :func:`backstash.testing.c
   the full pass can tell, by raising :class:`~backstash.errors.CodecRefusedError` from ``encode``.
 * It knows nothing of stores, sessions or policies.
 
+Three members are optional:
+
+* ``label``, a str: what reports show in place of ``id``, where one id has several forms: ``"zvc+fp8"``.
+* ``keeps(mask: Mask) -> bool``: whether every element, NaN and infinities too, decodes to one that the mask's test
+  treats like the original, so that a codec which does not preserve SIGN at large can serve such a SIGN need
+  nevertheless; one that has no such method keeps no mask beyond what it preserves.
+* ``serves``, a frozenset: the functions (``SavedTensor.function``) for whose derivative alone the codec is made; a
+  Session uses it for no other reader.
+
 Tensors are encoded in memory order, so that any dense layout (contiguous, channels_last, transposed) costs the same
 and comes back with the same strides.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
@@ -32,10 +42,27 @@ EXACT = frozenset(Need)
 
 @dataclass(frozen=True, slots=True)
 class ErrorBound:
-    """How far a decoded element may be from the original: ``abs``, or ``rel`` to the tensor's value range."""
+    """How far a decoded element may be from the original. NaN stays NaN.
+
+    With ``each``, an infinity counts as the largest finite number of its dtype; otherwise it stays what it was.
+
+    Attributes:
+        abs: the largest difference.
+        rel: the largest difference as a share of the tensor's value range.
+        each: the largest difference as a share of the element's own magnitude; 2**-4 where 3 bits of it are kept.
+        tiny: with ``each``, the magnitude below which an element may become zero, or anything up to this, of its sign.
+        limit: with ``each``, the magnitude above which an element becomes this, with its sign.
+        share: with ``group_size``, what is tiny as well: a share of the group's largest magnitude.
+        group_size: how many neighbours in memory order are a group.
+    """
 
     abs: float | None = None
     rel: float | None = None
+    each: float | None = None
+    tiny: float = 0.0
+    limit: float = math.inf
+    share: float = 0.0
+    group_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +96,14 @@ class Codec(Protocol):
     """See the module's docstring for the contract."""
 
     id: ClassVar[str]
-    preserves: ClassVar[frozenset[Need]]
-    bound: ClassVar[ErrorBound | None]
+
+    @property
+    def preserves(self) -> frozenset[Need]:
+        """The needs that it serves; a class variable where it is the same for all instances."""
+
+    @property
+    def bound(self) -> ErrorBound | None:
+        """How far VALUE is served, None where it is served exactly; a class variable or a property."""
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """None if tensors like ``spec`` can be encoded, else the reason why not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,49 +11,93 @@ from torch import Tensor
 
 from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, refuses_layout, require
 from backstash.codecs.bitmask import FLOATS
+from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.sample import look
 from backstash.errors import DamagedPlanesError
 from backstash.ops.schema import bytes_for, zvc_chunks
-from backstash.saved import Need, TensorSpec
+from backstash.saved import Mask, Need, TensorSpec, Test
 
 _ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
 class Zvc:
-    """Stores the elements that have any bit set, and where they are.
+    """Stores the elements that have any bit set, and where they are; on request in a smaller format.
 
-    Preserves: SHAPE, SIGN, INDEX, VALUE - every bit: -0.0 and NaN payloads are not zero.
+    Preserves: SHAPE, SIGN, INDEX, VALUE - every bit: -0.0 and NaN payloads are not zero. With ``values`` SHAPE and
+        VALUE within the bound of that; zeros stay what they are, and what is not zero does not become it.
     Layout: plane ``mask`` uint8 [ceil(n / 8)], element ``i`` in memory order in bit ``i % 8`` of byte ``i // 8``;
         ``offsets`` int64 [ceil(n / 4096)], where each chunk of 4,096 elements begins in ``values``;
-        ``values`` [number of set bits] of the tensor's dtype.
-    Bytes: ceil(n / 8) + 8 * ceil(n / 4096) + itemsize * nonzeros.
+        ``values`` [number of set bits] of the tensor's dtype, or as many codes as Minifloat's plane ``codes`` has them;
+        but a magnitude that would become zero becomes the smallest one that the format has.
+    Bytes: ceil(n / 8) + 8 * ceil(n / 4096) + word * ceil(nonzeros / fields), where an element of ``values`` has
+        ``word`` bytes and ``fields`` values: itemsize and 1 without a smaller format.
     Determinism: the same planes on every backend.
     Source: cDMA (HPCA 2018), section 5, "ZVC"; ours has chunks with offsets, so that all cores decode at once, and
-        tests bits, not values.
+        tests bits, not values. Gist (ISCA 2018), section 3.2, reduces the precision of the values of CSR; ours does it
+        in the pass that gathers them.
 
     Args:
         min_saving: the smallest share of the dense bytes worth a pass over them; declined below it.
+        values: the smaller format of the values, one without scales; None keeps every bit.
+
+    Raises:
+        ValueError: ``min_saving`` is no share, or ``values`` has scales.
 
     Example:
         >>> x = torch.zeros(1000); x[7] = -0.0
         >>> encoded = Zvc().encode(x)
         >>> encoded.nbytes, torch.equal(Zvc().decode(encoded).view(torch.int32), x.view(torch.int32))
         (137, True)
+        >>> Zvc(values=Minifloat("fp8")).encode(x).nbytes
+        134
     """
 
     min_saving: float = 0.02
+    values: Minifloat | None = None
 
     id: ClassVar[str] = "zvc"
-    preserves: ClassVar[frozenset[Need]] = EXACT
-    bound: ClassVar[ErrorBound | None] = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.min_saving < 1.0:
             raise ValueError(f"Zvc asked for min_saving={self.min_saving}, but it is a share: 0 <= min_saving < 1.")
+        if self.values is not None and self.values.group_size:
+            raise ValueError(
+                f"Zvc was asked for values={self.values!r}, but what it stores has no groups of neighbours. Use "
+                f"Minifloat({self.values.format!r}, group_size=0)."
+            )
+
+    @property
+    def label(self) -> str:
+        """``"zvc"``, or ``"zvc+fp8"`` and the like."""
+        return self.id if self.values is None else f"{self.id}+{self.values.label}"
+
+    @property
+    def preserves(self) -> frozenset[Need]:
+        """Every need, or with ``values`` what that preserves."""
+        return EXACT if self.values is None else self.values.preserves
+
+    @property
+    def bound(self) -> ErrorBound | None:
+        """That of ``values``."""
+        return None if self.values is None else self.values.bound
+
+    def keeps(self, mask: Mask) -> bool:
+        """Whether the mask's test, and whether an element is negative or NaN, comes out as for the original.
+
+        Always without ``values``. With it zero, the sign and NaN are kept, but no other number is, nor an infinity: so
+        for tests against zero, whatever stands in, and CLOSED tells an infinity from nothing.
+        """
+        if self.values is None or mask.test is Test.NONZERO:
+            return True
+        if mask.test is Test.CLOSED:
+            return mask.lo in (0.0, -math.inf) and mask.hi in (0.0, math.inf)
+        return mask.test in (Test.NOT_LE, Test.GT) and mask.lo == 0.0
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16, 32 or 64 bits."""
+        """Dense floating tensors of 16, 32 or 64 bits, of them those that ``values`` accepts."""
+        if self.values is not None:
+            return self.values.accepts(spec)
         if spec.dtype not in FLOATS:
             return "it takes float32, bfloat16, float16 and float64 only"
         return refuses_layout(spec)
@@ -63,17 +108,20 @@ class Zvc:
         if elements == 0:
             return "it is empty"
         density = nonzeros / elements
-        saving = 1.0 - density - 1.0 / (8 * x.element_size())
+        saving = 1.0 - density * self._bits(x.dtype) / (8 * x.element_size()) - 1.0 / (8 * x.element_size())
         return None if saving >= self.min_saving else f"{density:.0%} of a sample is not zero"
 
     def encode(self, x: Tensor) -> Encoded:
         """Two passes over ``x``: one counts and makes the mask, one gathers."""
         spec = require(self, x)
-        mask, offsets, values = _ops.zvc_encode(flat(x))
+        if self.values is None:
+            mask, offsets, values = _ops.zvc_encode(flat(x))
+        else:
+            mask, offsets, values = _ops.zvc_minifloat_encode(flat(x), self.values.format)
         return Encoded(self.id, spec, {"mask": mask, "offsets": offsets, "values": values})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        """Every bit of the original.
+        """Every bit of the original, or the values as the smaller format has them.
 
         Raises:
             DamagedPlanesError: the planes do not fit together.
@@ -85,9 +133,19 @@ class Zvc:
                 f"{planes['offsets'].numel()} offsets. The stash was overwritten or cut short; compute the step again."
             )
         out = like(encoded.spec, out)
-        _ops.zvc_decode(planes["mask"], planes["offsets"], planes["values"], flat(out))
+        if self.values is None:
+            _ops.zvc_decode(planes["mask"], planes["offsets"], planes["values"], flat(out))
+        else:
+            _ops.zvc_minifloat_decode(
+                planes["mask"], planes["offsets"], planes["values"], self.values.format, flat(out)
+            )
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """As if no element were zero."""
-        return bytes_for(spec.numel, 1) + 8 * zvc_chunks(spec.numel) + spec.nbytes
+        values = spec.nbytes if self.values is None else self.values.codes_nbytes(spec.numel)
+        return bytes_for(spec.numel, 1) + 8 * zvc_chunks(spec.numel) + values
+
+    def _bits(self, dtype: torch.dtype) -> float:
+        """Bits that a value takes."""
+        return 8 * dtype.itemsize if self.values is None else self.values.bits

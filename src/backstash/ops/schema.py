@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backstash.ops.formats import FORMATS, groups
+
 ZVC_CHUNK = 4096
 """Elements per ZVC chunk: every chunk has one entry in the offsets plane."""
+
+CSR_ROW = 256
+"""Elements per row of CSR: what a column of one byte tells apart."""
 
 LIBRARY = torch.library.Library("backstash", "DEF")
 
@@ -26,6 +31,16 @@ SCHEMAS = {
     "binary_decode": "(Tensor mask, Tensor pair, Tensor(a!) out) -> ()",
     "zvc_encode": "(Tensor x) -> (Tensor, Tensor, Tensor)",
     "zvc_decode": "(Tensor mask, Tensor offsets, Tensor values, Tensor(a!) out) -> ()",
+    "csr_encode": "(Tensor x) -> (Tensor, Tensor, Tensor)",
+    "csr_decode": "(Tensor columns, Tensor rows, Tensor values, Tensor(a!) out) -> ()",
+    "fewbit_encode": "(Tensor x, float[] thresholds, int bits) -> (Tensor, Tensor)",
+    "fewbit_decode": "(Tensor packed, float[] values, int bits, Tensor(a!) out) -> ()",
+    "minifloat_encode": "(Tensor x, str format, bool nonzero) -> Tensor",
+    "minifloat_decode": "(Tensor codes, str format, Tensor(a!) out) -> ()",
+    "minifloat_scaled_encode": "(Tensor x, str format, int group_size) -> (Tensor, Tensor)",
+    "minifloat_scaled_decode": "(Tensor codes, Tensor scales, str format, int group_size, Tensor(a!) out) -> ()",
+    "zvc_minifloat_encode": "(Tensor x, str format) -> (Tensor, Tensor, Tensor)",
+    "zvc_minifloat_decode": "(Tensor mask, Tensor offsets, Tensor values, str format, Tensor(a!) out) -> ()",
     "narrow_encode": "(Tensor x, int bits, int base) -> Tensor",
     "narrow_decode": "(Tensor packed, int bits, int base, Tensor(a!) out) -> ()",
     "window_encode": f"(Tensor indices, {_WINDOW}) -> (Tensor, Tensor)",
@@ -54,6 +69,11 @@ def zvc_chunks(numel: int) -> int:
     return (numel + ZVC_CHUNK - 1) // ZVC_CHUNK
 
 
+def csr_rows(numel: int) -> int:
+    """Number of CSR rows that ``numel`` elements make."""
+    return (numel + CSR_ROW - 1) // CSR_ROW
+
+
 def check_flat(name: str, x: Tensor) -> None:
     """Raise unless ``x`` is 1-D and contiguous, which is all that the kernels read."""
     if x.dim() != 1 or not x.is_contiguous():
@@ -77,6 +97,39 @@ def _zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
         x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
         x.new_empty(nonzeros),
+    )
+
+
+def _csr_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    nonzeros = torch.library.get_ctx().new_dynamic_size()
+    return (
+        x.new_empty(nonzeros, dtype=torch.uint8),
+        x.new_empty(csr_rows(x.numel()) + 1, dtype=torch.int32),
+        x.new_empty(nonzeros),
+    )
+
+
+def _fewbit_encode(x: Tensor, thresholds: list[float], bits: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8), x.new_empty(1, dtype=torch.int64)
+
+
+def _minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
+    form = FORMATS[format]
+    return x.new_empty(form.words(x.numel()), dtype=form.dtype)
+
+
+def _minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Tensor, Tensor]:
+    form = FORMATS[format]
+    scales = x.new_empty(groups(x.numel(), group_size), dtype=torch.float32)
+    return x.new_empty(form.words(x.numel()), dtype=form.dtype), scales
+
+
+def _zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    words = torch.library.get_ctx().new_dynamic_size()
+    return (
+        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
+        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
+        x.new_empty(words, dtype=FORMATS[format].dtype),
     )
 
 
@@ -106,11 +159,21 @@ FAKES: dict[str, Callable[..., Any]] = {
     "bitmask_encode": _bitmask_encode,
     "binary_encode": _binary_encode,
     "zvc_encode": _zvc_encode,
+    "csr_encode": _csr_encode,
+    "fewbit_encode": _fewbit_encode,
+    "minifloat_encode": _minifloat_encode,
+    "minifloat_scaled_encode": _minifloat_scaled_encode,
+    "zvc_minifloat_encode": _zvc_minifloat_encode,
     "narrow_encode": _narrow_encode,
     "window_encode": _window_encode,
     "bitmask_decode": _nothing,
     "binary_decode": _nothing,
     "zvc_decode": _nothing,
+    "csr_decode": _nothing,
+    "fewbit_decode": _nothing,
+    "minifloat_decode": _nothing,
+    "minifloat_scaled_decode": _nothing,
+    "zvc_minifloat_decode": _nothing,
     "narrow_decode": _nothing,
     "window_decode": _nothing,
 }

@@ -1,15 +1,21 @@
-"""The chart of a comparison. Needs matplotlib: ``pip install 'backstash[plot]'``."""
+"""The charts: of a comparison, and of what a step holds. Needs matplotlib: ``pip install 'backstash[plot]'``."""
 
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from backstash.errors import MeasureError
+from backstash.planning.trace import Role, Trace
 from backstash.report.compare import Comparison
 
 COLOURS = ("#8c8c8c", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -21,6 +27,16 @@ _MEASURES = (
     ("stash", "stash_nbytes"),
     ("step time", "step_seconds"),
 )
+
+_ROLES: tuple[tuple[Role, str, str], ...] = (
+    ("parameter", "parameters", "#c9c9c9"),
+    ("gradient", "their gradients", "#9a9a9a"),
+    ("stashed", "stashed, dense", "#d55e00"),
+    ("encoded", "stashed, encoded", "#009e73"),
+    ("decoded", "decoded", "#e69f00"),
+    ("immediate", "immediately consumed", "#56b4e9"),
+)
+"""From the bottom of a timeline to its top: what lasts the step first, what comes and goes last."""
 
 
 def chart(comparison: Comparison) -> Figure:
@@ -46,6 +62,114 @@ def save(comparison: Comparison, png: Path, svg: Path) -> None:
     figure.savefig(png, format="png", dpi=150)
     with matplotlib.rc_context({"svg.hashsalt": "backstash"}):
         figure.savefig(svg, format="svg", metadata={"Date": None})
+
+
+def timeline_chart(traces: Mapping[str, Trace]) -> Figure:
+    """Live bytes over a training step, one panel per trace, split by what the bytes are for.
+
+    Operations are as wide as each other; what happens inside of one is drawn inside of it. So equal positions are the
+    same operation where traces are of the same model.
+
+    Args:
+        traces: by title. The first is the baseline: its peak is marked in the others.
+
+    Raises:
+        MeasureError: there is no trace, or one without operations.
+    """
+    if not traces or not all(trace.ops for trace in traces.values()):
+        raise MeasureError(
+            f"a timeline was asked for of {len(traces)} traces, but it needs one or more, each with operations. "
+            f"Make them with planning.record.record(step)."
+        )
+    figure = Figure(figsize=(10, 1.1 + 2.5 * len(traces)), layout="constrained")
+    panels = figure.subplots(len(traces), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    peak = max(trace.peak_nbytes for trace in traces.values())
+    baseline = next(iter(traces.values())).peak_nbytes
+    for number, (axes, (title, trace)) in enumerate(zip(panels, traces.items(), strict=True)):
+        _areas(axes, trace)
+        _marks(axes, title, trace, baseline if number else None)
+        axes.set_ylim(0, peak / 2**20 * 1.2)
+    panels[-1].set_xlim(0, 2)
+    panels[-1].set_xticks([0, 1, 2], ["step begins", "backward begins", "step ends"])
+    for label, side in zip(panels[-1].get_xticklabels(), ("left", "center", "right"), strict=True):
+        label.set_horizontalalignment(side)
+    there = {buffer.role for trace in traces.values() for buffer in trace.buffers}
+    handles = [Patch(color=colour, label=label) for role, label, colour in _ROLES if role in there]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    return figure
+
+
+def timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
+    """Write :func:`timeline_chart` as the ending of ``path`` says (png, svg, pdf); equal traces give equal files."""
+    ending = Path(path).suffix.lower()
+    dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with matplotlib.rc_context({"svg.hashsalt": "backstash"}):
+        timeline_chart(traces).savefig(path, dpi=150, metadata=dated.get(ending))
+
+
+def _areas(axes: Axes, trace: Trace) -> None:
+    places = [0.0, *_places(trace)]
+    layers = []
+    for role, _, colour in _ROLES:
+        live = trace.live((role,))
+        if any(live):
+            resident = sum(b.nbytes for b in trace.buffers if b.role == role and (b.start, b.end) == (0, trace.end))
+            layers.append((colour, [nbytes / 2**20 for nbytes in (resident, *live, live[-1])]))
+    axes.stackplot(
+        places,
+        [live for _, live in layers],
+        colors=[colour for colour, _ in layers],
+        step="post",
+        linewidth=0,
+        rasterized=len(places) > 5000,  # or a vector file has a corner for each allocation of a long step
+    )
+
+
+def _marks(axes: Axes, title: str, trace: Trace, baseline: int | None) -> None:
+    """The passes, the peak and what it is of the baseline's."""
+    live = trace.live()
+    peak, places = trace.peak_nbytes, _places(trace)
+    where = places[live.index(peak)]
+    axes.axvline(1.0, color="#222222", linewidth=0.9)
+    text = f"peak {peak / 2**20:,.0f} MiB"
+    if baseline:
+        axes.axhline(baseline / 2**20, color="#444444", linewidth=0.9, linestyle=(0, (4, 3)))
+        text += f" ({peak / baseline:.2f}x)"
+    axes.plot([where], [peak / 2**20], marker="o", markersize=4.5, color="#222222", clip_on=False, zorder=5)
+    axes.annotate(
+        text,
+        (where, peak / 2**20),
+        xytext=(-7 if where > 1.6 else 7, 4),
+        textcoords="offset points",
+        ha="right" if where > 1.6 else "left",
+        fontsize=9,
+        fontweight="bold",
+    )
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    for middle, name in ((0.5, "forward"), (1.5, "backward")):
+        axes.text(middle, 0.985, name, transform=axes.get_xaxis_transform(), ha="center", va="top", color="#555555")
+    axes.set_ylabel("live MiB")
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0)
+
+
+def _places(trace: Trace) -> list[float]:
+    """Where on the axis each tick begins, and where the last one ends: forward is 0 to 1, backward 1 to 2."""
+    begun = Counter(op.start for op in trace.ops)
+    skipped = max(begun[0] - 1, 0)  # gradients set to zero and the like: nothing is allocated yet
+    forward = sum(op.start < trace.backward for op in trace.ops) - skipped
+    backward = len(trace.ops) - skipped - forward
+    edges = sorted({0, *begun, trace.backward, trace.end})
+    places: list[float] = []
+    ops = -skipped  # begun so far
+    for begin, until in pairwise(edges):
+        ops += begun[begin]
+        for tick in range(begin, until):  # all in the last of the operations that begin here
+            done = max(ops - 1, 0) + (tick - begin) / (until - begin)
+            places.append(done / max(forward, 1) if tick < trace.backward else 1 + (done - forward) / max(backward, 1))
+    return [*places, 2.0]
 
 
 def _bars(axes: Axes, comparison: Comparison) -> None:

@@ -4,7 +4,9 @@ Every plane is byte-identical to the one of ``ops/reference``. What the C++ does
 reference themselves, and only this:
 
 * bitmask: tests on a dtype other than float32, float64, float16, bfloat16; decoding to elements of 16 bytes.
-* binary, ZVC: elements of 1 byte or 16 bytes.
+* binary, ZVC, CSR: elements of 1 byte or 16 bytes.
+* fewbit: a dtype other than float32, float16, bfloat16; more than 4 bits.
+* minifloat: a dtype other than float32, float16, bfloat16; a format of 16 bits and a dtype other than float32.
 * narrow: a dtype other than int64, int32, int16, int8, uint8, bool.
 * window: more than three spatial dimensions.
 
@@ -14,7 +16,7 @@ Outputs of a decoder belong to the caller: who makes a fresh one calls :func:`ad
 from __future__ import annotations
 
 import math
-from ctypes import byref, c_int64
+from ctypes import byref, c_int32, c_int64, c_uint32
 from functools import lru_cache
 from typing import Any
 
@@ -25,18 +27,28 @@ from backstash.errors import DamagedPlanesError
 from backstash.ops import reference
 from backstash.ops.cpu import library
 from backstash.ops.cpu.library import available, build_info, isa, set_isa
-from backstash.ops.schema import bytes_for, window_bits, zvc_chunks
+from backstash.ops.formats import FORMATS, SCALED, Format, groups
+from backstash.ops.schema import bytes_for, csr_rows, window_bits, zvc_chunks
 
 __all__ = [
     "advise_huge",
+    "affine",
     "available",
     "binary_decode",
     "binary_encode",
     "bitmask_decode",
     "bitmask_encode",
     "build_info",
+    "csr_decode",
+    "csr_encode",
+    "fewbit_decode",
+    "fewbit_encode",
     "isa",
     "look",
+    "minifloat_decode",
+    "minifloat_encode",
+    "minifloat_scaled_decode",
+    "minifloat_scaled_encode",
     "narrow_decode",
     "narrow_encode",
     "set_isa",
@@ -44,12 +56,16 @@ __all__ = [
     "window_encode",
     "zvc_decode",
     "zvc_encode",
+    "zvc_minifloat_decode",
+    "zvc_minifloat_encode",
 ]
 
 # The codes of native/elements.h.
 _FLOATS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _INTEGERS = {torch.int64: 0, torch.int32: 1, torch.int16: 2, torch.int8: 3, torch.uint8: 4, torch.bool: 5}
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_SIGNED = {2: torch.int16, 4: torch.int32}
+_INFINITY = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 
 _SERIAL_BELOW = 256 << 10
 """Bytes of the larger side below which waking a second thread costs more than it saves."""
@@ -107,6 +123,46 @@ def look(x: Tensor, runs: int, run: int, step: int) -> tuple[int, int]:
     nonzeros, patterns = c_int64(), c_int64()
     _lib.bs_look(x.data_ptr(), x.element_size(), runs, run, step, byref(nonzeros), byref(patterns))
     return nonzeros.value, patterns.value
+
+
+def affine(
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    relu: bool,
+    out: Tensor,
+) -> bool:
+    """``[relu](batch_norm(x) [+ residual])`` from the statistics that batch norm saved, in one pass.
+
+    Rounded as ATen's kernel is on a CPU with fused multiply-add; who uses it proves the bits.
+
+    Args:
+        x: float32 [N, C, ...], contiguous or channels last; ``residual`` and ``out`` are laid out like it.
+        mean, invstd, weight, bias: float32 [C].
+
+    Returns:
+        False, with ``out`` untouched, where a layout or a dtype is another one.
+    """
+    channels = x.shape[1] if x.dim() > 1 else 0
+    vectors = [one for one in (mean, invstd, weight, bias) if one is not None]
+    if not channels or any(
+        v.dtype is not torch.float32 or v.shape != (channels,) or not v.is_contiguous() for v in vectors
+    ):
+        return False
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if x.is_contiguous():
+        outer, inner = x.shape[0], math.prod(x.shape[2:])
+    elif channels_last is not None and x.is_contiguous(memory_format=channels_last):
+        outer, inner = x.numel() // channels, 1
+    else:
+        return False
+    scratch = torch.empty(2 * channels, dtype=torch.float32, device="cpu")
+    pointers = [None if one is None else one.data_ptr() for one in (x, residual, mean, invstd, weight, bias, scratch)]
+    _lib.bs_affine(*pointers, outer, channels, inner, relu, out.data_ptr(), _threads(x.numel() * 4))
+    return True
 
 
 def bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
@@ -201,6 +257,179 @@ def zvc_decode(mask: Tensor, offsets: Tensor, values: Tensor, out: Tensor) -> No
     planes = mask.data_ptr(), offsets.data_ptr(), values.data_ptr()
     if _lib.bs_zvc_decode(*planes, stored, out.data_ptr(), n, width, _threads(n * width)) != 0:
         raise DamagedPlanesError(reference.zvc_damage(stored))
+
+
+def csr_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`backstash.ops.reference.csr_encode`."""
+    width = x.element_size()
+    if width not in (2, 4, 8):
+        return reference.csr_encode(x)
+    n, source = x.numel(), x.data_ptr()
+    threads = _threads(n * width)
+    rows = torch.empty(csr_rows(n) + 1, dtype=torch.int32, device="cpu")
+    stored = _lib.bs_csr_count(source, n, width, rows.data_ptr(), threads)
+    columns, values = _new(stored, torch.uint8), _new(stored, x.dtype)
+    planes = rows.data_ptr(), columns.data_ptr(), values.data_ptr()
+    _lib.bs_csr_gather(source, n, width, *planes, stored, threads)
+    return columns, rows, values
+
+
+def csr_decode(columns: Tensor, rows: Tensor, values: Tensor, out: Tensor) -> None:
+    """See :func:`backstash.ops.reference.csr_decode`. All planes are checked before ``out`` is touched.
+
+    Raises:
+        DamagedPlanesError: a plane is not of the size that ``out`` or another plane needs, or the rows, the columns and
+            the number of values do not agree.
+    """
+    width = out.element_size()
+    if width not in (2, 4, 8) or values.element_size() != width or rows.dtype is not torch.int32:
+        return reference.csr_decode(columns, rows, values, out)
+    n, stored = out.numel(), values.numel()
+    _check_plane("csr_decode", "rows", rows, csr_rows(n) + 1)
+    _check_plane("csr_decode", "columns", columns, stored)
+    planes = columns.data_ptr(), rows.data_ptr(), values.data_ptr()
+    if _lib.bs_csr_decode(*planes, stored, out.data_ptr(), n, width, _threads(n * width)) != 0:
+        raise DamagedPlanesError(reference.csr_damage(stored))
+
+
+@lru_cache(maxsize=256)
+def _keys(thresholds: tuple[float, ...], bits: int, dtype: torch.dtype) -> Any:
+    """Thresholds of float32 as integers that numbers of ``dtype``, taken as such, exceed where these exceed those.
+
+    A number of ``dtype`` exceeds a threshold just where it exceeds the largest one of ``dtype`` that is not above it.
+    """
+    edges = torch.tensor(thresholds, dtype=torch.float32, device="cpu")
+    near = edges.to(dtype) + 0.0  # -0.0 becomes 0.0
+    keys = []
+    for word, above in zip(near.view(_SIGNED[dtype.itemsize]).tolist(), (near.float() > edges).tolist(), strict=True):
+        key = word if word >= 0 else word ^ (2 ** (8 * dtype.itemsize - 1) - 1)
+        key -= above
+        keys.append(key - (key == -1))  # that is -0.0, which is no number below 0.0
+    padding = [2 ** (8 * dtype.itemsize - 1) - 1] * (2**bits - 1 - len(keys))
+    return (c_int32 * (2**bits - 1))(*keys, *padding)
+
+
+@lru_cache(maxsize=256)
+def _table(values: tuple[float, ...], dtype: torch.dtype) -> Any:
+    """The bits of ``values`` rounded to ``dtype``."""
+    rounded = torch.tensor(values, dtype=dtype, device="cpu").view(_UNSIGNED[dtype.itemsize])
+    return (c_uint32 * len(values))(*rounded.tolist())
+
+
+def fewbit_encode(x: Tensor, thresholds: list[float], bits: int) -> tuple[Tensor, Tensor]:
+    """See :func:`backstash.ops.reference.fewbit_encode`."""
+    infinity = _INFINITY.get(x.dtype)
+    if infinity is None or not 1 <= bits <= 4:
+        return reference.fewbit_encode(x, thresholds, bits)
+    n, width = x.numel(), x.element_size()
+    packed = _new(bytes_for(n, bits), torch.uint8)
+    keys = _keys(tuple(thresholds), bits, x.dtype)
+    threads = _threads(n * width)
+    nonfinite = _lib.bs_fewbit_encode(x.data_ptr(), n, width, infinity, bits, keys, packed.data_ptr(), threads)
+    return packed, torch.tensor([nonfinite], device="cpu")
+
+
+def fewbit_decode(packed: Tensor, values: list[float], bits: int, out: Tensor) -> None:
+    """See :func:`backstash.ops.reference.fewbit_decode`.
+
+    Raises:
+        DamagedPlanesError: the plane is not of the size that ``out`` needs.
+    """
+    if out.dtype not in _INFINITY or not 1 <= bits <= 4 or len(values) != 2**bits:
+        return reference.fewbit_decode(packed, values, bits, out)
+    n, width = out.numel(), out.element_size()
+    _check_plane("fewbit_decode", "packed", packed, bytes_for(n, bits))
+    table = _table(tuple(values), out.dtype)
+    _lib.bs_fewbit_decode(packed.data_ptr(), bits, table, out.data_ptr(), n, width, _threads(n * width))
+
+
+def _takes(form: Format, dtype: torch.dtype) -> bool:
+    return dtype is torch.float32 or (dtype in (torch.float16, torch.bfloat16) and form.bits < 16)
+
+
+def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
+    """See :func:`backstash.ops.reference.minifloat_encode`."""
+    form, n = FORMATS[format], x.numel()
+    if not _takes(form, x.dtype):
+        return reference.minifloat_encode(x, format, nonzero)
+    codes = _new(form.words(n), form.dtype)
+    arguments = x.data_ptr(), n, _FLOATS[x.dtype], form.code, nonzero
+    _lib.bs_minifloat_encode(*arguments, codes.data_ptr(), _threads(x.nbytes))
+    return codes
+
+
+def minifloat_decode(codes: Tensor, format: str, out: Tensor) -> None:
+    """See :func:`backstash.ops.reference.minifloat_decode`.
+
+    Raises:
+        DamagedPlanesError: the plane is not of the size that ``out`` needs.
+    """
+    form, n = FORMATS[format], out.numel()
+    if not _takes(form, out.dtype) or codes.dtype is not form.dtype:
+        return reference.minifloat_decode(codes, format, out)
+    _check_plane("minifloat_decode", "codes", codes, form.words(n))
+    arguments = codes.data_ptr(), form.code, out.data_ptr(), n, _FLOATS[out.dtype]
+    _lib.bs_minifloat_decode(*arguments, _threads(out.nbytes))
+
+
+def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """See :func:`backstash.ops.reference.minifloat_scaled_encode`."""
+    form, n = FORMATS[format], x.numel()
+    if not _takes(form, x.dtype) or format not in SCALED:
+        return reference.minifloat_scaled_encode(x, format, group_size)
+    codes, scales = _new(n, form.dtype), _new(groups(n, group_size), torch.float32)
+    arguments = x.data_ptr(), n, _FLOATS[x.dtype], form.code, group_size
+    _lib.bs_minifloat_scaled_encode(*arguments, codes.data_ptr(), scales.data_ptr(), _threads(x.nbytes))
+    return codes, scales
+
+
+def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_size: int, out: Tensor) -> None:
+    """See :func:`backstash.ops.reference.minifloat_scaled_decode`.
+
+    Raises:
+        DamagedPlanesError: a plane is not of the size that ``out`` needs.
+    """
+    form, n = FORMATS[format], out.numel()
+    if not _takes(form, out.dtype) or format not in SCALED or scales.dtype is not torch.float32:
+        return reference.minifloat_scaled_decode(codes, scales, format, group_size, out)
+    _check_plane("minifloat_scaled_decode", "codes", codes, n)
+    _check_plane("minifloat_scaled_decode", "scales", scales, groups(n, group_size))
+    arguments = codes.data_ptr(), scales.data_ptr(), form.code, group_size, out.data_ptr(), n, _FLOATS[out.dtype]
+    _lib.bs_minifloat_scaled_decode(*arguments, _threads(out.nbytes))
+
+
+def zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`backstash.ops.reference.zvc_minifloat_encode`."""
+    form, n = FORMATS[format], x.numel()
+    if not _takes(form, x.dtype):
+        return reference.zvc_minifloat_encode(x, format)
+    threads = _threads(x.nbytes)
+    mask = _new(bytes_for(n, 1), torch.uint8)
+    offsets = torch.empty(zvc_chunks(n), dtype=torch.int64, device="cpu")
+    planes = mask.data_ptr(), offsets.data_ptr()
+    stored = _lib.bs_zvc_mark(x.data_ptr(), n, x.element_size(), *planes, threads)
+    values = _new(form.words(stored), form.dtype)
+    arguments = x.data_ptr(), n, _FLOATS[x.dtype], *planes, form.code
+    _lib.bs_zvc_minifloat_gather(*arguments, values.data_ptr(), stored, threads)
+    return mask, offsets, values
+
+
+def zvc_minifloat_decode(mask: Tensor, offsets: Tensor, values: Tensor, format: str, out: Tensor) -> None:
+    """See :func:`backstash.ops.reference.zvc_minifloat_decode`. All planes are checked before ``out`` is touched.
+
+    Raises:
+        DamagedPlanesError: a plane is not of the size that ``out`` needs, or the mask's bits, the offsets and the
+            number of values do not agree.
+    """
+    form, n = FORMATS[format], out.numel()
+    if not _takes(form, out.dtype) or values.dtype is not form.dtype:
+        return reference.zvc_minifloat_decode(mask, offsets, values, format, out)
+    _check_plane("zvc_minifloat_decode", "mask", mask, bytes_for(n, 1))
+    _check_plane("zvc_minifloat_decode", "offsets", offsets, zvc_chunks(n))
+    planes = mask.data_ptr(), offsets.data_ptr(), values.data_ptr()
+    target = out.data_ptr(), n, _FLOATS[out.dtype]
+    if _lib.bs_zvc_minifloat_decode(*planes, values.numel(), form.code, *target, _threads(out.nbytes)) != 0:
+        raise DamagedPlanesError(reference.zvc_damage(values.numel()))
 
 
 def narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:

@@ -3,9 +3,10 @@
 Signatures and planes are those of ``ops/reference``, byte for byte. Importing this module imports neither Triton nor
 CUDA's runtime; the first launch does. Under ``TRITON_INTERPRET=1`` the same launchers run on CPU tensors, for tests.
 
-Nothing here waits for the device, except :func:`zvc_encode`, whose result has a size that only the device knows
-(:func:`zvc_encode_staged` does without). For the same reason decoding cannot raise for planes of the right size and
-wrong contents: their sizes are checked here, on the host; the kernels keep every access inside its plane.
+Nothing here waits for the device, except :func:`zvc_encode` and :func:`csr_encode`, whose results have a size that only
+the device knows (:func:`zvc_encode_staged` does without). For the same reason decoding cannot raise for planes of the
+right size and wrong contents: their sizes are checked here, on the host; the kernels keep every access inside its
+plane.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops.schema import ZVC_CHUNK, bytes_for, window_bits, zvc_chunks
+from backstash.ops.formats import FORMATS, Format, groups, scale_ceiling
+from backstash.ops.schema import CSR_ROW, ZVC_CHUNK, bytes_for, csr_rows, window_bits, zvc_chunks
 from backstash.saved import Test
 
 BLOCK_BYTES = 256
@@ -31,6 +33,9 @@ BLOCK = 1024
 
 ZVC_WARPS = 8
 """Warps for a chunk of ZVC_CHUNK elements: 16 elements per thread, as in the other kernels (Triton's default is 4)."""
+
+CSR_ROWS = 16
+"""Rows of CSR that one program makes or reads: 4096 elements, as many as a chunk of ZVC."""
 
 _BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -262,6 +267,285 @@ def zvc_decode(mask: Tensor, offsets: Tensor, values: Tensor, out: Tensor) -> No
         values.numel(),
         CHUNK=ZVC_CHUNK,
         num_warps=ZVC_WARPS,
+    )
+
+
+def csr_counted(x: Tensor) -> Tensor:
+    """First pass of CSR: the rows plane, whose last entry is the number of values, on the device."""
+    programs = csr_rows(x.numel())
+    counts = x.new_empty(programs, dtype=torch.int32)
+    kernel = _kernels().csr_count_kernel
+    _launch(kernel, _blocks(programs, CSR_ROWS), _bits_of(x), counts, x.numel(), ROWS=CSR_ROWS, ROW=CSR_ROW)
+    rows = x.new_zeros(programs + 1, dtype=torch.int32)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=rows[1:])
+    return rows
+
+
+def csr_compact(x: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Second pass of CSR: fill ``columns`` and ``values``, which have room for what ``rows`` announces."""
+    _launch(
+        _kernels().csr_compact_kernel,
+        _blocks(csr_rows(x.numel()), CSR_ROWS),
+        _bits_of(x),
+        rows,
+        columns,
+        _bits_of(values),
+        x.numel(),
+        ROWS=CSR_ROWS,
+        ROW=CSR_ROW,
+        num_warps=ZVC_WARPS,
+    )
+
+
+def csr_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compressed sparse rows. See ``reference.csr_encode``.
+
+    **Waits for the device**, once, after the first of two passes, as :func:`zvc_encode` does.
+
+    Args:
+        x: [n], 2, 4 or 8 bytes per element, n < 2**31.
+
+    Returns:
+        columns uint8 [number of elements that have any bit set]; rows int32 [ceil(n / CSR_ROW) + 1]; values [as many
+        as columns] of ``x``'s dtype.
+    """
+    rows = csr_counted(x)
+    stored = int(rows[-1].item())
+    columns, values = x.new_empty(stored, dtype=torch.uint8), x.new_empty(stored)
+    csr_compact(x, rows, columns, values)
+    return columns, rows, values
+
+
+def csr_decode(columns: Tensor, rows: Tensor, values: Tensor, out: Tensor) -> None:
+    """Fill ``out`` [n] from the planes of :func:`csr_encode`.
+
+    Raises:
+        DamagedPlanesError: a plane has the wrong size, or there are more values than elements. That the rows, the
+            columns and the values agree is not checked, which would wait for the device: no access leaves its plane.
+    """
+    _check_plane("csr_decode", "rows", rows, csr_rows(out.numel()) + 1, out)
+    _check_plane("csr_decode", "columns", columns, values.numel(), out)
+    if values.numel() > out.numel():
+        raise DamagedPlanesError(
+            f"csr_decode asked for at most {out.numel()} values, got {values.numel()}. The stash was overwritten or "
+            f"belongs to another tensor; compute the step again."
+        )
+    _launch(
+        _kernels().csr_decode_kernel,
+        _blocks(csr_rows(out.numel()), CSR_ROWS),
+        columns,
+        rows,
+        _bits_of(values),
+        _bits_of(out),
+        out.numel(),
+        values.numel(),
+        ROWS=CSR_ROWS,
+        ROW=CSR_ROW,
+        num_warps=ZVC_WARPS,
+    )
+
+
+def fewbit_encode(x: Tensor, thresholds: list[float], bits: int) -> tuple[Tensor, Tensor]:
+    """How many thresholds each element exceeds, in ``bits`` bits. See ``reference.fewbit_encode``.
+
+    Returns:
+        uint8 [ceil(n * bits / 8)]; and int64 [1] on the device: how many elements are not finite.
+    """
+    packed = x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
+    nonfinite = x.new_zeros(1, dtype=torch.int64)
+    _launch(
+        _kernels().fewbit_encode_kernel,
+        _blocks(packed.numel(), BLOCK_BYTES),
+        x,
+        packed,
+        nonfinite,
+        x.numel(),
+        packed.numel(),
+        tuple(float(threshold) for threshold in thresholds),
+        COUNT=len(thresholds),
+        BITS=bits,
+        FIELDS_PER_BYTE=_fields_per_byte(bits),
+        BLOCK_BYTES=BLOCK_BYTES,
+    )
+    return packed, nonfinite
+
+
+def fewbit_decode(packed: Tensor, values: list[float], bits: int, out: Tensor) -> None:
+    """Fill ``out`` [n] with ``values[field]``, rounded to its dtype.
+
+    Raises:
+        DamagedPlanesError: the packed plane has not ceil(n * bits / 8) bytes.
+    """
+    _check_plane("fewbit_decode", "packed", packed, bytes_for(out.numel(), bits), out)
+    _launch(
+        _kernels().fewbit_decode_kernel,
+        _blocks(out.numel(), BLOCK),
+        packed,
+        _bits_of(out),
+        out.numel(),
+        packed.numel(),
+        tuple(_bits_of_number(value, out.dtype) for value in values),
+        BITS=bits,
+        BYTES_PER_FIELD=_bytes_per_field(bits),
+        BLOCK=BLOCK,
+    )
+
+
+def _format_constants(form: Format, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "HALF": dtype == torch.float16,
+        "MANTISSA": form.mantissa,
+        "BIAS": form.bias,
+        "BITS": form.bits,
+        "TOP": form.top,
+        "SUBNORMALS": form.subnormals,
+        "FIELDS": form.fields,
+    }
+
+
+def _scaled_constants(form: Format, dtype: torch.dtype, group_size: int) -> dict[str, Any]:
+    constants = _format_constants(form, dtype)
+    del constants["SUBNORMALS"], constants["FIELDS"]
+    return {**constants, "ROWS": max(1, ZVC_CHUNK // group_size), "GROUP": group_size, "num_warps": ZVC_WARPS}
+
+
+def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
+    """Each element as a number of a small format. See ``reference.minifloat_encode``.
+
+    Args:
+        x: float32, bfloat16 or float16 [n].
+        format: a name in ``ops/formats.FORMATS``.
+        nonzero: whether what is not zero gets the smallest magnitude that is not zero instead of zero.
+    """
+    form = FORMATS[format]
+    codes = x.new_empty(form.words(x.numel()), dtype=form.dtype)
+    _launch(
+        _kernels().minifloat_encode_kernel,
+        _blocks(codes.numel(), BLOCK),
+        _bits_of(x),
+        codes,
+        x.numel(),
+        codes.numel(),
+        NONZERO_STAYS=nonzero,
+        BLOCK=BLOCK,
+        **_format_constants(form, x.dtype),
+    )
+    return codes
+
+
+def minifloat_decode(codes: Tensor, format: str, out: Tensor) -> None:
+    """Fill ``out`` [n] from the plane of :func:`minifloat_encode`.
+
+    Raises:
+        DamagedPlanesError: the plane has not the format's words for n codes.
+    """
+    form = FORMATS[format]
+    _check_plane("minifloat_decode", "codes", codes, form.words(out.numel()), out)
+    _launch(
+        _kernels().minifloat_decode_kernel,
+        _blocks(out.numel(), BLOCK),
+        codes,
+        _bits_of(out),
+        out.numel(),
+        BLOCK=BLOCK,
+        **_format_constants(form, out.dtype),
+    )
+
+
+def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """Codes of what is divided by its group's scale, and the scales. See ``reference.minifloat_scaled_encode``."""
+    form = FORMATS[format]
+    codes = x.new_empty(x.numel(), dtype=form.dtype)
+    scales = x.new_empty(groups(x.numel(), group_size), dtype=torch.float32)
+    constants = _scaled_constants(form, x.dtype, group_size)
+    _launch(
+        _kernels().minifloat_scaled_encode_kernel,
+        _blocks(scales.numel(), constants["ROWS"]),
+        _bits_of(x),
+        codes,
+        _bits_of(scales),
+        x.numel(),
+        CEILING=_bits_of_number(scale_ceiling(form, x.dtype), torch.float32),
+        **constants,
+    )
+    return codes, scales
+
+
+def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_size: int, out: Tensor) -> None:
+    """Fill ``out`` [n] from the planes of :func:`minifloat_scaled_encode`.
+
+    Raises:
+        DamagedPlanesError: a plane is not of the size that ``out`` needs.
+    """
+    form = FORMATS[format]
+    _check_plane("minifloat_scaled_decode", "codes", codes, out.numel(), out)
+    _check_plane("minifloat_scaled_decode", "scales", scales, groups(out.numel(), group_size), out)
+    constants = _scaled_constants(form, out.dtype, group_size)
+    _launch(
+        _kernels().minifloat_scaled_decode_kernel,
+        _blocks(scales.numel(), constants["ROWS"]),
+        codes,
+        _bits_of(scales),
+        _bits_of(out),
+        out.numel(),
+        **constants,
+    )
+
+
+def zvc_minifloat_compact(x: Tensor, format: str, offsets: Tensor, values: Tensor) -> None:
+    """Fill ``values`` with the codes of the elements that have any bit set; it has room, and zeros if FIELDS > 1."""
+    _launch(
+        _kernels().zvc_minifloat_compact_kernel,
+        offsets.numel(),
+        _bits_of(x),
+        offsets,
+        values,
+        x.numel(),
+        CHUNK=ZVC_CHUNK,
+        num_warps=ZVC_WARPS,
+        **_format_constants(FORMATS[format], x.dtype),
+    )
+
+
+def zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`zvc_encode` with codes in place of the values, none of which becomes zero.
+
+    **Waits for the device**, once, as :func:`zvc_encode` does.
+    """
+    form = FORMATS[format]
+    mask, offsets, count = _zvc_masked(x)
+    values = x.new_zeros(form.words(int(count.item())), dtype=form.dtype)
+    zvc_minifloat_compact(x, format, offsets, values)
+    return mask, offsets, values
+
+
+def zvc_minifloat_decode(mask: Tensor, offsets: Tensor, values: Tensor, format: str, out: Tensor) -> None:
+    """Fill ``out`` [n] from the planes of :func:`zvc_minifloat_encode`.
+
+    Raises:
+        DamagedPlanesError: a plane has the wrong size, or there are more values than elements; see
+            :func:`zvc_decode` for what is not checked.
+    """
+    form = FORMATS[format]
+    _check_plane("zvc_minifloat_decode", "mask", mask, bytes_for(out.numel(), 1), out)
+    _check_plane("zvc_minifloat_decode", "offsets", offsets, zvc_chunks(out.numel()), out)
+    if values.numel() > form.words(out.numel()):
+        raise DamagedPlanesError(
+            f"zvc_minifloat_decode asked for at most {out.numel()} values in {form.words(out.numel())} words, got "
+            f"{values.numel()} words. The stash was overwritten or belongs to another tensor; compute the step again."
+        )
+    _launch(
+        _kernels().zvc_minifloat_decode_kernel,
+        offsets.numel(),
+        mask,
+        offsets,
+        values,
+        _bits_of(out),
+        out.numel(),
+        values.numel(),
+        CHUNK=ZVC_CHUNK,
+        num_warps=ZVC_WARPS,
+        **_format_constants(form, out.dtype),
     )
 
 

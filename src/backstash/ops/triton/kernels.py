@@ -204,6 +204,369 @@ def load_fields(packed_ptr, offs, nbytes, BITS: tl.constexpr, BYTES_PER_FIELD: t
 
 
 @triton.jit
+def row_tile(ROWS: tl.constexpr, ROW: tl.constexpr):
+    """This program's rows of CSR, int64 [ROWS], and the elements of these, int64 [ROWS, ROW]."""
+    offs_rows = block_offsets(ROWS)
+    return offs_rows, offs_rows[:, None] * ROW + tl.arange(0, ROW)[None, :]
+
+
+@triton.jit
+def csr_count_kernel(x_ptr, counts_ptr, numel, ROWS: tl.constexpr, ROW: tl.constexpr):
+    """First pass of CSR: how many elements of each row have any bit set."""
+    offs_rows, offs_x = row_tile(ROWS, ROW)
+    flags = tl.load(x_ptr + offs_x, mask=offs_x < numel, other=0) != 0
+    tl.store(counts_ptr + offs_rows, tl.sum(flags.to(tl.int32), axis=1), mask=offs_rows * ROW < numel)
+
+
+@triton.jit
+def csr_compact_kernel(x_ptr, rows_ptr, columns_ptr, values_ptr, numel, ROWS: tl.constexpr, ROW: tl.constexpr):
+    """Second pass of CSR: the elements that have any bit set and their columns, from the row's pointer on."""
+    offs_rows, offs_x = row_tile(ROWS, ROW)
+    x = tl.load(x_ptr + offs_x, mask=offs_x < numel, other=0)
+    flags = (x != 0).to(tl.int32)
+    first = tl.load(rows_ptr + offs_rows, mask=offs_rows * ROW < numel, other=0).to(tl.int64)
+    offs_values = first[:, None] + tl.cumsum(flags, axis=1) - flags
+    columns = tl.broadcast_to(tl.arange(0, ROW)[None, :], [ROWS, ROW]).to(tl.uint8)
+    tl.store(columns_ptr + offs_values, columns, mask=flags != 0)
+    tl.store(values_ptr + offs_values, x, mask=flags != 0)
+
+
+@triton.jit
+def csr_decode_kernel(columns_ptr, rows_ptr, values_ptr, out_ptr, numel, stored, ROWS: tl.constexpr, ROW: tl.constexpr):
+    """Zeros, and over these the values of each row where its columns say; values that the planes lack stay zero."""
+    offs_rows, offs_out = row_tile(ROWS, ROW)
+    tl.store(out_ptr + offs_out, tl.zeros([ROWS, ROW], out_ptr.dtype.element_ty), mask=offs_out < numel)
+    tl.debug_barrier()  # another thread of this program may have written the zero that this one's value replaces
+    there = offs_rows * ROW < numel
+    first = tl.load(rows_ptr + offs_rows, mask=there, other=0).to(tl.int64)
+    last = tl.load(rows_ptr + offs_rows + 1, mask=there, other=0).to(tl.int64)
+    offs_values = first[:, None] + tl.arange(0, ROW)[None, :]
+    mask = (offs_values < last[:, None]) & (offs_values >= 0) & (offs_values < stored)
+    columns = tl.load(columns_ptr + offs_values, mask=mask, other=0).to(tl.int64)
+    offs_out = offs_rows[:, None] * ROW + columns
+    mask &= offs_out < numel
+    tl.store(out_ptr + offs_out, tl.load(values_ptr + offs_values, mask=mask, other=0), mask=mask)
+
+
+@triton.jit
+def fewbit_encode_kernel(
+    x_ptr,
+    packed_ptr,
+    nonfinite_ptr,
+    numel,
+    nbytes,
+    thresholds,
+    COUNT: tl.constexpr,
+    BITS: tl.constexpr,
+    FIELDS_PER_BYTE: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+):
+    """How many of ``COUNT`` thresholds each element exceeds, in ``BITS`` bits; infinities and NaN exceed none.
+
+    Adds to ``nonfinite`` how many these are.
+    """
+    offs_bytes = block_offsets(BLOCK_BYTES)
+    packed = tl.zeros_like(offs_bytes)
+    nonfinite = tl.zeros([BLOCK_BYTES], tl.int32)
+    for i in tl.static_range(FIELDS_PER_BYTE):
+        offs_x, shift = field_at(offs_bytes, i, BITS)
+        mask = (offs_x < numel) & (shift < 8)
+        x = widened(tl.load(x_ptr + offs_x, mask=mask, other=0))
+        finite = tl.abs(x) < float("inf")
+        code = tl.zeros([BLOCK_BYTES], tl.int64)
+        for j in tl.static_range(COUNT):
+            code += (x > thresholds[j]).to(tl.int64)
+        packed |= share_of_byte(code, shift, mask & finite, BITS)
+        # A field is counted where it begins, since it may have bits in two bytes.
+        nonfinite += (~finite & mask & (shift >= 0)).to(tl.int32)
+    tl.store(packed_ptr + offs_bytes, packed.to(tl.uint8), mask=offs_bytes < nbytes)
+    total = tl.sum(nonfinite)
+    tl.atomic_add(nonfinite_ptr, total.to(tl.int64), mask=total > 0, sem="relaxed")
+
+
+@triton.jit
+def fewbit_decode_kernel(
+    packed_ptr,
+    out_ptr,
+    numel,
+    nbytes,
+    values,
+    BITS: tl.constexpr,
+    BYTES_PER_FIELD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``values[field]`` per element. ``out_ptr`` points to integers, and ``values`` are such: bits of the values."""
+    offs_out = block_offsets(BLOCK)
+    code = load_fields(packed_ptr, offs_out, nbytes, BITS, BYTES_PER_FIELD)
+    value = tl.zeros([BLOCK], tl.int64)
+    for j in tl.static_range(1 << BITS):
+        value = tl.where(code == j, values[j], value)
+    tl.store(out_ptr + offs_out, value.to(out_ptr.dtype.element_ty), mask=offs_out < numel)
+
+
+@triton.jit
+def single_bits(x, HALF: tl.constexpr):
+    """The bits of the float32 that equals an element, int32, from its own; ``HALF``: 16 of them are a float16's."""
+    if x.dtype == tl.int32:
+        word = x
+    elif HALF:
+        rest = x.to(tl.int32) & 0x7FFF
+        normal = (rest << 13) + (112 << 23) + tl.where(rest >= 0x7C00, 112 << 23, 0)
+        small = (rest.to(tl.float32) * (1.0 / 16777216.0)).to(tl.int32, bitcast=True)
+        word = tl.where(rest < 0x400, small, normal) | ((x.to(tl.int32) >> 15) << 31)
+    else:
+        word = x.to(tl.int32) << 16
+    return word
+
+
+@triton.jit
+def element_bits(word, WIDE: tl.constexpr, HALF: tl.constexpr):
+    """The inverse of :func:`single_bits`, for what is exact, and the quiet NaN; ``WIDE``: the element is a float32."""
+    if WIDE:
+        x = word
+    elif HALF:
+        rest = word & 0x7FFFFFFF
+        normal = tl.where(rest >= 0x7F800000, 0x7E00, (rest - (112 << 23)) >> 13)
+        small = (tl.minimum(rest, 0x38800000).to(tl.float32, bitcast=True) * 16777216.0).to(tl.int32)
+        x = (tl.where(rest < 0x38800000, small, normal) | ((word >> 16) & 0x8000)).to(tl.int16)
+    else:
+        x = (word >> 16).to(tl.int16)
+    return x
+
+
+@triton.jit
+def minifloat_code(
+    word,
+    NONZERO_STAYS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+):
+    """Bits of float32 to a code, int32; see ``reference.minifloat_encode``."""
+    DROP: tl.constexpr = 23 - MANTISSA
+    LEAST: tl.constexpr = 1 if SUBNORMALS else 1 << MANTISSA
+    magnitude = word & 0x7FFFFFFF
+    rest = tl.minimum(magnitude, 0x7F800000)  # what is added next does not make it negative
+    code = ((rest + ((1 << (DROP - 1)) - 1) + ((rest >> DROP) & 1)) >> DROP) - ((127 - BIAS) << MANTISSA)
+    if SUBNORMALS and BIAS != 127:
+        # The processor rounds, where a float32's last bit is as much as the smallest subnormal.
+        AT: tl.constexpr = (151 - BIAS - MANTISSA) << 23
+        at = tl.full(rest.shape, AT, tl.int32).to(tl.float32, bitcast=True)
+        small = (rest.to(tl.float32, bitcast=True) + at).to(tl.int32, bitcast=True) - AT
+        code = tl.where(rest < ((128 - BIAS) << 23), small, code)
+    if NONZERO_STAYS:
+        code = tl.where(code < LEAST, tl.where(rest != 0, LEAST, 0), code)
+    else:
+        code = tl.where(code < LEAST, 0, code)
+    code = tl.where(magnitude > 0x7F800000, (1 << (BITS - 1)) - 1, tl.minimum(code, TOP))
+    return code | (((word >> 31) & 1) << (BITS - 1))
+
+
+@triton.jit
+def minifloat_magnitude(
+    code,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    BITS: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+):
+    """The magnitude of a code, bits of float32, int32; of NaN's, some number."""
+    rest = code & ((1 << (BITS - 1)) - 1)
+    word = (rest << (23 - MANTISSA)) + ((127 - BIAS) << 23)
+    if BIAS != 127:
+        if SUBNORMALS:
+            STEP: tl.constexpr = (128 - BIAS - MANTISSA) << 23
+            step = tl.full(rest.shape, STEP, tl.int32).to(tl.float32, bitcast=True)
+            small = (rest.to(tl.float32) * step).to(tl.int32, bitcast=True)
+        else:
+            small = tl.zeros_like(rest)
+        word = tl.where(rest < (1 << MANTISSA), small, word)
+    return word
+
+
+@triton.jit
+def minifloat_finish(code, word, BITS: tl.constexpr, TOP: tl.constexpr):
+    """A magnitude with what it lacks: the sign, and what is NaN."""
+    nan = (code & ((1 << (BITS - 1)) - 1)) > TOP
+    return tl.where(nan, 0x7FC00000, word) | (((code >> (BITS - 1)) & 1) << 31)
+
+
+@triton.jit
+def load_code(codes_ptr, offs, mask, BITS: tl.constexpr, FIELDS: tl.constexpr):
+    """The codes of elements ``offs``, int32."""
+    word = tl.load(codes_ptr + offs // FIELDS, mask=mask, other=0).to(tl.int32)
+    return (word >> (offs % FIELDS * BITS).to(tl.int32)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def minifloat_encode_kernel(
+    x_ptr,
+    codes_ptr,
+    numel,
+    words,
+    HALF: tl.constexpr,
+    NONZERO_STAYS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Codes, ``FIELDS`` in an element of the plane. ``x_ptr`` points to integers."""
+    offs_words = block_offsets(BLOCK)
+    packed = tl.zeros([BLOCK], tl.int32)
+    for i in tl.static_range(FIELDS):
+        offs_x = offs_words * FIELDS + i
+        word = single_bits(tl.load(x_ptr + offs_x, mask=offs_x < numel, other=0), HALF)
+        packed |= minifloat_code(word, NONZERO_STAYS, MANTISSA, BIAS, BITS, TOP, SUBNORMALS) << (BITS * i)
+    tl.store(codes_ptr + offs_words, packed.to(codes_ptr.dtype.element_ty), mask=offs_words < words)
+
+
+@triton.jit
+def minifloat_decode_kernel(
+    codes_ptr,
+    out_ptr,
+    numel,
+    HALF: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The inverse of :func:`minifloat_encode_kernel`. ``out_ptr`` points to integers."""
+    offs_out = block_offsets(BLOCK)
+    code = load_code(codes_ptr, offs_out, offs_out < numel, BITS, FIELDS)
+    word = minifloat_finish(code, minifloat_magnitude(code, MANTISSA, BIAS, BITS, SUBNORMALS), BITS, TOP)
+    tl.store(out_ptr + offs_out, element_bits(word, out_ptr.dtype.element_ty == tl.int32, HALF), mask=offs_out < numel)
+
+
+@triton.jit
+def minifloat_scaled_encode_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    numel,
+    HALF: tl.constexpr,
+    CEILING: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Codes of what is divided by its group's scale, and the scales. ``x_ptr`` and ``scales_ptr`` point to integers."""
+    offs_groups, offs_x = row_tile(ROWS, GROUP)
+    mask = offs_x < numel
+    word = single_bits(tl.load(x_ptr + offs_x, mask=mask, other=0), HALF)
+    magnitude = word & 0x7FFFFFFF
+    nan = magnitude > 0x7F800000
+    magnitude = tl.minimum(tl.where(nan, 0, magnitude), CEILING)
+    # The exponent, one more where the fraction is above that of the format's largest number.
+    FRACTION: tl.constexpr = (TOP & ((1 << MANTISSA) - 1)) << (23 - MANTISSA)
+    exponent = ((tl.max(magnitude, axis=1) + (0x7FFFFF - FRACTION)) >> 23) - ((TOP >> MANTISSA) - BIAS)
+    exponent = tl.maximum(exponent, 1)
+    reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scaled = (magnitude.to(tl.float32, bitcast=True) * reciprocal[:, None]).to(tl.int32, bitcast=True)
+    scaled = tl.where(nan, 0x7FC00000, scaled) | (word & -(2**31))
+    codes = minifloat_code(scaled, False, MANTISSA, BIAS, BITS, TOP, True)
+    tl.store(codes_ptr + offs_x, codes.to(codes_ptr.dtype.element_ty), mask=mask)
+    tl.store(scales_ptr + offs_groups, exponent << 23, mask=offs_groups * GROUP < numel)
+
+
+@triton.jit
+def minifloat_scaled_decode_kernel(
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    numel,
+    HALF: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The inverse of :func:`minifloat_scaled_encode_kernel`. ``out_ptr`` points to integers."""
+    offs_groups, offs_out = row_tile(ROWS, GROUP)
+    mask = offs_out < numel
+    code = load_code(codes_ptr, offs_out, mask, BITS, 1)
+    scale = tl.load(scales_ptr + offs_groups, mask=offs_groups * GROUP < numel, other=0)
+    scale = scale.to(tl.float32, bitcast=True)
+    word = tl.where((code & ((1 << (BITS - 1)) - 1)) > TOP, 0, minifloat_magnitude(code, MANTISSA, BIAS, BITS, True))
+    word = (word.to(tl.float32, bitcast=True) * scale[:, None]).to(tl.int32, bitcast=True)
+    word = minifloat_finish(code, word, BITS, TOP)
+    tl.store(out_ptr + offs_out, element_bits(word, out_ptr.dtype.element_ty == tl.int32, HALF), mask=mask)
+
+
+@triton.jit
+def zvc_minifloat_compact_kernel(
+    x_ptr,
+    offsets_ptr,
+    values_ptr,
+    numel,
+    HALF: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """:func:`zvc_compact_kernel` that stores codes; where several share a word, over zeros."""
+    offs_x = block_offsets(CHUNK)
+    x = tl.load(x_ptr + offs_x, mask=offs_x < numel, other=0)
+    flags = (x != 0).to(tl.int32)
+    offs_values = tl.load(offsets_ptr + tl.program_id(0)) + tl.cumsum(flags, axis=0) - flags
+    code = minifloat_code(single_bits(x, HALF), True, MANTISSA, BIAS, BITS, TOP, SUBNORMALS)
+    if FIELDS == 1:
+        tl.store(values_ptr + offs_values, code.to(values_ptr.dtype.element_ty), mask=flags != 0)
+    else:
+        # Two programs may have codes of one word; whichever comes first, the bits are the same.
+        field = code << (offs_values % FIELDS * BITS).to(tl.int32)
+        tl.atomic_or(values_ptr + offs_values // FIELDS, field, mask=flags != 0, sem="relaxed")
+
+
+@triton.jit
+def zvc_minifloat_decode_kernel(
+    mask_ptr,
+    offsets_ptr,
+    values_ptr,
+    out_ptr,
+    numel,
+    words,
+    HALF: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """:func:`zvc_decode_kernel` that reads codes."""
+    offs_bytes = block_offsets(CHUNK // 8)
+    mask_bytes = tl.load(mask_ptr + offs_bytes, mask=offs_bytes * 8 < numel, other=0)
+    flags = tl.reshape(to_flags(mask_bytes).to(tl.int32), [CHUNK])
+    offs_values = tl.load(offsets_ptr + tl.program_id(0)) + tl.cumsum(flags, axis=0) - flags
+    there = (flags != 0) & (offs_values >= 0) & (offs_values // FIELDS < words)
+    code = load_code(values_ptr, offs_values, there, BITS, FIELDS)
+    word = minifloat_finish(code, minifloat_magnitude(code, MANTISSA, BIAS, BITS, SUBNORMALS), BITS, TOP)
+    offs_out = block_offsets(CHUNK)
+    values = element_bits(tl.where(there, word, 0), out_ptr.dtype.element_ty == tl.int32, HALF)
+    tl.store(out_ptr + offs_out, values, mask=offs_out < numel)
+
+
+@triton.jit
 def narrow_encode_kernel(
     x_ptr,
     packed_ptr,

@@ -1,0 +1,40 @@
+// Batch norm's forward pass again, from the statistics that its first one saved, with what often follows in one pass.
+#include <algorithm>
+#include <cstdint>
+
+#include "elements.h"
+#include "isa.h"
+#include "parallel.h"
+
+namespace bs {
+
+struct AffineJob {
+    const float* x;
+    const float* residual;  // or null
+    const float* alpha;     // per channel
+    const float* beta;
+    int64_t channels, inner;  // elements of a channel that lie next to each other
+    bool relu;
+    float* out;
+};
+
+}  // namespace bs
+
+#define BS_KERNELS "affine_kernels.h"
+#include "foreach_isa.h"
+
+// out = [relu](x * alpha + beta [+ residual]), where alpha = invstd * weight and beta = bias - mean * alpha, rounded as
+// ATen's kernel rounds: with one rounding where the processor multiplies and adds in one instruction. The caller proves it.
+// x, residual and out have one layout: [outer, channels, inner] in memory order. `scratch` holds 2 * channels floats.
+BS_EXPORT void bs_affine(const float* x, const float* residual, const float* mean, const float* invstd,
+                         const float* weight, const float* bias, float* scratch, int64_t outer, int64_t channels,
+                         int64_t inner, int relu, float* out, int threads) {
+    float *alpha = scratch, *beta = scratch + channels;
+    const bs::AffineJob job{x, residual, alpha, beta, channels, inner, relu != 0, out};
+    BS_PICK(coefficients)(mean, invstd, weight, bias, channels, alpha, beta);
+    const auto rows = BS_PICK(affine_rows);
+    const int64_t length = inner == 1 ? channels : inner;
+    const int64_t block = std::max<int64_t>(1, (int64_t(1) << 14) / length);
+    bs::for_blocks(inner == 1 ? outer : outer * channels, block, threads,
+                   [&](int64_t begin, int64_t end) { rows(job, begin, end); });
+}

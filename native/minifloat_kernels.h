@@ -1,0 +1,496 @@
+// Small floating-point formats. Compiled once per instruction set by foreach_isa.h.
+//
+// All arithmetic is on the bits of float32, in loops without a branch that compilers turn into vector code.
+
+#include "lines.h"
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+inline uint32_t choose(bool condition, uint32_t yes, uint32_t no) { return condition ? yes : no; }
+
+constexpr uint32_t kInfinity = 0x7f800000, kQuiet = 0x7fc00000, kMagnitude = 0x7fffffff;
+constexpr uint32_t kHalfNormal = 0x38800000;  // 2^-14, the smallest normal number of float16
+
+// An element as the bits of float32, and back; back is only asked for what is exact, and for the quiet NaN.
+template <class F>
+struct Dense;
+
+template <>
+struct Dense<float> {
+    using U = uint32_t;
+    static constexpr uint32_t largest = 0x7f7fffff;
+    static uint32_t widen(U x) { return x; }
+    static U narrow(uint32_t bits) { return bits; }
+};
+
+template <>
+struct Dense<BFloat16> {
+    using U = uint16_t;
+    static constexpr uint32_t largest = 0x7f7fffff;
+    static uint32_t widen(U x) { return uint32_t(x) << 16; }
+    static U narrow(uint32_t bits) { return U(bits >> 16); }
+};
+
+template <>
+struct Dense<Half> {
+    using U = uint16_t;
+    static constexpr uint32_t largest = 0x477fffff;
+    static uint32_t widen(U x) {
+        const uint32_t rest = x & 0x7fff;
+        const uint32_t normal = (rest << 13) + (112u << 23) + choose(rest >= 0x7c00, 112u << 23, 0);
+        const uint32_t small = bits_of(float(int32_t(rest)) * 0x1p-24f);
+        return choose(rest < 0x400, small, normal) | uint32_t(x & 0x8000) << 16;
+    }
+    static U narrow(uint32_t bits) {
+        const uint32_t rest = bits & kMagnitude;
+        const uint32_t normal = choose(rest >= kInfinity, 0x7e00, (rest - (112u << 23)) >> 13);
+        const uint32_t small = uint32_t(int32_t(float_of(std::min(rest, kHalfNormal)) * 0x1p24f));
+        return U(choose(rest < kHalfNormal, small, normal) | (bits >> 16 & 0x8000));
+    }
+};
+
+// Bits of float32 to a code: see ops/reference.minifloat_encode. `nans`: whether there may be NaNs.
+template <class M, bool nonzero, bool nans = true>
+inline uint32_t encode_one(uint32_t bits) {
+    constexpr int drop = 23 - M::mantissa;
+    constexpr int32_t least = int32_t(M::least);
+    const uint32_t rest = bits & kMagnitude;
+    int32_t code = int32_t((rest + ((1u << (drop - 1)) - 1) + (rest >> drop & 1)) >> drop) -
+                   ((127 - M::bias) << M::mantissa);
+    if (M::subnormals && M::bias != 127) {
+        // The processor rounds: where a float32's last bit is as much as the smallest subnormal. bfloat16's subnormals
+        // are float32's, cut.
+        constexpr uint32_t at = uint32_t(127 + 24 - M::bias - M::mantissa) << 23;
+        const int32_t small = int32_t(bits_of(float_of(rest) + float_of(at)) - at);
+        code = rest < uint32_t(128 - M::bias) << 23 ? small : code;
+    }
+    code = code < least ? (nonzero && rest != 0 ? least : 0) : code;
+    code = std::min(code, int32_t(M::top));
+    if (nans) code = rest > kInfinity ? int32_t(M::nan) : code;
+    return uint32_t(code) | (bits >> 31) << (M::bits - 1);
+}
+
+// The magnitude of a code, as the bits of float32; of NaN's, some number.
+template <class M>
+inline uint32_t magnitude_of(uint32_t code) {
+    const uint32_t rest = code & M::nan;
+    const uint32_t normal = (rest << (23 - M::mantissa)) + (uint32_t(127 - M::bias) << 23);
+    if (M::bias == 127) return normal;
+    uint32_t small = 0;
+    if (M::subnormals) {
+        constexpr uint32_t step = uint32_t(128 - M::bias - M::mantissa) << 23;
+        small = bits_of(float(int32_t(rest)) * float_of(step));
+    }
+    return choose(rest < 1u << M::mantissa, small, normal);
+}
+
+// With what a magnitude lacks: the sign, and what is NaN.
+template <class M>
+inline uint32_t finish_one(uint32_t code, uint32_t magnitude) {
+    return choose((code & M::nan) > M::top, kQuiet, magnitude) | (code >> (M::bits - 1) & 1) << 31;
+}
+
+// The same of a bfloat16, for formats without subnormals, in the 16 bits it has: twice as many in a register.
+template <class M, bool nonzero>
+inline uint16_t encode_brain(uint16_t bits) {
+    constexpr int drop = 7 - M::mantissa;
+    constexpr uint16_t least = uint16_t(M::least + ((127 - M::bias) << M::mantissa));  // before the bias is changed
+    constexpr uint16_t top = uint16_t(M::top + ((127 - M::bias) << M::mantissa));
+    const uint16_t rest = bits & 0x7fff;
+    const uint16_t odd = rest >> drop & 1;
+    const uint16_t sum = uint16_t(uint16_t(rest + ((1 << (drop - 1)) - 1)) + odd);
+    uint16_t code = sum >> drop;
+    code = std::min(code, top);
+    const uint16_t kept = uint16_t(code - ((127 - M::bias) << M::mantissa));
+    const uint16_t small = nonzero && rest != 0 ? uint16_t(M::least) : uint16_t(0);
+    uint16_t out = code < least ? small : kept;
+    out = rest > 0x7f80 ? uint16_t(M::nan) : out;
+    return uint16_t(out | (bits >> 15) << (M::bits - 1));
+}
+
+template <class M, class F, bool nonzero>
+inline uint32_t encode_element(typename Dense<F>::U x) {
+    if constexpr (std::is_same_v<F, BFloat16> && !M::subnormals) return encode_brain<M, nonzero>(x);
+    else return encode_one<M, nonzero>(Dense<F>::widen(x));
+}
+
+template <class M, class F>
+inline typename Dense<F>::U decode_element(uint32_t code) {
+    return Dense<F>::narrow(finish_one<M>(code, magnitude_of<M>(code)));
+}
+
+// Not inlined: GCC would forget that the two do not overlap, and give up on vector code.
+template <class M, class F, bool nonzero>
+__attribute__((noinline)) void encode_codes(const typename Dense<F>::U* __restrict x, int64_t n,
+                                            typename M::Code* __restrict codes) {
+    for (int64_t i = 0; i < n; ++i) codes[i] = typename M::Code(encode_element<M, F, nonzero>(x[i]));
+}
+
+template <class M, class F>
+__attribute__((noinline)) void decode_codes(const typename M::Code* __restrict codes, int64_t n,
+                                            typename Dense<F>::U* __restrict out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = decode_element<M, F>(codes[i]);
+}
+
+// Fp10: the codes of `words` times three elements, three to a word, and back.
+template <class M, class F, bool nonzero>
+__attribute__((noinline)) void encode_words(const typename Dense<F>::U* __restrict x, int64_t words,
+                                            uint32_t* __restrict to) {
+    for (int64_t i = 0; i < words; ++i)
+        to[i] = encode_element<M, F, nonzero>(x[3 * i]) | encode_element<M, F, nonzero>(x[3 * i + 1]) << 10 |
+                encode_element<M, F, nonzero>(x[3 * i + 2]) << 20;
+}
+template <class M, class F>
+__attribute__((noinline)) void decode_words(const uint32_t* __restrict from, int64_t words,
+                                            typename Dense<F>::U* __restrict out) {
+    for (int64_t i = 0; i < words; ++i) {
+        out[3 * i] = decode_element<M, F>(from[i] & 0x3ff);
+        out[3 * i + 1] = decode_element<M, F>(from[i] >> 10 & 0x3ff);
+        out[3 * i + 2] = decode_element<M, F>(from[i] >> 20 & 0x3ff);
+    }
+}
+
+// Copies `n` elements; whole lines past the caches if asked, and then `to` is aligned to one.
+template <bool stream, class T>
+inline void copy_out(const T* from, int64_t n, T* to) {
+    constexpr int64_t line = 64 / sizeof(T);
+    int64_t i = 0;
+    if (stream)
+        for (; i + line <= n; i += line) copy_line<true>(from + i, to + i);
+    std::memcpy(to + i, from + i, size_t(n - i) * sizeof(T));
+}
+
+template <bool stream, class M, class F, bool nonzero>
+inline void encode_range(const MiniEncodeJob& job, int64_t begin, int64_t end) {
+    using U = typename Dense<F>::U;
+    using Stored = typename M::Stored;
+    const U* x = static_cast<const U*>(job.x);
+    alignas(64) Stored buffer[kCodes / M::fields];
+    for (int64_t i = begin; i < end; i += kCodes) {
+        const int64_t count = std::min(kCodes, end - i);
+        Stored* const out = static_cast<Stored*>(job.codes) + i / M::fields;
+        Stored* const to = stream ? buffer : out;
+        if constexpr (M::fields > 1) {
+            const int64_t words = count / 3;
+            encode_words<M, F, nonzero>(x + i, words, to);
+            if (count > 3 * words) {
+                U last[3] = {};
+                std::memcpy(last, x + i + 3 * words, size_t(count - 3 * words) * sizeof(U));
+                encode_words<M, F, nonzero>(last, 1, to + words);
+            }
+        } else {
+            encode_codes<M, F, nonzero>(x + i, count, to);
+        }
+        if (stream) copy_out<true>(buffer, (count + M::fields - 1) / M::fields, out);
+    }
+}
+
+template <bool stream, class M, class F>
+inline void decode_range(const MiniDecodeJob& job, int64_t begin, int64_t end) {
+    using U = typename Dense<F>::U;
+    alignas(64) U buffer[kCodes];
+    for (int64_t i = begin; i < end; i += kCodes) {
+        const int64_t count = std::min(kCodes, end - i);
+        const auto* from = static_cast<const typename M::Stored*>(job.codes) + i / M::fields;
+        U* const out = static_cast<U*>(job.out) + i;
+        U* const to = stream ? buffer : out;
+        if constexpr (M::fields > 1) {
+            const int64_t words = count / 3;
+            decode_words<M, F>(from, words, to);
+            if (count > 3 * words) {
+                U last[3];
+                decode_words<M, F>(from + words, 1, last);
+                std::memcpy(to + 3 * words, last, size_t(count - 3 * words) * sizeof(U));
+            }
+        } else {
+            decode_codes<M, F>(from, count, to);
+        }
+        if (stream) copy_out<true>(buffer, count, out);
+    }
+}
+
+// Calls body(M, F) with what a job has; formats of 16 bits come with float32 only.
+template <class Body>
+inline void with_types(Mini format, Float type, Body body) {
+    switch (format) {
+        case Mini::Fp16: return body(Fp16(), float());
+        case Mini::Brain: return body(Brain(), float());
+#define BS_CASE(name)                                                   \
+    case Mini::name:                                                    \
+        switch (type) {                                                 \
+            case Float::F32: return body(name(), float());              \
+            case Float::F16: return body(name(), Half());               \
+            case Float::BF16: return body(name(), BFloat16());          \
+            default: return;                                            \
+        }
+        BS_CASE(Fp8)
+        BS_CASE(Fp10)
+        BS_CASE(E4M3)
+        BS_CASE(E5M2)
+#undef BS_CASE
+    }
+}
+
+template <bool stream, class M, class F>
+inline void encode_as(const MiniEncodeJob& job, int64_t begin, int64_t end) {
+    if (job.nonzero) encode_range<stream, M, F, true>(job, begin, end);
+    else encode_range<stream, M, F, false>(job, begin, end);
+}
+
+void encode_mini(const MiniEncodeJob& job, int64_t begin, int64_t end) {
+    with_types(job.format, job.type, [&](auto m, auto f) {
+        if (kStreams && job.stream) {
+            encode_as<true, decltype(m), decltype(f)>(job, begin, end);
+            fence();
+        } else {
+            encode_as<false, decltype(m), decltype(f)>(job, begin, end);
+        }
+    });
+}
+
+void decode_mini(const MiniDecodeJob& job, int64_t begin, int64_t end) {
+    with_types(job.format, job.type, [&](auto m, auto f) {
+        if (kStreams && job.stream) {
+            decode_range<true, decltype(m), decltype(f)>(job, begin, end);
+            fence();
+        } else {
+            decode_range<false, decltype(m), decltype(f)>(job, begin, end);
+        }
+    });
+}
+
+// The largest magnitude of a group as it is, NaN too, or without NaN.
+template <class F, bool nans>
+__attribute__((noinline)) uint32_t largest_of(const typename Dense<F>::U* x, int64_t n) {
+    int32_t largest = 0;  // signed: AVX2 has no other comparison
+    for (int64_t i = 0; i < n; ++i) {
+        const int32_t rest = int32_t(Dense<F>::widen(x[i]) & kMagnitude);
+        largest = std::max(largest, nans || rest <= int32_t(kInfinity) ? rest : 0);
+    }
+    return uint32_t(largest);
+}
+
+// The scale of a group: the smallest power of two by which its largest magnitude fits the format; at least 2^-126.
+template <class M>
+inline uint32_t scale_of(uint32_t largest) {
+    constexpr uint32_t fraction = (M::top & ((1u << M::mantissa) - 1)) << (23 - M::mantissa);
+    constexpr int32_t exponent = int32_t(M::top >> M::mantissa) - M::bias;
+    // The exponent, one more where the fraction is above that of the format's largest number.
+    const int32_t scale = int32_t((largest + (0x7fffff - fraction)) >> 23) - exponent;
+    return uint32_t(std::max(scale, 1)) << 23;
+}
+
+template <class M, class F, bool nans>
+__attribute__((noinline)) void encode_group(const typename Dense<F>::U* __restrict x, int64_t n, uint32_t ceiling,
+                                            float reciprocal, uint8_t* __restrict codes) {
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t bits = Dense<F>::widen(x[i]), rest = bits & kMagnitude;
+        uint32_t scaled = bits_of(float_of(std::min(rest, ceiling)) * reciprocal);
+        if (nans) scaled = choose(rest > kInfinity, rest, scaled);
+        codes[i] = uint8_t(encode_one<M, false, nans>(scaled | (bits & ~kMagnitude)));
+    }
+}
+
+template <class M, class F>
+inline void encode_scaled_as(const ScaledJob& job, int64_t begin, int64_t end) {
+    const auto* x = static_cast<const typename Dense<F>::U*>(job.dense);
+    constexpr uint32_t ceiling = Dense<F>::largest >> (23 - M::mantissa) << (23 - M::mantissa);
+    for (int64_t i = begin; i < end; i += job.group_size) {
+        const int64_t count = std::min(job.group_size, end - i);
+        uint32_t largest = largest_of<F, true>(x + i, count);
+        const bool nans = largest > kInfinity;
+        if (nans) largest = largest_of<F, false>(x + i, count);
+        const uint32_t scale = scale_of<M>(std::min(largest, ceiling));
+        job.scales[i / job.group_size] = float_of(scale);
+        const float reciprocal = float_of((254u << 23) - scale);
+        if (nans) encode_group<M, F, true>(x + i, count, ceiling, reciprocal, job.codes + i);
+        else encode_group<M, F, false>(x + i, count, ceiling, reciprocal, job.codes + i);
+    }
+}
+
+template <bool stream, class M, class F>
+inline void decode_scaled_range(const ScaledJob& job, int64_t begin, int64_t end) {
+    using U = typename Dense<F>::U;
+    alignas(64) U values[kCodes];
+    for (int64_t i = begin; i < end; i += job.group_size) {
+        const float scale = job.scales[i / job.group_size];
+        const int64_t last = std::min(i + job.group_size, end);
+        for (int64_t from = i; from < last; from += kCodes) {
+            const int64_t count = std::min(kCodes, last - from);
+            const uint8_t* const __restrict codes = job.codes + from;
+            U* const out = static_cast<U*>(job.dense) + from;
+            U* const __restrict to = stream ? values : out;
+            for (int64_t k = 0; k < count; ++k)
+                to[k] = Dense<F>::narrow(
+                    finish_one<M>(codes[k], bits_of(float_of(magnitude_of<M>(codes[k])) * scale)));
+            if (stream) copy_out<true>(values, count, out);
+        }
+    }
+}
+
+template <class Body>
+inline void with_scaled_types(Mini format, Float type, Body body) {
+    if (format == Mini::E4M3 || format == Mini::E5M2) with_types(format, type, body);
+}
+
+void encode_scaled(const ScaledJob& job, int64_t begin, int64_t end) {
+    with_scaled_types(job.format, job.type,
+                      [&](auto m, auto f) { encode_scaled_as<decltype(m), decltype(f)>(job, begin, end); });
+}
+
+void decode_scaled(const ScaledJob& job, int64_t begin, int64_t end) {
+    with_scaled_types(job.format, job.type, [&](auto m, auto f) {
+        // A group of 16 elements of 2 bytes is no whole line.
+        if (kStreams && job.stream && job.group_size % 32 == 0) {
+            decode_scaled_range<true, decltype(m), decltype(f)>(job, begin, end);
+            fence();
+        } else {
+            decode_scaled_range<false, decltype(m), decltype(f)>(job, begin, end);
+        }
+    });
+}
+
+// Behind zero-value compression: a chunk at a time is compressed in the first-level cache and there made codes of.
+
+inline int64_t chunk_count(const ZvcMiniJob& job, int64_t chunk) {
+    const int64_t last = std::min((chunk + 1) * kZvcChunk, job.n);
+    int64_t count = 0, i = chunk * kZvcChunk;
+    for (; i + kWord <= last; i += kWord) count += __builtin_popcountll(load_word(job.mask, i));
+    if (i < last) count += __builtin_popcountll(load_last_word(job.mask, i, last - i));
+    return count;
+}
+
+// As `disagreements` of ZVC.
+int64_t mini_disagreements(const ZvcMiniJob& job, int64_t begin, int64_t end) {
+    int64_t wrong = 0;
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+        const int64_t next = (chunk + 1) * kZvcChunk < job.n ? job.offsets[chunk + 1] : job.stored;
+        wrong += uint64_t(job.offsets[chunk]) + uint64_t(chunk_count(job, chunk)) != uint64_t(next);
+    }
+    return wrong;
+}
+
+// Those of a chunk's elements whose bit is set, to `to`, which has room for 64 more; returns the end of them.
+template <class U>
+inline U* gather_chunk(const ZvcMiniJob& job, int64_t chunk, const U* x, U* to) {
+    const int64_t first = chunk * kZvcChunk, count = std::min(kZvcChunk, job.n - first);
+    int64_t i = 0;
+    for (; i + kWord <= count; i += kWord) {
+        prefetch_ahead(x + i, kWord);
+        to = compress<U>(x + i, load_word(job.mask, first + i), to);
+    }
+    if (i < count) to = scalar::compress<U>(x + i, load_last_word(job.mask, first + i, count - i), to);
+    return to;
+}
+
+template <bool stream, class M, class F>
+inline void gather_plain(const ZvcMiniJob& job, int64_t begin, int64_t end) {
+    using U = typename Dense<F>::U;
+    using Code = typename M::Code;
+    const U* x = static_cast<const U*>(job.dense);
+    alignas(64) U values[kZvcChunk + kWord];
+    Lines<Code> lines(static_cast<Code*>(job.values) + job.offsets[begin]);
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+        // Not the other way round: with half of the elements zero, codes first and then vpcompressb takes 1.3 times
+        // as long.
+        const int64_t count = gather_chunk<U>(job, chunk, x + chunk * kZvcChunk, values) - values;
+        encode_codes<M, F, true>(values, count, lines.end());
+        lines.end() += count;
+        lines.template flush<stream>();
+    }
+    lines.finish();
+}
+
+// Where several codes share a word: a word belongs to the block that has its first code, which looks ahead for the
+// others.
+template <bool stream, class M, class F>
+inline void gather_words(const ZvcMiniJob& job, int64_t begin, int64_t end) {
+    using U = typename Dense<F>::U;
+    constexpr int64_t fields = M::fields;
+    const U* x = static_cast<const U*>(job.dense);
+    const int64_t chunks = (job.n + kZvcChunk - 1) / kZvcChunk, first = (job.offsets[begin] + fields - 1) / fields;
+    alignas(64) U values[fields + kZvcChunk + kWord];
+    Lines<uint32_t> lines(static_cast<uint32_t*>(job.values) + first);
+    int64_t others = first * fields - job.offsets[begin], held = 0;  // values of the block before; values at hand
+    for (int64_t chunk = begin; chunk < chunks && (chunk < end || held > 0); ++chunk) {
+        int64_t count = gather_chunk<U>(job, chunk, x + chunk * kZvcChunk, values + held) - values;
+        if (others > 0) {  // and none is held
+            const int64_t skipped = std::min(others, count);
+            others -= skipped;
+            count -= skipped;
+            std::memmove(values, values + skipped, size_t(count) * sizeof(U));
+        }
+        if (chunk >= end) count = std::min(count, fields);
+        const int64_t words = count / fields;
+        encode_words<M, F, true>(values, words, lines.end());
+        lines.end() += words;
+        held = count - words * fields;
+        std::memmove(values, values + words * fields, size_t(held) * sizeof(U));
+        lines.template flush<stream>();
+    }
+    if (held > 0) {  // the last word of all
+        std::memset(values + held, 0, size_t(fields - held) * sizeof(U));
+        encode_words<M, F, true>(values, 1, lines.end());
+        lines.end() += 1;
+    }
+    lines.finish();
+}
+
+template <bool stream, class M, class F>
+inline void gather_mini_range(const ZvcMiniJob& job, int64_t begin, int64_t end) {
+    if constexpr (M::fields > 1) gather_words<stream, M, F>(job, begin, end);
+    else gather_plain<stream, M, F>(job, begin, end);
+}
+
+void gather_mini(const ZvcMiniJob& job, int64_t begin, int64_t end) {
+    with_types(job.format, job.type, [&](auto m, auto f) {
+        if (kStreams && job.stream) {
+            gather_mini_range<true, decltype(m), decltype(f)>(job, begin, end);
+            fence();
+        } else {
+            gather_mini_range<false, decltype(m), decltype(f)>(job, begin, end);
+        }
+    });
+}
+
+template <bool stream, class M, class F>
+inline void scatter_mini_range(const ZvcMiniJob& job, int64_t begin, int64_t end) {
+    using U = typename Dense<F>::U;
+    constexpr int64_t fields = M::fields;
+    alignas(64) U values[kZvcChunk + 2 * fields + kWord];
+    U* out = static_cast<U*>(job.dense);
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+        const int64_t last = std::min((chunk + 1) * kZvcChunk, job.n), offset = job.offsets[chunk];
+        const int64_t next = last < job.n ? job.offsets[chunk + 1] : job.stored;
+        const auto* stored = static_cast<const typename M::Stored*>(job.values) + offset / fields;
+        if constexpr (fields > 1) decode_words<M, F>(stored, (next + fields - 1) / fields - offset / fields, values);
+        else decode_codes<M, F>(stored, next - offset, values);
+        const U* value = values + offset % fields;
+        int64_t i = chunk * kZvcChunk;
+        for (; i + kWord <= last; i += kWord) value = expand<stream, U>(load_word(job.mask, i), value, out + i);
+        if (i < last) {
+            U rest[kWord];
+            scalar::expand<false, U>(load_last_word(job.mask, i, last - i), value, rest);
+            std::memcpy(out + i, rest, size_t(last - i) * sizeof(U));
+        }
+    }
+}
+
+void scatter_mini(const ZvcMiniJob& job, int64_t begin, int64_t end) {
+    with_types(job.format, job.type, [&](auto m, auto f) {
+        if (kStreams && job.stream) {
+            scatter_mini_range<true, decltype(m), decltype(f)>(job, begin, end);
+            fence();
+        } else {
+            scatter_mini_range<false, decltype(m), decltype(f)>(job, begin, end);
+        }
+    });
+}

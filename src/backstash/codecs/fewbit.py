@@ -1,0 +1,219 @@
+"""A few bits per element for an activation whose backward reads its input only through a derivative."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_layout, require
+from backstash.codecs.fewbit_table import TABLE
+from backstash.errors import CodecRefusedError, DamagedPlanesError
+from backstash.ops.schema import bytes_for
+from backstash.saved import Need, TensorSpec
+
+BITS = (1, 2, 3, 4)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ops = torch.ops.backstash
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A function, and what its backward reads (needs.FUNCTIONS tells which node that is).
+
+    Attributes:
+        saved: from the input to what is saved: the input itself, or the result.
+        slope: the derivative at the input, from what is saved; for float64.
+    """
+
+    saved: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    below: Tensor = torch.special.ndtr(x)
+    return below + x * density
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(scale * (x + cubic * x**3))
+    return (1 + t) / 2 + x * (1 - t * t) / 2 * scale * (1 + 3 * cubic * x * x)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+ACTIVATIONS = {
+    "gelu": Activation(_itself, _gelu_slope),
+    "gelu_tanh": Activation(_itself, _gelu_tanh_slope),
+    "silu": Activation(_itself, _silu_slope),
+    "elu": Activation(_itself, lambda x: torch.exp(x.clamp(max=0))),
+    "elu_": Activation(torch.nn.functional.elu, lambda y: y.clamp(max=0) + 1),
+    "tanh": Activation(torch.tanh, lambda y: 1 - y * y),
+    "sigmoid": Activation(torch.sigmoid, lambda y: y * (1 - y)),
+    "softplus": Activation(_itself, torch.sigmoid),
+}
+"""The functions that there are tables for. ``elu_`` is elu in place, whose node saves the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class DerivativeError:
+    """How far the derivative of what is decoded is from the derivative of the original.
+
+    Attributes:
+        max: over all inputs.
+        rms: root of the mean square, over standard normal inputs.
+    """
+
+    max: float
+    rms: float
+
+
+@dataclass(frozen=True)
+class FewBit:
+    """Stores in which of 2**bits intervals an element is, chosen so that the derivative there is almost constant.
+
+    Serves one function's backward and no other reader; `serves` says which, and a Session asks it. Decoded is a number
+    of the same dtype whose derivative is the interval's mean; as a value it means nothing, so ``bound`` is infinite,
+    and `derivative_error` says how far the derivative is off.
+
+    Preserves: SHAPE, VALUE - as far as the derivative of ``function`` reads it.
+    Layout: plane ``packed`` uint8 [ceil(n * bits / 8)], a little-endian bit stream, per element in memory order how
+        many of the bounds between the intervals (`fewbit_table.TABLE`) it exceeds; -0.0 is 0.0.
+    Bytes: ceil(n * bits / 8).
+    Determinism: the same planes on every backend.
+    Source: Few-bit Backward (ICML 2023, arXiv 2202.00441), section 3, "Optimal quantization": intervals that minimise
+        the mean square error of a piecewise constant derivative, by dynamic programming. Theirs is an autograd function
+        in the place of each activation; ours decodes to an input at which torch's own backward gives that constant, so
+        the model does not change. Ours weighs errors by a standard normal input.
+
+    Args:
+        function: one of gelu, gelu_tanh, silu, elu, elu_ (in place), tanh, sigmoid, softplus.
+        bits: 1 to 4.
+
+    Raises:
+        ValueError: another function, or other bits.
+        CodecRefusedError: on encode, an element is infinite or NaN: its derivative is no interval's.
+
+    Example:
+        >>> x = torch.tensor([-9.0, -1.0, 0.0, 1.0, 9.0])
+        >>> codec = FewBit("gelu", bits=3)
+        >>> codec.label, codec.encode(x).nbytes, round(codec.derivative_error.rms, 3)
+        ('gelu3', 2, 0.044)
+    """
+
+    function: str = "gelu"
+    bits: int = 3
+
+    id: ClassVar[str] = "fewbit"
+    preserves: ClassVar[frozenset[Need]] = frozenset({Need.SHAPE, Need.VALUE})
+    bound: ClassVar[ErrorBound | None] = ErrorBound(abs=math.inf)
+
+    def __post_init__(self) -> None:
+        if self.function not in ACTIVATIONS:
+            raise ValueError(
+                f"FewBit was asked for the function {self.function!r}, but there are tables for "
+                f"{', '.join(ACTIVATIONS)}. Choose one of these, or another codec."
+            )
+        if self.bits not in BITS:
+            raise ValueError(f"FewBit was asked for {self.bits!r} bits, but the choices are 1, 2, 3 and 4.")
+
+    @property
+    def label(self) -> str:
+        """The function and the bits: ``"gelu3"``."""
+        return f"{self.function}{self.bits}"
+
+    @property
+    def serves(self) -> frozenset[str]:
+        """The functions (``SavedTensor.function``) whose derivative it stands for: this one."""
+        return frozenset({self.function})
+
+    @property
+    def derivative_error(self) -> DerivativeError:
+        """The error on the derivative, from a fine grid of inputs."""
+        return _derivative_error(self.function, self.bits)
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        """Dense float32, bfloat16 and float16 tensors."""
+        if spec.dtype not in FLOATS:
+            return "it takes float32, bfloat16 and float16 only"
+        return refuses_layout(spec)
+
+    def declines(self, x: Tensor) -> str | None:
+        """Always pays."""
+        return None
+
+    def encode(self, x: Tensor) -> Encoded:
+        """Up to 15 comparisons per element."""
+        spec = require(self, x)
+        packed, nonfinite = _ops.fewbit_encode(flat(x), list(TABLE[self.function, self.bits][0]), self.bits)
+        if int(nonfinite):
+            raise CodecRefusedError(
+                f"codec 'fewbit' was asked to encode {spec} for the derivative of {self.function}, got "
+                f"{int(nonfinite)} infinite or NaN elements. Use Keep()."
+            )
+        return Encoded(self.id, spec, {"packed": packed})
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        """Of each element's interval, the number whose derivative stands for the interval's.
+
+        Raises:
+            DamagedPlanesError: the plane is too short or too long.
+        """
+        packed = encoded.planes["packed"]
+        if packed.numel() != bytes_for(encoded.spec.numel, self.bits):
+            raise DamagedPlanesError(
+                f"codec 'fewbit' was asked to decode {encoded.spec} of {self.bits} bits each, got {packed.numel()} "
+                f"bytes. The stash was overwritten or cut short; compute the step again."
+            )
+        out = like(encoded.spec, out)
+        _ops.fewbit_decode(packed, list(TABLE[self.function, self.bits][1]), self.bits, flat(out))
+        return out
+
+    def nbytes_bound(self, spec: TensorSpec) -> int:
+        """The bits."""
+        return bytes_for(spec.numel, self.bits)
+
+
+def grid(cells: int) -> tuple[Tensor, Tensor]:
+    """Inputs by which intervals are chosen and errors measured.
+
+    Args:
+        cells: how many there are between two integers.
+
+    Returns:
+        The middles of the cells from -10 to 10, float64; the share of standard normal inputs in each cell, tails
+        included.
+    """
+    bounds = torch.arange(-10 * cells, 10 * cells + 1, dtype=torch.float64) / cells
+    shares = torch.special.ndtr(bounds)
+    shares[0], shares[-1] = 0.0, 1.0
+    return (bounds[1:] + bounds[:-1]) / 2, shares.diff()
+
+
+@cache
+def _derivative_error(function: str, bits: int) -> DerivativeError:
+    activation = ACTIVATIONS[function]
+    thresholds, values = (torch.tensor(numbers, dtype=torch.float64) for numbers in TABLE[function, bits])
+
+    def errors(x: Tensor, right: bool = False) -> Tensor:
+        saved = activation.saved(x)
+        return activation.slope(values[torch.bucketize(saved, thresholds, right=right)]) - activation.slope(saved)
+
+    x, shares = grid(2048)
+    everywhere = torch.arange(-4096, 4097, dtype=torch.float64) / 128  # the bounds between intervals are among these
+    largest = max(float(errors(everywhere, right).abs().max()) for right in (False, True))
+    return DerivativeError(largest, float((errors(x).square() * shares).sum().sqrt()))

@@ -1,0 +1,169 @@
+"""Floating-point numbers in fewer bits: delayed precision reduction, and torch's own small formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_layout, require
+from backstash.errors import DamagedPlanesError
+from backstash.ops.formats import FORMATS, LEAST_SCALE, SCALED, Format, groups
+from backstash.saved import Need, TensorSpec
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+GROUP_SIZE = 256
+_ops = torch.ops.backstash
+
+
+@dataclass(frozen=True)
+class Minifloat:
+    """Stores each element as a number of a smaller floating-point format.
+
+    Preserves: SHAPE, VALUE - within ``bound``: an element's own relative error, and where zero and the largest begin.
+    Layout: plane ``codes``, element ``i`` in memory order: a sign bit above the exponent's bits above the mantissa's.
+
+        ============= ============ ==== =========== ================ ====================== =====
+        format        sign-exp-man bias largest     smallest normal  below it               plane
+        ============= ============ ==== =========== ================ ====================== =====
+        fp8           1-4-3        7    448         2**-6            zero                   uint8 [n]
+        fp10          1-5-4        15   63,488      2**-14           zero                   int32 [ceil(n / 3)]
+        fp16          1-5-10       15   65,504      2**-14           zero                   int16 [n]
+        float8_e4m3fn 1-4-3        7    448         2**-6            subnormals             uint8 [n]
+        float8_e5m2   1-5-2        15   57,344      2**-14           subnormals             uint8 [n]
+        bfloat16      1-8-7        127  3.39e38     2**-126          subnormals             int16 [n]
+        ============= ============ ==== =========== ================ ====================== =====
+
+        A magnitude is rounded to the mantissa's bits, to nearest, ties to even. Whether it is below the smallest normal
+        one is asked of the rounded magnitude: the quarter of a step just below is rounded up to it. What is below
+        becomes zero and keeps its sign; -0.0 stays -0.0. What is above the largest one, infinities too, becomes that.
+        All bits set but the sign is NaN: it keeps its sign and loses its payload. fp8 has no other code of NaN and
+        none of infinity, so its highest exponent is in use. Three codes of fp10 share a little-endian word, the first
+        one lowest, and its two top bits are 0.
+        With ``group_size`` a second plane ``scales`` float32 [ceil(n / group_size)], of powers of two: that many
+        neighbours in memory order were divided by the smallest one, but at least 2**-126, that makes their largest
+        magnitude fit; infinities count as the largest finite number with as many mantissa bits.
+    Bytes: word * ceil(n / fields) + 4 * groups, where an element of ``codes`` has ``word`` bytes and ``fields`` codes.
+    Determinism: the same planes on every backend.
+    Source: Gist (ISCA 2018), section 3.2, "Delayed Precision Reduction", for fp16, fp10, fp8; ours says what becomes of
+        NaN, and keeps 448 rather than 240 in fp8. The others are torch's dtypes, rounded as torch converts to them, but
+        clamped. Groups with a scale each are as in microscaling, at 256 elements.
+
+    Args:
+        format: ``"fp8"``, ``"fp10"``, ``"fp16"``, ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
+        group_size: elements that share a scale, a power of two from 16 to 4,096, for the two float8 formats; 0 for no
+            scales; None for 256 where there may be scales and 0 elsewhere.
+
+    Raises:
+        ValueError: there is no such format, or it has no such groups.
+
+    Example:
+        >>> x = torch.tensor([0.1, -3.0, 1000.0, 0.001])
+        >>> encoded = Minifloat("fp8").encode(x)
+        >>> encoded.nbytes, Minifloat("fp8").decode(encoded).tolist()
+        (4, [0.1015625, -3.0, 448.0, 0.0])
+    """
+
+    format: str = "fp8"
+    group_size: int | None = None
+
+    id: ClassVar[str] = "minifloat"
+    preserves: ClassVar[frozenset[Need]] = frozenset({Need.SHAPE, Need.VALUE})
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"Minifloat was asked for format {self.format!r}, but there are {', '.join(FORMATS)}.")
+        size = self.group_size
+        if size is None:
+            size = GROUP_SIZE if self.format in SCALED else 0
+            object.__setattr__(self, "group_size", size)
+        allowed = [0, *(2**power for power in range(4, 13))] if self.format in SCALED else [0]
+        if size not in allowed:
+            choices = f"the choices are {', '.join(map(str, allowed))}" if len(allowed) > 1 else "it has no scales"
+            raise ValueError(
+                f"Minifloat was asked for group_size={size} with format {self.format!r}, but {choices}. Leave it out "
+                f"for what suits the format."
+            )
+
+    @property
+    def label(self) -> str:
+        """The format."""
+        return self.format
+
+    @property
+    def bound(self) -> ErrorBound:
+        """Half a step of the mantissa; with scales, "tiny" depends on the group's largest magnitude."""
+        form = self._form
+        each = 2.0 ** -(form.mantissa + 1)
+        if not self.group_size:
+            return ErrorBound(each=each, tiny=form.smallest_normal, limit=form.largest)
+        # A scale is less than twice the largest magnitude / form.largest.
+        share = 2 * form.smallest_normal / form.largest
+        return ErrorBound(each=each, tiny=form.smallest_normal * LEAST_SCALE, share=share, group_size=self.group_size)
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        """Dense floating tensors of 16 or 32 bits, where the format has fewer."""
+        if spec.dtype not in FLOATS:
+            return f"it takes float32, bfloat16 and float16 only, not {_name(spec.dtype)}"
+        if self._form.bits >= 8 * spec.dtype.itemsize:
+            return f"a number of {self.format} takes as many bits as one of {_name(spec.dtype)}"
+        return refuses_layout(spec)
+
+    def declines(self, x: Tensor) -> str | None:
+        """Always pays."""
+        return None if x.numel() else "it is empty"
+
+    def encode(self, x: Tensor) -> Encoded:
+        """Round each element."""
+        spec = require(self, x)
+        if self.group_size:
+            codes, scales = _ops.minifloat_scaled_encode(flat(x), self.format, self.group_size)
+            return Encoded(self.id, spec, {"codes": codes, "scales": scales})
+        return Encoded(self.id, spec, {"codes": _ops.minifloat_encode(flat(x), self.format, False)})
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        """The rounded numbers, exactly, in the original dtype.
+
+        Raises:
+            DamagedPlanesError: a plane has another size.
+        """
+        planes, numel = encoded.planes, encoded.spec.numel
+        expected = {"codes": self._form.words(numel)}
+        if self.group_size:
+            expected["scales"] = groups(numel, self.group_size)
+        for name, size in expected.items():
+            if planes[name].numel() != size:
+                raise DamagedPlanesError(
+                    f"codec 'minifloat' was asked to decode {encoded.spec}, whose plane {name!r} has {size} elements, "
+                    f"got {planes[name].numel()}. The stash was overwritten or cut short; compute the step again."
+                )
+        out = like(encoded.spec, out)
+        if self.group_size:
+            _ops.minifloat_scaled_decode(planes["codes"], planes["scales"], self.format, self.group_size, flat(out))
+        else:
+            _ops.minifloat_decode(planes["codes"], self.format, flat(out))
+        return out
+
+    def nbytes_bound(self, spec: TensorSpec) -> int:
+        """What it always takes."""
+        scales = 4 * groups(spec.numel, self.group_size) if self.group_size else 0
+        return self.codes_nbytes(spec.numel) + scales
+
+    @property
+    def bits(self) -> float:
+        """Bits that a code takes in its plane, the unused ones of a word included."""
+        return 8 * self._form.dtype.itemsize / self._form.fields
+
+    def codes_nbytes(self, numel: int) -> int:
+        """Bytes of the codes of so many elements."""
+        return self._form.dtype.itemsize * self._form.words(numel)
+
+    @property
+    def _form(self) -> Format:
+        return FORMATS[self.format]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

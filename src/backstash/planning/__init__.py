@@ -1,0 +1,1 @@
+"""What a training step holds, when, and how little memory it would fit in: traces, lifetimes, a static allocator."""

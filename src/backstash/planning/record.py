@@ -1,0 +1,317 @@
+"""The trace of a real step.
+
+torch's profiler tells of every allocation and release with its address. What it cannot tell - which addresses are
+planes, which are decoded into, and when they are read - the Session's stores and buffers write into the same record.
+They are watched, not replaced: the step does what it does without being recorded.
+
+Note: [freed from before]
+    The profiler does not tell of memory from before its start that is released inside, so a trace does not hold it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import RecordScope, _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from backstash.buffers import Buffers
+from backstash.codecs.base import Encoded
+from backstash.errors import MeasureError
+from backstash.planning.trace import Buffer, Decode, Op, Role, Trace
+from backstash.policy import Policy
+from backstash.saved import TensorSpec
+from backstash.session import MIN_NBYTES, Session
+from backstash.stores import DeviceStore, Store, Ticket
+
+_PUT, _GOT, _TAKEN, _READ = (f"backstash {what} " for what in ("put", "got", "taken", "read"))
+_NODE = "autograd::engine::evaluate_function: "
+
+
+def record(
+    step: Callable[[], object],
+    policy: str | Policy | None = None,
+    *,
+    model: nn.Module | None = None,
+    stores: Mapping[str, Store] | None = None,
+    min_nbytes: int = MIN_NBYTES,
+    warmup: int = 1,
+    device: str = "cpu",
+) -> Trace:
+    """Run ``step`` ``warmup + 1`` times under a policy and return what the last run held.
+
+    Args:
+        step: one training step, forward and backward.
+        policy: a policy or its name; None: plain PyTorch, without a Session.
+        model: its parameters, buffers and the gradients that outlast the step are put in the trace as well.
+        stores, min_nbytes: as Session has them.
+        warmup: steps run first, so that gradients and what libraries cache are there already.
+        device: the type of device whose memory is traced, ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        UnknownNameError: no policy has that name.
+        MeasureError: the step ran no backward pass, or the device is not there.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> x = torch.ones(8, 64)
+        >>> plain = record(lambda: model(x).sum().backward())
+        >>> encoded = record(lambda: model(x).sum().backward(), "lossless", min_nbytes=0)
+        >>> sorted({buffer.role for buffer in encoded.buffers} - {buffer.role for buffer in plain.buffers})
+        ['decoded', 'encoded']
+    """
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise MeasureError(f"record was asked for device={device!r}, but it traces 'cpu', and 'cuda' where one is.")
+    session = None
+    if policy is not None:
+        watched = {name: _WatchedStore(store) for name, store in {"device": DeviceStore(), **(stores or {})}.items()}
+        session = _WatchedSession(policy, model=model, stores=watched, min_nbytes=min_nbytes)
+
+    def once() -> None:
+        with session or nullcontext():
+            step()
+
+    for _ in range(warmup):
+        once()
+    resident = [] if model is None else list(_resident(model))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiled:
+        once()
+    log = _read(profiled.profiler.kineto_results.experimental_event_tree(), device)  # type: ignore[union-attr]
+    if log.backward is None:
+        raise MeasureError(
+            "record was asked for the trace of a training step, but no autograd node ran in it. Call backward() in it."
+        )
+    trace = _trace(log, "plain" if session is None else repr(session.policy))
+    still = set() if model is None else {memory for _, memory in _resident(model)}
+    new = {memory.address for memory in log.memory if memory.end is None}  # perhaps where an old gradient was
+    outlasting = [replace(b, end=trace.end) for b, memory in resident if memory in still and memory[0] not in new]
+    return replace(trace, buffers=(*trace.buffers, *outlasting))  # at the end: decodes name buffers by number
+
+
+class _WatchedStore:
+    """A store that writes the addresses of the planes it is given and gives into the profiler's record."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def put(self, encoded: Encoded) -> Ticket:
+        _note(_PUT, planes=_addresses(encoded), codec=encoded.codec)
+        return self._store.put(encoded)
+
+    def get(self, ticket: Ticket) -> Encoded:
+        encoded = self._store.get(ticket)
+        _note(_GOT, planes=_addresses(encoded))
+        return encoded
+
+
+class _WatchedBuffers(Buffers):
+    """Decode buffers that write into the profiler's record what is taken from them."""
+
+    def take(self, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
+        taken = super().take(spec, dtype)
+        _note(_TAKEN, whole=taken.untyped_storage().data_ptr(), nbytes=taken.numel() * taken.itemsize)
+        return taken
+
+
+class _WatchedSession(Session):
+    """A Session that writes into the profiler's record what backward reads."""
+
+    def _shared_buffers(self) -> Buffers:
+        buffers = self._buffers() if self._buffers else None
+        if buffers is None:
+            buffers = _WatchedBuffers()
+            self._buffers = weakref.ref(buffers)
+        return buffers
+
+    def _unpack(self, saved: Any) -> Tensor:
+        tensor = super()._unpack(saved)
+        if tensor.layout is torch.strided and type(tensor) is Tensor:
+            made = not isinstance(saved, tuple) and saved.dense is None
+            _note(_READ, whole=tensor.untyped_storage().data_ptr(), made=made)
+        return tensor
+
+
+def _addresses(encoded: Encoded) -> list[int]:
+    return [plane.untyped_storage().data_ptr() for plane in encoded.planes.values()]
+
+
+def _note(what: str, **facts: Any) -> None:
+    with torch._C.DisableTorchFunction(), record_function(what + json.dumps(facts)):
+        pass
+
+
+def _resident(model: nn.Module) -> Iterator[tuple[Buffer, tuple[int, int]]]:
+    """What the model holds, with the address and size that tell whether it is still the same after the step."""
+    named: list[tuple[str, Role, Tensor]] = []
+    for name, parameter in model.named_parameters():
+        named.append((name, "parameter", parameter))
+        if parameter.grad is not None:
+            named.append((name, "gradient", parameter.grad))
+    named += [(name, "parameter", buffer) for name, buffer in model.named_buffers()]
+    seen = set()
+    for name, role, tensor in named:
+        storage = tensor.untyped_storage()
+        memory = storage.data_ptr(), storage.nbytes()
+        if memory not in seen:
+            seen.add(memory)
+            yield Buffer(name, role, storage.nbytes(), 0, 1), memory
+
+
+@dataclass(eq=False)
+class _Memory:
+    """A buffer while the record is read."""
+
+    name: str
+    address: int
+    nbytes: int
+    start: int
+    end: int | None = None
+    role: Role | None = None
+
+
+@dataclass(eq=False)
+class _Decoding:
+    """A decode while the record is read."""
+
+    name: str
+    nbytes: int
+    start: int
+    end: int
+    memory: _Memory | None
+    planes: list[_Memory] = field(default_factory=list)
+
+
+@dataclass
+class _Log:
+    """What the profiler's record says, in its order."""
+
+    memory: list[_Memory] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    decodings: list[_Decoding] = field(default_factory=list)
+    backward: int | None = None
+    ticks: int = 0
+
+
+def _read(roots: list[Any], device: str) -> _Log:
+    """Go through the record once, in the order of time."""
+    log, open_now = _Log(), dict[int, _Memory]()
+    read: set[_Decoding] = set()  # by the node that runs
+    latest: dict[_Memory, _Decoding] = {}
+    doing, node_ends = "", 0
+    for event, is_op in sorted(_walk(roots), key=lambda pair: pair[0].start_time_ns):
+        if read and event.start_time_ns > node_ends:
+            for decoding in read:
+                decoding.end = log.ticks - 1  # as if the node's last event released it
+            read.clear()
+        if event.tag == _EventType.Allocation:
+            _allocation(log, open_now, event.extra_fields, device, doing)
+        elif event.name.startswith(_PUT):
+            facts = json.loads(event.name.removeprefix(_PUT))
+            for plane in _found(open_now, facts["planes"]):
+                plane.role, plane.name = "encoded", f"{facts['codec']} after {plane.name}"
+        elif event.name.startswith(_TAKEN):
+            facts = json.loads(event.name.removeprefix(_TAKEN))
+            memory = open_now.get(facts["whole"])
+            start = max(log.ticks - 1, log.ops[-1].start if log.ops else 0)  # memory of its own is a tick old
+            decoding = _Decoding(doing, facts["nbytes"], start, start + 1, memory)
+            log.decodings.append(decoding)
+            read.add(decoding)
+            if memory is not None:
+                memory.role = "decoded"
+                before = latest.get(memory)
+                if before in read:  # its last reader is this very node, and what was in it is gone
+                    read.discard(before)
+                    before.end = log.ticks
+                latest[memory] = decoding
+        elif event.name.startswith(_GOT):
+            log.decodings[-1].planes = _found(open_now, json.loads(event.name.removeprefix(_GOT))["planes"])
+        elif event.name.startswith(_READ):
+            facts = json.loads(event.name.removeprefix(_READ))
+            memory = open_now.get(facts["whole"])
+            if memory is not None and facts["made"] and memory not in latest:  # made again, in memory of its own
+                memory.role = "decoded"
+                latest[memory] = _Decoding(doing, memory.nbytes, memory.start, log.ticks, memory)
+                log.decodings.append(latest[memory])
+            if memory in latest:
+                read.add(latest[memory])
+        elif is_op:
+            doing = event.name.removeprefix(_NODE)
+            log.ops.append(Op(doing, log.ticks))
+            if event.name.startswith(_NODE):
+                node_ends = event.end_time_ns
+                if log.backward is None:
+                    log.backward = log.ticks
+    for decoding in read:
+        decoding.end = log.ticks - 1
+    return log
+
+
+def _allocation(log: _Log, open_now: dict[int, _Memory], facts: Any, device: str, doing: str) -> None:
+    """Memory that is allocated (``alloc_size > 0``) or released."""
+    if facts.device.type != device or not facts.alloc_size:
+        return
+    if facts.alloc_size > 0:
+        open_now[facts.ptr] = memory = _Memory(doing, facts.ptr, facts.alloc_size, log.ticks)
+        log.memory.append(memory)
+    else:
+        released = open_now.pop(facts.ptr, None)
+        if released is None:  # Note: [freed from before]
+            return
+        released.end = log.ticks
+    log.ticks += 1
+
+
+def _walk(roots: list[Any]) -> Iterator[tuple[Any, bool]]:
+    """Every event with whether it is an operation of the program: an autograd node, or an outermost recorded function.
+
+    What the Session does between operations is no operation: it is not recorded by autograd, or a mere ``detach``.
+    """
+    waiting = [(root, False) for root in reversed(roots)]
+    while waiting:
+        event, inside = waiting.pop()
+        is_op = False
+        if not inside and event.tag == _EventType.TorchOp:
+            of_autograd = event.extra_fields.sequence_number >= 0
+            is_function = event.extra_fields.scope == RecordScope.FUNCTION and event.name != "aten::detach"
+            is_op = event.name.startswith(_NODE) or (of_autograd and is_function)
+        yield event, is_op
+        waiting += [(child, inside or is_op) for child in reversed(event.children)]
+
+
+def _found(open_now: dict[int, _Memory], addresses: list[int]) -> list[_Memory]:
+    return [open_now[address] for address in addresses if address in open_now]
+
+
+def _trace(log: _Log, policy: str) -> Trace:
+    assert log.backward is not None
+    end = max(log.ticks, 1)
+    numbers = {id(memory): number for number, memory in enumerate(log.memory)}
+    buffers = tuple(
+        Buffer(m.name, m.role or _role(m, log.backward), m.nbytes, m.start, end if m.end is None else m.end)
+        for m in log.memory
+    )
+    decodes = []
+    for made in log.decodings:
+        start = min(made.start, end - 1)
+        released = end if made.memory is None or made.memory.end is None else made.memory.end
+        planes = tuple(numbers[id(plane)] for plane in made.planes)
+        decodes.append(Decode(made.name, made.nbytes, start, max(min(made.end, released), start + 1), planes))
+    return Trace(policy, buffers, tuple(log.ops), log.backward, end, tuple(decodes))
+
+
+def _role(memory: _Memory, backward: int) -> Role:
+    if memory.start < backward:
+        return "immediate" if memory.end is not None and memory.end < backward else "stashed"
+    return "gradient" if memory.end is None else "immediate"
