@@ -56,7 +56,7 @@ class Variant:
 
 def gist(form: str) -> Variant:
     """Reduced to ``form`` after the forward pass has used it."""
-    return Variant(f"gist-{form}", stashed=lambda: policies.gist(form))  # type: ignore[attr-defined]
+    return Variant(f"gist-{form}", stashed=lambda: policies.gist(form))
 
 
 def everywhere(form: str) -> Variant:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backstash import codecs, policies
 from backstash.codecs import Encoded, Zvc
 from benchmarks import datasets, gist_accuracy
 from benchmarks.gist_accuracy import NETWORKS, QUICK, VARIANTS, Training, Variant
@@ -123,9 +122,6 @@ def test_quick_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert row["variant"] in printed
 
 
-@pytest.mark.skipif(
-    not hasattr(policies, "gist") or "minifloat" not in codecs.names(), reason="needs policies.gist and minifloat"
-)
 def test_the_variants_are_those_that_are_compared(data: datasets.Dataset) -> None:
     names = ["plain", "gist-fp16", "gist-fp10", "gist-fp8", "all-fp10", "all-fp8"]
     assert [one.name for one in VARIANTS] == names
