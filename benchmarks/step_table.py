@@ -252,7 +252,12 @@ def check(workload: Workload, peers: Mapping[str, StepPeer], forwards: Mapping[s
 
 
 def _observe(workload: Workload, forward: Forward) -> tuple[dict[str, Tensor], int]:
-    """The loss and the gradients of one step, by name, and its peak bytes."""
+    """The loss and the gradients of the second of two steps, by name, and its peak bytes.
+
+    In its first step a Session proves that what it recomputes has the right bits, and holds both for a moment.
+    """
+    _prepare(workload)
+    _step(forward)
     _prepare(workload)
     if workload.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
