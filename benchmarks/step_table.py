@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 import backstash
+from backstash import buffers
 from backstash.ledger import CodecTotal, Report
 from backstash.report import meter
 from benchmarks.cases import SEED, Case, Workload, build, find
@@ -256,6 +257,7 @@ def _observe(workload: Workload, forward: Forward) -> tuple[dict[str, Tensor], i
 
     In its first step a Session proves that what it recomputes has the right bits, and holds both for a moment.
     """
+    buffers.release()  # another candidate's
     _prepare(workload)
     _step(forward)
     _prepare(workload)

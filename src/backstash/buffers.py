@@ -18,6 +18,7 @@ from backstash.saved import TensorSpec
 SMALLEST = 1 << 18
 """Smaller buffers are not pooled: the allocator has them at hand."""
 
+_pools: weakref.WeakSet[Buffers] = weakref.WeakSet()
 _use_count = torch._C._storage_Use_Count
 
 
@@ -42,11 +43,13 @@ class Buffers:
     """A small pool of decode buffers on CPU; elsewhere torch's own allocator is one already.
 
     It holds what was used last and nothing else: when no free buffer fits, the free ones are given back before a new
-    one is made, so the pool never adds more than the largest buffer to the peak.
+    one is made, so the pool never adds more than the largest buffer to the peak. It is kept from step to step: fresh
+    memory costs more than decoding does, and the forward pass, when nothing is decoded, is not where the peak is.
     """
 
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []
+        _pools.add(self)
 
     def holding(self, owner: object) -> Tensor | None:
         """What was made for ``owner`` last, if it is still there and nothing has written to it."""
@@ -93,3 +96,14 @@ class Buffers:
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(buffer.memory.numel() for buffer in self._buffers)
+
+
+def held_nbytes() -> int:
+    """Bytes that all pools of this process hold."""
+    return sum(pool.nbytes for pool in _pools)
+
+
+def release() -> None:
+    """Give back every buffer that nobody reads, of all pools of this process."""
+    for pool in list(_pools):
+        pool.clear()

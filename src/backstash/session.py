@@ -250,7 +250,8 @@ class Session:
         SessionError: on entering, another Session or other saved-tensor hooks are active.
 
     The backward pass may run inside or outside the ``with``. A Session may be entered again after it was left. It sees
-    the thread that entered it; other threads need a Session of their own.
+    the thread that entered it; other threads need a Session of their own. On CPU it keeps the memory that backward
+    decodes into for the next step, until it is deleted.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -287,7 +288,7 @@ class Session:
         self._recomputes: bool = getattr(self.policy, "recomputes", True)
         self._contents: dict[int, tuple[StorageWeakRef, Content]] = {}
         self._proven: dict[tuple[str, str, str], str] = {}
-        self._buffers: weakref.ref[Buffers] | None = None
+        self._buffers = Buffers()
         self._lock = threading.RLock()
         self._installed: list[Any] = []
 
@@ -385,9 +386,6 @@ class Session:
         self._contents = {cdata: known for cdata, known in self._contents.items() if not known[0].expired()}
         for _, content in self._contents.values():  # else a running average would remember all of its steps
             content.call = None
-        buffers = self._buffers() if self._buffers else None
-        if buffers is not None:
-            buffers.clear()
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
@@ -542,7 +540,7 @@ class Session:
             self._kept(value, facts, "its storage is seen as different types")
             return
         action = self.policy.decide(facts)
-        value.buffers = self._shared_buffers()
+        value.buffers = self._buffers
         started = time.perf_counter()
         why = ""
         if isinstance(action, Recompute):
@@ -682,13 +680,6 @@ class Session:
         for leaf in recipe.leaves():
             _guard(leaf)
         return recipe if proof == "fused" else recipe.unfused()
-
-    def _shared_buffers(self) -> Buffers:
-        buffers = self._buffers() if self._buffers else None
-        if buffers is None:
-            buffers = Buffers()
-            self._buffers = weakref.ref(buffers)
-        return buffers
 
     # -- unpack --------------------------------------------------------------------------------------------------
 

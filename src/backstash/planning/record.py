@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch._C._profiler import RecordScope, _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from backstash.buffers import Buffers
+from backstash.buffers import Buffers, release
 from backstash.codecs.base import Encoded
 from backstash.errors import MeasureError
 from backstash.planning.trace import Buffer, Decode, Op, Role, Trace
@@ -81,6 +80,7 @@ def record(
 
     for _ in range(warmup):
         once()
+    release()  # so that the trace sees the decode buffers come
     resident = [] if model is None else list(_resident(model))
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiled:
@@ -128,12 +128,9 @@ class _WatchedBuffers(Buffers):
 class _WatchedSession(Session):
     """A Session that writes into the profiler's record what backward reads."""
 
-    def _shared_buffers(self) -> Buffers:
-        buffers = self._buffers() if self._buffers else None
-        if buffers is None:
-            buffers = _WatchedBuffers()
-            self._buffers = weakref.ref(buffers)
-        return buffers
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._buffers = _WatchedBuffers()
 
     def _unpack(self, saved: Any) -> Tensor:
         tensor = super()._unpack(saved)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from backstash import buffers
 from backstash.errors import MeasureError
 
 _STATUS = Path("/proc/self/status")
@@ -64,6 +65,7 @@ def measure(step: Callable[[], object], *, repeats: int = 3, warmup: int = 1, de
     device = device or ("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise MeasureError(f"measure was asked for device={device!r}, but it measures 'cpu', and 'cuda' where one is.")
+    buffers.release()
     for _ in range(warmup):
         step()
     seconds, resident, counted = [], [], []
@@ -109,8 +111,9 @@ class CountedPeak:
     """Counts every byte that torch allocates and frees on CPU inside the ``with``.
 
     Attributes:
-        peak_nbytes: after the ``with``: the most bytes alive at once, above what was alive at its start. torch's
-            profiler does not tell of memory from before the start that is freed inside, so that is not subtracted.
+        peak_nbytes: after the ``with``: the most bytes alive at once, above what was alive at its start; but what
+            backstash's decode buffers held then counts. torch's profiler does not tell of memory from before the start
+            that is freed inside, so that is not subtracted.
         timeline: after the ``with``: (nanoseconds, bytes alive) after each allocation or release.
     """
 
@@ -118,6 +121,7 @@ class CountedPeak:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
         self.peak_nbytes = 0
         self.timeline: list[tuple[int, int]] = []
+        self._held_nbytes = buffers.held_nbytes()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
         self._profile.__enter__()
         return self
@@ -127,7 +131,8 @@ class CountedPeak:
     ) -> None:
         self._profile.__exit__(kind, error, trace)
         if error is None:
-            self.timeline = _timeline(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
+            timeline = _timeline(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
+            self.timeline = [(when, nbytes + self._held_nbytes) for when, nbytes in timeline]
             self.peak_nbytes = max((nbytes for _, nbytes in self.timeline), default=0)
 
 
@@ -141,8 +146,9 @@ def _timeline(events: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 def resident_nbytes() -> int | None:
-    """Resident bytes of this process now; None where /proc does not tell."""
-    return _status("VmRSS")
+    """Resident bytes of this process now, without backstash's decode buffers; None where /proc does not tell."""
+    resident = _status("VmRSS")
+    return None if resident is None else resident - buffers.held_nbytes()
 
 
 def resident_peak_nbytes() -> int | None:
