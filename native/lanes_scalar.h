@@ -1,6 +1,6 @@
 // Words of 64 elements, one element at a time. Included inside a namespace by foreach_isa.h.
 //
-// The functions differs, passes, blend, compress, expand and copy_line are what the kernels are written in;
+// The functions differs, passes, blend, select, compress, expand and copy_line are what the kernels are written in;
 // lanes_vector.h has the same ones for vector registers. compress and expand here touch nothing outside the elements
 // that the mask names, so the vector kernels, too, call them near the end of a plane.
 
@@ -38,6 +38,12 @@ template <bool stream, class U>
 inline void blend(Word word, U if_set, U if_clear, U* out) {
     const U difference = if_set ^ if_clear;  // no branch: a random mask would mispredict every second one
     for (int i = 0; i < kWord; ++i) out[i] = U(if_clear ^ (difference & U(0 - (word >> i & 1))));
+}
+
+// out[i] = bit i ? x[i] : 0. `out` may be x.
+template <class U>
+inline void select(Word word, const U* x, U* out) {
+    for (int i = 0; i < kWord; ++i) out[i] = U(x[i] & U(0 - (word >> i & 1)));
 }
 
 // Writes the elements whose bit is set to `to`, in order; returns the end of what it wrote.

@@ -48,6 +48,13 @@ inline void blend(Word word, U if_set, U if_clear, U* out) {
     for (int i = 0; i < kWord; i += L::kCount) put<stream>(out + i, L::blend(word >> i, set, clear));
 }
 
+template <class U>
+inline void select(Word word, const U* x, U* out) {
+    using L = Lanes<U>;
+    const auto zero = L::splat(0);
+    for (int i = 0; i < kWord; i += L::kCount) L::store(out + i, L::blend(word >> i, L::load(x + i), zero));
+}
+
 // Compresses in the register and stores all of it: the element behind the last one is garbage until the next store, so
 // 64 elements must fit at `to` however few bits are set. (On Zen 4 and 5 a compressing store to memory is microcode,
 // and many times slower.)

@@ -1,4 +1,4 @@
-// C interface of bitmask and binary. Layouts: ops/reference.
+// C interface of bitmask, binary, and of a mask's application. Layouts: ops/reference.
 #include <cstdint>
 #include <cstring>
 
@@ -30,6 +30,13 @@ struct BlendJob {
     int width;
     uint64_t if_set, if_clear;  // bits of the two values
     bool stream;
+};
+
+struct SelectJob {
+    const void* x;
+    const uint8_t* mask;
+    void* out;  // may be x
+    int width;
 };
 
 }  // namespace bs
@@ -64,4 +71,11 @@ BS_EXPORT void bs_mask_decode(const uint8_t* mask, void* out, int64_t n, int wid
     const bs::BlendJob job{mask, out, width, if_set, if_clear, bs::should_stream(out, n * width)};
     const auto blend = BS_PICK(blend_block);
     bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { blend(job, begin, end); });
+}
+
+// out[i] = bit i of the mask ? x[i] : 0, n elements of 2, 4 or 8 bytes. `out` may be x.
+BS_EXPORT void bs_mask_select(const void* x, const uint8_t* mask, int64_t n, int width, void* out, int threads) {
+    const bs::SelectJob job{x, mask, out, width};
+    const auto select = BS_PICK(select_block);
+    bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { select(job, begin, end); });
 }

@@ -102,3 +102,28 @@ void blend_block(const BlendJob& job, int64_t begin, int64_t end) {
         default: return blend_as<uint64_t>(job, begin, end);
     }
 }
+
+template <class U>
+inline void select_as(const SelectJob& job, int64_t begin, int64_t end) {
+    const U* x = static_cast<const U*>(job.x);
+    U* out = static_cast<U*>(job.out);
+    int64_t i = begin;
+    for (; i + kWord <= end; i += kWord) {
+        prefetch_ahead(x + i, kWord);
+        select<U>(load_word(job.mask, i), x + i, out + i);
+    }
+    if (i < end) {
+        U last[kWord] = {};
+        std::memcpy(last, x + i, size_t(end - i) * sizeof(U));
+        select<U>(load_last_word(job.mask, i, end - i), last, last);
+        std::memcpy(out + i, last, size_t(end - i) * sizeof(U));
+    }
+}
+
+void select_block(const SelectJob& job, int64_t begin, int64_t end) {
+    switch (job.width) {
+        case 2: return select_as<uint16_t>(job, begin, end);
+        case 4: return select_as<uint32_t>(job, begin, end);
+        default: return select_as<uint64_t>(job, begin, end);
+    }
+}

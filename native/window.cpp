@@ -43,6 +43,15 @@ struct WindowDecodeJob {
     int64_t* out;
 };
 
+struct WindowScatterJob {
+    const uint8_t* packed;
+    const Window* window;
+    const int64_t* distances;  // as above
+    const void* grad;
+    void* out;
+    bool wide;  // float64
+};
+
 // `geometry`: input, output, kernel, stride, padding, dilation, three numbers each.
 inline Window make_window(int64_t inner, const int64_t* geometry, int bits) {
     Window w;
@@ -91,4 +100,18 @@ BS_EXPORT void bs_window_decode(const uint8_t* packed, int64_t inner, const int6
     const bs::WindowDecodeJob job{packed, &window, tabulated ? distances : nullptr, out};
     const auto decode = BS_PICK(decode_windows);
     bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { decode(job, begin, end); });
+}
+
+// The gradient of a max pooling's input, of float32 or float64 (`wide`), from its output's, n elements in memory order.
+BS_EXPORT void bs_window_scatter(const uint8_t* packed, int64_t inner, const int64_t* geometry, int bits, const void* grad,
+                                 int64_t n, int wide, void* out, int threads) {
+    const bs::Window window = bs::make_window(inner, geometry, bits);
+    int64_t distances[int64_t(1) << bs::kTabulatedBits];
+    const bool tabulated = bits <= bs::kTabulatedBits;
+    if (tabulated)
+        for (int64_t code = 0; code < int64_t(1) << bits; ++code) distances[code] = window.distance(code);
+    const bs::WindowScatterJob job{packed, &window, tabulated ? distances : nullptr, grad, out, wide != 0};
+    const auto scatter = BS_PICK(scatter_windows);
+    const int64_t parts = n / (window.output[0] * window.output[1] * window.output[2] * inner);
+    bs::for_blocks(parts, 1, threads, [&](int64_t begin, int64_t end) { scatter(job, begin, end); });
 }

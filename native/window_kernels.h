@@ -18,6 +18,9 @@ public:
     int64_t run() const { return w_.inner > 1 ? w_.inner - inner_ : w_.output[2] - at_[2]; }
     int64_t step() const { return w_.inner > 1 ? 0 : w_.stride[2]; }
 
+    // With inner > 1: which of the neighbours in memory that share a spatial position this is.
+    int64_t column() const { return inner_; }
+
     // Where the window starts in dimension k of the input; negative in the padding.
     int64_t origin(int k) const { return at_[k] * w_.stride[k] - w_.padding[k]; }
     int64_t flat_origin() const { return (origin(0) * w_.input[1] + origin(1)) * w_.input[2] + origin(2); }
@@ -187,4 +190,55 @@ void decode_windows(const WindowDecodeJob& job, int64_t begin, int64_t end) {
             done += run;
         }
     }
+}
+
+// Zeros of the input's size, then a sum: what each window of parts [begin, end) adds goes where its code says. A part is
+// what windows do not cross: a channel of a sample, or with inner > 1 a sample. A part is cleared row by row, just ahead
+// of the windows that reach there, so that it is in the cache when they come.
+template <class T>
+inline void scatter_as(const WindowScatterJob& job, int64_t begin, int64_t end) {
+    const Window& w = *job.window;
+    const int64_t positions = w.input[0] * w.input[1] * w.input[2];
+    const int64_t windows = w.output[0] * w.output[1] * w.output[2] * w.inner;
+    const int64_t reach = ((w.kernel[0] - 1) * w.dilation[0] * w.input[1] + (w.kernel[1] - 1) * w.dilation[1] + 1) * w.input[2];
+    int32_t codes[kRun];
+    for (int64_t part = begin; part < end; ++part) {
+        T* const out = static_cast<T*>(job.out) + part * positions * w.inner;
+        const T* const grad = static_cast<const T*>(job.grad) + part * windows;
+        int64_t cleared = 0;  // positions
+        const auto clear = [&](int64_t until) {
+            until = std::min(until, positions);
+            if (until <= cleared) return;
+            std::memset(out + cleared * w.inner, 0, size_t((until - cleared) * w.inner) * sizeof(T));
+            cleared = until;
+        };
+        const int64_t first = part * windows;
+        Walk walk(w, first);
+        for (int64_t i = 0; i < windows;) {
+            const int64_t lead = (first + i) % 8, count = std::min(kRun - lead, windows - i);  // fields begin at whole bytes
+            decode_fields(job.packed + (first + i) / 8 * w.bits, lead + count, w.bits, 0, codes);
+            for (int64_t done = 0; done < count;) {
+                const int64_t run = std::min(walk.run(), count - done), flat = walk.flat_origin(), step = walk.step();
+                clear((walk.origin(0) * w.input[1] + walk.origin(1)) * w.input[2] + reach);
+                const int32_t* const code = codes + lead + done;
+                const T* const from = grad + i + done;
+                const int64_t column = walk.column();
+                for (int64_t j = 0; j < run; ++j) {
+                    const int64_t distance = job.distances != nullptr ? job.distances[code[j]] : w.distance(uint32_t(code[j]));
+                    const int64_t position = flat + j * step + distance;
+                    // Of a damaged code the position may be anywhere.
+                    if (uint64_t(position) < uint64_t(cleared)) out[position * w.inner + (w.inner > 1 ? column + j : 0)] += from[j];
+                }
+                walk.advance(run);
+                done += run;
+            }
+            i += count;
+        }
+        clear(positions);
+    }
+}
+
+void scatter_windows(const WindowScatterJob& job, int64_t begin, int64_t end) {
+    if (job.wide) scatter_as<double>(job, begin, end);
+    else scatter_as<float>(job, begin, end);
 }

@@ -18,6 +18,9 @@ from backstash.saved import TensorSpec
 SMALLEST = 1 << 18
 """Smaller buffers are not pooled: the allocator has them at hand."""
 
+LARGE = 1 << 20
+"""Larger buffers are given back once they were read, where peaks are; smaller ones wait for the next layer."""
+
 _pools: weakref.WeakSet[Buffers] = weakref.WeakSet()
 _use_count = torch._C._storage_Use_Count
 
@@ -25,10 +28,9 @@ _use_count = torch._C._storage_Use_Count
 class _Buffer:
     __slots__ = ("cdata", "memory", "owner", "storage", "version", "whole")
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        advise_huge(self.memory)
-        self.storage = self.memory.untyped_storage()
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.storage = memory.untyped_storage()
         self.cdata = self.storage._cdata
         self.owner: weakref.ref[object] | None = None
         self.whole: Tensor | None = None
@@ -69,7 +71,9 @@ class Buffers:
             buffer = min(fitting, key=lambda b: b.memory.numel())
         else:
             self.clear()
-            buffer = _Buffer(nbytes)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            advise_huge(memory)
+            buffer = _Buffer(memory)
             self._buffers.append(buffer)
         buffer.owner = buffer.whole = None
         # set_ and not a view: a view of another dtype holds one more tensor on the storage, and so its use count up.
@@ -87,6 +91,24 @@ class Buffers:
         for buffer in self._buffers:
             if buffer.owner is not None and buffer.owner() is owner:
                 buffer.owner = buffer.whole = None
+
+    def adopt(self, dead: Tensor) -> None:
+        """Take over the memory of a tensor that its last holder is about to let go, for what is decoded next.
+
+        It takes the place of every free buffer, unless one of these is as large.
+        """
+        storage = dead.untyped_storage()
+        nbytes = storage.nbytes()
+        if dead.device.type != "cpu" or nbytes < SMALLEST:
+            return
+        if any(buffer.memory.numel() >= nbytes or buffer.cdata == storage._cdata for buffer in self._buffers):
+            return
+        self.clear()
+        self._buffers.append(_Buffer(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)))  # type: ignore[call-overload]
+
+    def shrink(self) -> None:
+        """Give back every large buffer that nobody reads: what is allocated next is as large."""
+        self._buffers = [b for b in self._buffers if b.memory.numel() < LARGE or not b.free]
 
     def clear(self) -> None:
         """Give back every buffer that nobody reads."""

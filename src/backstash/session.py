@@ -40,9 +40,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from backstash import needs, policies, producers
+from backstash import consumers, needs, policies, producers
 from backstash.buffers import Buffers
-from backstash.codecs.base import Codec, is_dense
+from backstash.codecs.base import Codec, Encoded, is_dense
+from backstash.codecs.bitmask import Bitmask
+from backstash.codecs.narrow import Narrow
 from backstash.codecs.shape import Shape, stand_in
 from backstash.errors import (
     CodecRefusedError,
@@ -81,12 +83,14 @@ class _Value:
     """The data of one storage, owned by the saved tensors that view it and by the recipes that begin from it.
 
     At most one of ``form``, ``recipe`` and dense members holds it. ``made`` is what the recipe made, as long as a saved
-    tensor has yet to read it. ``guard`` is a member of its own: it keeps the data that recipes need, and its version.
+    tensor has yet to read it, ``bits`` the mask of what was decoded or made, as long as nobody reads more of it than
+    that. ``guard`` is a member of its own: it keeps the data that recipes need, and its version.
     ``height`` is the length of the longest chain of recipes above it.
     """
 
     __slots__ = (
         "__weakref__",
+        "bits",
         "buffers",
         "content",
         "entry",
@@ -105,6 +109,7 @@ class _Value:
         self.members: list[weakref.ref[_Saved]] = []
         self.entry = entry
         self.form: _Form | None = None
+        self.bits: tuple[Mask, Bitmask, Encoded] | None = None
         self.buffers: Buffers | None = None
         self.live = live
         self.content: Content | None = None
@@ -129,7 +134,16 @@ class _Value:
         """Those of its saved tensors that are still alive."""
         return (saved for member in self.members if (saved := member()) is not None)
 
+    def hold(self, whole: Tensor | None) -> None:
+        """Keep what was made for who reads it next; None: no longer."""
+        if self.made is not None:
+            self.live.made_nbytes -= self.made.untyped_storage().nbytes()
+        self.made = whole
+        if whole is not None:
+            self.live.made_nbytes += whole.untyped_storage().nbytes()
+
     def __del__(self) -> None:
+        self.hold(None)
         self.live.nbytes -= self.entry.stash_nbytes
 
 
@@ -144,6 +158,7 @@ class _Saved:
         "mask",
         "modified",
         "need",
+        "node",
         "offset",
         "read",
         "spec",
@@ -166,21 +181,68 @@ class _Saved:
         self.modified: int | None = None
         self.builtin = False
         self.read = False
+        self.node: int | None = None
+
+    # What a kernel of consumers.py, to which it was unpacked as a claim, takes of it.
+
+    def whole(self) -> Tensor:
+        """The tensor, decoded or made again."""
+        assert self.value is not None and self.spec is not None
+        with torch.no_grad(), self.live.lock:
+            return _decode(self, self.spec, self.value)
+
+    def encoded(self) -> tuple[Any, Encoded] | None:
+        """Codec and planes of exactly what its reader needs; None where something else is stored."""
+        value, spec = self.value, self.spec
+        assert value is not None and spec is not None
+        with self.live.lock:
+            if value.bits is not None and value.bits[0] == self.mask:
+                return value.bits[1:] if _same_layout(value.bits[2].spec, spec) else None
+            form = value.form
+            if form is None or form.mask != self.mask or not _same_layout(form.spec, spec):
+                return None
+            if not isinstance(form.codec, Bitmask if self.need is Need.SIGN else Narrow):
+                return None
+            return form.codec, form.store.get(form.ticket)
+
+    def settle(self) -> None:
+        """Its reader is done: let go of what was decoded, but for the bits that others will read."""
+        assert self.value is not None
+        self.read = True
+        with torch.no_grad(), self.live.lock:
+            _settle(self.value)
+
+    def adopt(self, dead: Tensor) -> None:
+        """Decode into that memory from now on."""
+        assert self.value is not None and self.value.buffers is not None
+        with self.live.lock:
+            self.value.buffers.adopt(dead)
 
     def __del__(self) -> None:
-        self.live.saved -= 1
+        live = self.live
+        live.saved -= 1
+        if live.saved == 0:
+            live.buffers.clear()
 
 
 class _Live:
-    """Counts what is alive now; shared by a Session and its values, so that either may die first."""
+    """What is alive now; shared by a Session and its values, so that either may die first."""
 
-    __slots__ = ("nbytes", "peak_nbytes", "saved", "unpacked")
+    __slots__ = ("buffers", "lock", "made_nbytes", "nbytes", "peak_nbytes", "saved", "stashed_nbytes", "unpacked")
 
     def __init__(self) -> None:
+        self.buffers = Buffers()
+        self.lock = threading.RLock()
         self.saved = 0
         self.nbytes = 0
+        self.made_nbytes = 0
+        self.stashed_nbytes = 0  # when backward began
         self.peak_nbytes = 0
         self.unpacked = False
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so much more that was made again would still take no more than backward has freed."""
+        return self.nbytes + self.made_nbytes + nbytes <= self.stashed_nbytes
 
     def add(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -288,8 +350,8 @@ class Session:
         self._recomputes: bool = getattr(self.policy, "recomputes", True)
         self._contents: dict[int, tuple[StorageWeakRef, Content]] = {}
         self._proven: dict[tuple[str, str, str], str] = {}
-        self._buffers = Buffers()
-        self._lock = threading.RLock()
+        self._buffers = self._live.buffers
+        self._lock = self._live.lock
         self._installed: list[Any] = []
 
     # -- entering and leaving ------------------------------------------------------------------------------------
@@ -302,6 +364,7 @@ class Session:
             )
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         observer = _Observer(self)
+        consumers.install()
         hooks.__enter__()
         observer.__enter__()
         self._installed = [
@@ -333,6 +396,7 @@ class Session:
         self._contents.clear()
         self._roots.clear()
         self._parameters.clear()
+        consumers.uninstall(busy=self._live.saved > 0)
 
     def report(self) -> Report:
         """The accounts of the last step that saved anything."""
@@ -438,6 +502,8 @@ class Session:
                         continue
                     reading = needs.read(node, role, saved.spec, specs) if builtin else needs.VALUE
                     self._take(saved, op, role, number, reading, builtin)
+                    if builtin and saved.spec is not None and consumers.can_claim(op, role, saved.spec):
+                        saved.node = node._sequence_nr()
             for saved in wanted.values():
                 number = self._frames[-1].counts["?"]
                 self._frames[-1].counts["?"] += 1
@@ -685,8 +751,10 @@ class Session:
 
     def _unpack(self, saved: _Saved | tuple[Tensor, int]) -> Tensor:
         live = self._live
+        first_order = not torch.is_grad_enabled()
         if not live.unpacked and _in_backward():  # and not a look at grad_fn._saved_*
             live.unpacked = True
+            live.stashed_nbytes = live.nbytes
         if isinstance(saved, tuple):
             small, version = saved
             if small._version != version:
@@ -702,6 +770,10 @@ class Session:
         if value is None:
             return stand_in(saved.spec)
         with torch._C.DisableTorchFunction(), torch.no_grad(), self._lock:
+            if saved.node is not None and first_order:
+                claim = consumers.claim(saved, saved.spec, saved.node)
+                if claim is not None:
+                    return claim
             return _decode(saved, saved.spec, value)
 
 
@@ -724,9 +796,9 @@ def _decode(saved: _Saved, spec: TensorSpec, value: _Value) -> Tensor:
     whole = _dense(value)
     saved.read = True
     if all(member.read for member in value.saved()):
-        value.made = None
+        value.hold(None)
     if not saved.builtin:  # may write into it unseen
-        value.made = None
+        value.hold(None)
         assert value.buffers is not None
         value.buffers.forget(value if value.form is None else value.form)
     if whole.shape == spec.shape and whole.stride() == spec.stride:
@@ -734,8 +806,45 @@ def _decode(saved: _Saved, spec: TensorSpec, value: _Value) -> Tensor:
     return whole.as_strided(spec.shape, spec.stride, saved.offset)
 
 
-def _dense(value: _Value) -> Tensor:
-    """All of a value that is not held dense, decoded or made again."""
+def _settle(value: _Value) -> None:
+    """Let go of what was decoded or made. Of what its other readers have yet to read, keep the mask if that is all."""
+    buffers = value.buffers
+    assert buffers is not None
+    owner: Any = value if value.form is None else value.form
+    whole = value.made if value.made is not None else buffers.holding(owner)
+    unread = [member for member in value.saved() if not member.read]
+    if whole is not None and unread:
+        mask = unread[0].mask
+        if mask is None:
+            return
+        codec = Bitmask(mask)
+        if (
+            any(member.need is not Need.SIGN or member.mask != mask for member in unread)
+            or codec.accepts(TensorSpec.of(whole)) is not None
+        ):
+            return
+        if value.bits is None or value.bits[0] != mask:
+            value.bits = mask, codec, codec.encode(whole)
+    if not unread:
+        value.bits = None
+    del whole
+    value.hold(None)
+    buffers.forget(owner)
+    buffers.shrink()
+
+
+def _same_layout(spec: TensorSpec, other: TensorSpec) -> bool:
+    return spec.shape == other.shape and spec.stride == other.stride
+
+
+def _dense(value: _Value, ahead: bool = False) -> Tensor:
+    """All of a value that is not held dense, decoded or made again.
+
+    Note: [made ahead]
+        What is made as the beginning of something else (``ahead``) will be read by nodes of its own soon, and is held
+        for them as long as there is room in what backward has freed already; else it is made once more then. So a chain
+        of recomputed values never takes more than storing would.
+    """
     form, buffers = value.form, value.buffers
     assert buffers is not None
     owner: Any = form if form is not None else value
@@ -743,6 +852,8 @@ def _dense(value: _Value) -> Tensor:
     if whole is not None:
         return whole
     started = time.perf_counter()
+    for member in value.saved():
+        member.read = False
     if form is not None:
         # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
         one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
@@ -753,9 +864,10 @@ def _dense(value: _Value) -> Tensor:
         assert value.recipe is not None
         spec = value.recipe.call.spec
         whole = value.recipe.run(_fetch, lambda: buffers.take(spec, spec.dtype))
-        value.made = whole.detach()
-        for member in value.saved():
-            member.read = False
+        if not ahead or value.live.has_room(whole.untyped_storage().nbytes()):
+            value.hold(whole.detach())
+        if any(leaf.recipe is not None and leaf.made is None for leaf in value.recipe.leaves()):
+            buffers.shrink()  # there was no room for them
     buffers.filled(owner, whole)
     value.entry.decode_seconds += time.perf_counter() - started
     value.entry.decodes += 1
@@ -774,7 +886,7 @@ def _fetch(leaf: Leaf) -> Tensor:
         _check_version(guard)
         whole = guard.dense
     else:
-        whole = _dense(value)
+        whole = _dense(value, ahead=True)
     if whole.shape == leaf.spec.shape and whole.stride() == leaf.spec.stride and whole.storage_offset() == leaf.offset:
         return whole.detach()  # and not the pool's own tensor, which does not tell it that the memory is in use
     return whole.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)

@@ -887,3 +887,76 @@ def test_isa_is_capped_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         library.load.__wrapped__()
     assert set(cpu.build_info()) == {"path", "compiler", "openmp", "isa"}
     assert cpu.build_info()["isa"] in library.ISAS
+
+
+# -- gradients straight from planes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_mask_select(dtype: torch.dtype, isa: str) -> None:
+    for n in (*TAILS, 4096, 70_001):
+        x = contents(n, dtype)
+        mask = torch.randint(0, 256, (bytes_for(n, 1),), dtype=torch.uint8, generator=generator(n))
+        out, intact = poisoned(n, dtype, offset=n % 3)
+        assert cpu.mask_select(x, mask, out)
+        keep = torch.zeros(n, dtype=torch.bool)
+        reference.bitmask_decode(mask, keep, 1.0, 0.0)
+        expected = torch.where(keep, x, torch.zeros((), dtype=dtype))
+        assert same(out, expected), n
+        assert intact(), n
+        assert cpu.mask_select(x, mask, x)
+        assert same(x, expected), n
+
+
+def test_mask_select_refuses_other_sizes() -> None:
+    x = torch.ones(100)
+    with pytest.raises(DamagedPlanesError, match="mask_select asked for 13 elements in the plane 'mask', got 12"):
+        cpu.mask_select(x, torch.zeros(12, dtype=torch.uint8), x)
+    assert not cpu.mask_select(x.to(torch.uint8), torch.zeros(13, dtype=torch.uint8), x)
+
+
+POOLINGS = {
+    "halved": ((4, 3, 12, 10), 2, 2, 0, 1),
+    "overlapping": ((3, 5, 13, 11), 3, 2, 1, 1),
+    "every position": ((2, 3, 9, 9), 3, 1, 1, 1),
+    "dilated": ((2, 4, 15, 14), 3, 2, 1, 2),
+    "wide": ((1, 2, 40, 37), 9, 5, 4, 1),
+    "gaps": ((2, 3, 20, 20), 2, 5, 0, 1),
+}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", POOLINGS)
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+def test_window_scatter(name: str, dtype: torch.dtype, layout: torch.memory_format, isa: str, threads: int) -> None:
+    """The bits of ATen's backward, which adds up in the same order."""
+    shape, kernel, stride, padding, dilation = POOLINGS[name]
+    x = torch.randn(shape, generator=generator(), dtype=dtype).to(memory_format=layout)
+    y, indices = torch.nn.functional.max_pool2d(x, kernel, stride, padding, dilation, return_indices=True)
+    inner = 1 if layout is torch.contiguous_format else shape[1]
+    sizes = (list(shape[2:]), list(y.shape[2:]), *([size] * 2 for size in (kernel, stride, padding, dilation)))
+    packed, outside = cpu.window_encode(indices.as_strided((indices.numel(),), (1,)), inner, *sizes)
+    assert not outside
+    grad = torch.randn(y.shape, generator=generator(1), dtype=dtype).to(memory_format=layout)
+    grad[grad.abs() < 0.1] = -0.0
+    expected = torch.ops.aten.max_pool2d_with_indices_backward(
+        grad, x, [kernel] * 2, [stride] * 2, [padding] * 2, [dilation] * 2, False, indices
+    )
+    out, intact = poisoned(x.numel(), dtype)
+    assert cpu.window_scatter(packed, (inner, *sizes), grad.as_strided((grad.numel(),), (1,)), out)
+    assert same(out, expected.as_strided((x.numel(),), (1,)))
+    assert intact()
+
+
+def test_window_scatter_of_damaged_codes_stays_inside(isa: str) -> None:
+    sizes = ([5, 7], [3, 4], [3, 3], [2, 2], [1, 1], [1, 1])
+    grad = torch.ones(2 * 3 * 4)
+    for seed in range(50):
+        packed = torch.randint(0, 256, (bytes_for(grad.numel(), 4),), dtype=torch.uint8, generator=generator(seed))
+        out, intact = poisoned(2 * 5 * 7, torch.float32)
+        assert cpu.window_scatter(packed, (1, *sizes), grad, out)
+        assert intact()
+    with pytest.raises(DamagedPlanesError, match="'packed'"):
+        cpu.window_scatter(packed[1:], (1, *sizes), grad, out)
+    assert not cpu.window_scatter(packed, (1, *sizes), grad.half(), out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Narrow:
             return Encoded(
                 self.id, spec, {"packed": _ops.narrow_encode(flat(x), bits, base)}, {"bits": bits, "base": base}
             )
-        packed, outside = _ops.window_encode(flat(x), *self._geometry(spec))
+        packed, outside = _ops.window_encode(flat(x), *self.geometry(spec))
         if int(outside):  # a window of padding, or one of -inf in max_pool3d, has its index outside
             raise CodecRefusedError(
                 f"codec 'narrow' was asked to encode {spec} as positions in {self.window}, got {int(outside)} indices "
@@ -99,7 +99,7 @@ class Narrow:
         if self.window is None:
             _ops.narrow_decode(packed, bits, encoded.meta["base"], flat(out))
         else:
-            _ops.window_decode(packed, *self._geometry(encoded.spec), flat(out))
+            _ops.window_decode(packed, *self.geometry(encoded.spec), flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
@@ -108,7 +108,11 @@ class Narrow:
             return bytes_for(spec.numel, window_bits(self.window.kernel))
         return bytes_for(spec.numel, 1 if spec.dtype == torch.bool else min(MAX_BITS, 8 * spec.dtype.itemsize))
 
-    def _geometry(self, spec: TensorSpec) -> tuple[object, ...]:
+    def geometry(self, spec: TensorSpec) -> tuple[Any, ...]:
+        """How windows lie over indices like ``spec``, as ``window_encode`` takes it; only with a ``window``.
+
+        Elements between spatial neighbours in memory; input size, output size, kernel, stride, padding, dilation.
+        """
         window = self.window
         assert window is not None
         dims = len(window.kernel)

@@ -130,7 +130,7 @@ class _WatchedSession(Session):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._buffers = _WatchedBuffers()
+        self._live.buffers = self._buffers = _WatchedBuffers()
 
     def _unpack(self, saved: Any) -> Tensor:
         tensor = super()._unpack(saved)
@@ -206,7 +206,7 @@ def _read(roots: list[Any], device: str) -> _Log:
     log, open_now = _Log(), dict[int, _Memory]()
     read: set[_Decoding] = set()  # by the node that runs
     latest: dict[_Memory, _Decoding] = {}
-    doing, node_ends = "", 0
+    doing, node_ends, awaited = "", 0, False
     for event, is_op in sorted(_walk(roots), key=lambda pair: pair[0].start_time_ns):
         if read and event.start_time_ns > node_ends:
             for decoding in read:
@@ -224,6 +224,7 @@ def _read(roots: list[Any], device: str) -> _Log:
             start = max(log.ticks - 1, log.ops[-1].start if log.ops else 0)  # memory of its own is a tick old
             decoding = _Decoding(doing, facts["nbytes"], start, start + 1, memory)
             log.decodings.append(decoding)
+            awaited = True
             read.add(decoding)
             if memory is not None:
                 memory.role = "decoded"
@@ -233,7 +234,10 @@ def _read(roots: list[Any], device: str) -> _Log:
                     before.end = log.ticks
                 latest[memory] = decoding
         elif event.name.startswith(_GOT):
+            if not awaited:  # read as they are
+                log.decodings.append(_Decoding(doing, 0, log.ticks, log.ticks + 1, None))
             log.decodings[-1].planes = _found(open_now, json.loads(event.name.removeprefix(_GOT))["planes"])
+            awaited = False
         elif event.name.startswith(_READ):
             facts = json.loads(event.name.removeprefix(_READ))
             memory = open_now.get(facts["whole"])

@@ -45,6 +45,7 @@ __all__ = [
     "fewbit_encode",
     "isa",
     "look",
+    "mask_select",
     "minifloat_decode",
     "minifloat_encode",
     "minifloat_scaled_decode",
@@ -54,6 +55,7 @@ __all__ = [
     "set_isa",
     "window_decode",
     "window_encode",
+    "window_scatter",
     "zvc_decode",
     "zvc_encode",
     "zvc_minifloat_decode",
@@ -196,6 +198,23 @@ def bitmask_decode(mask: Tensor, out: Tensor, if_set: float, if_clear: float) ->
 def _pair_bits(pair: Tensor) -> tuple[int, int]:
     first, second = pair.view(_UNSIGNED[pair.element_size()]).tolist()
     return first, second
+
+
+def mask_select(x: Tensor, mask: Tensor, out: Tensor) -> bool:
+    """``out[i] = x[i] if bit i of mask else 0``, flat, elements of 2, 4 or 8 bytes; ``out`` may be ``x``.
+
+    Returns:
+        Whether it could: there is a native library, and the elements are of such a width.
+
+    Raises:
+        DamagedPlanesError: the mask is not of the size that ``x`` needs.
+    """
+    n, width = x.numel(), x.element_size()
+    if _lib is None or width not in (2, 4, 8):
+        return False
+    _check_plane("mask_select", "mask", mask, bytes_for(n, 1))
+    _lib.bs_mask_select(x.data_ptr(), mask.data_ptr(), n, width, out.data_ptr(), _threads(n * width))
+    return True
 
 
 def binary_encode(x: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
@@ -507,3 +526,33 @@ def window_decode(
     _check_plane("window_decode", "packed", packed, bytes_for(n, bits))
     geometry = _geometry(input_size, output_size, kernel, stride, padding, dilation)
     _lib.bs_window_decode(packed.data_ptr(), inner, geometry, bits, out.data_ptr(), n, _threads(n * 8))
+
+
+def window_scatter(packed: Tensor, geometry: tuple[Any, ...], grad: Tensor, out: Tensor) -> bool:
+    """The gradient of a max pooling's input, flat, from its output's and the codes of ``window_encode``.
+
+    Added up as ATen's kernels do, window after window in memory order.
+
+    Args:
+        packed, geometry: what ``window_encode`` returned, and its arguments from ``inner`` on.
+        grad: of the output.
+        out: filled with the gradient.
+
+    Returns:
+        Whether it could: there is a native library, and ``grad`` is of float32 or float64.
+
+    Raises:
+        DamagedPlanesError: the plane is not of the size that ``grad`` needs.
+    """
+    inner, *sizes = geometry
+    kernel = sizes[2]
+    if _lib is None or not 1 <= len(kernel) <= 3 or grad.dtype not in (torch.float32, torch.float64):
+        return False
+    n, bits = grad.numel(), window_bits(kernel)
+    _check_plane("window_scatter", "packed", packed, bytes_for(n, bits))
+    wide = grad.dtype is torch.float64
+    threads = _threads(out.numel() * out.element_size())
+    _lib.bs_window_scatter(
+        packed.data_ptr(), inner, _geometry(*sizes), bits, grad.data_ptr(), n, wide, out.data_ptr(), threads
+    )
+    return True

@@ -28,6 +28,7 @@ _SIGNATURES = {
     "bs_bitmask_encode": (None, [c_void_p, c_int64, c_int, c_int, c_double, c_double, c_void_p, c_int]),
     "bs_binary_encode": (c_int64, [c_void_p, c_int64, c_int, c_uint64, c_uint64, c_void_p, c_int]),
     "bs_mask_decode": (None, [c_void_p, c_void_p, c_int64, c_int, c_uint64, c_uint64, c_int]),
+    "bs_mask_select": (None, [c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int]),
     "bs_zvc_mark": (c_int64, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]),
     "bs_zvc_gather": (None, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int]),
     "bs_zvc_decode": (c_int, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int]),
@@ -51,6 +52,7 @@ _SIGNATURES = {
     "bs_narrow_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int64, c_void_p, c_int]),
     "bs_narrow_decode": (None, [c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
     "bs_window_encode": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int, c_void_p, c_int]),
+    "bs_window_scatter": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int]),
     "bs_window_decode": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int]),
 }
 

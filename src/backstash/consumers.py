@@ -1,0 +1,500 @@
+"""Backward kernels that take what they read straight from the stash, and give memory back as soon as they can.
+
+A saved tensor is unpacked before its node's formula begins, and what was unpacked lives until the formula is over. So
+a convolution's decoded input would lie beside both of its gradients, and a relu's mask would be written out as floats
+to be read once. Here the formulas' own ops are taken over: for a reader named in ``READERS`` the Session unpacks a
+*claim*, a stand-in with a layout and no data, and the kernel that autograd's node calls with it - registered here on
+the dispatcher, in front of ATen's - takes from the stash what it needs, when it needs it:
+
+* a convolution computes the gradients of weight and bias first, lets go of its decoded input, and computes the input's
+  gradient from the input's shape;
+* relu, threshold and hardtanh read the mask's bits, a max pooling its window codes: nothing is decoded;
+* pointwise formulas write over the incoming gradient when nobody else holds it.
+
+Every bit is what ATen's kernels make of the decoded tensors. The graph is autograd's own: names, hooks, checkpoint and
+double backward are untouched, as nothing is replaced before backward runs.
+
+Note: [claims]
+    A claim that something else reads would be read as zeros. So it is handed out only while the very node that saved
+    the tensor runs (its sequence number tells), without grad mode (a graph of second order would save the claim) and
+    without dispatch modes or functorch, and only for nodes that in this version of torch pass it on to the kernel and
+    to nothing else, which a tiny step of each proves before the first one is handed out.
+
+Note: [exclusive gradients]
+    A gradient may be overwritten when only the node that received it holds it: not the sum that sent it both ways, a
+    hook's list, ``autograd.grad`` for a tensor in between, or the caller of backward. All of them hold the tensor, its
+    Python object or its storage, so three counts tell. What they are when nobody else holds it is measured, on a tiny
+    step, not known.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from backstash.codecs.base import Encoded, flat, is_dense
+from backstash.codecs.narrow import Narrow
+from backstash.codecs.shape import stand_in
+from backstash.ops import cpu
+from backstash.saved import TensorSpec
+
+KERNELS: dict[str, str] = {
+    "convolution_backward": "Convolution",
+    "threshold_backward": "Relu Threshold",
+    "hardtanh_backward": "Hardtanh",
+    "max_pool2d_with_indices_backward": "MaxPool2DWithIndices",
+    "leaky_relu_backward": "LeakyRelu",
+    "gelu_backward": "Gelu",
+    "silu_backward": "Silu",
+    "elu_backward": "Elu",
+    "tanh_backward": "Tanh",
+    "sigmoid_backward": "Sigmoid",
+    "softplus_backward": "Softplus",
+    "hardsigmoid_backward": "Hardsigmoid",
+    "_softmax_backward_data": "Softmax",
+    "_log_softmax_backward_data": "LogSoftmax",
+}
+"""The ops that are taken over, and the autograd nodes on whose behalf they do anything of their own."""
+
+READERS: dict[tuple[str, str], str] = {
+    ("Convolution", "input"): "convolution_backward",
+    ("Relu", "result"): "threshold_backward",
+    ("Threshold", "self"): "threshold_backward",
+    ("Hardtanh", "self"): "hardtanh_backward",
+    ("MaxPool2DWithIndices", "result1"): "max_pool2d_with_indices_backward",
+}
+"""Saved tensors, by node and role, that are unpacked as claims, and the op that redeems them."""
+
+_IN_PLACE = {
+    "leaky_relu_backward": "grad_input",
+    "gelu_backward": "grad_input",
+    "silu_backward": "grad_input",
+    "elu_backward": "grad_input",
+    "tanh_backward": "grad_input",
+    "sigmoid_backward": "grad_input",
+    "softplus_backward": "grad_input",
+    "hardsigmoid_backward": "grad_input",
+    "threshold_backward": "grad_input",
+    "hardtanh_backward": "grad_input",
+    "_softmax_backward_data": "out",
+    "_log_softmax_backward_data": "out",
+}
+"""Formulas whose overload of this name may write over the gradient that they read."""
+
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+_SELECTED = (torch.float32, torch.float64, torch.float16)
+"""Where zeroing leaves a NaN in the gradient as it is: for bfloat16 ATen's vectors give it other bits."""
+
+
+class Stashed(Protocol):
+    """A saved tensor as a kernel here sees it."""
+
+    def whole(self) -> Tensor:
+        """The tensor, decoded or made again, in its original layout."""
+
+    def encoded(self) -> tuple[Any, Encoded] | None:
+        """Codec and planes in which exactly this reader's need is stored; None where something else is stored."""
+
+    def settle(self) -> None:
+        """The reader has what it needed: let go of what was decoded for it."""
+
+    def adopt(self, dead: Tensor) -> None:
+        """Memory that nobody will read any more, to decode into from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Who holds a tensor: Python references, tensor references, storage references."""
+
+    python: int
+    tensor: int
+    storage: int
+
+
+class _Probe:
+    """What the tiny steps of :func:`_examine` see."""
+
+    def __init__(self) -> None:
+        self.counts: list[_Counts] = []
+        self.redeemed = False
+
+
+_lock = threading.RLock()
+_library: torch.library.Library | None = None
+_entered = 0
+_claims: dict[int, tuple[StorageWeakRef, weakref.ref[Any]]] = {}
+_originals: dict[str, Any] = {}
+_exclusive: _Counts | None = None
+_works: frozenset[str] | None = None
+_probe: _Probe | None = None
+
+
+# -- claims ----------------------------------------------------------------------------------------------------------
+
+
+def can_claim(op: str, role: str, spec: TensorSpec) -> bool:
+    """Whether that saved tensor of that node may be unpacked as a claim."""
+    kernel = READERS.get((op, role))
+    return (
+        kernel is not None
+        and _works is not None
+        and kernel in _works
+        and spec.device.type == "cpu"
+        and is_dense(spec.shape, spec.stride)
+    )
+
+
+def claim(stashed: Stashed, spec: TensorSpec, node: int) -> Tensor | None:
+    """A stand-in for a tensor that the running node's kernel will redeem; None where nobody can promise that.
+
+    Args:
+        stashed: what it stands for; alive as long as its node runs.
+        spec: its layout.
+        node: the sequence number of the node that saved it.
+    """
+    if _library is None or torch.is_grad_enabled() or _get_current_dispatch_mode() is not None:
+        return None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    running = torch._C._current_autograd_node()
+    if running is None or running._sequence_nr() != node:
+        return None
+    return _hand_out(stashed, spec)
+
+
+def _hand_out(stashed: Stashed, spec: TensorSpec) -> Tensor:
+    tensor = stand_in(spec)
+    storage = tensor.untyped_storage()
+    with _lock:
+        if len(_claims) >= 64:
+            for cdata in [cdata for cdata, (alive, _) in _claims.items() if alive.expired()]:
+                del _claims[cdata]
+        # The weak reference keeps the storage's address from being given to another.
+        _claims[storage._cdata] = StorageWeakRef(storage), weakref.ref(stashed)
+    return tensor
+
+
+def _redeem(tensor: Tensor) -> Any:
+    """What a kernel's argument stands for; None where it is a tensor like any other."""
+    known = _claims.get(tensor.untyped_storage()._cdata) if _claims else None
+    stashed = known[1]() if known is not None and not known[0].expired() else None
+    if stashed is not None and _probe is not None:
+        _probe.redeemed = True
+    return stashed
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _convolution_backward(
+    keys: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Any, *geometry_and_mask: Any
+) -> _Gradients:
+    """Weight gradient, then let go of the input, then the input's gradient."""
+    *geometry, (of_input, of_weight, of_bias) = geometry_and_mask
+    original = _originals["convolution_backward"]
+    stashed = _redeem(x)
+    if stashed is None:
+        made: _Gradients = original.call_boxed(keys, grad, x, weight, bias, *geometry, [of_input, of_weight, of_bias])
+        return made
+    weight_grad = bias_grad = input_grad = None
+    if of_weight:
+        whole = stashed.whole()
+        _, weight_grad, bias_grad = original.call_boxed(
+            keys, grad, whole, weight, bias, *geometry, [False, True, of_bias]
+        )
+        del whole
+        stashed.settle()
+    elif of_bias:
+        _, _, bias_grad = original.call_boxed(keys, grad, x, weight, bias, *geometry, [False, False, True])
+    if of_input:  # reads the input's sizes only
+        input_grad, _, _ = original.call_boxed(keys, grad, x, weight, bias, *geometry, [True, False, False])
+    if _is_exclusive(grad):
+        stashed.adopt(grad)
+    return input_grad, weight_grad, bias_grad
+
+
+def _threshold_backward(keys: Any, grad: Tensor, x: Tensor, threshold: Any) -> Tensor:
+    """Zeroes the gradient where a bit is clear."""
+    return _masked(keys, "threshold_backward", grad, x, (threshold,), _is_exclusive(grad))
+
+
+def _hardtanh_backward(keys: Any, grad: Tensor, x: Tensor, low: Any, high: Any) -> Tensor:
+    """Zeroes the gradient where a bit is clear."""
+    return _masked(keys, "hardtanh_backward", grad, x, (low, high), _is_exclusive(grad))
+
+
+def _masked(keys: Any, op: str, grad: Tensor, x: Tensor, scalars: tuple[Any, ...], exclusive: bool) -> Tensor:
+    stashed = _redeem(x)
+    if stashed is None:
+        return _pointwise(keys, op, grad, x, scalars, exclusive)
+    known = stashed.encoded()
+    if known is not None and grad.dtype in _SELECTED and _same_order(grad, x):
+        _, encoded = known
+        if set(encoded.planes) == {"mask"}:  # neither NaN by position nor a sign of three values
+            out = grad if exclusive else torch.empty_like(grad)
+            if cpu.mask_select(flat(grad), encoded.planes["mask"], flat(out)):
+                stashed.settle()
+                return out
+    whole = stashed.whole()
+    result = _pointwise(keys, op, grad, whole, scalars, exclusive)
+    del whole
+    stashed.settle()
+    return result
+
+
+def _pointwise(
+    keys: Any,
+    op: str,
+    grad: Tensor,
+    x: Tensor,
+    rest: tuple[Any, ...],
+    exclusive: bool,
+    named: Mapping[str, Any] = _NONE,
+) -> Tensor:
+    if op.endswith("softmax_backward_data"):  # rest: dim, the input's dtype
+        exclusive &= rest[0] in (-1, grad.dim() - 1) and rest[1] is grad.dtype
+    if exclusive and _same_order(grad, x) and grad.dtype is x.dtype:
+        overload = getattr(getattr(torch.ops.aten, op), _IN_PLACE[op])
+        written: Tensor = overload(grad, x, *rest, **named, **{overload._schema.arguments[-1].name: grad})
+        return written
+    made: Tensor = _originals[op].call_boxed(keys, grad, x, *rest, **named)
+    return made
+
+
+def _same_order(grad: Tensor, x: Tensor) -> bool:
+    """Whether element i in memory is the same element of both."""
+    return grad.shape == x.shape and grad.stride() == x.stride() and is_dense(tuple(x.shape), x.stride())
+
+
+def _max_pool2d_with_indices_backward(
+    keys: Any,
+    grad: Tensor,
+    x: Tensor,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil: Any,
+    indices: Tensor,
+) -> Tensor:
+    """Adds the gradient up where the window codes say."""
+    original: Callable[..., Tensor] = _originals["max_pool2d_with_indices_backward"].call_boxed
+    stashed = _redeem(indices)
+    if stashed is None:
+        return original(keys, grad, x, kernel, stride, padding, dilation, ceil, indices)
+    known = stashed.encoded()
+    if known is not None and _same_order(grad, indices):
+        codec, encoded = known
+        if isinstance(codec, Narrow) and codec.window is not None:
+            geometry = codec.geometry(encoded.spec)
+            channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+            if x.is_contiguous() if geometry[0] == 1 else channels_last:
+                out = torch.empty_strided(x.shape, x.stride(), dtype=grad.dtype, device="cpu")
+                cpu.advise_huge(out)
+                if cpu.window_scatter(encoded.planes["packed"], geometry, flat(grad), flat(out)):
+                    stashed.settle()
+                    return out
+    whole = stashed.whole()
+    result = original(keys, grad, x, kernel, stride, padding, dilation, ceil, whole)
+    del whole
+    stashed.settle()
+    return result
+
+
+def _in_place_kernel(op: str) -> Callable[..., Tensor]:
+    nodes = KERNELS[op].split()
+
+    def kernel(keys: Any, grad: Tensor, x: Tensor, *rest: Any, **named: Any) -> Tensor:
+        return _pointwise(keys, op, grad, x, rest, _is_exclusive(grad), named)
+
+    kernel.__name__ = f"_{op}"
+    kernel.__doc__ = f"Writes over the gradient on behalf of {' and '.join(nodes)}, if nobody else holds it."
+    return kernel
+
+
+_NODES = {f"{node}Backward{number}" for names in KERNELS.values() for node in names.split() for number in range(3)}
+
+
+def _is_exclusive(grad: Tensor) -> bool:
+    """Whether nobody but the node that runs holds ``grad``, a kernel's argument (Note: [exclusive gradients])."""
+    tensors = grad._use_count()  # type: ignore[attr-defined]
+    counts = _Counts(sys.getrefcount(grad), tensors, torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
+    if _probe is not None:
+        _probe.counts.append(counts)
+        return False
+    if counts != _exclusive or not is_dense(tuple(grad.shape), grad.stride()) or torch.is_grad_enabled():
+        return False
+    if grad.untyped_storage().nbytes() != grad.numel() * grad.element_size():
+        return False
+    running = torch._C._current_autograd_node()
+    return running is not None and type(running).__name__ in _NODES
+
+
+# -- coming and going ------------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Put the kernels in front of ATen's; once for all Sessions that are entered."""
+    global _entered, _works
+    with _lock:
+        _entered += 1
+        _register()
+        if _works is None:
+            _works = frozenset()  # what the tiny steps open themselves
+            _examine()
+
+
+def uninstall(busy: bool) -> None:
+    """A Session is left. The last one takes the kernels away, unless there are graphs whose backward is yet to come.
+
+    Then the kernels stay until the next Session is left. Without claims they do what ATen's do.
+    """
+    global _entered, _library
+    with _lock:
+        _entered -= 1
+        if _entered == 0 and not busy and _library is not None:
+            _library._destroy()
+            _library = None
+            _claims.clear()
+
+
+def _register() -> None:
+    global _library
+    if _library is not None:
+        return
+    for op in KERNELS:
+        if op not in _originals:
+            _originals[op] = torch.library.get_kernel(f"aten::{op}", "CPU")
+    own: dict[str, Callable[..., Any]] = {
+        "convolution_backward": _convolution_backward,
+        "threshold_backward": _threshold_backward,
+        "hardtanh_backward": _hardtanh_backward,
+        "max_pool2d_with_indices_backward": _max_pool2d_with_indices_backward,
+    }
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():  # torch says once that a kernel is overridden
+        warnings.simplefilter("ignore")
+        for op in KERNELS:
+            library.impl(op, _unseen(own.get(op) or _in_place_kernel(op)), "CPU", with_keyset=True, allow_override=True)
+    _library = library
+
+
+def _unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, out of sight of torch function modes: what it calls is no part of the program."""
+
+    @wraps(kernel)
+    def call(keys: Any, grad: Tensor, *rest: Any, **named: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return kernel(keys, grad, *rest, **named)
+
+    return call
+
+
+class _Sample:
+    """A stashed tensor of the tiny steps."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x.detach()
+        self.spec = TensorSpec.of(x)
+
+    def whole(self) -> Tensor:
+        return self.x
+
+    def encoded(self) -> None:
+        return None
+
+    def settle(self) -> None:
+        pass
+
+    def adopt(self, dead: Tensor) -> None:
+        pass
+
+
+def _examine() -> None:
+    """Find out, on tiny steps, which nodes pass claims on to their kernel, and what exclusive gradients look like."""
+    global _works, _exclusive, _probe
+    x = torch.tensor([[[[0.5, -1.0, 2.0], [7.0, -3.0, 0.0], [1.0, 4.0, -2.0]]]], device="cpu", requires_grad=True)
+    weight = torch.tensor([[[[1.0, -2.0], [0.5, 3.0]]]], device="cpu", requires_grad=True)
+    functional = torch.nn.functional
+    steps: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
+        ("Convolution", "input"): lambda x: functional.conv2d(x, weight),
+        ("Relu", "result"): functional.relu,
+        ("Threshold", "self"): lambda x: functional.threshold(x, 1.0, 0.0),
+        ("Hardtanh", "self"): lambda x: functional.hardtanh(x, -1.0, 1.5),
+        ("MaxPool2DWithIndices", "result1"): lambda x: functional.max_pool2d(x, 2, 1),
+    }
+    failed = set()
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        for (node, role), step in steps.items():
+            expected = torch.autograd.grad(step(x).square().sum(), (x, weight), allow_unused=True)
+            _probe = _Probe()
+            try:
+                got = torch.autograd.grad(_with_claims(step, x, role), (x, weight), allow_unused=True)
+                redeemed = _probe.redeemed
+            finally:
+                _probe = None
+            same = all(
+                (a is None) == (b is None) and (a is None or torch.equal(a, b))
+                for a, b in zip(expected, got, strict=True)
+            )
+            if not (redeemed and same):
+                failed.add(READERS[node, role])
+        _exclusive = _what_exclusive_is(x)
+    _works = frozenset(READERS.values()) - failed
+
+
+def _with_claims(step: Callable[[Tensor], Tensor], x: Tensor, role: str) -> Tensor:
+    """The step, with a claim in place of what its node saved as ``role``."""
+    y = step(x)
+    samples: list[_Sample] = []
+
+    def pack(x: Tensor) -> _Sample:
+        samples.append(_Sample(x))
+        return samples[-1]
+
+    getattr(y.grad_fn, f"_raw_saved_{role}").register_hooks(pack, lambda sample: _hand_out(sample, sample.spec))
+    return y.square().sum()
+
+
+def _what_exclusive_is(x: Tensor) -> _Counts | None:
+    """The counts of a gradient that nobody else holds; None where they do not tell it from one that somebody holds."""
+    global _probe
+    kept: list[Tensor] = []
+
+    def shared(x: Tensor) -> Tensor:
+        y = x * 1.0
+        return y.relu() + (x * 2.0).tanh()
+
+    def hooked(x: Tensor) -> Tensor:
+        y = x.relu()
+        y.register_hook(kept.append)
+        return y
+
+    seen = []
+    for step in (torch.relu, shared, hooked):
+        _probe = _Probe()
+        try:
+            (step(x) * 2.0).sum().backward(inputs=[x])
+            seen.append(_probe.counts[0])  # the first kernel: later ones may be the last to hold what was shared
+        finally:
+            _probe = None
+    x.grad = None
+    alone, *held = seen
+    return None if alone in held else alone

@@ -1,0 +1,342 @@
+"""A language model's head and its cross entropy in one, a few rows of logits at a time.
+
+With 50,257 words the logits of 1,024 tokens are 206 MB, and a plain step holds them several times: as they are, as
+log-probabilities, as their gradient. Here they are made for some rows, turned into these rows' share of the loss and of
+the gradients at once, and forgotten. No product of matrices is computed twice.
+
+The result is the same sum in another order: equal mathematically, not bit for bit.
+
+Note: [deferred logits]
+    What the head returns under the rewrite is a tensor that has yet to be computed. The views and conversions that lie
+    between a head and its loss are followed; ``cross_entropy`` of it is computed in chunks. Whatever else is done with
+    it computes the logits first, as the head would have: so a program that looks at them gets them, and pays for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backstash.errors import RewriteError
+
+CHUNK_NBYTES = 16 << 20
+"""Bytes of logits that are there at a time, by default."""
+
+
+class ChunkedLoss:
+    """What :func:`chunked_loss` did to a model. As a context manager it undoes that on leaving.
+
+    Attributes:
+        head: path of the layer whose logits are computed in chunks.
+    """
+
+    def __init__(self, head: str, layer: nn.Linear, chunk_nbytes: int) -> None:
+        self.head = head
+        self._layer: nn.Linear | None = layer
+
+        def forward(hidden: Tensor) -> Tensor:
+            if not torch.is_grad_enabled() or not (hidden.requires_grad or layer.weight.requires_grad):
+                return F.linear(hidden, layer.weight, layer.bias)
+            return _Deferred(hidden, layer.weight, layer.bias, chunk_nbytes)
+
+        layer.forward = forward  # type: ignore[method-assign,assignment]
+
+    def undo(self) -> None:
+        """Let the head return logits again. Doing it twice does no harm."""
+        if self._layer is not None:
+            del self._layer.forward
+            self._layer = None
+
+    def __enter__(self) -> ChunkedLoss:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def chunked_loss(model: nn.Module, head: str = "lm_head", *, chunk_nbytes: int = CHUNK_NBYTES) -> ChunkedLoss:
+    """Compute the logits of a model's head and their cross entropy a few rows at a time.
+
+    For ``cross_entropy`` (``nn.CrossEntropyLoss``) with class indices, the reductions "mean" and "sum", with or without
+    ``ignore_index``; what else is computed from the logits is computed as ever, from all of them.
+
+    Under autocast the products are computed in the dtype that autocast asks for. The gradients are computed in the
+    forward pass, so ``backward`` can run once: ``retain_graph`` and ``create_graph`` end in an error.
+
+    Args:
+        model: the model.
+        head: path of the ``nn.Linear`` that makes the logits, ``""`` for the model itself.
+        chunk_nbytes: bytes of logits to have at a time, at least one row.
+
+    Returns:
+        What undoes it.
+
+    Raises:
+        RewriteError: there is no such layer, it is no plain ``nn.Linear``, or ``chunk_nbytes`` is less than 1.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+        >>> words = torch.arange(50)
+        >>> with chunked_loss(model, "1", chunk_nbytes=1000):
+        ...     loss = F.cross_entropy(model(words), words)
+        >>> loss.backward()
+    """
+    if chunk_nbytes < 1:
+        raise RewriteError(f"chunked_loss was asked for chunks of {chunk_nbytes} bytes, but it needs at least 1.")
+    layers = dict(model.named_modules())
+    layer = layers.get(head)
+    if layer is None:
+        linear = [path for path, one in layers.items() if isinstance(one, nn.Linear)]
+        raise RewriteError(
+            f"chunked_loss was asked for the head {head!r} of {type(model).__name__}, but there is no such layer. Its "
+            f"linear layers end with {', '.join(linear[-3:]) or 'none'}."
+        )
+    if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
+        raise RewriteError(
+            f"chunked_loss was asked for the head {head!r}, but that is a {type(layer).__name__} with a forward of its "
+            f"own. It rewrites a plain nn.Linear."
+        )
+    return ChunkedLoss(head, layer, chunk_nbytes)  # type: ignore[arg-type]
+
+
+class _Deferred(Tensor):
+    """Logits that have yet to be computed (Note: [deferred logits])."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    chunk_nbytes: int
+    logits: Tensor | None
+    product: torch.dtype
+
+    @staticmethod
+    def __new__(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunk_nbytes: int,
+        dtype: torch.dtype | None = None,
+        product: torch.dtype | None = None,
+    ) -> _Deferred:
+        device = hidden.device.type
+        if product is None:
+            product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        made: _Deferred = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, (*hidden.shape[:-1], weight.shape[0]), dtype=dtype or product, device=hidden.device
+        )
+        made.hidden, made.weight, made.bias, made.chunk_nbytes = hidden, weight, bias, chunk_nbytes
+        made.product, made.logits = product, None
+        return made
+
+    def compute(self) -> Tensor:
+        """The logits."""
+        if self.logits is None:
+            with torch.autocast(self.device.type, dtype=self.product, enabled=self.product is not self.weight.dtype):
+                self.logits = F.linear(self.hidden, self.weight, self.bias).to(self.dtype)
+        return self.logits
+
+    def of(self, hidden: Tensor, dtype: torch.dtype | None = None) -> _Deferred:
+        """The logits of other rows, or in another dtype."""
+        return _Deferred(hidden, self.weight, self.bias, self.chunk_nbytes, dtype or self.dtype, self.product)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        follow = _FOLLOWED.get(func)
+        if follow is not None and isinstance(args[0], _Deferred) and args[0].logits is None:
+            followed = follow(*args, **kwargs)
+            if followed is not None:
+                return followed
+        return func(*_computed(args), **{key: _compute(arg) for key, arg in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # what reaches C++ without a torch function
+        return func(*_computed(args), **{key: _compute(arg) for key, arg in (kwargs or {}).items()})
+
+
+def _compute(arg: Any) -> Any:
+    if isinstance(arg, _Deferred):
+        return arg.compute()
+    if isinstance(arg, (list, tuple)) and any(isinstance(one, _Deferred) for one in arg):
+        return type(arg)(_computed(arg))
+    return arg
+
+
+def _computed(args: Any) -> Iterator[Any]:
+    return (_compute(arg) for arg in args)
+
+
+_FACTS = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.__len__,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "is_sparse", "is_cuda", "is_nested", "is_quantized")
+    ),
+}
+
+
+def _view(logits: _Deferred, *shape: Any) -> _Deferred | None:
+    sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape)
+    if not sizes or not all(isinstance(size, int) for size in sizes):
+        return None
+    classes = logits.weight.shape[0]
+    if sizes[-1] == -1:  # asks what is left, which has to be the classes
+        others = 1
+        for size in sizes[:-1]:
+            others *= size
+        sizes[-1] = classes if others > 0 and others * classes == logits.numel() else 0
+    if sizes[-1] != classes:
+        return None
+    return logits.of(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
+
+
+def _index(logits: _Deferred, index: Any) -> _Deferred | None:
+    """The same index of ``hidden``, where it takes all classes."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(part, (slice, int)) or part is Ellipsis for part in parts):
+        return None
+    explicit = sum(part is not Ellipsis for part in parts)
+    reaches_classes = Ellipsis in parts or explicit == logits.dim()
+    if reaches_classes and not (parts[-1] is Ellipsis or parts[-1] == slice(None)):
+        return None
+    return logits.of(logits.hidden[index])
+
+
+def _to(logits: _Deferred, *args: Any, **kwargs: Any) -> _Deferred | None:
+    if kwargs or len(args) != 1:
+        return None
+    dtype, device = (args[0], None) if isinstance(args[0], torch.dtype) else (None, args[0])
+    if dtype is not None:
+        return logits.of(logits.hidden, dtype) if dtype.is_floating_point else None
+    return logits if isinstance(device, (str, torch.device)) and torch.device(device) == logits.device else None
+
+
+def _cross_entropy(
+    logits: _Deferred,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    if not plain or reduction not in ("mean", "sum") or logits.dim() != 2 or isinstance(target, _Deferred):
+        return None
+    if target.dtype is not torch.int64 or target.shape != logits.shape[:1]:
+        return None
+    classes = logits.weight.shape[0]
+    outside = (target != ignore_index) & ((target < 0) | (target >= classes))
+    if target.device.type == "cpu" and bool(outside.any()):
+        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")  # as cross_entropy says it
+    loss: Tensor = _CrossEntropy.apply(
+        logits.hidden,
+        logits.weight,
+        logits.bias,
+        target,
+        ignore_index,
+        reduction == "mean",
+        max(1, logits.chunk_nbytes // (classes * logits.dtype.itemsize)),
+        logits.product,
+        logits.dtype,
+    )
+    return loss
+
+
+_FOLLOWED: dict[Any, Callable[..., Any]] = {
+    Tensor.view: _view,
+    Tensor.reshape: _view,
+    Tensor.__getitem__: _index,
+    Tensor.float: lambda logits: logits.of(logits.hidden, torch.float32),
+    Tensor.to: _to,
+    Tensor.contiguous: lambda logits: logits,
+    F.cross_entropy: _cross_entropy,
+}
+"""What is done between a head and its loss, and how to follow it; None: it cannot be followed."""
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss and, at once, its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore_index: int,
+        mean: bool,
+        rows: int,
+        product: torch.dtype,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """``hidden`` [n, d], ``weight`` [classes, d], ``bias`` [classes] or None, ``target`` [n]; a scalar."""
+        wanted = ctx.needs_input_grad[:3]
+        with torch.autocast(hidden.device.type, enabled=False):
+            kept = target != ignore_index
+            safe = torch.where(kept, target, 0)
+            precise = torch.float64 if dtype is torch.float64 else torch.float32
+            factor = 1.0 / kept.sum().to(precise) if mean else torch.ones((), dtype=precise, device=hidden.device)
+            cast = weight.to(product)
+            cast_bias = bias.to(product) if bias is not None else None
+            hidden_grad = torch.empty_like(hidden) if wanted[0] else None
+            weight_grad = torch.zeros_like(weight, memory_format=torch.contiguous_format) if wanted[1] else None
+            bias_grad = torch.zeros_like(bias) if wanted[2] and bias is not None else None
+            loss = torch.zeros((), dtype=precise, device=hidden.device)
+            for begin in range(0, hidden.shape[0], rows):
+                part = slice(begin, begin + rows)
+                x, some = hidden[part].to(product), safe[part].unsqueeze(1)
+                logits = F.linear(x, cast, cast_bias).to(dtype).to(precise)
+                normaliser = logits.logsumexp(1, keepdim=True)
+                loss += ((normaliser - logits.gather(1, some)).squeeze(1) * kept[part]).sum()
+                # From here on the logits' memory holds their gradient.
+                gradient = logits.sub_(normaliser).exp_()
+                gradient.scatter_add_(1, some, torch.full_like(normaliser, -1.0))
+                gradient *= (kept[part] * factor).unsqueeze(1)
+                gradient = gradient.to(product)
+                if hidden_grad is not None:
+                    hidden_grad[part] = gradient @ cast
+                if weight_grad is not None and product is weight.dtype:
+                    weight_grad.addmm_(gradient.t(), x)
+                elif weight_grad is not None:
+                    weight_grad += gradient.t() @ x
+                if bias_grad is not None:
+                    bias_grad += gradient.sum(0)
+                del logits, gradient
+        ctx.gradients = [hidden_grad, weight_grad, bias_grad]
+        return (loss * factor).to(dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients, times that of the loss."""
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "backward was asked to go through a chunked loss a second time, but its gradients were computed in the "
+                "forward pass and are gone. Compute the loss again, or undo the rewrite for what needs retain_graph."
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [None if one is None else one.mul_(outer[0].to(one.dtype)) for one in gradients]
+        gradients.clear()
+        return (*scaled, *[None] * 6)

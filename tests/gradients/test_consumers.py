@@ -1,0 +1,364 @@
+"""Kernels that read the stash themselves and write over gradients: the bits, who may be overwritten, what is held."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gradient_checks import differences
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from backstash import Session, consumers
+from backstash.ops import cpu
+from backstash.report.meter import CountedPeak
+
+native = pytest.mark.skipif(not cpu.available(), reason="the native kernels are not built")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, bias=False),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, stride=2, groups=2),
+        nn.ReLU6(),
+        nn.MaxPool2d(3, 1, 1),
+        nn.ConvTranspose2d(8, 4, 2),
+        nn.GELU(),
+        nn.Threshold(0.1, -1.0),
+        nn.Conv2d(4, 4, 1),
+        nn.Softmax(-1),
+        nn.SiLU(),
+        nn.Flatten(),
+        nn.LazyLinear(5),
+        nn.Tanh(),
+    )
+
+
+def batch(seed: int = 1) -> Tensor:
+    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module, x: Tensor, backward: Callable[[Tensor], None] = Tensor.backward) -> list[Tensor]:
+    model.zero_grad()
+    backward(model(x).square().sum())
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """The arguments of every use of mask bits: the incoming gradient, and what it was written to."""
+    seen: list[tuple[Any, Any]] = []
+    original = cpu.mask_select
+
+    def select(x: Tensor, mask: Tensor, out: Tensor) -> bool:
+        seen.append((x.data_ptr(), out.data_ptr()))
+        return original(x, mask, out)
+
+    monkeypatch.setattr(cpu, "mask_select", select)
+    return seen
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["lossless", "lossless_stored"])
+def test_bits(policy: str, dtype: torch.dtype, layout: torch.memory_format) -> None:
+    model = network()
+    model(batch())
+    model = model.to(dtype=dtype, memory_format=layout)
+    x = batch().to(dtype=dtype, memory_format=layout).requires_grad_()
+    expected = [*gradients(model, x), x.grad]
+    for _ in range(2):
+        x.grad = None
+        with Session(policy, min_nbytes=0):
+            got = gradients(model, x)
+        assert not differences(expected, [*got, x.grad])
+
+
+@native
+def test_every_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this version of torch every reader hands its claim on to its kernel."""
+    with Session():
+        assert consumers._works == frozenset(consumers.READERS.values())
+        assert consumers._exclusive is not None
+    redeemed: list[str] = []
+    original = consumers._redeem
+
+    def redeem(tensor: Tensor) -> Any:
+        stashed = original(tensor)
+        if stashed is not None:
+            redeemed.append(stashed.tensor.op)
+        return stashed
+
+    monkeypatch.setattr(consumers, "_redeem", redeem)
+    model = network()
+    gradients(model, batch())
+    with Session(min_nbytes=0):
+        gradients(model, batch())
+    assert set(redeemed) == {op for op, _ in consumers.READERS}
+
+
+@native
+def test_a_gradient_that_nobody_else_holds_is_overwritten(calls: list[tuple[Any, Any]]) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with Session(min_nbytes=0):
+        (x * 2.0).relu().mul(3.0).sum().backward()
+    assert [grad == out for grad, out in calls] == [True]
+
+
+def sent_both_ways(x: Tensor, keep: list[Tensor]) -> Tensor:
+    return (x * 1.0).relu() + (x * 2.0).relu()
+
+
+def hooked(x: Tensor, keep: list[Tensor]) -> Tensor:
+    y = x.relu()
+    y.register_hook(keep.append)
+    return y
+
+
+def retained(x: Tensor, keep: list[Tensor]) -> Tensor:
+    y = x.relu()
+    y.retain_grad()
+    keep.append(y)
+    return y
+
+
+def node_hooked(x: Tensor, keep: list[Tensor]) -> Tensor:
+    y = x.relu()
+    y.grad_fn.register_hook(lambda inputs, outputs: keep.extend((*inputs, *outputs)))  # type: ignore[union-attr]
+    return y
+
+
+def node_hooked_before(x: Tensor, keep: list[Tensor]) -> Tensor:
+    y = x.relu()
+    y.grad_fn.register_prehook(lambda outputs: keep.extend(outputs))  # type: ignore[union-attr]
+    return y
+
+
+class Keeps(torch.autograd.Function):
+    """Hands on a gradient of which it keeps a view."""
+
+    kept: list[Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: list[Tensor]) -> Tensor:
+        ctx.keep = keep
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0] * 2.0
+        ctx.keep.append(grad.view(-1))
+        return grad, None
+
+
+def viewed(x: Tensor, keep: list[Tensor]) -> Tensor:
+    return Keeps.apply(x.relu(), keep)  # type: ignore[no-any-return]
+
+
+HOLDERS = [sent_both_ways, hooked, retained, node_hooked, node_hooked_before, viewed]
+
+
+@pytest.mark.parametrize("activation", [F.relu, F.gelu, F.silu, torch.tanh, lambda x: F.log_softmax(x, -1)])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_gradient_that_somebody_holds_is_not(
+    holder: Callable[[Tensor, list[Tensor]], Tensor],
+    activation: Callable[[Tensor], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(session: Session | None) -> list[Tensor]:
+        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        keep: list[Tensor] = []
+        monkeypatch.setattr(Tensor, "relu", lambda self: activation(self))
+        if session is None:
+            y = holder(x, keep)
+            (y * y.detach() * 3.0).sum().backward()
+        else:
+            with session:
+                y = holder(x, keep)
+                (y * y.detach() * 3.0).sum().backward()
+        return [x.grad, *[one if one.grad_fn is None else one.grad for one in keep]]  # type: ignore[list-item]
+
+    assert not differences(run(None), run(Session(min_nbytes=0)))
+
+
+def test_the_callers_gradient_and_those_in_between_are_not() -> None:
+    def run(session: Any) -> list[Tensor]:
+        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        given = torch.ones(32, 32)
+        with session:
+            y = (x * 2.0).relu()
+            y.backward(given, retain_graph=True)
+            z = y.tanh().relu()
+            between = torch.autograd.grad((z * 2.0).sum(), [z, y, x])
+        return [given, x.grad, *between]  # type: ignore[list-item]
+
+    assert not differences(run(torch.enable_grad()), run(Session(min_nbytes=0)))
+
+
+def test_twice_through_one_graph() -> None:
+    """What is let go of after the weight gradient is there again the second time."""
+    model = network()
+    model(batch())
+
+    def twice(loss: Tensor) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    expected = gradients(model, batch(), twice)
+    with Session(min_nbytes=0):
+        got = gradients(model, batch(), twice)
+    assert not differences(expected, got)
+
+
+def test_two_convolutions_and_a_relu_read_one_value() -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.a, self.b = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+            self.norm = nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.relu(self.norm(self.first(x)))
+            return self.a(y) * self.b(y) + y  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Fork()
+    x = torch.randn(4, 4, 12, 12)
+    expected = gradients(model, x)
+    for policy in ("lossless", "lossless_stored"):
+        with Session(policy, min_nbytes=0):
+            assert not differences(expected, gradients(model, x))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly")
+@pytest.mark.parametrize("way", ["dispatch mode", "anomaly", "vmap", "create_graph", "checkpoint", "reentrant"])
+def test_other_ways_to_run_backward(way: str) -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            for arg in args:  # reads what it is given
+                if isinstance(arg, Tensor) and arg.is_floating_point():
+                    arg.abs().sum()
+            return func(*args, **(kwargs or {}))
+
+    model = network()
+    x = batch()
+    model(x)
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        parameters = list(model.parameters())
+        if way in ("checkpoint", "reentrant"):
+            y = checkpoint(model, x.clone().requires_grad_(), use_reentrant=way == "reentrant")
+        else:
+            y = model(x)
+        loss = y.square().sum()
+        if way == "dispatch mode":
+            with Seen():
+                return list(torch.autograd.grad(loss, parameters))
+        if way == "anomaly":
+            with torch.autograd.detect_anomaly():
+                return list(torch.autograd.grad(loss, parameters))
+        if way == "vmap":
+            return list(torch.autograd.grad([loss], parameters, [torch.ones(2)], is_grads_batched=True))
+        if way == "create_graph":
+            first = torch.autograd.grad(loss, parameters, create_graph=True)
+            return [*first, *torch.autograd.grad(sum(one.square().sum() for one in first), parameters)]
+        loss.backward()
+        return [parameter.grad for parameter in parameters]  # type: ignore[misc]
+
+    expected = run()
+    with Session(min_nbytes=0):
+        got = run()
+    assert not differences(expected, got)
+
+
+def test_a_hook_that_looks_at_another_node_sees_data() -> None:
+    x = torch.randn(32, 32, requires_grad=True)
+    seen = []
+    with Session("lossless_stored", min_nbytes=0):
+        y = (x * 2.0).relu()
+        z = y.mul(3.0)
+        z.register_hook(lambda grad: seen.append(y.grad_fn._saved_result.clone()))  # type: ignore[union-attr]
+        z.sum().backward()
+    assert torch.equal(seen[0] > 0, x * 2.0 > 0)
+
+
+def test_the_kernels_come_and_go() -> None:
+    """They stay as long as a graph that they serve, and claims are redeemed outside the ``with`` too."""
+    model = network()
+    expected = gradients(model, batch())
+    assert consumers._library is None
+    with Session(min_nbytes=0) as session:
+        loss = model(batch()).square().sum()
+        with pytest.raises(Exception, match="inside another"), Session():
+            pass
+        assert consumers._library is not None
+    assert consumers._library is not None
+    model.zero_grad()
+    loss.backward()
+    assert not differences(expected, [parameter.grad for parameter in model.parameters()])
+    del loss
+    with session:
+        pass
+    assert consumers._library is None
+    with pytest.raises(ZeroDivisionError), session:
+        1 / 0  # noqa: B018
+    assert consumers._library is None
+
+
+def test_backward_on_another_thread() -> None:
+    model = network()
+    expected = gradients(model, batch())
+    model.zero_grad()
+    with Session(min_nbytes=0):
+        loss = model(batch()).square().sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert not differences(expected, [parameter.grad for parameter in model.parameters()])
+
+
+@native
+def test_the_input_is_gone_before_its_gradient_is_made() -> None:
+    """Weight gradient first: input, incoming and outgoing gradient are never there together."""
+    conv = nn.Conv2d(16, 16, 1, bias=False).to(memory_format=torch.channels_last)
+    for parameter in conv.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    x = torch.randn(8, 16, 64, 64).to(memory_format=torch.channels_last).requires_grad_()
+    whole = 8 * 16 * 64 * 64 * 4
+
+    def peak_of_backward(session: Any) -> int:
+        with session:
+            y = (x * 2.0).relu()
+            loss = conv(y).sum()
+            del y
+            with CountedPeak() as counter:
+                torch.autograd.grad(loss * 1.0, [x, *conv.parameters()])
+        return counter.peak_nbytes
+
+    session = Session("lossless_stored")
+    peak_of_backward(session)
+    gc.collect()
+    # Gradient of conv's output (expanded, then made dense), of its input, and once more what backward needs itself.
+    assert peak_of_backward(session) < 2.6 * whole
+
+
+def test_nothing_is_held_after_backward() -> None:
+    model = network()
+    session = Session(min_nbytes=0)
+    with session:
+        gradients(model, batch())
+        gc.collect()
+        assert session._buffers.nbytes == 0
+        assert session._live.made_nbytes == 0

@@ -1,0 +1,215 @@
+"""The head and the loss of a language model in chunks: the numbers, what it follows, and that it can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backstash import Session
+from backstash.errors import RewriteError
+from backstash.report.meter import CountedPeak
+from backstash.rewrites import chunked_loss
+from backstash.rewrites.chunked_loss import _CrossEntropy
+
+
+class Words(nn.Module):
+    """A tiny language model whose head may share the embedding's weight."""
+
+    def __init__(self, words: int = 101, width: int = 16, tied: bool = False, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(words, width)
+        self.body = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+        self.lm_head = nn.Linear(width, words, bias=bias)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.lm_head(self.body(self.embedding(words)))  # type: ignore[no-any-return]
+
+
+def words(shape: tuple[int, ...] = (3, 20), count: int = 101) -> Tensor:
+    return torch.randint(0, count, shape, generator=torch.Generator().manual_seed(1))
+
+
+def step(model: nn.Module, loss: Callable[[Tensor], Tensor], ids: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    value = loss(model(ids))
+    value.backward()
+    return [value.detach(), *[parameter.grad for parameter in model.parameters() if parameter.grad is not None]]
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each loss that was computed in chunks."""
+    seen: list[int] = []
+    original = _CrossEntropy.apply
+
+    def apply(hidden: Tensor, *rest: object) -> Tensor:
+        seen.append(hidden.shape[0])
+        return original(hidden, *rest)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(_CrossEntropy, "apply", apply)
+    return seen
+
+
+IDS = words()
+LABELS = torch.where(words() % 7 == 0, -100, words())
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "flat": lambda logits: F.cross_entropy(logits.view(-1, logits.size(-1)), LABELS.view(-1)),
+    "reshaped": lambda logits: F.cross_entropy(logits.reshape(60, -1), LABELS.view(-1)),
+    "shifted": lambda logits: F.cross_entropy(
+        logits[..., :-1, :].contiguous().view(-1, logits.shape[-1]), LABELS[:, 1:].reshape(-1)
+    ),
+    "in float32": lambda logits: F.cross_entropy(logits.float().view((-1, 101)), LABELS.view(-1)),
+    "to": lambda logits: F.cross_entropy(logits.to(torch.float32).view(-1, 101), LABELS.view(-1), reduction="mean"),
+    "summed": lambda logits: F.cross_entropy(logits.view(-1, 101), LABELS.view(-1), reduction="sum") / 60,
+    "module": lambda logits: nn.CrossEntropyLoss(ignore_index=3)(logits.view(-1, 101), IDS.view(-1)),
+    "one sequence": lambda logits: F.cross_entropy(logits[1], IDS[1]),
+}
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "smoothed": lambda logits: F.cross_entropy(logits.view(-1, 101), IDS.view(-1), label_smoothing=0.1),
+    "weighted": lambda logits: F.cross_entropy(logits.view(-1, 101), IDS.view(-1), weight=torch.ones(101)),
+    "each": lambda logits: F.cross_entropy(logits.view(-1, 101), IDS.view(-1), reduction="none").mean(),
+    "classes second": lambda logits: F.cross_entropy(logits.transpose(1, 2), IDS),
+    "some classes": lambda logits: logits[..., :50].square().sum(),
+    "by hand": lambda logits: -logits.log_softmax(-1).gather(-1, IDS.unsqueeze(-1)).mean(),
+    "in numbers": lambda logits: (2 * logits + 1).mean() + logits.view(-1)[3],
+    "probabilities": lambda logits: F.cross_entropy(logits.view(-1, 101), torch.full((60, 101), 1 / 101)),
+}
+
+
+@pytest.mark.parametrize("chunk_nbytes", [1, 404 * 7, 1 << 20])
+@pytest.mark.parametrize("kind", [{}, {"tied": True}, {"bias": True}])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_same_sum(name: str, kind: dict[str, bool], chunk_nbytes: int, chunks: list[int]) -> None:
+    model = Words(**kind).double()
+    model_in_float = Words(**kind)
+    for one, close in ((model, 1e-13 if "float" not in name and name != "to" else 1e-6), (model_in_float, 1e-5)):
+        expected = step(one, LOSSES[name], IDS)
+        with chunked_loss(one, chunk_nbytes=chunk_nbytes):
+            got = step(one, LOSSES[name], IDS)
+        for a, b in zip(expected, got, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(b, a, rtol=close, atol=close)
+    assert len(chunks) == 2
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_else_gets_the_logits(name: str, chunks: list[int]) -> None:
+    model = Words()
+    expected = step(model, OTHERS[name], IDS)
+    with chunked_loss(model):
+        got = step(model, OTHERS[name], IDS)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert not chunks
+
+
+def test_logits_can_be_looked_at() -> None:
+    model = Words()
+    with chunked_loss(model):
+        logits = model(IDS)
+        assert logits.shape == (3, 20, 101)
+        assert logits.dtype is torch.float32
+        loss = F.cross_entropy(logits.view(-1, 101), IDS.view(-1))
+        best = logits.argmax(-1)
+        assert torch.equal(logits[0, 0].detach(), logits.detach()[0, 0])
+        assert "grad_fn" in repr(logits)
+        loss.backward()
+        with torch.no_grad():
+            assert type(model(IDS)) is Tensor
+    assert torch.equal(best, model(IDS).argmax(-1))
+
+
+def test_autocast() -> None:
+    model = Words()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(model, LOSSES["in float32"], IDS)
+        with chunked_loss(model):
+            got = step(model, LOSSES["in float32"], IDS)
+    for a, b in zip(expected, got, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-3)
+
+
+def test_everything_ignored_is_nan_as_ever() -> None:
+    model = Words()
+    none = torch.full((60,), -100)
+    with chunked_loss(model):
+        loss = F.cross_entropy(model(IDS).view(-1, 101), none)
+    assert loss.isnan() and F.cross_entropy(model(IDS).view(-1, 101), none).isnan()
+
+
+def test_a_target_that_is_no_class() -> None:
+    model = Words()
+    with chunked_loss(model), pytest.raises(IndexError, match="Target 101 is out of bounds"):
+        F.cross_entropy(model(IDS).view(-1, 101), torch.full((60,), 101))
+
+
+def test_a_second_backward_is_refused() -> None:
+    model = Words()
+    with chunked_loss(model):
+        loss = LOSSES["flat"](model(IDS))
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="a second time, but its gradients were computed in the forward pass"):
+            loss.backward()
+
+
+def test_a_frozen_head() -> None:
+    model = Words()
+    model.lm_head.weight.requires_grad_(False)
+    expected = step(model, LOSSES["flat"], IDS)
+    with chunked_loss(model):
+        got = step(model, LOSSES["flat"], IDS)
+    assert len(expected) == len(got)
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_under_a_session_and_undone() -> None:
+    model = Words()
+    expected = step(model, LOSSES["flat"], IDS)
+    rewrite = chunked_loss(model)
+    with Session(min_nbytes=0):
+        for a, b in zip(expected, step(model, LOSSES["flat"], IDS), strict=True):
+            torch.testing.assert_close(b, a)
+    rewrite.undo()
+    rewrite.undo()
+    assert "forward" not in vars(model.lm_head)
+    assert all(torch.equal(a, b) for a, b in zip(expected, step(model, LOSSES["flat"], IDS), strict=True))
+
+
+def test_the_logits_are_never_there() -> None:
+    model = Words(words=2000)
+    ids = words((8, 64), 2000)
+
+    def once() -> None:
+        F.cross_entropy(model(ids).view(-1, 2000), ids.view(-1)).backward()
+
+    once()
+    with CountedPeak() as plain:
+        once()
+    with chunked_loss(model, chunk_nbytes=1 << 18):
+        once()
+        with CountedPeak() as chunked:
+            once()
+    logits = 8 * 64 * 2000 * 4
+    assert plain.peak_nbytes > 2 * logits
+    assert chunked.peak_nbytes < logits
+
+
+def test_what_is_refused() -> None:
+    model = Words()
+    with pytest.raises(RewriteError, match=r"the head 'head' of Words, .*linear layers end with body.1, lm_head"):
+        chunked_loss(model, "head")
+    with pytest.raises(RewriteError, match="that is a GELU with a forward of its own"):
+        chunked_loss(model, "body.2")
+    with pytest.raises(RewriteError, match="chunks of 0 bytes"):
+        chunked_loss(model, chunk_nbytes=0)
+    with chunked_loss(model), pytest.raises(RewriteError, match="a forward of its own"):
+        chunked_loss(model)
