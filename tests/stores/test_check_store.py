@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from backstash.codecs import Encoded, Zvc
-from backstash.stores import DeviceStore, Store, Ticket, Usage
+from backstash.stores import DeviceStore, HostStore, Store, Ticket, Usage
 from backstash.testing import check_store
 
 
-@pytest.mark.parametrize("store", [DeviceStore()], ids=["device"])
+@pytest.mark.parametrize("store", [DeviceStore(), HostStore()], ids=["device", "host"])
 def test_stores_keep_the_contract(store: Store) -> None:
     check_store(store)
 
@@ -72,7 +72,7 @@ class GivesOnce(DeviceStore):
 class CountsDropsTwice(DeviceStore):
     def drop(self, ticket: Ticket) -> None:
         super().drop(ticket)
-        self._nbytes -= ticket.nbytes
+        self._account.nbytes -= ticket.nbytes
 
 
 class CountsNothing(DeviceStore):
@@ -88,7 +88,7 @@ class ForgetsItsPeak(DeviceStore):
 class UnderstatesTickets(DeviceStore):
     def put(self, encoded: Encoded) -> Ticket:
         ticket = super().put(encoded)
-        self._nbytes -= ticket.nbytes
+        self._account.nbytes -= ticket.nbytes
         return Ticket(ticket.number, 0)
 
 
@@ -96,7 +96,7 @@ class KeepsDropped(DeviceStore):
     def drop(self, ticket: Ticket) -> None:
         with self._lock:
             if (value := self._values.pop(ticket.number, None)) is not None:
-                self._nbytes -= ticket.nbytes
+                self._account.remove(ticket.nbytes)
                 self.__dict__.setdefault("dropped", []).append(value)
 
 

@@ -2,5 +2,6 @@
 
 from backstash.stores.base import Store, Ticket, Usage
 from backstash.stores.device import DeviceStore
+from backstash.stores.host import HostStore
 
-__all__ = ["DeviceStore", "Store", "Ticket", "Usage"]
+__all__ = ["DeviceStore", "HostStore", "Store", "Ticket", "Usage"]
