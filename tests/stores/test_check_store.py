@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from backstash.codecs import Encoded, Zvc
-from backstash.stores import DeviceStore, HostStore, Store, Ticket, Usage
+from backstash.stores import DeviceStore, DiskStore, HostStore, Store, Ticket, Usage
 from backstash.testing import check_store
 
 
-@pytest.mark.parametrize("store", [DeviceStore(), HostStore()], ids=["device", "host"])
-def test_stores_keep_the_contract(store: Store) -> None:
-    check_store(store)
+@pytest.mark.parametrize("make", [DeviceStore, HostStore, DiskStore], ids=["device", "host", "disk"])
+def test_stores_keep_the_contract(make: Callable[..., Store], tmp_path: Path) -> None:
+    check_store(make(tmp_path) if make is DiskStore else make())
 
 
 def test_a_store_in_use_is_left_as_it_was() -> None:

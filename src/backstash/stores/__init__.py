@@ -2,6 +2,7 @@
 
 from backstash.stores.base import Store, Ticket, Usage
 from backstash.stores.device import DeviceStore
+from backstash.stores.disk import DiskStore
 from backstash.stores.host import HostStore
 
-__all__ = ["DeviceStore", "HostStore", "Store", "Ticket", "Usage"]
+__all__ = ["DeviceStore", "DiskStore", "HostStore", "Store", "Ticket", "Usage"]

@@ -22,8 +22,8 @@ class HostStore:
     """Holds the planes in host memory: those on CUDA in pinned memory, all others as they are.
 
     A copy runs on a stream of its own and ``put`` does not wait for it, unless more than ``in_flight`` bytes are on
-    their way. Pinned memory comes in slabs, is used again, and is not given back; where the system pins no more, pageable
-    memory serves, with one notice.
+    their way. Pinned memory comes in slabs, is used again, and is not given back; where the system pins no more,
+    pageable memory serves, with one notice.
 
     Args:
         capacity: the most bytes that it may hold; None for no limit.
@@ -201,13 +201,13 @@ class _Lane:
             start = slab.take(room)
             if start is not None:
                 return _Place(plane, memory[start : start + nbytes], slab, start)
-        memory = self._pinned(max(_SLAB, room)) if self.pins else None
-        if memory is None:
+        pinned = self._pinned(max(_SLAB, room)) if self.pins else None
+        if pinned is None:
             return _Place(plane, torch.empty(nbytes, dtype=torch.uint8), None, 0)
-        slab = Space(memory.numel())
-        self.slabs.append((memory, slab))
+        slab = Space(pinned.numel())
+        self.slabs.append((pinned, slab))
         slab.take(room)
-        return _Place(plane, memory[:nbytes], slab, 0)
+        return _Place(plane, pinned[:nbytes], slab, 0)
 
     def _pinned(self, nbytes: int) -> Tensor | None:
         try:
