@@ -16,7 +16,7 @@ import zlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
+from queue import LifoQueue
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class DiskStore:
         self._values: dict[int, _Value] = {}
         self._numbers = count()
         self._lock = DropLock(self._forget)
-        self._staging: SimpleQueue[Tensor] = SimpleQueue()
+        self._staging: LifoQueue[Tensor] = LifoQueue()  # last in, first out: what was used last is in the caches
         for _ in range(in_flight // BLOCK):
             self._staging.put(_aligned(BLOCK))
         self._writers = ThreadPoolExecutor(_THREADS, "backstash-write")
