@@ -324,6 +324,20 @@ def test_prefetch_is_bounded(store: DiskStore) -> None:
     assert store._prefetched == 0
 
 
+def test_memory_is_used_again_when_nobody_holds_it(store: DiskStore) -> None:
+    tickets = [store.put(value(BLOCK, seed=seed)) for seed in range(4)]
+    held = [store.get(ticket) for ticket in tickets]
+    assert all(
+        equal_bits(one.planes["codes"], value(BLOCK, seed=seed).planes["codes"]) for seed, one in enumerate(held)
+    )
+    last = held.pop().planes["codes"][5:]
+    address = last.data_ptr() - 5
+    assert store.get(tickets[0]).planes["codes"].data_ptr() != address
+    del last
+    addresses = {store.get(ticket).planes["codes"].data_ptr() for ticket in tickets}
+    assert address in addresses or len(addresses) == 1
+
+
 def test_put_waits_where_too_much_is_in_flight(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite, go = os.pwrite, threading.Event()
 
