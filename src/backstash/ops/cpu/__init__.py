@@ -4,7 +4,7 @@ Every plane is byte-identical to the one of ``ops/reference``. What the C++ does
 reference themselves, and only this:
 
 * bitmask: tests on a dtype other than float32, float64, float16, bfloat16; decoding to elements of 16 bytes.
-* binary, ZVC, CSR: elements of 1 byte or 16 bytes.
+* binary, ZVC, CSR, RLE: elements of 1 byte or 16 bytes.
 * fewbit: a dtype other than float32, float16, bfloat16; more than 4 bits.
 * minifloat: a dtype other than float32, float16, bfloat16; a format of 16 bits and a dtype other than float32.
 * narrow: a dtype other than int64, int32, int16, int8, uint8, bool.
@@ -51,6 +51,8 @@ __all__ = [
     "minifloat_scaled_encode",
     "narrow_decode",
     "narrow_encode",
+    "rle_decode",
+    "rle_encode",
     "set_isa",
     "window_decode",
     "window_encode",
@@ -507,3 +509,6 @@ def window_decode(
     _check_plane("window_decode", "packed", packed, bytes_for(n, bits))
     geometry = _geometry(input_size, output_size, kernel, stride, padding, dilation)
     _lib.bs_window_decode(packed.data_ptr(), inner, geometry, bits, out.data_ptr(), n, _threads(n * 8))
+
+
+from backstash.ops.cpu.rle import rle_decode, rle_encode  # noqa: E402
