@@ -26,6 +26,14 @@ class DamagedPlanesError(BackstashError, RuntimeError):
     """The planes of a stashed value do not fit together, so it cannot be decoded."""
 
 
+class StoreError(BackstashError, RuntimeError):
+    """A store could not write a value or bring it back."""
+
+
+class StoreFullError(StoreError):
+    """A store was given a value for which it has no room left."""
+
+
 class SavedTensorModifiedError(BackstashError, RuntimeError):
     """A tensor that is kept by reference was changed in place after it was saved."""
 

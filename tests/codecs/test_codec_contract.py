@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import codec_strategies as tensors
 import pytest
@@ -15,7 +16,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backstash import codecs
-from backstash.codecs import Binary, Bitmask, Codec, Csr, Encoded, FewBit, Minifloat, Narrow, Shape, Zvc
+from backstash.codecs import (
+    Binary,
+    Bitmask,
+    Codec,
+    Csr,
+    Deflate,
+    Encoded,
+    FewBit,
+    Lz4,
+    Minifloat,
+    Narrow,
+    Rle,
+    Shape,
+    Zstd,
+    Zvc,
+)
 from backstash.errors import CodecRefusedError, UnknownNameError
 from backstash.ops.formats import FORMATS
 from backstash.saved import Mask, Need, PoolWindow, TensorSpec, Test
@@ -26,10 +42,14 @@ BUILT_IN = {
     "binary": [Binary()],
     "bitmask": [Bitmask(), Bitmask(Mask(Test.GT, ternary=True)), Bitmask(Mask(Test.CLOSED, -1.0, 1.0, 0.5, math.nan))],
     "csr": [Csr(), Csr(min_saving=0.5), Csr(values=Minifloat("fp8")), Csr(values=Minifloat("fp10"))],
+    "deflate": [Deflate(), Deflate(level=6)],
     "fewbit": [FewBit(), FewBit("tanh", 4)],
+    "lz4": [Lz4()] if find_spec("lz4") else [],
     "minifloat": [Minifloat(), Minifloat("fp10"), Minifloat("float8_e4m3fn"), Minifloat("float8_e5m2", 16)],
     "narrow": [Narrow()],
+    "rle": [Rle()],
     "shape": [Shape()],
+    "zstd": [Zstd()] if find_spec("zstandard") else [],
     "zvc": [Zvc(), Zvc(min_saving=0.5), Zvc(values=Minifloat("fp8")), Zvc(values=Minifloat("fp10"))],
 }
 EACH = [pytest.param(codec, id=f"{name}{i or ''}") for name, made in BUILT_IN.items() for i, codec in enumerate(made)]
@@ -67,6 +87,17 @@ def test_zvc(x: Tensor) -> None:
 @given(tensors.floats())
 def test_csr(x: Tensor) -> None:
     assert checked(Csr(), x)
+
+
+@pytest.mark.parametrize("codec", [codec for name in ("deflate", "lz4", "zstd") for codec in BUILT_IN[name]])
+@given(x=ANY)
+def test_general_compressors(codec: Codec, x: Tensor) -> None:
+    assert checked(codec, x)
+
+
+@given(tensors.floats())
+def test_rle(x: Tensor) -> None:
+    assert checked(Rle(), x)
 
 
 @given(tensors.floats((torch.float32, torch.bfloat16, torch.float16)))
@@ -172,7 +203,11 @@ def _bytes(codec: Codec, **known: float) -> int:
 
 def _facts(codec: Codec, x: Tensor, encoded: Encoded) -> dict[str, float]:
     facts = {"n": x.numel(), "itemsize": x.element_size()}
-    if codec.id in ("csr", "zvc"):
+    if "stream" in encoded.planes:
+        facts["stream"] = encoded.planes["stream"].numel()
+    if codec.id == "rle":
+        facts["tokens"] = encoded.planes["tokens"].numel()
+    if codec.id in ("csr", "rle", "zvc"):
         facts["nonzeros"] = int(torch.count_nonzero(x.view(tensors.BITS[x.element_size()])))
     minifloat = codec if isinstance(codec, Minifloat) else getattr(codec, "values", None)
     facts |= {"word": x.element_size(), "fields": 1}

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from backstash.codecs import Encoded, Zvc
-from backstash.stores import DeviceStore, Store, Ticket, Usage
+from backstash.stores import DeviceStore, DiskStore, HostStore, Store, Ticket, Usage
 from backstash.testing import check_store
 
 
-@pytest.mark.parametrize("store", [DeviceStore()], ids=["device"])
-def test_stores_keep_the_contract(store: Store) -> None:
-    check_store(store)
+@pytest.mark.parametrize("make", [DeviceStore, HostStore, DiskStore], ids=["device", "host", "disk"])
+def test_stores_keep_the_contract(make: Callable[..., Store], tmp_path: Path) -> None:
+    check_store(make(tmp_path) if make is DiskStore else make())
 
 
 def test_a_store_in_use_is_left_as_it_was() -> None:
@@ -72,7 +74,7 @@ class GivesOnce(DeviceStore):
 class CountsDropsTwice(DeviceStore):
     def drop(self, ticket: Ticket) -> None:
         super().drop(ticket)
-        self._nbytes -= ticket.nbytes
+        self._account.nbytes -= ticket.nbytes
 
 
 class CountsNothing(DeviceStore):
@@ -88,7 +90,7 @@ class ForgetsItsPeak(DeviceStore):
 class UnderstatesTickets(DeviceStore):
     def put(self, encoded: Encoded) -> Ticket:
         ticket = super().put(encoded)
-        self._nbytes -= ticket.nbytes
+        self._account.nbytes -= ticket.nbytes
         return Ticket(ticket.number, 0)
 
 
@@ -96,7 +98,7 @@ class KeepsDropped(DeviceStore):
     def drop(self, ticket: Ticket) -> None:
         with self._lock:
             if (value := self._values.pop(ticket.number, None)) is not None:
-                self._nbytes -= ticket.nbytes
+                self._account.remove(ticket.nbytes)
                 self.__dict__.setdefault("dropped", []).append(value)
 
 

@@ -8,9 +8,11 @@ import backstash.ops.backends as _backends  # noqa: F401  registers the kernels 
 from backstash.codecs.base import Codec, Encoded, ErrorBound
 from backstash.codecs.bitmask import Binary, Bitmask
 from backstash.codecs.csr import Csr
+from backstash.codecs.deflate import Deflate, Lz4, Zstd
 from backstash.codecs.fewbit import FewBit
 from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.narrow import Narrow
+from backstash.codecs.rle import Rle
 from backstash.codecs.shape import Shape
 from backstash.codecs.zvc import Zvc
 from backstash.errors import UnknownNameError
@@ -20,12 +22,16 @@ __all__ = [
     "Bitmask",
     "Codec",
     "Csr",
+    "Deflate",
     "Encoded",
     "ErrorBound",
     "FewBit",
+    "Lz4",
     "Minifloat",
     "Narrow",
+    "Rle",
     "Shape",
+    "Zstd",
     "Zvc",
     "get",
     "names",
@@ -65,5 +71,5 @@ def get(name: str, **parameters: Any) -> Codec:
     return _REGISTRY[name](**parameters)
 
 
-for _codec in (Shape, Bitmask, Binary, Narrow, Zvc, Minifloat, Csr, FewBit):
+for _codec in (Shape, Bitmask, Binary, Narrow, Zvc, Minifloat, Csr, FewBit, Rle, Deflate, Zstd, Lz4):
     register_codec(_codec)

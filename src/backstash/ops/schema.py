@@ -31,6 +31,8 @@ SCHEMAS = {
     "binary_decode": "(Tensor mask, Tensor pair, Tensor(a!) out) -> ()",
     "zvc_encode": "(Tensor x) -> (Tensor, Tensor, Tensor)",
     "zvc_decode": "(Tensor mask, Tensor offsets, Tensor values, Tensor(a!) out) -> ()",
+    "rle_encode": "(Tensor x) -> (Tensor, Tensor, Tensor)",
+    "rle_decode": "(Tensor tokens, Tensor starts, Tensor values, Tensor(a!) out) -> ()",
     "csr_encode": "(Tensor x) -> (Tensor, Tensor, Tensor)",
     "csr_decode": "(Tensor columns, Tensor rows, Tensor values, Tensor(a!) out) -> ()",
     "fewbit_encode": "(Tensor x, float[] thresholds, int bits) -> (Tensor, Tensor)",
@@ -100,6 +102,15 @@ def _zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def _rle_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, nonzeros = torch.library.get_ctx().new_dynamic_size(), torch.library.get_ctx().new_dynamic_size()
+    return (
+        x.new_empty(tokens, dtype=torch.uint8),
+        x.new_empty(2 * zvc_chunks(x.numel()), dtype=torch.int64),
+        x.new_empty(nonzeros),
+    )
+
+
 def _csr_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     nonzeros = torch.library.get_ctx().new_dynamic_size()
     return (
@@ -159,6 +170,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "bitmask_encode": _bitmask_encode,
     "binary_encode": _binary_encode,
     "zvc_encode": _zvc_encode,
+    "rle_encode": _rle_encode,
     "csr_encode": _csr_encode,
     "fewbit_encode": _fewbit_encode,
     "minifloat_encode": _minifloat_encode,
@@ -169,6 +181,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "bitmask_decode": _nothing,
     "binary_decode": _nothing,
     "zvc_decode": _nothing,
+    "rle_decode": _nothing,
     "csr_decode": _nothing,
     "fewbit_decode": _nothing,
     "minifloat_decode": _nothing,

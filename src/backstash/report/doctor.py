@@ -15,6 +15,7 @@ from pathlib import Path
 from backstash import codecs, testing
 from backstash.ops import backends
 from backstash.report import machine, meter
+from backstash.saved import TensorSpec
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -100,8 +101,12 @@ def _resident_peak() -> str:
 
 def _codec(name: str, device: str) -> Finding:
     subject = f"codec {name} on {device}"
+    codec = codecs.get(name)
+    refusals = [codec.accepts(TensorSpec.of(x)) for x in testing.probes(device)]
+    if all(refusals):
+        return Finding(subject, f"takes nothing here: {refusals[0]}")
     try:
-        checked = testing.check_codec(codecs.get(name), testing.probes(device))
+        checked = testing.check_codec(codec, testing.probes(device))
     except Exception as error:  # whatever a broken kernel does is what the doctor is here to tell
         return Finding(subject, f"{type(error).__name__}: {error}", ok=False)
     return Finding(subject, f"{checked.encoded} tensors encoded and decoded as promised")

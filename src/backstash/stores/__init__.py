@@ -2,5 +2,8 @@
 
 from backstash.stores.base import Store, Ticket, Usage
 from backstash.stores.device import DeviceStore
+from backstash.stores.disk import DiskStore
+from backstash.stores.host import HostStore
+from backstash.stores.tiers import TierStore
 
-__all__ = ["DeviceStore", "Store", "Ticket", "Usage"]
+__all__ = ["DeviceStore", "DiskStore", "HostStore", "Store", "Ticket", "TierStore", "Usage"]

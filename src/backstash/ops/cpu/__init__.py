@@ -4,7 +4,7 @@ Every plane is byte-identical to the one of ``ops/reference``. What the C++ does
 reference themselves, and only this:
 
 * bitmask: tests on a dtype other than float32, float64, float16, bfloat16; decoding to elements of 16 bytes.
-* binary, ZVC, CSR: elements of 1 byte or 16 bytes.
+* binary, ZVC, CSR, RLE: elements of 1 byte or 16 bytes.
 * fewbit: a dtype other than float32, float16, bfloat16; more than 4 bits.
 * minifloat: a dtype other than float32, float16, bfloat16; a format of 16 bits and a dtype other than float32.
 * narrow: a dtype other than int64, int32, int16, int8, uint8, bool.
@@ -52,6 +52,8 @@ __all__ = [
     "minifloat_scaled_encode",
     "narrow_decode",
     "narrow_encode",
+    "rle_decode",
+    "rle_encode",
     "set_isa",
     "window_decode",
     "window_encode",
@@ -556,3 +558,6 @@ def window_scatter(packed: Tensor, geometry: tuple[Any, ...], grad: Tensor, out:
         packed.data_ptr(), inner, _geometry(*sizes), bits, grad.data_ptr(), n, wide, out.data_ptr(), threads
     )
     return True
+
+
+from backstash.ops.cpu.rle import rle_decode, rle_encode  # noqa: E402

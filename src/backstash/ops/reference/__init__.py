@@ -432,3 +432,6 @@ def window_decode(
     for offset, origin, size, step in zip(offsets[::-1], origins, input_size, dilation, strict=True):
         index = index * size + origin + offset * step
     out.copy_(index)
+
+
+from backstash.ops.reference.rle import rle_damage, rle_decode, rle_encode  # noqa: E402, F401

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops.formats import FORMATS, Format, groups, scale_ceiling
+from backstash.ops.reference.rle import rle_decode, rle_encode  # noqa: F401  no kernels of their own: plain torch serves
 from backstash.ops.schema import CSR_ROW, ZVC_CHUNK, bytes_for, csr_rows, window_bits, zvc_chunks
 from backstash.saved import Test
 

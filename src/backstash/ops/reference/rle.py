@@ -1,0 +1,86 @@
+"""Run lengths of zeros, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backstash.errors import DamagedPlanesError
+from backstash.ops.reference import bits_of
+from backstash.ops.schema import ZVC_CHUNK, zvc_chunks
+
+LONGEST = 255
+"""Elements of the longest run that one token tells."""
+
+
+def rle_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The elements that have any bit set, in order, and how many of them and of the others follow each other.
+
+    A chunk of ZVC_CHUNK elements has tokens of its own: the lengths of its runs, alternately of elements that are zero
+    and of others, zeros first. What is longer than LONGEST is told in several tokens with zeros between: 300 is 255, 0,
+    45.
+
+    Args:
+        x: [n], 2, 4 or 8 bytes per element.
+
+    Returns:
+        tokens uint8; starts int64 [2 * chunks], of each chunk its first token, then of each chunk its first value;
+        values [number of elements that have any bit set] of ``x``'s dtype.
+    """
+    n, flags = x.numel(), bits_of(x) != 0
+    first = torch.arange(n, device=x.device) % ZVC_CHUNK == 0
+    flips = first.clone()
+    flips[1:] |= flags[1:] != flags[:-1]
+    begins = flips.nonzero().view(-1)
+    lengths = torch.cat([begins, begins.new_tensor([n])]).diff() if n else begins
+    empty = (first & flags)[begins].long()  # the zeros that a chunk does not begin with
+    pieces = (lengths + LONGEST - 1) // LONGEST
+    counts = empty + 2 * pieces - 1
+    at = counts.cumsum(0) - counts
+    run = torch.arange(begins.numel(), device=x.device).repeat_interleave(pieces)
+    piece = torch.arange(run.numel(), device=x.device) - (pieces.cumsum(0) - pieces)[run]
+    tokens = torch.zeros(int(counts.sum()), dtype=torch.uint8, device=x.device)
+    left = lengths[run] - LONGEST * piece
+    tokens[(at + empty)[run] + 2 * piece] = left.clamp(max=LONGEST).to(torch.uint8)
+    stored = _per_chunk(flags)
+    return tokens, torch.cat([at[first[begins]], stored.cumsum(0) - stored]), x[flags]
+
+
+def rle_decode(tokens: Tensor, starts: Tensor, values: Tensor, out: Tensor) -> None:
+    """Fill ``out`` [n] from the planes of :func:`rle_encode`.
+
+    Raises:
+        DamagedPlanesError: the tokens, the starts and the number of values do not agree.
+    """
+    n, chunks = out.numel(), zvc_chunks(out.numel())
+    if starts.numel() != 2 * chunks:
+        raise DamagedPlanesError(rle_damage(values.numel()))
+    counts = torch.cat([starts[:chunks], starts.new_tensor([tokens.numel()])]).diff()
+    if (chunks and int(starts[0]) != 0) or bool((counts < 0).any()) or int(counts.sum()) != tokens.numel():
+        raise DamagedPlanesError(rle_damage(values.numel()))
+    chunk = torch.arange(chunks, device=out.device).repeat_interleave(counts)
+    lengths = starts.new_zeros(chunks).index_add(0, chunk, tokens.long())
+    if not torch.equal(lengths, _per_chunk(torch.ones(n, dtype=torch.bool, device=out.device))):
+        raise DamagedPlanesError(rle_damage(values.numel()))
+    literal = (torch.arange(tokens.numel(), device=out.device) - starts[:chunks][chunk]) % 2 == 1
+    flags = literal.repeat_interleave(tokens.long())
+    stored = _per_chunk(flags)
+    if int(stored.sum()) != values.numel() or not torch.equal(stored.cumsum(0) - stored, starts[chunks:]):
+        raise DamagedPlanesError(rle_damage(values.numel()))
+    bits_of(out).zero_()
+    bits_of(out)[flags] = bits_of(values)
+
+
+def rle_damage(stored: int) -> str:
+    """The message of an RLE stash whose planes disagree."""
+    return (
+        f"rle_decode asked for the values that the tokens and the starts announce, got planes that disagree "
+        f"({stored} values stored). The stash was overwritten or cut short; compute the step again."
+    )
+
+
+def _per_chunk(flags: Tensor) -> Tensor:
+    """How many are set in each chunk."""
+    padded = torch.zeros(zvc_chunks(flags.numel()) * ZVC_CHUNK, dtype=torch.int64, device=flags.device)
+    padded[: flags.numel()] = flags
+    return padded.view(-1, ZVC_CHUNK).sum(1)

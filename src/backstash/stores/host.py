@@ -1,0 +1,244 @@
+"""Planes in the memory of the host."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.base import Encoded
+from backstash.stores.base import Account, DropLock, Ticket, Usage
+from backstash.stores.space import Space
+
+_SLAB = 64 << 20  # a power of two: that is what the pinned allocator rounds up to
+_ALIGNMENT = 512
+
+
+class HostStore:
+    """Holds the planes in host memory: those on CUDA in pinned memory, all others as they are.
+
+    A copy runs on a stream of its own and ``put`` does not wait for it, unless more than ``in_flight`` bytes are on
+    their way. Pinned memory comes in slabs, is used again, and is not given back; where the system pins no more,
+    pageable memory serves, with one notice.
+
+    Args:
+        capacity: the most bytes that it may hold; None for no limit.
+        in_flight: bytes of CUDA memory that may wait for their copy to end.
+
+    Raises:
+        ValueError: ``capacity`` is negative.
+
+    Example:
+        >>> from backstash import codecs
+        >>> store = HostStore(capacity=1 << 20)
+        >>> ticket = store.put(codecs.get("zvc").encode(torch.ones(1000)))
+        >>> store.get(ticket).spec.shape
+        (1000,)
+    """
+
+    def __init__(self, capacity: int | None = None, *, in_flight: int = 256 << 20) -> None:
+        self._account = Account(type(self).__name__, capacity)
+        self._in_flight = in_flight
+        self._values: dict[int, Encoded | _Parked] = {}
+        self._lanes: dict[torch.device, _Lane] = {}
+        self._numbers = count()
+        self._lock = DropLock(self._forget)
+
+    def __repr__(self) -> str:
+        return f"HostStore(capacity={self._account.capacity})"
+
+    def put(self, encoded: Encoded) -> Ticket:
+        """Take a value; on CPU nothing is copied.
+
+        Raises:
+            StoreFullError: it does not fit into ``capacity``.
+        """
+        device = next((plane.device for plane in encoded.planes.values() if plane.device.type == "cuda"), None)
+        with self._lock:
+            ticket = Ticket(next(self._numbers), encoded.nbytes)
+            self._account.add(encoded, ticket.nbytes)
+            try:
+                self._values[ticket.number] = encoded if device is None else self._lane(device).park(encoded)
+            except BaseException:
+                self._account.remove(ticket.nbytes)
+                raise
+            return ticket
+
+    def prefetch(self, ticket: Ticket) -> None:
+        """Start the copy back to CUDA."""
+        with self._lock:
+            value = self._values.get(ticket.number)
+            if isinstance(value, _Parked):
+                value.lane.fetch(value)
+
+    def get(self, ticket: Ticket) -> Encoded:
+        """The value. The current stream, and not the host, waits for a copy back to CUDA."""
+        with self._lock:
+            value = self._values[ticket.number]
+            return value.lane.take(value) if isinstance(value, _Parked) else value
+
+    def drop(self, ticket: Ticket) -> None:
+        """Forget the value."""
+        self._lock.drop(ticket)
+
+    def usage(self) -> Usage:
+        """What is held."""
+        with self._lock:
+            return self._account.usage()
+
+    def _forget(self, ticket: Ticket) -> None:
+        value = self._values.pop(ticket.number, None)
+        if value is not None:
+            self._account.remove(ticket.nbytes)
+        if isinstance(value, _Parked):
+            value.lane.release(value)
+
+    def _lane(self, device: torch.device) -> _Lane:
+        if device not in self._lanes:
+            self._lanes[device] = _Lane(device, self._in_flight, self._account)
+        return self._lanes[device]
+
+
+class _Parked:
+    """A value of which the planes in ``places`` are in pinned memory; the others are in ``encoded``."""
+
+    __slots__ = ("done", "encoded", "fetched", "lane", "places", "stream")
+
+    def __init__(self, encoded: Encoded, lane: _Lane, places: dict[str, _Place]) -> None:
+        self.encoded, self.lane, self.places = encoded, lane, places
+        self.fetched: dict[str, Tensor] | None = None  # on its way back, or there
+        self.stream: torch.cuda.Stream | None = None  # whose memory that is
+        self.done: torch.cuda.Event | None = None  # the last copy of it, in either direction
+
+
+class _Place:
+    """Where the bytes of a plane are, and what it was."""
+
+    __slots__ = ("device", "dtype", "memory", "shape", "slab", "start")
+
+    def __init__(self, plane: Tensor, memory: Tensor, slab: Space | None, start: int) -> None:
+        self.dtype, self.shape, self.device = plane.dtype, plane.shape, plane.device
+        self.memory, self.slab, self.start = memory, slab, start
+
+
+class _Lane:
+    """The copies between one CUDA device and host memory; used under the store's lock.
+
+    Note: [copies on side streams]
+        What a copy reads or writes stays referenced in ``flying`` until its event has passed: were it freed before, the
+        caching allocator would hand it to the compute stream, which knows nothing of the copy. Memory to copy back into
+        is taken on the compute stream, and the copy waits for what that stream was given before.
+    """
+
+    def __init__(self, device: torch.device, in_flight: int, account: Account) -> None:
+        self.device, self.in_flight, self.account = device, in_flight, account
+        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.flying: deque[tuple[torch.cuda.Event, int, list[Tensor]]] = deque()
+        self.nbytes = 0
+        self.slabs: list[tuple[Tensor, Space]] = []
+        self.pins = True
+
+    def park(self, encoded: Encoded) -> _Parked:
+        """Begin to copy the planes that are on this device to the host."""
+        planes = {name: plane.contiguous() for name, plane in encoded.planes.items() if plane.device == self.device}
+        rest = {name: plane for name, plane in encoded.planes.items() if name not in planes}
+        order = Encoded(encoded.codec, encoded.spec, dict.fromkeys(encoded.planes, torch.empty(0)) | rest, encoded.meta)
+        value = _Parked(order, self, {name: self._place(plane) for name, plane in planes.items()})
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.out):
+            for name, plane in planes.items():
+                value.places[name].memory.copy_(_bytes(plane), non_blocking=True)
+            value.done = self.out.record_event()
+        self._keep(value.done, list(planes.values()))
+        return value
+
+    def fetch(self, value: _Parked) -> dict[str, Tensor]:
+        """Begin to copy the planes back, unless that has begun."""
+        if value.fetched is None:
+            assert value.done is not None
+            value.stream = torch.cuda.current_stream(self.device)
+            value.fetched = {
+                name: torch.empty(place.shape, dtype=place.dtype, device=place.device)
+                for name, place in value.places.items()
+            }
+            self.back.wait_stream(value.stream)
+            self.back.wait_event(value.done)
+            with torch.cuda.stream(self.back):
+                for name, plane in value.fetched.items():
+                    _bytes(plane).copy_(value.places[name].memory, non_blocking=True)
+                value.done = self.back.record_event()
+            self._keep(value.done, [*value.fetched.values(), *(place.memory for place in value.places.values())])
+        return value.fetched
+
+    def take(self, value: _Parked) -> Encoded:
+        """The value with its planes on the device, for use on the current stream."""
+        fetched, current = self.fetch(value), torch.cuda.current_stream(self.device)
+        assert value.done is not None
+        current.wait_event(value.done)
+        if current != value.stream:
+            for plane in fetched.values():
+                plane.record_stream(current)
+        value.fetched = None
+        encoded = value.encoded
+        return Encoded(encoded.codec, encoded.spec, {**encoded.planes, **fetched}, encoded.meta)
+
+    def release(self, value: _Parked) -> None:
+        """Give the places back. Whatever is copied there next is copied on ``out``, which waits for the last reader."""
+        assert value.done is not None
+        self.out.wait_event(value.done)
+        for place in value.places.values():
+            if place.slab is not None:
+                place.slab.give(place.start, _room(place.memory.numel()))
+
+    def _place(self, plane: Tensor) -> _Place:
+        nbytes = plane.numel() * plane.element_size()
+        room = _room(nbytes)
+        for memory, slab in self.slabs:
+            start = slab.take(room)
+            if start is not None:
+                return _Place(plane, memory[start : start + nbytes], slab, start)
+        pinned = self._pinned(max(_SLAB, room)) if self.pins else None
+        if pinned is None:
+            return _Place(plane, torch.empty(nbytes, dtype=torch.uint8), None, 0)
+        slab = Space(pinned.numel())
+        self.slabs.append((pinned, slab))
+        slab.take(room)
+        return _Place(plane, pinned[:nbytes], slab, 0)
+
+    def _pinned(self, nbytes: int) -> Tensor | None:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            self.pins = False
+            warnings.warn(
+                f"backstash: the system pins no {nbytes} bytes more ({error}); pageable memory serves, and copies to "
+                f"it are slower and not asynchronous.",
+                stacklevel=2,
+            )
+            return None
+
+    def _keep(self, done: torch.cuda.Event, tensors: list[Tensor]) -> None:
+        """Hold ``tensors`` until their copy has ended; wait for the oldest copies where too much is under way."""
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_cuda)
+        self.flying.append((done, nbytes, tensors))
+        self.nbytes += nbytes
+        while self.flying and (self.flying[0][0].query() or self.nbytes > self.in_flight):
+            event, nbytes, _ = self.flying.popleft()
+            self.nbytes -= nbytes
+            if not event.query():
+                started = time.perf_counter()
+                event.synchronize()
+                self.account.stall_seconds += time.perf_counter() - started
+
+
+def _bytes(plane: Tensor) -> Tensor:
+    return plane.reshape(-1).view(torch.uint8)
+
+
+def _room(nbytes: int) -> int:
+    """Bytes set aside: none so few that two planes begin at the same place."""
+    return max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT

@@ -1,0 +1,110 @@
+"""Several stores, one behind the other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import count
+from threading import Lock
+
+from backstash.codecs.base import Encoded
+from backstash.errors import StoreError, StoreFullError
+from backstash.stores.base import Account, DropLock, Store, Ticket, Usage
+
+
+class TierStore:
+    """Puts each value into the first store that takes it: what one has no room for goes on to the next.
+
+    A store that fails is passed over from then on, with one notice; what it holds can still be asked of it.
+
+    Args:
+        stores: the fastest first; all but the last one with a capacity.
+
+    Raises:
+        ValueError: there is no store.
+
+    Example:
+        >>> from backstash.stores import DeviceStore, HostStore
+        >>> store = TierStore([DeviceStore(capacity=1 << 30), HostStore()])
+    """
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        if not stores:
+            raise ValueError("TierStore was asked for no stores, but it takes one or more, the fastest first.")
+        self.stores = tuple(stores)
+        self._account = Account(type(self).__name__)
+        self._failed: set[int] = set()
+        self._values: dict[int, tuple[Store, Ticket]] = {}
+        self._numbers = count()
+        self._lock = DropLock(self._forget)
+        self._telling = Lock()
+
+    def __repr__(self) -> str:
+        return f"TierStore([{', '.join(map(repr, self.stores))}])"
+
+    def put(self, encoded: Encoded) -> Ticket:
+        """Take a value.
+
+        Raises:
+            StoreFullError: no store has room for it.
+            StoreError: the last store failed.
+        """
+        store, held = self._put(encoded)
+        with self._lock:
+            ticket = Ticket(next(self._numbers), held.nbytes)
+            self._values[ticket.number] = store, held
+            self._account.add(encoded, held.nbytes)
+        return ticket
+
+    def prefetch(self, ticket: Ticket) -> None:
+        """Passed on to the store that has it."""
+        found = self._values.get(ticket.number)
+        if found is not None:
+            found[0].prefetch(found[1])
+
+    def get(self, ticket: Ticket) -> Encoded:
+        """The value, from the store that has it."""
+        store, held = self._values[ticket.number]
+        return store.get(held)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Forget the value."""
+        self._lock.drop(ticket)
+
+    def usage(self) -> Usage:
+        """What was put here and is held, and the time that the stores have waited."""
+        with self._lock:
+            usage = self._account.usage()
+        stalls = sum(store.usage().stall_seconds for store in self.stores)
+        return Usage(usage.nbytes, usage.peak_nbytes, usage.count, stalls)
+
+    def _put(self, encoded: Encoded) -> tuple[Store, Ticket]:
+        *others, last = range(len(self.stores))
+        for tier in others:
+            if tier in self._failed:
+                continue
+            store = self.stores[tier]
+            try:
+                return store, store.put(encoded)
+            except StoreFullError:
+                continue
+            except StoreError as error:
+                self._pass_over(tier, error)
+        return self.stores[last], self.stores[last].put(encoded)
+
+    def _pass_over(self, tier: int, error: StoreError) -> None:
+        with self._telling:
+            if tier in self._failed:
+                return
+            self._failed.add(tier)
+        warnings.warn(
+            f"backstash: {self.stores[tier]!r} failed and is passed over from now on, {self.stores[tier + 1]!r} serves "
+            f"instead: {error}",
+            stacklevel=4,
+        )
+
+    def _forget(self, ticket: Ticket) -> None:
+        found = self._values.pop(ticket.number, None)
+        if found is not None:
+            self._account.remove(ticket.nbytes)
+            found[0].drop(found[1])

@@ -1,0 +1,44 @@
+"""What the tests of stores put, and a policy that puts all it can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from backstash import Encoded, Stash
+from backstash.codecs import Bitmask, Shape, Zvc
+from backstash.policy import Action, Keep, Outcome
+from backstash.saved import Need, SavedTensor, TensorSpec
+
+
+def value(nbytes: int, device: str = "cpu", seed: int = 0) -> Encoded:
+    """One plane of random bytes."""
+    plane = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).to(device)
+    return Encoded("check", TensorSpec.of(plane), {"codes": plane})
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    """Encodes all that it can, exactly, into one store."""
+
+    store: str
+
+    def decide(self, saved: SavedTensor) -> Action:
+        if saved.need is Need.SHAPE:
+            return Stash(Shape())
+        if saved.need is Need.SIGN and saved.mask is not None:
+            return Stash(Bitmask(replace(saved.mask)), store=self.store)
+        if saved.spec.dtype.is_floating_point:
+            return Stash((Always(),), store=self.store)
+        return Keep()
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
+
+
+class Always(Zvc):
+    """Zvc whatever the data."""
+
+    def declines(self, x: torch.Tensor) -> str | None:
+        return None
