@@ -52,3 +52,27 @@ struct Dense<Half> {
         return U(choose(rest < kHalfNormal, small, normal) | (bits >> 16 & 0x8000));
     }
 };
+
+// Floats as integers of the same order, and back: an integer's minimum is vector code, a float's is not, because of NaN.
+inline int32_t ordered(int32_t bits) { return bits ^ int32_t(uint32_t(bits >> 31) >> 1); }
+
+// The bits of any float32 but NaN to the nearest element, ties to even.
+template <class F>
+inline typename Dense<F>::U rounded(uint32_t bits);
+
+template <>
+inline uint32_t rounded<float>(uint32_t bits) {
+    return bits;
+}
+template <>
+inline uint16_t rounded<BFloat16>(uint32_t bits) {
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+template <>
+inline uint16_t rounded<Half>(uint32_t bits) {
+    const uint32_t rest = bits & kMagnitude;
+    const uint32_t normal = (rest + 0xfff + (rest >> 13 & 1) - (112u << 23)) >> 13;
+    const uint32_t small = bits_of(float_of(rest) + 0.5f) - bits_of(0.5f);  // the last bit of 0.5 is the smallest subnormal
+    const uint32_t magnitude = choose(rest < kHalfNormal, small, std::min(normal, 0x7c00u));
+    return uint16_t(magnitude | (bits >> 16 & 0x8000));
+}

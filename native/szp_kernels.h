@@ -6,18 +6,15 @@
 #include "dense.h"
 #include "lines.h"
 
-// Floats as integers of the same order, and back: an integer's minimum is vector code, a float's is not, because of NaN.
-inline int32_t ordered(int32_t bits) { return bits ^ int32_t(uint32_t(bits >> 31) >> 1); }
-
 template <class F>
 __attribute__((noinline)) Extremes extremes_of(const typename Dense<F>::U* x, int64_t n) {
     constexpr int32_t infinity = int32_t(kInfinity), minus = ~infinity;
     int32_t low = infinity, high = minus;
     for (int64_t i = 0; i < n; ++i) {
         const int32_t bits = int32_t(Dense<F>::widen(x[i])), key = ordered(bits);
-        const bool finite = (bits & int32_t(kMagnitude)) < infinity;
-        low = std::min(low, finite ? key : infinity);
-        high = std::max(high, finite ? key : minus);
+        const int32_t strange = -int32_t((bits & int32_t(kMagnitude)) >= infinity);  // no condition: GCC would jump
+        low = std::min(low, (key & ~strange) | (infinity & strange));
+        high = std::max(high, (key & ~strange) | (minus & strange));
     }
     return {float_of(uint32_t(ordered(low))), float_of(uint32_t(ordered(high)))};
 }

@@ -15,7 +15,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backstash import codecs
-from backstash.codecs import Binary, Bitmask, Codec, Csr, Encoded, FewBit, Minifloat, Narrow, Shape, Zvc
+from backstash.codecs import (
+    Binary,
+    Bitmask,
+    BlockQuant,
+    Codec,
+    Csr,
+    Encoded,
+    FewBit,
+    Minifloat,
+    Narrow,
+    Shape,
+    Szp,
+    Zvc,
+)
 from backstash.errors import CodecRefusedError, UnknownNameError
 from backstash.ops.formats import FORMATS
 from backstash.saved import Mask, Need, PoolWindow, TensorSpec, Test
@@ -25,11 +38,13 @@ ANY = st.one_of(tensors.floats(), tensors.two_values(), tensors.integers())
 BUILT_IN = {
     "binary": [Binary()],
     "bitmask": [Bitmask(), Bitmask(Mask(Test.GT, ternary=True)), Bitmask(Mask(Test.CLOSED, -1.0, 1.0, 0.5, math.nan))],
+    "blockquant": [BlockQuant(), BlockQuant(8, 16, "nearest"), BlockQuant(1, 4096), BlockQuant(4, rounding="nearest")],
     "csr": [Csr(), Csr(min_saving=0.5), Csr(values=Minifloat("fp8")), Csr(values=Minifloat("fp10"))],
     "fewbit": [FewBit(), FewBit("tanh", 4)],
     "minifloat": [Minifloat(), Minifloat("fp10"), Minifloat("float8_e4m3fn"), Minifloat("float8_e5m2", 16)],
     "narrow": [Narrow()],
     "shape": [Shape()],
+    "szp": [Szp(), Szp(0.3), Szp(1e-3, "rel"), Szp(0.1, "rel")],
     "zvc": [Zvc(), Zvc(min_saving=0.5), Zvc(values=Minifloat("fp8")), Zvc(values=Minifloat("fp10"))],
 }
 EACH = [pytest.param(codec, id=f"{name}{i or ''}") for name, made in BUILT_IN.items() for i, codec in enumerate(made)]
@@ -181,6 +196,10 @@ def _facts(codec: Codec, x: Tensor, encoded: Encoded) -> dict[str, float]:
         facts |= {"word": form.dtype.itemsize, "fields": form.fields, "groups": -(-x.numel() // size) if size else 0}
     if isinstance(codec, FewBit):
         facts["bits"] = codec.bits
+    if isinstance(codec, BlockQuant):
+        facts |= {"bits": codec.bits, "group_size": codec.group_size}
+    if codec.id == "szp":
+        facts["words"] = encoded.planes["words"].numel()
     if codec.id == "narrow":
         facts["bits"] = int(encoded.meta["bits"])  # type: ignore[call-overload]
     return facts

@@ -7,6 +7,7 @@ from typing import Any
 import backstash.ops.backends as _backends  # noqa: F401  registers the kernels that the codecs call
 from backstash.codecs.base import Codec, Encoded, ErrorBound
 from backstash.codecs.bitmask import Binary, Bitmask
+from backstash.codecs.blockquant import BlockQuant
 from backstash.codecs.csr import Csr
 from backstash.codecs.fewbit import FewBit
 from backstash.codecs.minifloat import Minifloat
@@ -19,6 +20,7 @@ from backstash.errors import UnknownNameError
 __all__ = [
     "Binary",
     "Bitmask",
+    "BlockQuant",
     "Codec",
     "Csr",
     "Encoded",
@@ -67,5 +69,5 @@ def get(name: str, **parameters: Any) -> Codec:
     return _REGISTRY[name](**parameters)
 
 
-for _codec in (Shape, Bitmask, Binary, Narrow, Zvc, Minifloat, Csr, FewBit, Szp):
+for _codec in (Shape, Bitmask, Binary, Narrow, Zvc, Minifloat, Csr, FewBit, Szp, BlockQuant):
     register_codec(_codec)

@@ -47,6 +47,10 @@ SCHEMAS = {
     "szp_range": "(Tensor x) -> Tensor",
     "szp_encode": "(Tensor x, Tensor grid) -> (Tensor, Tensor, Tensor)",
     "szp_decode": "(Tensor mask, Tensor offsets, Tensor words, Tensor step, Tensor(a!) out) -> ()",
+    "blockquant_encode": (
+        "(Tensor x, int bits, int group_size, bool stochastic, int seed) -> (Tensor, Tensor, Tensor)"
+    ),
+    "blockquant_decode": "(Tensor codes, Tensor ranges, int bits, int group_size, Tensor(a!) out) -> ()",
     "narrow_encode": "(Tensor x, int bits, int base) -> Tensor",
     "narrow_decode": "(Tensor packed, int bits, int base, Tensor(a!) out) -> ()",
     "window_encode": f"(Tensor indices, {_WINDOW}) -> (Tensor, Tensor)",
@@ -152,6 +156,16 @@ def _szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def _blockquant_encode(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8),
+        x.new_empty(2 * groups(x.numel(), group_size)),
+        x.new_empty(1, dtype=torch.int64),
+    )
+
+
 def _narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:
     return x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
 
@@ -185,6 +199,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "zvc_minifloat_encode": _zvc_minifloat_encode,
     "szp_range": _szp_range,
     "szp_encode": _szp_encode,
+    "blockquant_encode": _blockquant_encode,
     "narrow_encode": _narrow_encode,
     "window_encode": _window_encode,
     "bitmask_decode": _nothing,
@@ -196,6 +211,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "minifloat_scaled_decode": _nothing,
     "zvc_minifloat_decode": _nothing,
     "szp_decode": _nothing,
+    "blockquant_decode": _nothing,
     "narrow_decode": _nothing,
     "window_decode": _nothing,
 }

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops import reference
-from backstash.ops.schema import SZP_BLOCK, ZVC_CHUNK, zvc_chunks
+from backstash.ops.schema import SZP_BLOCK, ZVC_CHUNK, bytes_for, zvc_chunks
 
 SIGNED = 64
 """In a block's width: a word of signs follows the words of the magnitudes."""
@@ -17,7 +17,7 @@ LARGEST = 2**23
 
 
 def szp_range(x: Tensor) -> Tensor:
-    """The smallest and the largest finite element, float32 [2]; both 0 where there is none. ``x`` has at most 32 bits."""
+    """The smallest and the largest finite element, float32 [2]; 0 and 0 where there is none."""
     finite = x[x.isfinite()].float()
     if not finite.numel():
         return torch.zeros(2, device=x.device)
@@ -95,13 +95,15 @@ def szp_decode(mask: Tensor, offsets: Tensor, words: Tensor, step: Tensor, out: 
         DamagedPlanesError: the mask's bits, the offsets, the widths and the number of words do not agree.
     """
     bits = 8 * out.element_size()
+    if mask.numel() != bytes_for(out.numel(), 1) or offsets.numel() != zvc_chunks(out.numel()):
+        raise DamagedPlanesError(szp_damage(words.numel()))
     flags = reference.unpack(mask, 1, out.numel()).bool()
     counts = _counts(flags)
     blocks = -(-counts // SZP_BLOCK)
     headers = -(-blocks // 4)
     ends = torch.cat([offsets[1:], offsets.new_tensor([words.numel()])])
     sound = (offsets >= 0) & (offsets + headers <= ends) & (ends <= words.numel())
-    if offsets.numel() != zvc_chunks(out.numel()) or not bool(sound.all()) or bool((offsets[:1] != 0).any()):
+    if not bool(sound.all()) or bool((offsets[:1] != 0).any()):
         raise DamagedPlanesError(szp_damage(words.numel()))
     widths = words[_starts(offsets, headers)].view(torch.uint8)
     width = widths[_starts(4 * (headers.cumsum(0) - headers), blocks)].long()

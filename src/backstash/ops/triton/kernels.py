@@ -685,3 +685,12 @@ def window_decode_kernel(
         code = code // KERNEL[d]
         scale = scale * input_size[d]
     tl.store(out_ptr + offs_out, index.to(out_ptr.dtype.element_ty), mask=offs_out < numel)
+
+
+# At the end, because these import from here; and here, so that all kernels are in one module.
+from backstash.ops.triton.blockquant_kernels import blockquant_decode_kernel as blockquant_decode_kernel  # noqa: E402
+from backstash.ops.triton.blockquant_kernels import blockquant_encode_kernel as blockquant_encode_kernel  # noqa: E402
+from backstash.ops.triton.szp_kernels import szp_compact_kernel as szp_compact_kernel  # noqa: E402
+from backstash.ops.triton.szp_kernels import szp_decode_kernel as szp_decode_kernel  # noqa: E402
+from backstash.ops.triton.szp_kernels import szp_encode_kernel as szp_encode_kernel  # noqa: E402
+from backstash.ops.triton.szp_kernels import szp_range_kernel as szp_range_kernel  # noqa: E402
