@@ -1,19 +1,21 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import codec_strategies as tensors
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from backstash import Session, Stash, policies
 from backstash.codecs import Encoded, Szp
 from backstash.codecs.base import ErrorBound
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.ops import reference
+from backstash.policy import Rules
 from backstash.saved import Mask, Test
 from backstash.testing import check_codec
 
@@ -148,3 +150,19 @@ def test_damaged_words_never_crash(n: int, data: st.DataObject) -> None:
         words[data.draw(st.integers(0, len(words) - 1))] = data.draw(st.integers(-(2**31), 2**31 - 1))
     with suppress(DamagedPlanesError):
         codec.decode(Encoded(encoded.codec, encoded.spec, {**encoded.planes, "words": words}))
+
+
+def test_one_value_serves_the_relu_and_the_convolution_after_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    x, gradients = torch.randn(4, 3, 24, 24), []
+    rules = Rules((("*Convolution*:input", Stash((Szp(1e-3), "zvc"))),), policies.get("lossless"))
+    for session in (nullcontext(), Session(rules, min_nbytes=0)):
+        model.zero_grad()
+        with session:
+            loss = model(x).square().sum()
+        loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert "szp" in {row.codec for row in session.report().rows}
+    for exact, close in zip(*gradients, strict=True):
+        assert (exact - close).norm() < 1e-3 * exact.norm()

@@ -485,7 +485,7 @@ def test_fewbit_codes_of_another_size_are_refused(wrong: int) -> None:
 
 
 def check_szp(x: Tensor, error: float, mode: str = "abs", offset: int = 0) -> None:
-    grid = Szp(error, mode)._grid(x)
+    grid = Szp(error, mode).grid(x)
     assert same(cpu.szp_range(x), reference.szp_range(x))
     planes = cpu.szp_encode(x, grid)
     for plane, expected in zip(planes, reference.szp_encode(x, grid), strict=True):
@@ -512,7 +512,7 @@ def test_szp_large(threads: int, isa: str) -> None:
     """Many blocks, outputs large enough for streaming stores, with and without the alignment for them."""
     x = torch.randn(9 << 20, generator=generator())[: (9 << 20) - 5]
     x[::3] = 0
-    grid = Szp(1e-5)._grid(x)
+    grid = Szp(1e-5).grid(x)
     planes = cpu.szp_encode(x, grid)
     first, last = 5 * ZVC_CHUNK, x.numel() // ZVC_CHUNK * ZVC_CHUNK
     begin, end = planes[1][0], planes[1][5]
@@ -529,7 +529,7 @@ def test_szp_large(threads: int, isa: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_szp_damage_is_found_before_anything_is_written(n: int, dtype: torch.dtype, isa: str) -> None:
     x = torch.randn(n, generator=generator()).to(dtype)
-    grid = Szp(0.01)._grid(x)
+    grid = Szp(0.01).grid(x)
     mask, offsets, words = cpu.szp_encode(x, grid)
     last = offsets.numel() - 1
     damages = [
@@ -595,6 +595,40 @@ def test_blockquant_large(threads: int, isa: str) -> None:
         cpu.blockquant_decode(codes, ranges, 4, 256, out[offset : x.numel() + offset])
         assert same(out[offset : x.numel() + offset], want)
         assert (out[x.numel() + offset :] == 3).all() and (out[:offset] == 3).all()
+
+
+# --- dct
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dct(dtype: torch.dtype, isa: str) -> None:
+    for outer, height, width, inner in ((1, 1, 1, 1), (3, 8, 8, 1), (2, 13, 31, 1), (2, 9, 17, 5), (40, 14, 14, 3)):
+        n = outer * height * width * inner
+        sizes = outer, height, width, inner, [3 + i % 3 for i in range(64)]
+        for x in (torch.randn(n, generator=generator(n)), torch.rand(n, generator=generator(n)) * 2**-140):
+            planes, wanted = cpu.dct_encode(x.to(dtype), *sizes), reference.dct_encode(x.to(dtype), *sizes)
+            assert all(same(plane, want) for plane, want in zip(planes, wanted, strict=True)), sizes[:4]
+            out, untouched = poisoned(n, dtype, n % 3)
+            again = torch.empty(n, dtype=dtype)
+            cpu.dct_decode(*wanted[:4], *sizes, out)
+            reference.dct_decode(*wanted[:4], *sizes, again)
+            assert same(out, again) and untouched(), sizes[:4]
+        any_bits = contents(n, dtype, 0.7, n)
+        assert same(cpu.dct_encode(any_bits, *sizes)[4], reference.dct_encode(any_bits, *sizes)[4])
+        mask, offsets, values, scales, _ = wanted
+        damages = [
+            (flip(mask, 0), offsets, values, scales),
+            (mask, flip(offsets, 0), values, scales),
+            (mask, offsets, torch.cat([values, mask[:1]]), scales),
+            (mask, offsets, values, scales[:-1]),
+            (mask[:-1], offsets, values, scales),
+            (mask, offsets[:-1], values, scales),
+        ]
+        for damaged, ops in itertools.product(damages, (cpu, reference)):
+            out, untouched = poisoned(n, dtype)
+            with pytest.raises(DamagedPlanesError):
+                ops.dct_decode(*damaged, *sizes, out)
+            assert (out.view(torch.uint8) == 0xA5).all() and untouched()
 
 
 # --- narrow

@@ -9,6 +9,7 @@ from backstash.codecs.base import Codec, Encoded, ErrorBound
 from backstash.codecs.bitmask import Binary, Bitmask
 from backstash.codecs.blockquant import BlockQuant
 from backstash.codecs.csr import Csr
+from backstash.codecs.dct import Dct
 from backstash.codecs.fewbit import FewBit
 from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.narrow import Narrow
@@ -23,6 +24,7 @@ __all__ = [
     "BlockQuant",
     "Codec",
     "Csr",
+    "Dct",
     "Encoded",
     "ErrorBound",
     "FewBit",
@@ -69,5 +71,5 @@ def get(name: str, **parameters: Any) -> Codec:
     return _REGISTRY[name](**parameters)
 
 
-for _codec in (Shape, Bitmask, Binary, Narrow, Zvc, Minifloat, Csr, FewBit, Szp, BlockQuant):
+for _codec in (Shape, Bitmask, Binary, Narrow, Zvc, Minifloat, Csr, FewBit, Szp, BlockQuant, Dct):
     register_codec(_codec)

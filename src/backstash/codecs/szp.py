@@ -105,7 +105,7 @@ class Szp:
     def encode(self, x: Tensor) -> Encoded:
         """Two passes over ``x``: one finds the sizes, one writes; before them one for the range, in mode ``"rel"``."""
         spec = require(self, x)
-        grid = self._grid(flat(x))
+        grid = self.grid(flat(x))
         mask, offsets, words = _ops.szp_encode(flat(x), grid)
         return Encoded(self.id, spec, {"mask": mask, "offsets": offsets, "words": words, "step": grid[1:2].clone()})
 
@@ -137,8 +137,8 @@ class Szp:
             words += chunks * (-(-blocks // 4) + blocks * 8 * spec.dtype.itemsize)
         return bytes_for(numel, 1) + 8 * zvc_chunks(numel) + 4 * words + 4
 
-    def _grid(self, x: Tensor) -> Tensor:
-        """The inverse of the step, the step and the largest difference, float32 [3]; on CUDA without a wait."""
+    def grid(self, x: Tensor) -> Tensor:
+        """The inverse of the step, the step and the largest difference, float32 [3], for ``x`` [n]; without a wait."""
         if self.mode == "abs":
             bound = torch.full((), self.error, dtype=torch.float64, device=x.device)
         else:

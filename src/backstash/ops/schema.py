@@ -26,6 +26,7 @@ SZP_BLOCK = 32
 LIBRARY = torch.library.Library("backstash", "DEF")
 
 _WINDOW = "int inner, int[] input_size, int[] output_size, int[] kernel, int[] stride, int[] padding, int[] dilation"
+_IMAGES = "int outer, int height, int width, int inner, int[] shifts"
 
 SCHEMAS = {
     "bitmask_encode": "(Tensor x, int test, float lo, float hi) -> Tensor",
@@ -51,6 +52,8 @@ SCHEMAS = {
         "(Tensor x, int bits, int group_size, bool stochastic, int seed) -> (Tensor, Tensor, Tensor)"
     ),
     "blockquant_decode": "(Tensor codes, Tensor ranges, int bits, int group_size, Tensor(a!) out) -> ()",
+    "dct_encode": f"(Tensor x, {_IMAGES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "dct_decode": (f"(Tensor mask, Tensor offsets, Tensor values, Tensor scales, {_IMAGES}, Tensor(a!) out) -> ()"),
     "narrow_encode": "(Tensor x, int bits, int base) -> Tensor",
     "narrow_decode": "(Tensor packed, int bits, int base, Tensor(a!) out) -> ()",
     "window_encode": f"(Tensor indices, {_WINDOW}) -> (Tensor, Tensor)",
@@ -166,6 +169,20 @@ def _blockquant_encode(
     )
 
 
+def _dct_encode(
+    x: Tensor, outer: int, height: int, width: int, inner: int, shifts: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    blocks = outer * inner * -(-height // 8) * -(-width // 8)
+    nonzeros = torch.library.get_ctx().new_dynamic_size()
+    return (
+        x.new_empty(8 * blocks, dtype=torch.uint8),
+        x.new_empty(-(-blocks // 64), dtype=torch.int64),
+        x.new_empty(nonzeros, dtype=torch.uint8),
+        x.new_empty(outer * inner, dtype=torch.float32),
+        x.new_empty(1, dtype=torch.int64),
+    )
+
+
 def _narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:
     return x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
 
@@ -200,6 +217,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "szp_range": _szp_range,
     "szp_encode": _szp_encode,
     "blockquant_encode": _blockquant_encode,
+    "dct_encode": _dct_encode,
     "narrow_encode": _narrow_encode,
     "window_encode": _window_encode,
     "bitmask_decode": _nothing,
@@ -212,6 +230,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "zvc_minifloat_decode": _nothing,
     "szp_decode": _nothing,
     "blockquant_decode": _nothing,
+    "dct_decode": _nothing,
     "narrow_decode": _nothing,
     "window_decode": _nothing,
 }

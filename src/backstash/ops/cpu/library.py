@@ -57,6 +57,12 @@ _SIGNATURES = {
         [c_void_p, c_int64, c_int, c_int, c_int64, c_int, c_uint32, c_void_p, c_void_p, c_int],
     ),
     "bs_blockquant_decode": (None, [c_void_p, c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
+    "bs_dct_transform": (c_int64, [c_void_p, c_int, *[c_int64] * 4, *[c_void_p] * 7, c_int]),
+    "bs_dct_gather": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int]),
+    "bs_dct_decode": (
+        c_int,
+        [*[c_void_p] * 3, c_int64, c_void_p, *[c_int64] * 4, *[c_void_p] * 3, c_int, c_int],
+    ),
     "bs_narrow_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int64, c_void_p, c_int]),
     "bs_narrow_decode": (None, [c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
     "bs_window_encode": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int, c_void_p, c_int]),
