@@ -804,6 +804,18 @@ def test_nothing_is_read_or_written_past_the_planes(width: int, isa: str) -> Non
         assert same(out, x)
         cpu.bitmask_encode(x, Test.NOT_LE.code, 0.0, 0.0)
         cpu.bitmask_decode(planes[0], out, 1.0, 0.0)
+        if width < 8:
+            for error in (0.1, 1e-9):
+                grid = Szp(error).grid(x)
+                bounded = [at_page_end(plane, keep) for plane in cpu.szp_encode(x, grid)]
+                cpu.szp_decode(*bounded, grid[1:2], out)
+            cpu.szp_range(x)
+            for bits in (1, 2, 4, 8):
+                groups = [at_page_end(plane, keep) for plane in cpu.blockquant_encode(x, bits, 16, True, 0)[:2]]
+                cpu.blockquant_decode(*groups, bits, 16, out)
+            sizes = 1, 1, n, 1, [3] * 64
+            images = [at_page_end(plane, keep) for plane in cpu.dct_encode(x, *sizes)[:4]]
+            cpu.dct_decode(*images, *sizes, out)
         for bits in range(1, 5) if width < 8 else ():
             codes = at_page_end(cpu.fewbit_encode(x, edges(bits), bits)[0], keep)
             cpu.fewbit_decode(codes, [1.0] * 2**bits, bits, out)

@@ -32,9 +32,9 @@ class BlockQuant:
     Bytes: ceil(n * bits / 8) + 2 * itemsize * ceil(n / group_size).
     Determinism: the same planes on every backend, and whenever the same tensor is encoded. The numbers by which it is
         rounded are hashed from the seed, the group's extremes and the element's index.
-    Source: ActNN (ICML 2021), section 4: 2 bits, groups of 256, stochastic rounding, by which gradients stay unbiased.
+    Source: ActNN (ICML 2021): 2 bits, groups of 256, stochastic rounding, by which gradients stay unbiased.
         Ours has the bits of all tensors given, not found by a sensitivity; it keeps the extremes in the tensor's dtype
-        instead of a zero point and a scale in bfloat16; and its random numbers come from the data, so that it needs
+        instead of a zero point and a scale; and its random numbers come from the data, so that it needs
         no generator and rounds a recomputed tensor as it did the first one.
 
     Args:

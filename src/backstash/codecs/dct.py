@@ -39,10 +39,11 @@ class Dct:
         uint8 [nonzeros].
     Bytes: 8 * blocks + 8 * ceil(blocks / 64) + nonzeros + 4 * images.
     Determinism: the same planes on every backend.
-    Source: JPEG-ACT (ISCA 2020), sections 3 and 4: the transform, the tables of powers of two (optL for the first
-        epochs, optH after them) and zero-value compression in place of Huffman codes. Ours scales every image of its
-        own by its largest magnitude, not every channel by a share of its deviation, so that nothing is clamped, and
-        does not round to 8 bits before the transform. On CUDA the reference serves.
+    Source: JPEG-ACT (ISCA 2020): the transform, tables of powers of two (optL for the first epochs, optH after them)
+        and zero-value compression in place of Huffman codes. Ours scales every image of its own by its largest
+        magnitude, not every channel to a fixed range, so that nothing is clamped; does not round to 8 bits before the
+        transform; rounds to nearest after it; and has an optH after that one's description, not its every entry. On
+        CUDA the reference serves.
 
     Args:
         table: ``"optL"``, 8 for all coefficients; or ``"optH"``, 8 for the mean, 32 for the lower frequencies, 16 for

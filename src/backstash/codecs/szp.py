@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -39,7 +40,7 @@ class Szp:
         the largest power of two that is not above twice the bound, so that multiples are numbers of the dtype.
     Bytes: ceil(n / 8) + 8 * ceil(n / 4096) + 4 * words + 4.
     Determinism: the same planes on every backend.
-    Source: COMET (PVLDB 15(4), 2022), section 4, quantises with cuSZ and has to keep zeros zero; cuSZp (SC 2023) has
+    Source: COMET (PVLDB 15(4), 2022) quantises with cuSZ and has to keep zeros zero; cuSZp (SC 2023) has
         fixed-width blocks in place of Huffman codes. Ours predicts nothing, since neighbours in an activation are
         hardly alike, and has zeros in a mask of their own; so values that are not zero never become it, and the tensor
         serves a relu's derivative as well.
@@ -139,17 +140,28 @@ class Szp:
 
     def grid(self, x: Tensor) -> Tensor:
         """The inverse of the step, the step and the largest difference, float32 [3], for ``x`` [n]; without a wait."""
-        if self.mode == "abs":
-            bound = torch.full((), self.error, dtype=torch.float64, device=x.device)
-        else:
+        if self.mode == "rel":
             low, high = _ops.szp_range(x).double().unbind()
-            bound = self.error * (high - low)
-        bound = bound.clamp(max=2.0**125)  # the inverse, too, is a normal number of float32
-        limit = bound.float()
-        limit = torch.where(limit.double() > bound, limit.nextafter(torch.zeros_like(limit)), limit)
-        if x.dtype == torch.float32:
-            step = bound * (2 - 2.0**-7)
-        else:
-            step = torch.ldexp((bound > 0).double(), torch.frexp(bound).exponent)
-        step = step.float()
-        return torch.stack([step.double().reciprocal().float(), step, limit])
+            return _grid(self.error * (high - low), x.dtype)
+        if x.device.type == "cpu":
+            return torch.tensor(_numbers(self.error, x.dtype), dtype=torch.float32, device="cpu")
+        return _grid(torch.full((), self.error, dtype=torch.float64, device=x.device), x.dtype)
+
+
+def _grid(bound: Tensor, dtype: torch.dtype) -> Tensor:
+    """See :meth:`Szp.grid`; ``bound`` is float64 []."""
+    bound = bound.clamp(max=2.0**125)  # the inverse, too, is a normal number of float32
+    limit = bound.float()
+    limit = torch.where(limit.double() > bound, limit.nextafter(torch.zeros_like(limit)), limit)
+    if dtype == torch.float32:
+        step = bound * (2 - 2.0**-7)
+    else:
+        step = torch.ldexp((bound > 0).double(), torch.frexp(bound).exponent)
+    step = step.float()
+    return torch.stack([step.double().reciprocal().float(), step, limit])
+
+
+@lru_cache(maxsize=256)
+def _numbers(error: float, dtype: torch.dtype) -> tuple[float, ...]:
+    """:func:`_grid` on the CPU: a dozen small operations take as long as encoding 50,000 elements."""
+    return tuple(_grid(torch.tensor(error, dtype=torch.float64, device="cpu"), dtype).tolist())
