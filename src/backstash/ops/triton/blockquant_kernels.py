@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from backstash.ops.triton.kernels import element_bits, row_tile, single_bits
+from backstash.ops.triton.elements import element_bits, row_tile, single_bits
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from backstash.ops.triton.kernels import (
+from backstash.ops.triton.elements import (
     block_offsets,
     element_bits,
     elements_of,
