@@ -24,7 +24,8 @@ ROOT = Path(__file__).parent
 NATIVE = ROOT / "native"
 LIBRARY = "backstash/ops/cpu/libbackstash_native.so"
 # Nobody reads the flags that a division by zero sets: without them GCC makes vector code of more loops, as clang does.
-FLAGS = ("-O3", "-fno-trapping-math", "-std=c++17", "-fPIC", "-shared")
+# A product and a sum are rounded one by one, as torch does: without the flag GCC would fuse them where it can.
+FLAGS = ("-O3", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC", "-shared")
 
 
 def compilers() -> list[list[str]]:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backstash.codecs import Szp
 from backstash.codecs.fewbit_table import TABLE
 from backstash.ops import backends
 from backstash.ops.formats import FORMATS, SCALED
@@ -163,6 +164,7 @@ def float_tasks(dtype: torch.dtype, nbytes: int, zeros: float, device: str) -> d
         tasks[f"fewbit_encode, {bits} bits"] = Task(partial(ops.fewbit_encode, x, thresholds, bits), coded)
         tasks[f"fewbit_decode, {bits} bits"] = Task(partial(ops.fewbit_decode, codes, stand_ins, bits, out), coded)
     tasks |= _minifloat_tasks(ops, x, out)
+    tasks |= _bounded_tasks(ops, x, out)
     if ops.__name__.endswith("cpu"):
         tasks["zvc_encode, warm planes"] = Task(_warm_zvc_encode(x, mask, offsets, values), stashed)
     return tasks
@@ -187,6 +189,35 @@ def _minifloat_tasks(ops: ModuleType, x: Tensor, out: Tensor) -> dict[str, Task]
         decode = partial(ops.minifloat_scaled_decode, codes, scales, name, 256, out)
         tasks[f"minifloat_scaled_encode, {name}"] = Task(encode, total)
         tasks[f"minifloat_scaled_decode, {name}"] = Task(decode, total)
+    return tasks
+
+
+def _bounded_tasks(ops: ModuleType, x: Tensor, out: Tensor) -> dict[str, Task]:
+    """What keeps to an error bound, and the transform that does not; ``out`` is written to."""
+    tasks = {}
+    for error in (1e-1, 1e-2, 1e-3):
+        grid = Szp(error).grid(x)
+        planes = ops.szp_encode(x, grid)
+        total = x.nbytes + sum(plane.nbytes for plane in planes)
+        tasks[f"szp_encode, {error:g}"] = Task(partial(ops.szp_encode, x, grid), total)
+        tasks[f"szp_decode, {error:g}"] = Task(partial(ops.szp_decode, *planes, grid[1:2].clone(), out), total)
+    tasks["szp_range"] = Task(partial(ops.szp_range, x), x.nbytes)
+    for bits in (1, 2, 4, 8):
+        codes, ranges, _ = ops.blockquant_encode(x, bits, 256, True, 0)
+        total = x.nbytes + codes.nbytes + ranges.nbytes
+        for way, stochastic in (("stochastic", True), ("nearest", False)):
+            encode = partial(ops.blockquant_encode, x, bits, 256, stochastic, 0)
+            tasks[f"blockquant_encode, {bits} bits, {way}"] = Task(encode, total)
+        tasks[f"blockquant_decode, {bits} bits"] = Task(
+            partial(ops.blockquant_decode, codes, ranges, bits, 256, out), total
+        )
+    side = 64  # images without an edge
+    sizes = x.numel() // side**2, side, side, 1, [3] * 64
+    images = x[: sizes[0] * side**2]
+    coded = ops.dct_encode(images, *sizes)[:4]
+    total = images.nbytes + sum(plane.nbytes for plane in coded)
+    tasks["dct_encode, optL"] = Task(partial(ops.dct_encode, images, *sizes), total)
+    tasks["dct_decode, optL"] = Task(partial(ops.dct_decode, *coded, *sizes, out[: images.numel()]), total)
     return tasks
 
 

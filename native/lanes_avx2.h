@@ -171,3 +171,26 @@ inline void look_up_line(const uint8_t* codes, const uint16_t* table, uint16_t* 
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_unpacklo_epi8(lows, highs));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8), _mm_unpackhi_epi8(lows, highs));
 }
+
+// plane_of and from_planes of lanes_scalar.h.
+inline uint32_t plane_of(const uint32_t* fields, int bit) {
+    const __m128i to_top = _mm_cvtsi32_si128(31 - bit);
+    uint32_t plane = 0;
+    for (int i = 0; i < 32; i += 8) {
+        const __m256i field = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(fields + i));
+        plane |= uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_sll_epi32(field, to_top)))) << i;
+    }
+    return plane;
+}
+inline void from_planes(const uint32_t* planes, int count, uint32_t highest, uint32_t* fields) {
+    const __m256i own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    for (int i = 0; i < 32; i += 8) {
+        const auto flags = [&](uint32_t plane) {
+            return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(plane >> i)), own), own);
+        };
+        __m256i field = _mm256_slli_epi32(flags(highest), 31);
+        for (int bit = 0; bit < count; ++bit)
+            field = _mm256_or_si256(field, _mm256_and_si256(flags(planes[bit]), _mm256_set1_epi32(int(1u << bit))));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(fields + i), field);
+    }
+}

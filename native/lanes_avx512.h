@@ -108,3 +108,22 @@ inline void look_up_line(const uint8_t* codes, const uint16_t* table, uint16_t* 
     const __m256i code = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permutexvar_epi16(code, values));
 }
+
+// plane_of and from_planes of lanes_scalar.h.
+inline uint32_t plane_of(const uint32_t* fields, int bit) {
+    const __m512i one = _mm512_set1_epi32(int(1u << bit));
+    return uint32_t(_mm512_test_epi32_mask(_mm512_loadu_si512(fields), one)) |
+           uint32_t(_mm512_test_epi32_mask(_mm512_loadu_si512(fields + 16), one)) << 16;
+}
+inline void from_planes(const uint32_t* planes, int count, uint32_t highest, uint32_t* fields) {
+    const __m512i top = _mm512_set1_epi32(int(0x80000000));
+    __m512i low = _mm512_maskz_mov_epi32(__mmask16(highest), top);
+    __m512i high = _mm512_maskz_mov_epi32(__mmask16(highest >> 16), top);
+    for (int bit = 0; bit < count; ++bit) {
+        const __m512i one = _mm512_set1_epi32(int(1u << bit));
+        low = _mm512_mask_or_epi32(low, __mmask16(planes[bit]), low, one);
+        high = _mm512_mask_or_epi32(high, __mmask16(planes[bit] >> 16), high, one);
+    }
+    _mm512_storeu_si512(fields, low);
+    _mm512_storeu_si512(fields + 16, high);
+}

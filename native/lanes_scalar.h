@@ -71,3 +71,17 @@ template <bool stream, class U>
 inline void copy_line(const U* from, U* to) {
     std::memcpy(to, from, 64);
 }
+
+// Bit `bit` of each of 32 fields.
+inline uint32_t plane_of(const uint32_t* fields, int bit) {
+    uint32_t plane = 0;
+    for (int i = 0; i < 32; ++i) plane |= (fields[i] >> bit & 1) << i;
+    return plane;
+}
+
+// 32 fields from the planes of their lowest bits and of their highest one.
+inline void from_planes(const uint32_t* planes, int count, uint32_t highest, uint32_t* fields) {
+    for (int i = 0; i < 32; ++i) fields[i] = (highest >> i & 1) << 31;
+    for (int bit = 0; bit < count; ++bit)
+        for (int i = 0; i < 32; ++i) fields[i] |= (planes[bit] >> i & 1) << bit;
+}

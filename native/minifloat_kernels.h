@@ -2,60 +2,8 @@
 //
 // All arithmetic is on the bits of float32, in loops without a branch that compilers turn into vector code.
 
+#include "dense.h"
 #include "lines.h"
-
-inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-inline float float_of(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-inline uint32_t choose(bool condition, uint32_t yes, uint32_t no) { return condition ? yes : no; }
-
-constexpr uint32_t kInfinity = 0x7f800000, kQuiet = 0x7fc00000, kMagnitude = 0x7fffffff;
-constexpr uint32_t kHalfNormal = 0x38800000;  // 2^-14, the smallest normal number of float16
-
-// An element as the bits of float32, and back; back is only asked for what is exact, and for the quiet NaN.
-template <class F>
-struct Dense;
-
-template <>
-struct Dense<float> {
-    using U = uint32_t;
-    static constexpr uint32_t largest = 0x7f7fffff;
-    static uint32_t widen(U x) { return x; }
-    static U narrow(uint32_t bits) { return bits; }
-};
-
-template <>
-struct Dense<BFloat16> {
-    using U = uint16_t;
-    static constexpr uint32_t largest = 0x7f7fffff;
-    static uint32_t widen(U x) { return uint32_t(x) << 16; }
-    static U narrow(uint32_t bits) { return U(bits >> 16); }
-};
-
-template <>
-struct Dense<Half> {
-    using U = uint16_t;
-    static constexpr uint32_t largest = 0x477fffff;
-    static uint32_t widen(U x) {
-        const uint32_t rest = x & 0x7fff;
-        const uint32_t normal = (rest << 13) + (112u << 23) + choose(rest >= 0x7c00, 112u << 23, 0);
-        const uint32_t small = bits_of(float(int32_t(rest)) * 0x1p-24f);
-        return choose(rest < 0x400, small, normal) | uint32_t(x & 0x8000) << 16;
-    }
-    static U narrow(uint32_t bits) {
-        const uint32_t rest = bits & kMagnitude;
-        const uint32_t normal = choose(rest >= kInfinity, 0x7e00, (rest - (112u << 23)) >> 13);
-        const uint32_t small = uint32_t(int32_t(float_of(std::min(rest, kHalfNormal)) * 0x1p24f));
-        return U(choose(rest < kHalfNormal, small, normal) | (bits >> 16 & 0x8000));
-    }
-};
 
 // Bits of float32 to a code: see ops/reference.minifloat_encode. `nans`: whether there may be NaNs.
 template <class M, bool nonzero, bool nans = true>

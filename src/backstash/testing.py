@@ -434,12 +434,27 @@ def _compare_bounded(where: str, bound: ErrorBound, original: Tensor, got: Tenso
         )
     if not bool(finite.any()):
         return
+    if bound.rel is not None and bound.group_size:
+        _compare_groups(where, bound, bound.rel, flat(original), flat(got))
+        return
     x, y = x[finite], y[finite]
     error = float((x - y).abs().max())
     limits = [] if bound.abs is None else [bound.abs]
     limits += [] if bound.rel is None else [bound.rel * float(x.max() - x.min())]
     if not error <= min(limits):
         _fail(f"{where}: {bound} was promised, here {min(limits)}", f"an error of {error}", "Round to nearest")
+
+
+def _compare_groups(where: str, bound: ErrorBound, rel: float, original: Tensor, got: Tensor) -> None:
+    """Check the bound that is a share of each group's range; all elements are finite."""
+    info = torch.finfo(original.dtype)
+    for x, y in zip(original.split(bound.group_size), got.split(bound.group_size), strict=True):
+        x, y = x.double(), y.double()
+        exponent = math.frexp(max(float(x.abs().max()), info.tiny))[1] - 1
+        limit = rel * float(x.max() - x.min()) + bound.ulps * info.eps * 2.0**exponent
+        error = float((x - y).abs().max())
+        if not error <= limit:
+            _fail(f"{where}: {bound} was promised, in a group {limit}", f"an error of {error}", "Round to nearest")
 
 
 def _compare_each(where: str, bound: ErrorBound, each: float, original: Tensor, got: Tensor) -> None:

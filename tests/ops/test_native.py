@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from backstash.codecs import Szp
 from backstash.errors import DamagedPlanesError
 from backstash.ops import cpu, reference
 from backstash.ops.cpu import library
@@ -480,6 +481,156 @@ def test_fewbit_codes_of_another_size_are_refused(wrong: int) -> None:
         cpu.fewbit_decode(packed, [0.0] * 8, 3, torch.empty(999))
 
 
+# --- szp
+
+
+def check_szp(x: Tensor, error: float, mode: str = "abs", offset: int = 0) -> None:
+    grid = Szp(error, mode).grid(x)
+    assert same(cpu.szp_range(x), reference.szp_range(x))
+    planes = cpu.szp_encode(x, grid)
+    for plane, expected in zip(planes, reference.szp_encode(x, grid), strict=True):
+        assert same(plane, expected), (x.numel(), error)
+        assert plane.untyped_storage().nbytes() == plane.numel() * plane.element_size()
+    out, untouched = poisoned(x.numel(), x.dtype, offset)
+    again = torch.empty_like(x)
+    cpu.szp_decode(*planes, grid[1:2], out)
+    reference.szp_decode(*planes, grid[1:2], again)
+    assert same(out, again) and untouched()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_szp(dtype: torch.dtype, isa: str) -> None:
+    for n in [*TAILS, *AROUND_CHUNKS[:10]]:
+        normal = torch.randn(n, generator=generator(n)).to(dtype)
+        check_szp(normal, (0.3, 0.01, 1e-4, 1e-7)[n % 4], offset=n % 3)
+        check_szp(normal.abs(), (0.01, 0.3)[n % 2], "rel")
+        check_szp(contents(n, dtype, density=0.8, seed=n, offset=n % 3), (1e-3, 3.0, 1e-40, 1e30)[n % 4])
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_szp_large(threads: int, isa: str) -> None:
+    """Many blocks, outputs large enough for streaming stores, with and without the alignment for them."""
+    x = torch.randn(9 << 20, generator=generator())[: (9 << 20) - 5]
+    x[::3] = 0
+    grid = Szp(1e-5).grid(x)
+    planes = cpu.szp_encode(x, grid)
+    first, last = 5 * ZVC_CHUNK, x.numel() // ZVC_CHUNK * ZVC_CHUNK
+    begin, end = planes[1][0], planes[1][5]
+    assert same(planes[2][begin:end], reference.szp_encode(x[:first], grid)[2])
+    assert same(planes[2][planes[1][-1] :], reference.szp_encode(x[last:], grid)[2])
+    for offset in (0, 1):
+        out = torch.full((x.numel() + offset + 64,), 3.0)
+        cpu.szp_decode(*planes, grid[1:2], out[offset : x.numel() + offset])
+        assert ((out[offset : x.numel() + offset] - x).abs() <= 1e-5).all()
+        assert (out[x.numel() + offset :] == 3).all() and (out[:offset] == 3).all()
+
+
+@pytest.mark.parametrize("n", [1, 100, 4096, 3 * ZVC_CHUNK + 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_szp_damage_is_found_before_anything_is_written(n: int, dtype: torch.dtype, isa: str) -> None:
+    x = torch.randn(n, generator=generator()).to(dtype)
+    grid = Szp(0.01).grid(x)
+    mask, offsets, words = cpu.szp_encode(x, grid)
+    last = offsets.numel() - 1
+    damages = [
+        (mask, flip(offsets, 0), words),
+        (mask, flip(offsets, last, 1), words),
+        (mask, flip(offsets, last, 62), words),
+        (mask, offsets - (1 << 40), words),
+        (mask, offsets, words[:-1]),
+        (mask, offsets, words[:0]),
+        (mask, offsets, torch.cat([words, words[:1]])),
+        (mask, offsets, flip(words, 0)),
+        (mask, offsets, flip(words, 0, 5)),
+        (mask, offsets, flip(words, 0, 6)),
+        (mask, offsets, flip(words, 0, 7)),
+        (mask, offsets, torch.full_like(words, -1)),
+        (torch.zeros_like(mask), offsets, words),
+        *([(mask[:-1], offsets, words), (mask, offsets[:-1], words)] if n > 8 else []),
+    ]
+    for i, planes in enumerate(damages):
+        out, untouched = poisoned(n, dtype)
+        with pytest.raises(DamagedPlanesError):
+            cpu.szp_decode(*planes, grid[1:2], out)
+        assert (out.view(torch.uint8) == 0xA5).all() and untouched(), i
+        if planes[0].numel() == mask.numel():
+            with pytest.raises(DamagedPlanesError):
+                reference.szp_decode(*planes, grid[1:2], out)
+
+
+# --- blockquant
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_blockquant(bits: int, dtype: torch.dtype, isa: str) -> None:
+    for n, group_size in itertools.product((*TAILS[:40], 255, 257, 4097, 70_000), (16, 256, 4096)):
+        stochastic = n % 2 == 0
+        for x in (torch.randn(n, generator=generator(n)) * 10, torch.rand(n, generator=generator(n)) * 2**-130):
+            planes = cpu.blockquant_encode(x.to(dtype), bits, group_size, stochastic, 7)
+            wanted = reference.blockquant_encode(x.to(dtype), bits, group_size, stochastic, 7)
+            assert all(same(plane, want) for plane, want in zip(planes, wanted, strict=True)), (n, group_size)
+            assert int(planes[2]) == 0
+            out, untouched = poisoned(n, dtype, n % 3)
+            again = torch.empty(n, dtype=dtype)
+            cpu.blockquant_decode(*wanted[:2], bits, group_size, out)
+            reference.blockquant_decode(*wanted[:2], bits, group_size, again)
+            assert same(out, again) and untouched(), (n, group_size)
+        any_bits = contents(n, dtype, 0.7, n)
+        refused = cpu.blockquant_encode(any_bits, bits, group_size, stochastic, 0)[2]
+        assert same(refused, reference.blockquant_encode(any_bits, bits, group_size, stochastic, 0)[2])
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_blockquant_large(threads: int, isa: str) -> None:
+    """Many blocks, and an output large enough for streaming stores, with and without the alignment for them."""
+    x = torch.randn(7 << 20, generator=generator())[: (7 << 20) - 3]
+    codes, ranges, _ = cpu.blockquant_encode(x, 4, 256, False, 0)
+    start = 3 << 16
+    assert same(cpu.blockquant_encode(x[start:], 4, 256, False, 0)[0], codes[start // 2 :])
+    want = torch.empty_like(x)
+    cpu.blockquant_decode(codes, ranges, 4, 256, want)
+    for offset in (0, 1):
+        out = torch.full((x.numel() + offset + 64,), 3.0)
+        cpu.blockquant_decode(codes, ranges, 4, 256, out[offset : x.numel() + offset])
+        assert same(out[offset : x.numel() + offset], want)
+        assert (out[x.numel() + offset :] == 3).all() and (out[:offset] == 3).all()
+
+
+# --- dct
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dct(dtype: torch.dtype, isa: str) -> None:
+    for outer, height, width, inner in ((1, 1, 1, 1), (3, 8, 8, 1), (2, 13, 31, 1), (2, 9, 17, 5), (40, 14, 14, 3)):
+        n = outer * height * width * inner
+        sizes = outer, height, width, inner, [3 + i % 3 for i in range(64)]
+        for x in (torch.randn(n, generator=generator(n)), torch.rand(n, generator=generator(n)) * 2**-140):
+            planes, wanted = cpu.dct_encode(x.to(dtype), *sizes), reference.dct_encode(x.to(dtype), *sizes)
+            assert all(same(plane, want) for plane, want in zip(planes, wanted, strict=True)), sizes[:4]
+            out, untouched = poisoned(n, dtype, n % 3)
+            again = torch.empty(n, dtype=dtype)
+            cpu.dct_decode(*wanted[:4], *sizes, out)
+            reference.dct_decode(*wanted[:4], *sizes, again)
+            assert same(out, again) and untouched(), sizes[:4]
+        any_bits = contents(n, dtype, 0.7, n)
+        assert same(cpu.dct_encode(any_bits, *sizes)[4], reference.dct_encode(any_bits, *sizes)[4])
+        mask, offsets, values, scales, _ = wanted
+        damages = [
+            (flip(mask, 0), offsets, values, scales),
+            (mask, flip(offsets, 0), values, scales),
+            (mask, offsets, torch.cat([values, mask[:1]]), scales),
+            (mask, offsets, values, scales[:-1]),
+            (mask[:-1], offsets, values, scales),
+            (mask, offsets[:-1], values, scales),
+        ]
+        for damaged, ops in itertools.product(damages, (cpu, reference)):
+            out, untouched = poisoned(n, dtype)
+            with pytest.raises(DamagedPlanesError):
+                ops.dct_decode(*damaged, *sizes, out)
+            assert (out.view(torch.uint8) == 0xA5).all() and untouched()
+
+
 # --- narrow
 
 
@@ -653,6 +804,18 @@ def test_nothing_is_read_or_written_past_the_planes(width: int, isa: str) -> Non
         assert same(out, x)
         cpu.bitmask_encode(x, Test.NOT_LE.code, 0.0, 0.0)
         cpu.bitmask_decode(planes[0], out, 1.0, 0.0)
+        if width < 8:
+            for error in (0.1, 1e-9):
+                grid = Szp(error).grid(x)
+                bounded = [at_page_end(plane, keep) for plane in cpu.szp_encode(x, grid)]
+                cpu.szp_decode(*bounded, grid[1:2], out)
+            cpu.szp_range(x)
+            for bits in (1, 2, 4, 8):
+                groups = [at_page_end(plane, keep) for plane in cpu.blockquant_encode(x, bits, 16, True, 0)[:2]]
+                cpu.blockquant_decode(*groups, bits, 16, out)
+            sizes = 1, 1, n, 1, [3] * 64
+            images = [at_page_end(plane, keep) for plane in cpu.dct_encode(x, *sizes)[:4]]
+            cpu.dct_decode(*images, *sizes, out)
         for bits in range(1, 5) if width < 8 else ():
             codes = at_page_end(cpu.fewbit_encode(x, edges(bits), bits)[0], keep)
             cpu.fewbit_decode(codes, [1.0] * 2**bits, bits, out)

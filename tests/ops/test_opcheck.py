@@ -59,6 +59,19 @@ def arguments(op: str, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
         return x, "fp10"
     if op == "zvc_minifloat_decode":
         return *OPS.zvc_minifloat_encode(x, "fp10"), "fp10", torch.empty_like(x)
+    if op == "blockquant_encode":
+        return x, 2, 16, True, 0
+    if op == "blockquant_decode":
+        return *OPS.blockquant_encode(x, 2, 16, True, 0)[:2], 2, 16, torch.empty_like(x)
+    if op == "dct_encode":
+        return x, 1, 4, n // 4, 1, [3] * 64
+    if op == "dct_decode":
+        return *OPS.dct_encode(x, 1, 4, n // 4, 1, [3] * 64)[:4], 1, 4, n // 4, 1, [3] * 64, torch.empty_like(x)
+    if op.startswith("szp"):
+        x, grid = x.to(torch.float32 if dtype.itemsize == 8 else dtype), torch.tensor([5.0, 0.2, 0.1])
+        if op == "szp_decode":
+            return *OPS.szp_encode(x, grid), grid[1:2].clone(), torch.empty_like(x)
+        return (x, grid) if op == "szp_encode" else (x,)
     if op == "narrow_encode":
         return integers, 5, 5
     if op == "narrow_decode":

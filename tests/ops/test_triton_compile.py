@@ -70,6 +70,16 @@ def calls() -> Iterator[Call]:
                 yield launchers.minifloat_scaled_encode, (flat(dtype), form.name, 256)
                 scales = flat(torch.float32, N // 256)
                 yield launchers.minifloat_scaled_decode, (flat(form.dtype), scales, form.name, 256, flat(dtype))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        mask, offsets, words = flat(torch.uint8, bytes_for(N, 1)), flat(torch.int64, 1), flat(torch.int32, 1000)
+        yield launchers.szp_range, (flat(dtype),)
+        yield launchers.szp_encode_staged, (flat(dtype), flat(torch.float32, 3))
+        yield launchers.szp_compact, (flat(torch.int32), offsets, flat(torch.int64, 1), words)
+        yield launchers.szp_decode, (mask, offsets, words, flat(torch.float32, 1), flat(dtype))
+    for dtype, bits in itertools.product((torch.float32, torch.float16, torch.bfloat16), (1, 2, 4, 8)):
+        yield launchers.blockquant_encode, (flat(dtype), bits, 256, bits != 4, 2**32 - 1)
+        planes = flat(torch.uint8, bytes_for(N, bits)), flat(dtype, 2 * N // 256)
+        yield launchers.blockquant_decode, (*planes, bits, 256, flat(dtype))
     for dtype, bits in ((torch.bool, 1), (torch.uint8, 3), (torch.int32, 16), (torch.int64, 4), (torch.int64, 31)):
         yield launchers.narrow_encode, (flat(dtype), bits, -3)
         yield launchers.narrow_decode, (flat(torch.uint8, bytes_for(N, bits)), bits, -3, flat(dtype))

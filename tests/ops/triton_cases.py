@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backstash.codecs import Szp
 from backstash.errors import DamagedPlanesError
 from backstash.ops import reference
 from backstash.ops import triton as launchers
@@ -305,6 +306,54 @@ def test_zvc_minifloat(format: str, dtype: torch.dtype) -> None:
     assert not bits(none).any(), "values out of nowhere"
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, of infinities, in the interpreter
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_szp(dtype: torch.dtype) -> None:
+    for i, x in enumerate(
+        [*zvc_cases(dtype), *(numbers_of(dtype, n) for n in (33, 4097)), torch.randn(5000).to(dtype)]
+    ):
+        assert torch.equal(bits(launchers.szp_range(on_device(x))), bits(reference.szp_range(x)))
+        grid = Szp((0.01, 3.0, 1e-6)[i % 3]).grid(x)
+        planes = launchers.szp_encode(on_device(x), on_device(grid))
+        wanted = reference.szp_encode(x, grid)
+        for name, got, want in zip(("mask", "offsets", "words"), planes, wanted, strict=True):
+            assert got.dtype == want.dtype, name
+            assert torch.equal(bits(got), bits(want)), (name, x.numel())
+        got = filled(x.numel(), dtype, launchers.szp_decode, *wanted, grid[1:2])
+        want = expected(x.numel(), dtype, reference.szp_decode, *wanted, grid[1:2])
+        assert torch.equal(bits(got), bits(want)), x.numel()
+    mask, offsets, words = wanted
+    for planes in ((mask, offsets + 2**62, words), (mask, offsets - 1, words), (mask, offsets, words | 0x3F3F3F3F)):
+        filled(x.numel(), dtype, launchers.szp_decode, *planes, grid[1:2])
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, of infinities, in the interpreter
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_blockquant(dtype: torch.dtype, width: int) -> None:
+    for n, size in itertools.product((*TAILS, 255, 256, 257, 4097), (16, 256, 4096)):
+        options = width, size, n % 2 == 0, 2**32 - 1 - n
+        refused = launchers.blockquant_encode(on_device(contents(dtype, n)), *options)[2]
+        assert refused.dtype == torch.int64
+        for x in ((torch.randn(n) * 10).to(dtype), (torch.randn(n) * 2.0**-20).to(dtype)):
+            planes, wanted = (
+                launchers.blockquant_encode(on_device(x), *options),
+                reference.blockquant_encode(x, *options),
+            )
+            for name, got, want in zip(("codes", "ranges", "refused"), planes, wanted, strict=True):
+                assert got.dtype == want.dtype, name
+                assert torch.equal(bits(got), bits(want)), (name, n, size)
+            got = filled(n, dtype, launchers.blockquant_decode, *wanted[:2], width, size)
+            want = expected(n, dtype, reference.blockquant_decode, *wanted[:2], width, size)
+            assert torch.equal(bits(got), bits(want)), (n, size)
+    x = torch.zeros(1000, dtype=dtype)
+    x[[3, 700]] = torch.tensor([math.inf, math.nan], dtype=dtype)
+    assert int(launchers.blockquant_encode(on_device(x), width, 16, True, 0)[2]) == 2
+    extreme = torch.tensor([-1.0, 1.0]) * torch.finfo(dtype).max
+    refused = launchers.blockquant_encode(on_device(extreme.to(dtype)), width, 16, True, 0)[2]
+    assert int(refused) == (dtype != torch.float16)
+
+
 @pytest.mark.parametrize("width", range(1, 33))
 def test_narrow(width: int) -> None:
     for dtype in INTEGERS:
@@ -406,12 +455,16 @@ def test_planes_of_wrong_size_are_refused() -> None:
             launchers.binary_decode(plane(size), out[:2], out)
         with pytest.raises(DamagedPlanesError, match="'mask'"):
             launchers.zvc_decode(plane(size), offsets, out, out)
+        with pytest.raises(DamagedPlanesError, match="'mask'"):
+            launchers.szp_decode(plane(size), offsets, offsets.int(), out[:1], out)
         with pytest.raises(DamagedPlanesError, match="'rows'"):
             launchers.csr_decode(plane(3), plane(size + 1, torch.int32), out[:3], out)
         with pytest.raises(DamagedPlanesError, match="'columns'"):
             launchers.csr_decode(plane(size), plane(2, torch.int32), out[:3], out)
         with pytest.raises(DamagedPlanesError, match="'packed'"):
             launchers.fewbit_decode(plane(size), [1.0, 2.0], 1, out)
+        with pytest.raises(DamagedPlanesError, match="'codes'"):
+            launchers.blockquant_decode(plane(size), out[:4], 1, 16, out)
         with pytest.raises(DamagedPlanesError, match="'packed'"):
             launchers.narrow_decode(plane(size), 1, 0, plane(20, torch.int64))
         with pytest.raises(DamagedPlanesError, match="'packed'"):
@@ -428,6 +481,8 @@ def test_planes_of_wrong_size_are_refused() -> None:
         launchers.zvc_decode(plane(3), plane(2, torch.int64), out, out)
     with pytest.raises(DamagedPlanesError, match="at most 20 values"):
         launchers.zvc_decode(plane(3), offsets, plane(21, torch.float32), out)
+    with pytest.raises(DamagedPlanesError, match=f"at most {launchers.szp.SLOT} words"):
+        launchers.szp_decode(plane(3), offsets, plane(launchers.szp.SLOT + 1, torch.int32), out[:1], out)
     with pytest.raises(DamagedPlanesError, match="at most 20 values"):
         launchers.csr_decode(plane(21), plane(2, torch.int32), plane(21, torch.float32), out)
 

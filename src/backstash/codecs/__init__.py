@@ -7,21 +7,26 @@ from typing import Any
 import backstash.ops.backends as _backends  # noqa: F401  registers the kernels that the codecs call
 from backstash.codecs.base import Codec, Encoded, ErrorBound
 from backstash.codecs.bitmask import Binary, Bitmask
+from backstash.codecs.blockquant import BlockQuant
 from backstash.codecs.csr import Csr
+from backstash.codecs.dct import Dct
 from backstash.codecs.deflate import Deflate, Lz4, Zstd
 from backstash.codecs.fewbit import FewBit
 from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.narrow import Narrow
 from backstash.codecs.rle import Rle
 from backstash.codecs.shape import Shape
+from backstash.codecs.szp import Szp
 from backstash.codecs.zvc import Zvc
 from backstash.errors import UnknownNameError
 
 __all__ = [
     "Binary",
     "Bitmask",
+    "BlockQuant",
     "Codec",
     "Csr",
+    "Dct",
     "Deflate",
     "Encoded",
     "ErrorBound",
@@ -31,6 +36,7 @@ __all__ = [
     "Narrow",
     "Rle",
     "Shape",
+    "Szp",
     "Zstd",
     "Zvc",
     "get",
@@ -71,5 +77,21 @@ def get(name: str, **parameters: Any) -> Codec:
     return _REGISTRY[name](**parameters)
 
 
-for _codec in (Shape, Bitmask, Binary, Narrow, Zvc, Minifloat, Csr, FewBit, Rle, Deflate, Zstd, Lz4):
+for _codec in (
+    Shape,
+    Bitmask,
+    Binary,
+    Narrow,
+    Zvc,
+    Minifloat,
+    Csr,
+    FewBit,
+    Rle,
+    Deflate,
+    Zstd,
+    Lz4,
+    Szp,
+    BlockQuant,
+    Dct,
+):
     register_codec(_codec)

@@ -48,7 +48,9 @@ class ErrorBound:
 
     Attributes:
         abs: the largest difference.
-        rel: the largest difference as a share of the tensor's value range.
+        rel: the largest difference as a share of the tensor's value range; with ``group_size`` of the group's.
+        ulps: with ``rel`` and ``group_size``, what rounding may add to it, in units in the last place that the group's
+            largest magnitude has in the tensor's dtype.
         each: the largest difference as a share of the element's own magnitude; 2**-4 where 3 bits of it are kept.
         tiny: with ``each``, the magnitude below which an element may become zero, or anything up to this, of its sign.
         limit: with ``each``, the magnitude above which an element becomes this, with its sign.
@@ -58,6 +60,7 @@ class ErrorBound:
 
     abs: float | None = None
     rel: float | None = None
+    ulps: int = 0
     each: float | None = None
     tiny: float = 0.0
     limit: float = math.inf

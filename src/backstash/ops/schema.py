@@ -20,9 +20,13 @@ ZVC_CHUNK = 4096
 CSR_ROW = 256
 """Elements per row of CSR: what a column of one byte tells apart."""
 
+SZP_BLOCK = 32
+"""Values per block of szp: every block has a width of its own, and a bit of all of them fills a word."""
+
 LIBRARY = torch.library.Library("backstash", "DEF")
 
 _WINDOW = "int inner, int[] input_size, int[] output_size, int[] kernel, int[] stride, int[] padding, int[] dilation"
+_IMAGES = "int outer, int height, int width, int inner, int[] shifts"
 
 SCHEMAS = {
     "bitmask_encode": "(Tensor x, int test, float lo, float hi) -> Tensor",
@@ -43,6 +47,15 @@ SCHEMAS = {
     "minifloat_scaled_decode": "(Tensor codes, Tensor scales, str format, int group_size, Tensor(a!) out) -> ()",
     "zvc_minifloat_encode": "(Tensor x, str format) -> (Tensor, Tensor, Tensor)",
     "zvc_minifloat_decode": "(Tensor mask, Tensor offsets, Tensor values, str format, Tensor(a!) out) -> ()",
+    "szp_range": "(Tensor x) -> Tensor",
+    "szp_encode": "(Tensor x, Tensor grid) -> (Tensor, Tensor, Tensor)",
+    "szp_decode": "(Tensor mask, Tensor offsets, Tensor words, Tensor step, Tensor(a!) out) -> ()",
+    "blockquant_encode": (
+        "(Tensor x, int bits, int group_size, bool stochastic, int seed) -> (Tensor, Tensor, Tensor)"
+    ),
+    "blockquant_decode": "(Tensor codes, Tensor ranges, int bits, int group_size, Tensor(a!) out) -> ()",
+    "dct_encode": f"(Tensor x, {_IMAGES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "dct_decode": (f"(Tensor mask, Tensor offsets, Tensor values, Tensor scales, {_IMAGES}, Tensor(a!) out) -> ()"),
     "narrow_encode": "(Tensor x, int bits, int base) -> Tensor",
     "narrow_decode": "(Tensor packed, int bits, int base, Tensor(a!) out) -> ()",
     "window_encode": f"(Tensor indices, {_WINDOW}) -> (Tensor, Tensor)",
@@ -144,6 +157,43 @@ def _zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tenso
     )
 
 
+def _szp_range(x: Tensor) -> Tensor:
+    return x.new_empty(2, dtype=torch.float32)
+
+
+def _szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    words = torch.library.get_ctx().new_dynamic_size()
+    return (
+        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
+        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
+        x.new_empty(words, dtype=torch.int32),
+    )
+
+
+def _blockquant_encode(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8),
+        x.new_empty(2 * groups(x.numel(), group_size)),
+        x.new_empty(1, dtype=torch.int64),
+    )
+
+
+def _dct_encode(
+    x: Tensor, outer: int, height: int, width: int, inner: int, shifts: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    blocks = outer * inner * -(-height // 8) * -(-width // 8)
+    nonzeros = torch.library.get_ctx().new_dynamic_size()
+    return (
+        x.new_empty(8 * blocks, dtype=torch.uint8),
+        x.new_empty(-(-blocks // 64), dtype=torch.int64),
+        x.new_empty(nonzeros, dtype=torch.uint8),
+        x.new_empty(outer * inner, dtype=torch.float32),
+        x.new_empty(1, dtype=torch.int64),
+    )
+
+
 def _narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:
     return x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
 
@@ -176,6 +226,10 @@ FAKES: dict[str, Callable[..., Any]] = {
     "minifloat_encode": _minifloat_encode,
     "minifloat_scaled_encode": _minifloat_scaled_encode,
     "zvc_minifloat_encode": _zvc_minifloat_encode,
+    "szp_range": _szp_range,
+    "szp_encode": _szp_encode,
+    "blockquant_encode": _blockquant_encode,
+    "dct_encode": _dct_encode,
     "narrow_encode": _narrow_encode,
     "window_encode": _window_encode,
     "bitmask_decode": _nothing,
@@ -187,6 +241,9 @@ FAKES: dict[str, Callable[..., Any]] = {
     "minifloat_decode": _nothing,
     "minifloat_scaled_decode": _nothing,
     "zvc_minifloat_decode": _nothing,
+    "szp_decode": _nothing,
+    "blockquant_decode": _nothing,
+    "dct_decode": _nothing,
     "narrow_decode": _nothing,
     "window_decode": _nothing,
 }

@@ -8,6 +8,7 @@ reference themselves, and only this:
 * fewbit: a dtype other than float32, float16, bfloat16; more than 4 bits.
 * minifloat: a dtype other than float32, float16, bfloat16; a format of 16 bits and a dtype other than float32.
 * narrow: a dtype other than int64, int32, int16, int8, uint8, bool.
+* szp, blockquant, dct: a dtype other than float32, float16, bfloat16.
 * window: more than three spatial dimensions.
 
 Outputs of a decoder belong to the caller: who makes a fresh one calls :func:`advise_huge` on it first.
@@ -26,7 +27,10 @@ from torch import Tensor
 from backstash.errors import DamagedPlanesError
 from backstash.ops import reference
 from backstash.ops.cpu import library
+from backstash.ops.cpu.blockquant import blockquant_decode, blockquant_encode
+from backstash.ops.cpu.dct import dct_decode, dct_encode
 from backstash.ops.cpu.library import available, build_info, isa, set_isa
+from backstash.ops.cpu.szp import szp_decode, szp_encode, szp_range
 from backstash.ops.formats import FORMATS, SCALED, Format, groups
 from backstash.ops.schema import bytes_for, csr_rows, window_bits, zvc_chunks
 
@@ -38,9 +42,13 @@ __all__ = [
     "binary_encode",
     "bitmask_decode",
     "bitmask_encode",
+    "blockquant_decode",
+    "blockquant_encode",
     "build_info",
     "csr_decode",
     "csr_encode",
+    "dct_decode",
+    "dct_encode",
     "fewbit_decode",
     "fewbit_encode",
     "isa",
@@ -55,6 +63,9 @@ __all__ = [
     "rle_decode",
     "rle_encode",
     "set_isa",
+    "szp_decode",
+    "szp_encode",
+    "szp_range",
     "window_decode",
     "window_encode",
     "window_scatter",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -51,6 +51,21 @@ _SIGNATURES = {
     "bs_zvc_minifloat_decode": (
         c_int,
         [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int],
+    ),
+    "bs_szp_range": (None, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]),
+    "bs_szp_measure": (c_int64, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int]),
+    "bs_szp_write": (None, [c_void_p, c_int64, c_int, *[c_void_p] * 4, c_int64, c_int]),
+    "bs_szp_decode": (c_int, [*[c_void_p] * 3, c_int64, c_float, c_void_p, c_int64, c_int, c_int]),
+    "bs_blockquant_encode": (
+        c_int64,
+        [c_void_p, c_int64, c_int, c_int, c_int64, c_int, c_uint32, c_void_p, c_void_p, c_int],
+    ),
+    "bs_blockquant_decode": (None, [c_void_p, c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
+    "bs_dct_transform": (c_int64, [c_void_p, c_int, *[c_int64] * 4, *[c_void_p] * 7, c_int]),
+    "bs_dct_gather": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int]),
+    "bs_dct_decode": (
+        c_int,
+        [*[c_void_p] * 3, c_int64, c_void_p, *[c_int64] * 4, *[c_void_p] * 3, c_int, c_int],
     ),
     "bs_narrow_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int64, c_void_p, c_int]),
     "bs_narrow_decode": (None, [c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),

@@ -7,6 +7,13 @@ from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops.formats import FORMATS, LEAST_SCALE, Format, groups, scale_ceiling
+from backstash.ops.reference.blockquant import blockquant_decode as blockquant_decode
+from backstash.ops.reference.blockquant import blockquant_encode as blockquant_encode
+from backstash.ops.reference.dct import dct_decode as dct_decode
+from backstash.ops.reference.dct import dct_encode as dct_encode
+from backstash.ops.reference.szp import szp_decode as szp_decode
+from backstash.ops.reference.szp import szp_encode as szp_encode
+from backstash.ops.reference.szp import szp_range as szp_range
 from backstash.ops.schema import CSR_ROW, ZVC_CHUNK, bytes_for, csr_rows, window_bits, zvc_chunks
 from backstash.saved import Test
 

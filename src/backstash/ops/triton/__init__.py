@@ -22,8 +22,17 @@ from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops.formats import FORMATS, Format, groups, scale_ceiling
+from backstash.ops.reference import dct_decode as dct_decode  # a baseline: the reference serves
+from backstash.ops.reference import dct_encode as dct_encode
 from backstash.ops.reference.rle import rle_decode, rle_encode  # noqa: F401  no kernels of their own: plain torch serves
 from backstash.ops.schema import CSR_ROW, ZVC_CHUNK, bytes_for, csr_rows, window_bits, zvc_chunks
+from backstash.ops.triton.blockquant import blockquant_decode as blockquant_decode
+from backstash.ops.triton.blockquant import blockquant_encode as blockquant_encode
+from backstash.ops.triton.szp import szp_compact as szp_compact
+from backstash.ops.triton.szp import szp_decode as szp_decode
+from backstash.ops.triton.szp import szp_encode as szp_encode
+from backstash.ops.triton.szp import szp_encode_staged as szp_encode_staged
+from backstash.ops.triton.szp import szp_range as szp_range
 from backstash.saved import Test
 
 BLOCK_BYTES = 256

@@ -1,0 +1,141 @@
+// Integers of few bits between each group's extremes. Compiled once per instruction set by foreach_isa.h.
+
+#include "dense.h"
+#include "fields.h"
+
+struct Range {
+    float low, high;  // of what is finite
+    int64_t strange;  // elements that are not
+};
+
+template <class F>
+__attribute__((noinline)) Range range_of(const typename Dense<F>::U* x, int64_t n) {
+    constexpr int32_t infinity = int32_t(kInfinity), minus = ~infinity;
+    int32_t low = infinity, high = minus, strange = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const int32_t bits = int32_t(Dense<F>::widen(x[i])), key = ordered(bits);
+        const int32_t other = -int32_t((bits & int32_t(kMagnitude)) >= infinity);  // no condition: GCC would jump
+        low = std::min(low, (key & ~other) | (infinity & other));
+        high = std::max(high, (key & ~other) | (minus & other));
+        strange -= other;
+    }
+    if (strange == n) return {0.0f, 0.0f, strange};
+    // -0.0 becomes 0.0
+    return {float_of(uint32_t(ordered(low))) + 0.0f, float_of(uint32_t(ordered(high))) + 0.0f, strange};
+}
+
+inline uint32_t mixed(uint32_t word) {
+    word = (word ^ word >> 16) * 0x7feb352d;
+    word = (word ^ word >> 15) * 0x846ca68b;
+    return word ^ word >> 16;
+}
+
+// What random numbers of a group are made of.
+struct Keys {
+    uint32_t index, first, second;
+};
+
+template <class F, bool stochastic>
+__attribute__((noinline)) void quantise(const typename Dense<F>::U* __restrict x, int64_t n, float low, float span,
+                                        float levels, Keys keys, uint8_t* __restrict codes) {
+    for (int64_t i = 0; i < n; ++i) {
+        float steps = (float_of(Dense<F>::widen(x[i])) - low) / span * levels;
+        if (stochastic) {
+            uint32_t word = (keys.index + uint32_t(i)) ^ keys.first;
+            word = (word ^ word >> 16) * 0x7feb352d;
+            word = ((word ^ word >> 15) ^ keys.second) * 0x846ca68b;
+            word ^= word >> 16;
+            steps += float(int32_t(word >> 8)) * 0x1p-24f;
+        } else {
+            steps += 0.5f;
+        }
+        codes[i] = uint8_t(int32_t(steps < levels ? steps : levels));
+    }
+}
+
+template <class F>
+inline int64_t encode_groups_as(const BlockQuantJob& job, int64_t begin, int64_t end) {
+    using U = typename Dense<F>::U;
+    const U* x = static_cast<const U*>(job.dense);
+    const float levels = float((1 << job.bits) - 1);
+    int64_t refused = 0;
+    uint8_t codes[kGroupMost];
+    for (int64_t i = begin; i < end; i += job.group_size) {
+        const int64_t count = std::min(job.group_size, end - i);
+        prefetch_ahead(x + i, count);
+        const Range range = range_of<F>(x + i, count);
+        const float span = range.high - range.low;
+        const bool endless = (bits_of(span) & kMagnitude) >= kInfinity;
+        refused += range.strange + endless;
+        U* const ranges = static_cast<U*>(job.ranges) + i / job.group_size * 2;
+        ranges[0] = Dense<F>::narrow(bits_of(range.low));
+        ranges[1] = Dense<F>::narrow(bits_of(range.high));
+        if (range.strange != 0 || endless) {
+            std::memset(codes, 0, size_t(count));
+        } else {
+            const float divisor = span > 0.0f ? span : 1.0f;
+            const uint32_t first = mixed(bits_of(range.low) ^ job.seed), second = mixed(first ^ bits_of(range.high));
+            const Keys keys{uint32_t(i), first, second + uint32_t(uint64_t(i) >> 32)};
+            if (job.stochastic) quantise<F, true>(x + i, count, range.low, divisor, levels, keys, codes);
+            else quantise<F, false>(x + i, count, range.low, divisor, levels, keys, codes);
+        }
+        encode_fields(codes, count, job.bits, 0, job.codes + i * job.bits / 8);
+    }
+    return refused;
+}
+
+int64_t encode_groups(const BlockQuantJob& job, int64_t begin, int64_t end) {
+    switch (job.type) {
+        case Float::F32: return encode_groups_as<float>(job, begin, end);
+        case Float::F16: return encode_groups_as<Half>(job, begin, end);
+        default: return encode_groups_as<BFloat16>(job, begin, end);
+    }
+}
+
+// What each of `count` codes stands for. (Arithmetic is faster than a table of the levels, of 16 too.)
+template <class F>
+__attribute__((noinline)) void levels_of(const uint8_t* __restrict codes, int64_t count, float low, float span,
+                                         float unit, typename Dense<F>::U* __restrict values) {
+    for (int64_t i = 0; i < count; ++i) {
+        const float share = float(int32_t(codes[i])) * unit;
+        values[i] = rounded<F>(bits_of(share * span + low));
+    }
+}
+
+template <bool stream, class F>
+inline void decode_groups_as(const BlockQuantJob& job, int64_t begin, int64_t end) {
+    using U = typename Dense<F>::U;
+    constexpr int64_t line = 64 / sizeof(U);
+    const float unit = float(1.0 / double((1 << job.bits) - 1));
+    uint8_t codes[kGroupMost];
+    alignas(64) U values[kGroupMost];
+    for (int64_t i = begin; i < end; i += job.group_size) {
+        const int64_t count = std::min(job.group_size, end - i);
+        decode_fields(job.codes + i * job.bits / 8, count, job.bits, 0, codes);
+        const U* const ranges = static_cast<const U*>(job.ranges) + i / job.group_size * 2;
+        const float low = float_of(Dense<F>::widen(ranges[0])), span = float_of(Dense<F>::widen(ranges[1])) - low;
+        U* const out = static_cast<U*>(job.dense) + i;
+        U* const to = stream ? values : out;
+        levels_of<F>(codes, count, low, span, unit, to);
+        if (!stream) continue;
+        int64_t k = 0;
+        for (; k + line <= count; k += line) copy_line<stream>(values + k, out + k);
+        std::memcpy(out + k, values + k, size_t(count - k) * sizeof(U));
+    }
+}
+
+void decode_groups(const BlockQuantJob& job, int64_t begin, int64_t end) {
+    const auto run = [&](auto f) {
+        if (kStreams && job.stream) {
+            decode_groups_as<true, decltype(f)>(job, begin, end);
+            fence();
+        } else {
+            decode_groups_as<false, decltype(f)>(job, begin, end);
+        }
+    };
+    switch (job.type) {
+        case Float::F32: return run(float());
+        case Float::F16: return run(Half());
+        default: return run(BFloat16());
+    }
+}

@@ -1,0 +1,104 @@
+"""Integers of few bits between the smallest and the largest element of each group: see codecs.blockquant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from backstash.errors import DamagedPlanesError
+from backstash.ops import reference
+from backstash.ops.formats import groups
+from backstash.ops.schema import bytes_for
+
+_WORD = 0xFFFFFFFF
+
+
+def blockquant_encode(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each element, how far it is between its group's extremes, in steps of which there are 2**bits - 1.
+
+    All arithmetic is in float32, every operation rounded. What is added before the fraction is cut off is a half, or
+    from 0 up to 1: a number hashed from the seed, the group's extremes and the element's index, so that the planes
+    depend on nothing but ``x`` and the seed, and yet two steps of training are not rounded alike.
+
+    Args:
+        x: float32, bfloat16 or float16 [n].
+        bits: 1, 2, 4 or 8.
+        group_size: elements in a group, a power of two from 16 on.
+        stochastic: whether to round up as often as an element is near to the next step; else to nearest.
+        seed: of the hash, less than 2**32.
+
+    Returns:
+        codes uint8 [ceil(n * bits / 8)], see :func:`backstash.ops.reference.pack`; ranges [2 * groups] of ``x``'s
+        dtype, the smallest and the largest element of each group; and int64 [1]: how many elements are not finite,
+        and how many groups have a range that is not. Not zero: the planes are useless.
+    """
+    numel, count = x.numel(), groups(x.numel(), group_size)
+    single = x.float()
+    finite = single.isfinite()
+
+    def extremes(fill: float) -> Tensor:
+        padded = single.new_full((count * group_size,), fill)
+        padded[:numel] = single.masked_fill(~finite, fill)
+        return padded.view(-1, group_size)
+
+    low = extremes(math.inf).amin(1).nan_to_num(posinf=0.0) + 0.0  # -0.0 becomes 0.0
+    high = extremes(-math.inf).amax(1).nan_to_num(neginf=0.0) + 0.0
+    span = high - low
+    refused = (~finite).sum() + (~span.isfinite()).sum()
+
+    def each(of_group: Tensor) -> Tensor:
+        return of_group.repeat_interleave(group_size)[:numel]
+
+    levels = 2**bits - 1
+    steps = (single - each(low)) / each(torch.where(span > 0, span, 1.0)) * levels
+    uniform = (_hash(low, high, each, numel, seed) >> 8).float() * 2.0**-24
+    steps = steps + (uniform if stochastic else 0.5)
+    codes = steps.nan_to_num(nan=0.0).floor().clamp(0, levels).long()
+    ranges = torch.stack([low, high], 1).view(-1).to(x.dtype)
+    return reference.pack(codes, bits), ranges, refused.view(1)
+
+
+def blockquant_decode(codes: Tensor, ranges: Tensor, bits: int, group_size: int, out: Tensor) -> None:
+    """Fill ``out`` [n] from the planes of :func:`blockquant_encode`.
+
+    Raises:
+        DamagedPlanesError: a plane is not of the size that ``out`` needs.
+    """
+    numel = out.numel()
+    for name, plane, size in (
+        ("codes", codes, bytes_for(numel, bits)),
+        ("ranges", ranges, 2 * groups(numel, group_size)),
+    ):
+        if plane.numel() != size:
+            raise DamagedPlanesError(
+                f"blockquant_decode asked for {size} elements of plane {name!r}, got {plane.numel()}. The stash was "
+                f"overwritten or cut short; compute the step again."
+            )
+    low, high = (one.repeat_interleave(group_size)[:numel] for one in ranges.float().view(-1, 2).unbind(1))
+    unit = torch.tensor(1 / (2**bits - 1), dtype=torch.float32, device=out.device)
+    out.copy_((reference.unpack(codes, bits, numel).float() * unit) * (high - low) + low)
+
+
+def _hash(low: Tensor, high: Tensor, each: Callable[[Tensor], Tensor], numel: int, seed: int) -> Tensor:
+    """A number of 32 bits per element, int64 [numel]."""
+    index = torch.arange(numel, device=low.device)
+    first = _mixed(reference.bits_of(low).long() & _WORD ^ seed)
+    second = _mixed(first ^ reference.bits_of(high).long() & _WORD)
+    word = (index & _WORD) ^ each(first)
+    word ^= word >> 16
+    word = word * 0x7FEB352D & _WORD
+    word ^= word >> 15
+    word = (word ^ (each(second) + (index >> 32) & _WORD)) * 0x846CA68B & _WORD
+    return word ^ word >> 16
+
+
+def _mixed(word: Tensor) -> Tensor:
+    """A permutation of the integers of 32 bits that leaves no pattern."""
+    word = (word ^ word >> 16) * 0x7FEB352D & _WORD
+    word = (word ^ word >> 15) * 0x846CA68B & _WORD
+    return word ^ word >> 16

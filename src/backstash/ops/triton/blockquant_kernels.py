@@ -1,0 +1,116 @@
+"""The device code of blockquant; ``kernels`` beside this file imports it, and has the conventions."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from backstash.ops.triton.elements import element_bits, row_tile, single_bits
+
+
+@triton.jit
+def mixed(word):
+    """A permutation of the integers of 32 bits that leaves no pattern, uint32."""
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def rounded_bits(word, WIDE: tl.constexpr, HALF: tl.constexpr):
+    """The bits of any float32 but NaN, int32, to the nearest element, ties to even."""
+    if WIDE:
+        x = word
+    elif HALF:
+        rest = word & 0x7FFFFFFF
+        normal = tl.minimum((rest + 0xFFF + ((rest >> 13) & 1) - (112 << 23)) >> 13, 0x7C00)
+        # The last bit of 0.5 is the smallest subnormal.
+        small = (rest.to(tl.float32, bitcast=True) + 0.5).to(tl.int32, bitcast=True) - 0x3F000000
+        x = (tl.where(rest < 0x38800000, small, normal) | ((word >> 16) & 0x8000)).to(tl.int16)
+    else:
+        x = ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).to(tl.int16)
+    return x
+
+
+@triton.jit
+def blockquant_encode_kernel(
+    x_ptr,
+    codes_ptr,
+    ranges_ptr,
+    refused_ptr,
+    numel,
+    nbytes,
+    seed: tl.int64,
+    STOCHASTIC: tl.constexpr,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Codes of groups, and their extremes; adds to ``refused`` how many elements and ranges are not finite."""
+    WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.int32
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    offs_groups, offs_x = row_tile(ROWS, GROUP)
+    there = offs_x < numel
+    word = single_bits(tl.load(x_ptr + offs_x, mask=there, other=0), HALF)
+    finite = (word & 0x7FFFFFFF) < 0x7F800000
+    x = word.to(tl.float32, bitcast=True)
+    low = tl.min(tl.where(there & finite, x, float("inf")), axis=1)
+    high = tl.max(tl.where(there & finite, x, float("-inf")), axis=1)
+    some = low <= high
+    low = tl.where(some, low, 0.0) + 0.0  # -0.0 becomes 0.0
+    high = tl.where(some, high, 0.0) + 0.0
+    span = high - low
+    endless = tl.abs(span) == float("inf")
+    refused = tl.sum((there & ~finite).to(tl.int32)) + tl.sum(endless.to(tl.int32))
+    tl.atomic_add(refused_ptr, refused.to(tl.int64), mask=refused > 0, sem="relaxed")
+
+    low_bits, high_bits = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+    mask = offs_groups * GROUP < numel
+    tl.store(ranges_ptr + offs_groups * 2, element_bits(low_bits, WIDE, HALF), mask=mask)
+    tl.store(ranges_ptr + offs_groups * 2 + 1, element_bits(high_bits, WIDE, HALF), mask=mask)
+
+    divisor = tl.where(span > 0.0, span, 1.0)
+    steps = tl.div_rn(x - low[:, None], tl.broadcast_to(divisor[:, None], [ROWS, GROUP])) * (LEVELS * 1.0)
+    if STOCHASTIC:
+        first = mixed(low_bits.to(tl.uint32, bitcast=True) ^ seed.to(tl.uint32))
+        second = mixed(first ^ high_bits.to(tl.uint32, bitcast=True)) + (offs_groups * GROUP >> 32).to(tl.uint32)
+        number = offs_x.to(tl.uint32) ^ first[:, None]
+        number = (number ^ (number >> 16)) * 0x7FEB352D
+        number = ((number ^ (number >> 15)) ^ second[:, None]) * 0x846CA68B
+        number = number ^ (number >> 16)
+        steps += (number >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
+    else:
+        steps += 0.5
+    steps = tl.where(there & finite & ~endless[:, None], tl.minimum(steps, LEVELS * 1.0), 0.0)
+
+    FIELDS: tl.constexpr = 8 // BITS
+    fields = tl.reshape(steps.to(tl.int32), [ROWS * GROUP // FIELDS, FIELDS])
+    packed = tl.sum(fields << (BITS * tl.arange(0, FIELDS)[None, :]), axis=1).to(tl.uint8)
+    offs_bytes = tl.program_id(0).to(tl.int64) * (ROWS * GROUP // FIELDS) + tl.arange(0, ROWS * GROUP // FIELDS)
+    tl.store(codes_ptr + offs_bytes, packed, mask=offs_bytes < nbytes)
+
+
+@triton.jit
+def blockquant_decode_kernel(
+    codes_ptr,
+    ranges_ptr,
+    out_ptr,
+    numel,
+    UNIT: tl.constexpr,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The inverse of :func:`blockquant_encode_kernel`."""
+    WIDE: tl.constexpr = out_ptr.dtype.element_ty == tl.int32
+    offs_groups, offs_out = row_tile(ROWS, GROUP)
+    mask = offs_groups * GROUP < numel
+    low = single_bits(tl.load(ranges_ptr + offs_groups * 2, mask=mask, other=0), HALF).to(tl.float32, bitcast=True)
+    high = single_bits(tl.load(ranges_ptr + offs_groups * 2 + 1, mask=mask, other=0), HALF).to(tl.float32, bitcast=True)
+    there = offs_out < numel
+    codes = tl.load(codes_ptr + offs_out * BITS // 8, mask=there, other=0).to(tl.int32)
+    codes = (codes >> (offs_out * BITS % 8).to(tl.int32)) & ((1 << BITS) - 1)
+    value = (codes.to(tl.float32) * UNIT) * (high - low)[:, None] + low[:, None]
+    tl.store(out_ptr + offs_out, rounded_bits(value.to(tl.int32, bitcast=True), WIDE, HALF), mask=there)
