@@ -12,6 +12,7 @@ from backstash.codecs.fewbit import FewBit
 from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.narrow import Narrow
 from backstash.codecs.shape import Shape
+from backstash.codecs.sz import Sz
 from backstash.codecs.zvc import Zvc
 from backstash.errors import UnknownNameError
 
@@ -26,6 +27,7 @@ __all__ = [
     "Minifloat",
     "Narrow",
     "Shape",
+    "Sz",
     "Zvc",
     "get",
     "names",
@@ -65,5 +67,5 @@ def get(name: str, **parameters: Any) -> Codec:
     return _REGISTRY[name](**parameters)
 
 
-for _codec in (Shape, Bitmask, Binary, Narrow, Zvc, Minifloat, Csr, FewBit):
+for _codec in (Shape, Bitmask, Binary, Narrow, Zvc, Minifloat, Csr, FewBit, Sz):
     register_codec(_codec)

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops.formats import FORMATS, LEAST_SCALE, Format, groups, scale_ceiling
+from backstash.ops.reference.sz import sz_decode as sz_decode
+from backstash.ops.reference.sz import sz_encode as sz_encode
+from backstash.ops.reference.sz import sz_range as sz_range
+from backstash.ops.reference.sz import sz_survey as sz_survey
 from backstash.ops.schema import CSR_ROW, ZVC_CHUNK, bytes_for, csr_rows, window_bits, zvc_chunks
 from backstash.saved import Test
 

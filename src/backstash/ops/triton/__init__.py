@@ -22,6 +22,7 @@ from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops.formats import FORMATS, Format, groups, scale_ceiling
+from backstash.ops.reference.sz import sz_decode, sz_encode, sz_range, sz_survey  # noqa: F401  no kernels of sz yet
 from backstash.ops.schema import CSR_ROW, ZVC_CHUNK, bytes_for, csr_rows, window_bits, zvc_chunks
 from backstash.saved import Test
 
