@@ -8,6 +8,7 @@ reference themselves, and only this:
 * fewbit: a dtype other than float32, float16, bfloat16; more than 4 bits.
 * minifloat: a dtype other than float32, float16, bfloat16; a format of 16 bits and a dtype other than float32.
 * narrow: a dtype other than int64, int32, int16, int8, uint8, bool.
+* sz: a dtype other than float32, float16, bfloat16.
 * window: more than three spatial dimensions.
 
 Outputs of a decoder belong to the caller: who makes a fresh one calls :func:`advise_huge` on it first.
@@ -27,6 +28,7 @@ from backstash.errors import DamagedPlanesError
 from backstash.ops import reference
 from backstash.ops.cpu import library
 from backstash.ops.cpu.library import available, build_info, isa, set_isa
+from backstash.ops.cpu.sz import sz_decode, sz_encode, sz_range, sz_survey
 from backstash.ops.formats import FORMATS, SCALED, Format, groups
 from backstash.ops.schema import bytes_for, csr_rows, window_bits, zvc_chunks
 
@@ -52,6 +54,10 @@ __all__ = [
     "narrow_decode",
     "narrow_encode",
     "set_isa",
+    "sz_decode",
+    "sz_encode",
+    "sz_range",
+    "sz_survey",
     "window_decode",
     "window_encode",
     "zvc_decode",
