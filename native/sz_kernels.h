@@ -285,7 +285,7 @@ inline const uint16_t* decode_step(const SzSymbols& symbols, int32_t* codes, int
     return from;
 }
 
-#if defined(BS_AVX512) && 0
+#if defined(BS_AVX512)
 #include "sz_avx512.h"
 #else
 // Steps of all lanes, from the last one to the first. Returns null once there are more than `limit` words.

@@ -160,7 +160,8 @@ def _coded(codes: Tensor, table: Tensor, base: int, low: int, chunk: int) -> lis
         given[:, step, 2 * LANES : 3 * LANES] = full = has_low & (states >= 1 << (32 - low))
         states = torch.where(full, states >> 16, states)
         states = torch.where(has_low, states << low | code & ((1 << low) - 1), states)
-        frequency, begin = frequencies[symbol.clamp(min=0)], begins[symbol.clamp(min=0)]
+        some = torch.where(symbol < 0, 1, symbol)  # an escape's frequency is never 0
+        frequency, begin = frequencies[some], begins[some]
         words[:, step, 3 * LANES :] = states & 0xFFFF
         given[:, step, 3 * LANES :] = full = (symbol >= 0) & (states >= frequency << (32 - PRECISION))
         states = torch.where(full, states >> 16, states)
@@ -244,7 +245,8 @@ def sz_decode(
 
 
 def _fits(table: Tensor, low: int) -> bool:
-    return table.numel() >= 2 and bool((table >= 0).all()) and int(table.long().sum()) == _TOTAL and 0 <= low <= MAX_LOW
+    sized = 2 <= table.numel() <= 2 + WINDOW and 0 <= low <= MAX_LOW
+    return sized and bool((table >= 0).all()) and int(table.long().sum()) == _TOTAL
 
 
 def _decoded(
