@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backstash import codecs
-from backstash.codecs import Binary, Bitmask, Codec, Csr, Encoded, FewBit, Minifloat, Narrow, Shape, Zvc
+from backstash.codecs import Binary, Bitmask, Codec, Csr, Encoded, FewBit, Minifloat, Narrow, Shape, Sz, Zvc
 from backstash.errors import CodecRefusedError, UnknownNameError
 from backstash.ops.formats import FORMATS
 from backstash.saved import Mask, Need, PoolWindow, TensorSpec, Test
@@ -30,6 +30,7 @@ BUILT_IN = {
     "minifloat": [Minifloat(), Minifloat("fp10"), Minifloat("float8_e4m3fn"), Minifloat("float8_e5m2", 16)],
     "narrow": [Narrow()],
     "shape": [Shape()],
+    "sz": [Sz(), Sz(1e-2, "rel"), Sz(0.5), Sz(3e-6, "rel")],
     "zvc": [Zvc(), Zvc(min_saving=0.5), Zvc(values=Minifloat("fp8")), Zvc(values=Minifloat("fp10"))],
 }
 EACH = [pytest.param(codec, id=f"{name}{i or ''}") for name, made in BUILT_IN.items() for i, codec in enumerate(made)]
@@ -72,6 +73,11 @@ def test_csr(x: Tensor) -> None:
 @given(tensors.floats((torch.float32, torch.bfloat16, torch.float16)))
 def test_minifloat(x: Tensor) -> None:
     assert checked(Minifloat(), x)
+
+
+@given(tensors.floats((torch.float32, torch.bfloat16, torch.float16)), st.sampled_from(BUILT_IN["sz"]))
+def test_sz(x: Tensor, codec: Codec) -> None:
+    assert checked(codec, x)
 
 
 @given(tensors.two_values())
@@ -181,6 +187,10 @@ def _facts(codec: Codec, x: Tensor, encoded: Encoded) -> dict[str, float]:
         facts |= {"word": form.dtype.itemsize, "fields": form.fields, "groups": -(-x.numel() // size) if size else 0}
     if isinstance(codec, FewBit):
         facts["bits"] = codec.bits
+    if codec.id == "sz":
+        counted = {"stream": "words", "table": "symbols", "places": "places", "values": "values"}
+        facts |= {fact: encoded.planes[name].numel() for name, fact in counted.items()}
+        facts["chunks"] = (encoded.planes["index"].numel() - 1) // 4
     if codec.id == "narrow":
         facts["bits"] = int(encoded.meta["bits"])  # type: ignore[call-overload]
     return facts

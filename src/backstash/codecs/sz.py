@@ -124,7 +124,7 @@ class Sz:
             DamagedPlanesError: the planes do not fit together, or a checksum is another one.
         """
         out = like(encoded.spec, out)
-        planes = [encoded.planes[name] for name in ("stream", "table", "index", "places", "values")]
+        planes = [encoded.planes[name] for name in ("table", "stream", "index", "places", "values")]
         step, parameters = encoded.meta["step"], encoded.meta["parameters"]
         _ops.sz_decode(*planes, step, *parameters, _blocks(encoded.spec), flat(out))  # type: ignore[misc]
         return out
@@ -154,9 +154,9 @@ def _surveyed(x: Tensor, step: float, error: float, blocks: list[int]) -> sz.Mod
     for low in range(0, sz.MAX_LOW + 1, 2):
         counts = _ops.sz_survey(x, step, error, low, blocks).cpu().numpy().reshape(-1, sz.BINS)
         model = sz.model(counts.astype(np.int64), step, low, 8 * x.element_size())
-        if best is not None and model.bits >= best.bits:
+        if best is not None and model.bits > best.bits:  # the same, where all are escapes
             break
-        best = model
+        best = model if best is None or model.bits < best.bits else best
         if model.bits < 5 * counts[0, :-1].sum():  # coarse: no low bits would be left out
             break
     assert best is not None

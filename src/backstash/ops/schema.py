@@ -51,7 +51,7 @@ SCHEMAS = {
         " -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     "sz_decode": (
-        "(Tensor stream, Tensor table, Tensor index, Tensor places, Tensor values, float step, int base, int low, "
+        "(Tensor table, Tensor stream, Tensor index, Tensor places, Tensor values, float step, int base, int low, "
         "int axes, int[] blocks, Tensor(a!) out) -> ()"
     ),
     "window_encode": f"(Tensor indices, {_WINDOW}) -> (Tensor, Tensor)",

@@ -139,7 +139,8 @@ def _frequencies(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.int16]:
         remainders = -frequencies.astype(np.float64)
     order = np.argsort(-remainders if missing > 0 else remainders, kind="stable")[: abs(missing)]
     frequencies[order] += 1 if missing > 0 else -1
-    return frequencies.astype(np.int16)
+    table: npt.NDArray[np.int16] = frequencies.astype(np.int16)
+    return table
 
 
 def entropy(table: npt.NDArray[np.int16]) -> float:

@@ -70,8 +70,8 @@ def sz_encode(
 
 
 def sz_decode(
-    stream: Tensor,
     table: Tensor,
+    stream: Tensor,
     index: Tensor,
     places: Tensor,
     values: Tensor,
@@ -88,7 +88,7 @@ def sz_decode(
         DamagedPlanesError: the planes do not fit together, or a checksum is another one.
     """
     if out.dtype not in _FLOATS or values.dtype != out.dtype:
-        return reference.sz_decode(stream, table, index, places, values, step, base, low, axes, blocks, out)
+        return reference.sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out)
     n = out.numel()
     if index.numel() != 1 + 4 * chunks(n, blocks[3]):
         raise DamagedPlanesError(sz_damage())

@@ -82,7 +82,8 @@ def _sum(words: Tensor) -> Tensor:
 
 def check(index: int, stream: Tensor, places: Tensor, values: Tensor) -> Tensor:
     """The checksum of the chunk ``index``, whose parts of the planes these are; of the table as chunk -1's stream."""
-    return _signed(_SEED * (index + 2)) + _sum(stream) + _signed(_PLACES) * _sum(places) + _signed(_VALUES) * _sum(values)
+    apart = _signed(_PLACES) * _sum(places) + _signed(_VALUES) * _sum(values)
+    return _signed(_SEED * (index + 2)) + _sum(stream) + apart
 
 
 def _signed(value: int) -> int:
@@ -191,8 +192,8 @@ def sz_damage() -> str:
 
 
 def sz_decode(
-    stream: Tensor,
     table: Tensor,
+    stream: Tensor,
     index: Tensor,
     places: Tensor,
     values: Tensor,
@@ -217,9 +218,7 @@ def sz_decode(
     for i, (*end, expected) in enumerate(records):
         if any(not a <= b <= plane.numel() for a, b, plane in zip(begin, end, (stream, places, values), strict=True)):
             raise DamagedPlanesError(sz_damage())
-        words, where, kept = (
-            plane[a:b] for a, b, plane in zip(begin, end, (stream, places, values), strict=True)
-        )
+        words, where, kept = (plane[a:b] for a, b, plane in zip(begin, end, (stream, places, values), strict=True))
         size = min(n, (i + 1) * chunk) - i * chunk
         dense = words.numel() == 0 and where.numel() == 0 and kept.numel() == size
         coded = words.numel() >= _STATES and where.numel() == kept.numel()
@@ -249,9 +248,7 @@ def _fits(table: Tensor, low: int) -> bool:
     return sized and bool((table >= 0).all()) and int(table.long().sum()) == _TOTAL
 
 
-def _decoded(
-    streams: list[Tensor], table: Tensor, base: int, low: int, axes: int, blocks: list[int], n: int
-) -> Tensor:
+def _decoded(streams: list[Tensor], table: Tensor, base: int, low: int, axes: int, blocks: list[int], n: int) -> Tensor:
     """The integers, 0 in chunks that have no words."""
     count, chunk, device = len(streams), blocks[3], table.device
     frequencies = table.long()
