@@ -261,10 +261,12 @@ BS_EXPORT void bs_sz_collect(void* handle, uint16_t* stream, int64_t* index, uin
             const bs::SzPiece& piece = kept->pieces[size_t(i)];
             const int64_t value_words = piece.values * kept->width / 2;
             const uint16_t* from[3] = {piece.words, piece.words + piece.count, piece.words + piece.count + piece.places};
-            std::memcpy(stream + (index[1 + 4 * i] - piece.count), from[0], size_t(piece.count) * 2);
-            std::memcpy(places + (index[2 + 4 * i] - piece.places), from[1], size_t(piece.places) * 2);
-            std::memcpy(static_cast<char*>(values) + (index[3 + 4 * i] - piece.values) * kept->width, from[2],
-                        size_t(value_words) * 2);
+            // A plane without elements may have no memory at all.
+            if (piece.count) std::memcpy(stream + (index[1 + 4 * i] - piece.count), from[0], size_t(piece.count) * 2);
+            if (piece.places) std::memcpy(places + (index[2 + 4 * i] - piece.places), from[1], size_t(piece.places) * 2);
+            if (piece.values)
+                std::memcpy(static_cast<char*>(values) + (index[3 + 4 * i] - piece.values) * kept->width, from[2],
+                            size_t(value_words) * 2);
             index[4 + 4 * i] = int64_t(bs::check_of(i, weigh(from[0], piece.count), weigh(from[1], piece.places),
                                                     weigh(from[2], value_words)));
         }
