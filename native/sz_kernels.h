@@ -178,10 +178,12 @@ inline void survey(const SzQuantiseJob& job, const SzBlocks& blocks, int low, in
             outliers[0] = 0;
             quantise<E>(job, first + missing, count + 1 - missing, codes[k] + missing, outliers + missing);
         }
+        int64_t in_row = start % blocks.row, in_plane = start % blocks.plane, in_tile = start % blocks.tile;
         for (int64_t i = 1; i <= count; ++i) {
-            const int64_t at = start + i - 1;
-            const int32_t left = at % blocks.row >= 1, up = at % blocks.plane >= blocks.row,
-                          before = at % blocks.tile >= blocks.plane;
+            const int32_t left = in_row >= 1, up = in_plane >= blocks.row, before = in_tile >= blocks.plane;
+            in_row = in_row + 1 == blocks.row ? 0 : in_row + 1;
+            in_plane = in_plane + 1 == blocks.plane ? 0 : in_plane + 1;
+            in_tile = in_tile + 1 == blocks.tile ? 0 : in_tile + 1;
             int32_t own[4], less[4];
             for (int k = 0; k < 4; ++k) {
                 own[k] = codes[k][i];

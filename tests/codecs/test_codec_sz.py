@@ -245,7 +245,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, list[int], float, float, int]:
     )
     x = values(draw, draw(st.sampled_from(DTYPES)), math.prod(sizes))
     bound = draw(st.one_of(st.sampled_from([2.0**-8, 0.25, 0.5]), st.floats(1e-9, 10.0), st.floats(1e-320, 1e300)))
-    step = draw(st.sampled_from([2 * bound, sz.power_of_two(2 * bound), bound / 3 or bound]))
+    step = draw(st.sampled_from([2 * bound, sz.truncated(2 * bound, 2), bound / 3 or bound]))
     return x, sz.blocks(sizes), step, bound, draw(st.sampled_from([0, 0, 1, 4, 12]))
 
 

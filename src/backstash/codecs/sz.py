@@ -141,9 +141,10 @@ class Sz:
             error = min(error * (only - low), _MAX)
         steps = [min(2 * error, _MAX) or abs(only) or 1.0]  # elements that are all the same are one step from zero
         if x.dtype != torch.float32:
-            # Where the dtype's own steps are about as large, rounding to it breaks the bound for many multiples; but
-            # those of a power of two are numbers of the dtype wherever it has any between them.
-            steps.append(sz.power_of_two(steps[0]))
+            # Where the dtype's own steps are about as large, rounding to it breaks the bound for many multiples, but
+            # for fewer of a number that has few digits. Measured on normal numbers in bfloat16, to within 0.5 % of the
+            # range: 4.6 bits each with the step as it is, 3.8 with three digits of it.
+            steps += [sz.truncated(steps[0], digits) for digits in range(1, 5)]
         models = [_surveyed(x, step, error, blocks) for step in dict.fromkeys(steps)]
         return min(models, key=lambda model: model.bits), error
 

@@ -44,7 +44,7 @@ MAX_LOW = 12
 AXES = (0, 1, 3, 7, 2, 6)
 """Along which axes neighbours are subtracted: bit 0 for the innermost dimension, bit 2 for the third one."""
 
-SURVEYED, RUN = 1 << 16, 256
+SURVEYED, RUN = 1 << 15, 128
 """A survey looks at so many elements, in runs of so many neighbours; at all, if there are no more."""
 
 
@@ -149,6 +149,7 @@ def entropy(table: npt.NDArray[np.int16]) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
-def power_of_two(step: float) -> float:
-    """The largest power of two that is not above ``step``."""
-    return math.ldexp(0.5, math.frexp(step)[1])
+def truncated(step: float, digits: int) -> float:
+    """The largest number that is not above ``step`` and has so many binary digits."""
+    mantissa, exponent = math.frexp(step)
+    return math.ldexp(math.floor(math.ldexp(mantissa, digits)), exponent - digits)
