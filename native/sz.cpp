@@ -22,7 +22,6 @@ constexpr uint32_t kSzLeast = 1 << 16;
 constexpr int64_t kSzStates = 2 * kSzLanes;  // words
 constexpr int kSzBins = 2 + kSzWindow + 1;
 constexpr int kSzMaxSymbols = 2 + kSzWindow;
-constexpr int kSzAxes[] = {0, 1, 3, 7, 2, 6};
 constexpr int64_t kSzRun = 256;
 constexpr int64_t kSzChunksAtOnce = 8;
 

@@ -178,28 +178,41 @@ inline void survey(const SzQuantiseJob& job, const SzBlocks& blocks, int low, in
             outliers[0] = 0;
             quantise<E>(job, first + missing, count + 1 - missing, codes[k] + missing, outliers + missing);
         }
+        int32_t left[kSzRun], up[kSzRun], before[kSzRun];  // whether there is such a neighbour
         int64_t in_row = start % blocks.row, in_plane = start % blocks.plane, in_tile = start % blocks.tile;
-        for (int64_t i = 1; i <= count; ++i) {
-            const int32_t left = in_row >= 1, up = in_plane >= blocks.row, before = in_tile >= blocks.plane;
+        for (int64_t i = 0; i < count; ++i) {
+            left[i] = in_row >= 1;
+            up[i] = in_plane >= blocks.row;
+            before[i] = in_tile >= blocks.plane;
             in_row = in_row + 1 == blocks.row ? 0 : in_row + 1;
             in_plane = in_plane + 1 == blocks.plane ? 0 : in_plane + 1;
             in_tile = in_tile + 1 == blocks.tile ? 0 : in_tile + 1;
+        }
+        int32_t symbols[6][kSzRun];  // along each of AXES in ops/sz.py
+        const auto symbol_of = [low](int32_t code) {
+            const uint32_t index = uint32_t((code >> low) + kSzWindow / 2);
+            const int32_t other = index < uint32_t(kSzWindow) ? int32_t(index) + 2 : 1;
+            return code == 0 ? 0 : other;
+        };
+        for (int64_t i = 0; i < count; ++i) {
             int32_t own[4], less[4];
             for (int k = 0; k < 4; ++k) {
-                own[k] = codes[k][i];
-                less[k] = own[k] - left * codes[k][i - 1];
+                own[k] = codes[k][i + 1];
+                less[k] = own[k] - left[i] * codes[k][i];
             }
-            const int32_t y = own[0] - up * own[1], xy = less[0] - up * less[1];
-            const int32_t yz = y - before * (own[2] - up * own[3]), xyz = xy - before * (less[2] - up * less[3]);
-            const int32_t found[] = {own[0], less[0], xy, xyz, y, yz};  // as in kSzAxes
-            for (int k = 0; k < 6; ++k) {
-                const uint32_t index = uint32_t((found[k] >> low) + kSzWindow / 2);
-                const int symbol = found[k] == 0 ? 0 : index < uint32_t(kSzWindow) ? 2 + int(index) : 1;
-                ++counts[k * kSzBins + symbol];
-            }
-            if (outliers[i])
-                for (int k = 0; k < 6; ++k) ++counts[k * kSzBins + kSzBins - 1];
+            const int32_t y = own[0] - up[i] * own[1], xy = less[0] - up[i] * less[1];
+            symbols[0][i] = symbol_of(own[0]);
+            symbols[1][i] = symbol_of(less[0]);
+            symbols[2][i] = symbol_of(xy);
+            symbols[3][i] = symbol_of(xy - before[i] * (less[2] - up[i] * less[3]));
+            symbols[4][i] = symbol_of(y);
+            symbols[5][i] = symbol_of(y - before[i] * (own[2] - up[i] * own[3]));
         }
+        for (int64_t i = 0; i < count; ++i)
+            for (int k = 0; k < 6; ++k) {
+                ++counts[k * kSzBins + symbols[k][i]];
+                counts[k * kSzBins + kSzBins - 1] += outliers[i + 1];
+            }
     });
 }
 
