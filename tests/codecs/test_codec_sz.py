@@ -331,7 +331,7 @@ def damaged_once(planes: dict[str, Tensor], place: int, flip: int) -> dict[str, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_flipped_byte_is_found(dtype: torch.dtype) -> None:
-    x = activations(3, 700, dtype=dtype)
+    x = activations(3, 300, dtype=dtype)
     x[0, 7], x[2, 9] = math.nan, 1e4
     encoded = Sz(0.1).encode(x)
     total = sum(plane.nbytes for plane in encoded.planes.values())
@@ -356,11 +356,11 @@ def rechecked(encoded: Encoded) -> Encoded:
 
 
 @given(seed=st.integers(0, 2**32), kind=st.integers(0, 3), low=st.booleans(), flips=st.integers(1, 40))
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_damage_behind_right_checksums_never_crashes(seed: int, kind: int, low: bool, flips: int) -> None:
     """Whatever the words are, decoding reads and writes inside its planes, ends, and returns or raises."""
     draw = generator(seed)
-    x = activations(5, 900, seed=seed) if kind else torch.randn(40, 60, 40, generator=draw).cumsum(0)
+    x = activations(5, 900, seed=seed) if kind else torch.randn(8, 30, 40, generator=draw).cumsum(0)
     x[0, 5] = math.inf
     codec = Sz(1e-6 if low else 0.01)
     encoded = codec.encode(x)
