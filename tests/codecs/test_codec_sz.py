@@ -188,15 +188,15 @@ def test_ties_are_no_outliers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_to_16_bits_is_within_the_bound(dtype: torch.dtype) -> None:
-    """Every number of the dtype, with bounds around its own steps."""
-    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
-    for exponent in range(-14, 10, 3):
+    """Numbers of all exponents, with bounds around the dtype's own steps."""
+    x = torch.arange(-(1 << 15), 1 << 15, 7).to(torch.int16).view(dtype)
+    for exponent in range(-14, 10, 5):
         for factor in (0.5, 0.51, 0.7, 0.99, 1.0, 1.01, 1.5):
             back(Sz(factor * 2.0**exponent), x)
 
 
 def test_alternating_signs_and_smooth_and_constant() -> None:
-    n = 70001
+    n = 20001
     for x in (torch.ones(n), torch.arange(n) * 1e-3, 1.0 - 2.0 * (torch.arange(n) % 2), torch.arange(n) % 7 * 1.0):
         for codec in (Sz(1e-4), Sz(1e-3, "rel")):
             encoded, _ = back(codec, x)
