@@ -20,6 +20,7 @@ namespace bs::avx2 {
 }  // namespace bs::avx2
 BS_TARGET_END
 
+#define BS_AVX512 1  // for kernels that have intrinsics of their own
 BS_TARGET_BEGIN_AVX512
 namespace bs::avx512 {
 #include "lanes_avx512.h"
@@ -27,4 +28,5 @@ namespace bs::avx512 {
 #include BS_KERNELS
 }  // namespace bs::avx512
 BS_TARGET_END
+#undef BS_AVX512
 #endif

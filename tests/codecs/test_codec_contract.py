@@ -31,6 +31,7 @@ from backstash.codecs import (
     Narrow,
     Rle,
     Shape,
+    Sz,
     Szp,
     Zstd,
     Zvc,
@@ -56,6 +57,7 @@ BUILT_IN = {
     "shape": [Shape()],
     "zstd": [Zstd()] if find_spec("zstandard") else [],
     "szp": [Szp(), Szp(0.3), Szp(1e-3, "rel"), Szp(0.1, "rel")],
+    "sz": [Sz(), Sz(1e-2, "rel"), Sz(0.5), Sz(3e-6, "rel")],
     "zvc": [Zvc(), Zvc(min_saving=0.5), Zvc(values=Minifloat("fp8")), Zvc(values=Minifloat("fp10"))],
 }
 EACH = [pytest.param(codec, id=f"{name}{i or ''}") for name, made in BUILT_IN.items() for i, codec in enumerate(made)]
@@ -109,6 +111,11 @@ def test_rle(x: Tensor) -> None:
 @given(tensors.floats((torch.float32, torch.bfloat16, torch.float16)))
 def test_minifloat(x: Tensor) -> None:
     assert checked(Minifloat(), x)
+
+
+@given(tensors.floats((torch.float32, torch.bfloat16, torch.float16)), st.sampled_from(BUILT_IN["sz"]))
+def test_sz(x: Tensor, codec: Codec) -> None:
+    assert checked(codec, x)
 
 
 @given(tensors.two_values())
@@ -229,6 +236,10 @@ def _facts(codec: Codec, x: Tensor, encoded: Encoded) -> dict[str, float]:
         facts["nonzeros"] = encoded.planes["values"].numel()
     if codec.id == "szp":
         facts["words"] = encoded.planes["words"].numel()
+    if codec.id == "sz":
+        counted = {"stream": "words", "table": "symbols", "places": "places", "values": "values"}
+        facts |= {fact: encoded.planes[name].numel() for name, fact in counted.items()}
+        facts["chunks"] = (encoded.planes["index"].numel() - 1) // 4
     if codec.id == "narrow":
         facts["bits"] = int(encoded.meta["bits"])  # type: ignore[call-overload]
     return facts

@@ -76,6 +76,16 @@ def arguments(op: str, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
         return integers, 5, 5
     if op == "narrow_decode":
         return OPS.narrow_encode(integers, 5, 5), 5, 5, torch.empty_like(integers)
+    if op == "sz_range":
+        return (x,)
+    if op == "sz_survey":
+        return x, 0.5, 0.25, 0, [4, 16, 16, 65536]
+    model = torch.tensor([2000, 96, 1000, 1000], dtype=torch.int16), 0.5
+    if op == "sz_encode":
+        return x, *model, 0.25, 2, 0, 1, [4, 16, 16, 65536]
+    if op == "sz_decode":
+        stream, *planes = OPS.sz_encode(x, *model, 0.25, 2, 0, 1, [4, 16, 16, 65536])
+        return model[0], stream, *planes, 0.5, 2, 0, 1, [4, 16, 16, 65536], torch.empty_like(x)
     if op == "window_encode":
         return indices, *WINDOW
     assert op == "window_decode", f"{op} has no arguments here yet"

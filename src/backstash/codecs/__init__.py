@@ -16,6 +16,7 @@ from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.narrow import Narrow
 from backstash.codecs.rle import Rle
 from backstash.codecs.shape import Shape
+from backstash.codecs.sz import Sz
 from backstash.codecs.szp import Szp
 from backstash.codecs.zvc import Zvc
 from backstash.errors import UnknownNameError
@@ -36,6 +37,7 @@ __all__ = [
     "Narrow",
     "Rle",
     "Shape",
+    "Sz",
     "Szp",
     "Zstd",
     "Zvc",
@@ -93,5 +95,6 @@ for _codec in (
     Szp,
     BlockQuant,
     Dct,
+    Sz,
 ):
     register_codec(_codec)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backstash.ops import sz
 from backstash.ops.formats import FORMATS, groups
 
 ZVC_CHUNK = 4096
@@ -58,6 +59,16 @@ SCHEMAS = {
     "dct_decode": (f"(Tensor mask, Tensor offsets, Tensor values, Tensor scales, {_IMAGES}, Tensor(a!) out) -> ()"),
     "narrow_encode": "(Tensor x, int bits, int base) -> Tensor",
     "narrow_decode": "(Tensor packed, int bits, int base, Tensor(a!) out) -> ()",
+    "sz_range": "(Tensor x) -> Tensor",
+    "sz_survey": "(Tensor x, float step, float bound, int low, int[] blocks) -> Tensor",
+    "sz_encode": (
+        "(Tensor x, Tensor table, float step, float bound, int base, int low, int axes, int[] blocks)"
+        " -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "sz_decode": (
+        "(Tensor table, Tensor stream, Tensor index, Tensor places, Tensor values, float step, int base, int low, "
+        "int axes, int[] blocks, Tensor(a!) out) -> ()"
+    ),
     "window_encode": f"(Tensor indices, {_WINDOW}) -> (Tensor, Tensor)",
     "window_decode": f"(Tensor packed, {_WINDOW}, Tensor(a!) out) -> ()",
 }
@@ -198,6 +209,26 @@ def _narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:
     return x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
 
 
+def _sz_range(x: Tensor) -> Tensor:
+    return x.new_empty(2, dtype=torch.float64)
+
+
+def _sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int]) -> Tensor:
+    return x.new_empty(len(sz.AXES) * sz.BINS, dtype=torch.int64)
+
+
+def _sz_encode(
+    x: Tensor, table: Tensor, step: float, bound: float, base: int, low: int, axes: int, blocks: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    words, places, values = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
+    return (
+        x.new_empty(words, dtype=torch.int16),
+        x.new_empty(1 + 4 * sz.chunks(x.numel(), blocks[3]), dtype=torch.int64),
+        x.new_empty(places, dtype=torch.int16),
+        x.new_empty(values),
+    )
+
+
 def _window_encode(
     indices: Tensor,
     inner: int,
@@ -231,6 +262,9 @@ FAKES: dict[str, Callable[..., Any]] = {
     "blockquant_encode": _blockquant_encode,
     "dct_encode": _dct_encode,
     "narrow_encode": _narrow_encode,
+    "sz_range": _sz_range,
+    "sz_survey": _sz_survey,
+    "sz_encode": _sz_encode,
     "window_encode": _window_encode,
     "bitmask_decode": _nothing,
     "binary_decode": _nothing,
@@ -245,6 +279,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "blockquant_decode": _nothing,
     "dct_decode": _nothing,
     "narrow_decode": _nothing,
+    "sz_decode": _nothing,
     "window_decode": _nothing,
 }
 

@@ -9,6 +9,7 @@ reference themselves, and only this:
 * minifloat: a dtype other than float32, float16, bfloat16; a format of 16 bits and a dtype other than float32.
 * narrow: a dtype other than int64, int32, int16, int8, uint8, bool.
 * szp, blockquant, dct: a dtype other than float32, float16, bfloat16.
+* sz: a dtype other than float32, float16, bfloat16.
 * window: more than three spatial dimensions.
 
 Outputs of a decoder belong to the caller: who makes a fresh one calls :func:`advise_huge` on it first.
@@ -30,6 +31,7 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.blockquant import blockquant_decode, blockquant_encode
 from backstash.ops.cpu.dct import dct_decode, dct_encode
 from backstash.ops.cpu.library import available, build_info, isa, set_isa
+from backstash.ops.cpu.sz import sz_decode, sz_encode, sz_range, sz_survey
 from backstash.ops.cpu.szp import szp_decode, szp_encode, szp_range
 from backstash.ops.formats import FORMATS, SCALED, Format, groups
 from backstash.ops.schema import bytes_for, csr_rows, window_bits, zvc_chunks
@@ -63,6 +65,10 @@ __all__ = [
     "rle_decode",
     "rle_encode",
     "set_isa",
+    "sz_decode",
+    "sz_encode",
+    "sz_range",
+    "sz_survey",
     "szp_decode",
     "szp_encode",
     "szp_range",

@@ -16,6 +16,8 @@ PATH = Path(__file__).with_name("libbackstash_native.so")
 ISAS = ("scalar", "avx2", "avx512")
 """Instruction sets by their codes (``native/isa.h``)."""
 
+_SIZED = [c_void_p, c_int64]
+
 # The C interface: result, arguments.
 _SIGNATURES = {
     "bs_isa": (c_int, []),
@@ -69,6 +71,21 @@ _SIGNATURES = {
     ),
     "bs_narrow_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int64, c_void_p, c_int]),
     "bs_narrow_decode": (None, [c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
+    "bs_sz_range": (None, [c_void_p, c_int64, c_int, c_void_p, c_int]),
+    "bs_sz_survey": (
+        None,
+        [c_void_p, c_int64, c_int, c_double, c_double, c_int, c_void_p, c_int64, c_int64, c_void_p],
+    ),
+    "bs_sz_encode": (
+        c_void_p,
+        [c_void_p, c_int64, c_int, c_void_p, c_int64, *[c_double] * 2, c_int64, *[c_int] * 2, *[c_void_p] * 2, c_int],
+    ),
+    "bs_sz_free": (None, [c_void_p]),
+    "bs_sz_collect": (None, [c_void_p] * 5 + [c_int]),
+    "bs_sz_decode": (
+        c_int,
+        [*_SIZED * 2, c_void_p, *_SIZED * 2, c_double, c_int64, c_int, c_int, c_void_p, *_SIZED, c_int, c_int],
+    ),
     "bs_window_encode": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int, c_void_p, c_int]),
     "bs_window_scatter": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int]),
     "bs_window_decode": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int]),

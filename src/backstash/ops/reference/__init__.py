@@ -11,6 +11,10 @@ from backstash.ops.reference.blockquant import blockquant_decode as blockquant_d
 from backstash.ops.reference.blockquant import blockquant_encode as blockquant_encode
 from backstash.ops.reference.dct import dct_decode as dct_decode
 from backstash.ops.reference.dct import dct_encode as dct_encode
+from backstash.ops.reference.sz import sz_decode as sz_decode
+from backstash.ops.reference.sz import sz_encode as sz_encode
+from backstash.ops.reference.sz import sz_range as sz_range
+from backstash.ops.reference.sz import sz_survey as sz_survey
 from backstash.ops.reference.szp import szp_decode as szp_decode
 from backstash.ops.reference.szp import szp_encode as szp_encode
 from backstash.ops.reference.szp import szp_range as szp_range

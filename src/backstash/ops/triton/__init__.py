@@ -25,6 +25,7 @@ from backstash.ops.formats import FORMATS, Format, groups, scale_ceiling
 from backstash.ops.reference import dct_decode as dct_decode  # a baseline: the reference serves
 from backstash.ops.reference import dct_encode as dct_encode
 from backstash.ops.reference.rle import rle_decode, rle_encode  # noqa: F401  no kernels of their own: plain torch serves
+from backstash.ops.reference.sz import sz_decode, sz_encode, sz_range, sz_survey  # noqa: F401  no kernels of sz yet
 from backstash.ops.schema import CSR_ROW, ZVC_CHUNK, bytes_for, csr_rows, window_bits, zvc_chunks
 from backstash.ops.triton.blockquant import blockquant_decode as blockquant_decode
 from backstash.ops.triton.blockquant import blockquant_encode as blockquant_encode

@@ -1,0 +1,304 @@
+// C interface of sz. Layout and terms: ops/sz.py, ops/reference/sz.py.
+#include <algorithm>
+#include <cfloat>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+
+#include "elements.h"
+#include "isa.h"
+#include "memory.h"
+#include "parallel.h"
+
+namespace bs {
+
+// As in ops/sz.py.
+constexpr int64_t kSzChunk = 1 << 16;
+constexpr int kSzLanes = 32, kSzPrecision = 12, kSzTotal = 1 << kSzPrecision, kSzWindow = 2048, kSzMaxLow = 12;
+constexpr uint32_t kSzLeast = 1 << 16;
+constexpr int64_t kSzStates = 2 * kSzLanes;  // words
+constexpr int kSzBins = 2 + kSzWindow + 1;
+constexpr int kSzMaxSymbols = 2 + kSzWindow;
+constexpr int64_t kSzRun = 256;
+constexpr int64_t kSzChunksAtOnce = 8;
+
+// How a tensor is divided, in elements.
+struct SzBlocks {
+    int64_t row, plane, tile, chunk;
+};
+
+inline bool valid(const SzBlocks& blocks) {
+    return blocks.row > 0 && blocks.plane > 0 && blocks.tile > 0 && blocks.chunk > 0 && blocks.chunk <= kSzChunk &&
+           blocks.plane % blocks.row == 0 && blocks.tile % blocks.plane == 0 && blocks.chunk % blocks.tile == 0;
+}
+
+// How codes become symbols, and what coders need of each symbol.
+struct SzSymbols {
+    int32_t base;
+    int low;
+    int count;               // symbols
+    uint32_t escape_begin;   // slots of the escape: from here on, `escape_size` of them
+    uint32_t escape_size;
+    bool narrow;             // every code, without its low bits, fits a byte
+    // Encoding: frequency << 16 | begin of its slots; 0 for a symbol that does not occur.
+    uint32_t entries[kSzMaxSymbols];
+    // Decoding, by slot: frequency - 1 | place among the symbol's slots << 12 | code without its low bits << 24.
+    uint32_t slots[kSzTotal];
+    int32_t codes[kSzTotal];  // by slot: the code, its low bits 0
+};
+
+// False where the frequencies are none.
+inline bool make_symbols(const int16_t* table, int64_t count, int64_t base, int low, SzSymbols& symbols) {
+    constexpr int64_t widest = int64_t(1) << 18;
+    if (count < 2 || count > kSzMaxSymbols || low < 0 || low > kSzMaxLow || base < -widest || base > widest) return false;
+    symbols.base = int32_t(base);
+    symbols.low = low;
+    symbols.count = int(count);
+    symbols.narrow = base >= -128 && base + count - 3 <= 127;
+    int begin = 0;
+    for (int s = 0; s < int(count); ++s) {
+        const int frequency = table[s];
+        if (frequency < 0 || frequency > kSzTotal - begin) return false;
+        symbols.entries[s] = frequency ? uint32_t(frequency) << 16 | uint32_t(begin) : 0;
+        const int32_t code = s < 2 ? 0 : int32_t(base) + s - 2;
+        for (int i = 0; i < frequency; ++i) {
+            symbols.slots[begin + i] = uint32_t(frequency - 1) | uint32_t(i) << 12 | uint32_t(code) << 24;
+            symbols.codes[begin + i] = int32_t(uint32_t(code) << low);
+        }
+        if (s == 1) {
+            symbols.escape_begin = uint32_t(begin);
+            symbols.escape_size = uint32_t(frequency);
+        }
+        begin += frequency;
+    }
+    return begin == kSzTotal;
+}
+
+// Two numbers per 16-bit word add up here: see reference.sz._sum.
+inline uint64_t weigh(const uint16_t* words, int64_t n) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += uint64_t(words[i]) * uint32_t(2 * i + 1);
+    return sum;
+}
+inline uint64_t check_of(int64_t index, uint64_t stream, uint64_t places, uint64_t values) {
+    return 0x9E3779B97F4A7C15u * uint64_t(index + 2) + stream + 0xD1B54A32D192ED03u * places +
+           0x8CB92BA72F3D8DD7u * values;
+}
+
+struct SzQuantiseJob {
+    const void* x;
+    Float type;
+    double step, bound;
+    double inverse;
+};
+
+struct SzEncodeJob {
+    SzQuantiseJob quantise;
+    int64_t n;
+    int axes;
+    SzBlocks blocks;
+    const SzSymbols* symbols;
+};
+
+// What a chunk becomes: its words, then its places, then its values, in one piece of memory.
+struct SzPiece {
+    uint16_t* words;
+    int64_t count, places, values;
+};
+
+// An encoded tensor on its way to the planes, whose sizes are only known now.
+struct SzPieces {
+    explicit SzPieces(int64_t chunks) : pieces(new (std::nothrow) SzPiece[size_t(chunks)]()), count(chunks) {}
+    ~SzPieces() {
+        for (int64_t i = 0; pieces && i < count; ++i) std::free(pieces[size_t(i)].words);
+    }
+    std::unique_ptr<SzPiece[]> pieces;
+    int64_t count;
+    int width;
+    uint64_t table_check;
+};
+
+struct SzDecodeJob {
+    const uint16_t* stream;
+    const int64_t* index;
+    const uint16_t* places;
+    const void* values;
+    void* out;
+    int64_t n;
+    Float type;
+    double step;
+    int axes;
+    SzBlocks blocks;
+    const SzSymbols* symbols;
+};
+
+// What a thread works in.
+struct SzScratch {
+    alignas(64) int32_t codes[kSzChunk + kSzLanes];
+    uint8_t outliers[kSzChunk];
+    // Fewer than a chunk of float32 has, and then one more step of all lanes: what is longer is not kept.
+    uint16_t words[2 * kSzChunk + 8 * kSzLanes];
+};
+
+// The part of each plane that a chunk has.
+struct SzSpan {
+    int64_t begin[3], end[3], elements;
+    bool dense;
+};
+
+// False where it is not inside the planes.
+inline bool span_of(const int64_t* index, int64_t chunk, const SzBlocks& blocks, int64_t n, const int64_t* sizes,
+                    SzSpan& span) {
+    const int64_t* record = index + 1 + 4 * chunk;
+    span.elements = std::min(blocks.chunk, n - chunk * blocks.chunk);
+    for (int i = 0; i < 3; ++i) {
+        span.begin[i] = chunk ? record[i - 4] : 0;
+        span.end[i] = record[i];
+        if (span.begin[i] < 0 || span.begin[i] > span.end[i] || span.end[i] > sizes[i]) return false;
+    }
+    const int64_t words = span.end[0] - span.begin[0], places = span.end[1] - span.begin[1],
+                  values = span.end[2] - span.begin[2];
+    span.dense = words == 0 && places == 0 && values == span.elements;
+    return span.dense || (words >= kSzStates && places == values && places <= span.elements);
+}
+
+inline int float_width(Float type) { return type == Float::F32 ? 4 : 2; }
+inline double inverse_of(double step) { return std::min(1.0 / step, DBL_MAX); }
+
+}  // namespace bs
+
+#define BS_KERNELS "sz_kernels.h"
+#include "foreach_isa.h"
+
+// The smallest and the largest finite element, zeros if there is none.
+BS_EXPORT void bs_sz_range(const void* x, int64_t n, int type, double* range, int threads) {
+    const auto extremes = BS_PICK(extremes);
+    constexpr int64_t block = 1 << 16;
+    const int64_t blocks = (n + block - 1) / block;
+    std::unique_ptr<float[]> found(new float[size_t(2 * blocks)]);
+    bs::for_blocks(n, block, threads, [&](int64_t begin, int64_t end) {
+        extremes(x, bs::Float(type), begin, end, &found[size_t(begin / block * 2)]);
+    });
+    float low = std::numeric_limits<float>::infinity(), high = -low;
+    for (int64_t i = 0; i < blocks; ++i) {
+        low = std::min(low, found[size_t(2 * i)]);
+        high = std::max(high, found[size_t(2 * i + 1)]);
+    }
+    range[0] = low <= high ? double(low) + 0.0 : 0.0;
+    range[1] = low <= high ? double(high) + 0.0 : 0.0;
+}
+
+// Counts [6, kSzBins], which are zero before.
+BS_EXPORT void bs_sz_survey(const void* x, int64_t n, int type, double step, double bound, int low,
+                            const int64_t* blocks, int64_t runs, int64_t run, int64_t* counts) {
+    const bs::SzQuantiseJob job{x, bs::Float(type), step, bound, bs::inverse_of(step)};
+    const bs::SzBlocks divided{blocks[0], blocks[1], blocks[2], blocks[3]};
+    const auto survey = BS_PICK(survey);
+    for (int64_t j = 0; j < runs; ++j) {
+        const uint64_t share = uint64_t(j) * 0x9E3779B9u & 0xFFFFFFFFu;
+        const int64_t start = runs == 1 ? 0 : int64_t((unsigned __int128)(share) * uint64_t(n - run + 1) >> 32);
+        for (int64_t done = 0; done < run; done += bs::kSzRun)
+            survey(job, divided, low, start + done, std::min(bs::kSzRun, run - done), counts);
+    }
+}
+
+// Encodes into memory of its own, which bs_sz_collect or bs_sz_free gives back. Fills the number of words, of places and
+// of values. Returns null where the memory is not there or the table is none.
+BS_EXPORT void* bs_sz_encode(const void* x, int64_t n, int type, const int16_t* table, int64_t symbols, double step,
+                             double bound, int64_t base, int low, int axes, const int64_t* blocks, int64_t* sizes,
+                             int threads) {
+    const bs::SzBlocks divided{blocks[0], blocks[1], blocks[2], blocks[3]};
+    std::unique_ptr<bs::SzSymbols> made(new (std::nothrow) bs::SzSymbols());
+    if (!made || !bs::valid(divided) || !bs::make_symbols(table, symbols, base, low, *made) || !made->entries[1])
+        return nullptr;
+    const bs::SzEncodeJob job{
+        {x, bs::Float(type), step, bound, bs::inverse_of(step)}, n, axes, divided, made.get()};
+    const int64_t chunks = (n + divided.chunk - 1) / divided.chunk;
+    std::unique_ptr<bs::SzPieces> kept(new (std::nothrow) bs::SzPieces(chunks));
+    if (!kept || !kept->pieces) return nullptr;
+    kept->width = bs::float_width(bs::Float(type));
+    kept->table_check = bs::check_of(-1, bs::weigh(reinterpret_cast<const uint16_t*>(table), symbols), 0, 0);
+    const auto encode = BS_PICK(encode_chunk);
+    bs::Sum failures;
+    const int64_t at_once = std::clamp<int64_t>(chunks / (4 * std::max(threads, 1)), 1, bs::kSzChunksAtOnce);
+    bs::for_blocks(chunks, at_once, threads, [&](int64_t begin, int64_t end) {
+        std::unique_ptr<bs::SzScratch> scratch(new (std::nothrow) bs::SzScratch);
+        for (int64_t chunk = begin; chunk < end; ++chunk)
+            if (!scratch || !encode(job, chunk, *scratch, kept->pieces[size_t(chunk)])) failures.add(1);
+    });
+    if (failures.value() != 0) return nullptr;
+    sizes[0] = sizes[1] = sizes[2] = 0;
+    for (int64_t i = 0; i < chunks; ++i) {
+        const bs::SzPiece& piece = kept->pieces[size_t(i)];
+        sizes[0] += piece.count;
+        sizes[1] += piece.places;
+        sizes[2] += piece.values;
+    }
+    return kept.release();
+}
+
+BS_EXPORT void bs_sz_free(void* handle) { delete static_cast<bs::SzPieces*>(handle); }
+
+// Fills the planes of what bs_sz_encode made, and gives its memory back.
+BS_EXPORT void bs_sz_collect(void* handle, uint16_t* stream, int64_t* index, uint16_t* places, void* values,
+                             int threads) {
+    const std::unique_ptr<bs::SzPieces> kept(static_cast<bs::SzPieces*>(handle));
+    int64_t end[3] = {0, 0, 0};
+    index[0] = int64_t(kept->table_check);
+    for (int64_t i = 0; i < kept->count; ++i) {
+        const bs::SzPiece& piece = kept->pieces[size_t(i)];
+        index[1 + 4 * i] = end[0] += piece.count;
+        index[2 + 4 * i] = end[1] += piece.places;
+        index[3 + 4 * i] = end[2] += piece.values;
+    }
+    const auto weigh = BS_PICK(weigh_words);
+    bs::for_blocks(kept->count, bs::kSzChunksAtOnce, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const bs::SzPiece& piece = kept->pieces[size_t(i)];
+            const int64_t value_words = piece.values * kept->width / 2;
+            const uint16_t* from[3] = {piece.words, piece.words + piece.count, piece.words + piece.count + piece.places};
+            // A plane without elements may have no memory at all.
+            if (piece.count) std::memcpy(stream + (index[1 + 4 * i] - piece.count), from[0], size_t(piece.count) * 2);
+            if (piece.places) std::memcpy(places + (index[2 + 4 * i] - piece.places), from[1], size_t(piece.places) * 2);
+            if (piece.values)
+                std::memcpy(static_cast<char*>(values) + (index[3 + 4 * i] - piece.values) * kept->width, from[2],
+                            size_t(value_words) * 2);
+            index[4 + 4 * i] = int64_t(bs::check_of(i, weigh(from[0], piece.count), weigh(from[1], piece.places),
+                                                    weigh(from[2], value_words)));
+        }
+    });
+}
+
+// Fills `out`. Returns 0, or -1 where the planes do not fit together; if it is their sizes or a checksum, with `out`
+// untouched.
+BS_EXPORT int bs_sz_decode(const uint16_t* stream, int64_t words, const int16_t* table, int64_t symbols,
+                           const int64_t* index, const uint16_t* places, int64_t outliers, const void* values,
+                           int64_t stored, double step, int64_t base, int low, int axes, const int64_t* blocks,
+                           void* out, int64_t n, int type, int threads) {
+    const bs::SzBlocks divided{blocks[0], blocks[1], blocks[2], blocks[3]};
+    std::unique_ptr<bs::SzSymbols> made(new (std::nothrow) bs::SzSymbols());
+    if (!made || !bs::valid(divided) || !bs::make_symbols(table, symbols, base, low, *made)) return -1;
+    if (uint64_t(index[0]) != bs::check_of(-1, bs::weigh(reinterpret_cast<const uint16_t*>(table), symbols), 0, 0))
+        return -1;
+    const int64_t chunks = (n + divided.chunk - 1) / divided.chunk, sizes[3] = {words, outliers, stored};
+    for (int i = 0; i < 3; ++i)
+        if ((chunks ? index[4 * chunks - 3 + i] : 0) != sizes[i]) return -1;
+    const bs::SzDecodeJob job{stream, index, places, values, out, n, bs::Float(type), step, axes, divided, made.get()};
+    const auto intact = BS_PICK(intact);
+    bs::Sum wrong;
+    bs::for_blocks(chunks, bs::kSzChunksAtOnce, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t chunk = begin; chunk < end; ++chunk) wrong.add(!intact(job, chunk, sizes));
+    });
+    if (wrong.value() != 0) return -1;
+    const auto decode = BS_PICK(decode_chunk);
+    const int64_t at_once = std::clamp<int64_t>(chunks / (4 * std::max(threads, 1)), 1, bs::kSzChunksAtOnce);
+    bs::for_blocks(chunks, at_once, threads, [&](int64_t begin, int64_t end) {
+        std::unique_ptr<bs::SzScratch> scratch(new (std::nothrow) bs::SzScratch);
+        for (int64_t chunk = begin; chunk < end; ++chunk)
+            wrong.add(!scratch || !decode(job, chunk, sizes, *scratch));
+    });
+    return wrong.value() == 0 ? 0 : -1;
+}

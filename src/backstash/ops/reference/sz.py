@@ -1,0 +1,297 @@
+"""The sz kernels in plain torch: prequantisation, Lorenzo prediction and interleaved range coding (rANS).
+
+A chunk's part of the plane ``stream`` is what its coders' states are at the end, two words each, low one first; then
+the words that the coders gave up while they went through the chunk from its end to its beginning, so that a decoder
+goes through them from the last one to the first.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from backstash.errors import DamagedPlanesError
+from backstash.ops.sz import AXES, BINS, LANES, LEAST, LIMIT, MAX_LOW, PRECISION, WINDOW, chunks, starts
+
+_TOTAL = 1 << PRECISION
+_STATES = 2 * LANES  # words
+_SEED, _PLACES, _VALUES = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+
+
+def sz_range(x: Tensor) -> Tensor:
+    """The smallest and the largest finite element, float64 [2]; zeros if there is none."""
+    finite = x[x.isfinite()].double()
+    return torch.stack(finite.aminmax()) if finite.numel() else torch.zeros(2, dtype=torch.float64, device=x.device)
+
+
+def quantise(x: Tensor, step: float, bound: float) -> tuple[Tensor, Tensor]:
+    """Multiples of ``step`` (int64 [n]), 0 for outliers; and which elements are outliers (bool [n])."""
+    scaled = x.double() * min(1.0 / step, sys.float_info.max)
+    codes = torch.where(scaled.abs() < LIMIT, scaled, 0.0).round().long()
+    outliers = ~((x.double() - dequantise(codes, step, x.dtype).double()).abs() <= bound)
+    return codes.masked_fill(outliers, 0), outliers
+
+
+def dequantise(codes: Tensor, step: float, dtype: torch.dtype) -> Tensor:
+    """The multiples of ``step``, rounded to float32 and then to ``dtype``."""
+    return (codes.double() * step).float().to(dtype)
+
+
+def predicted(codes: Tensor, axes: int, blocks: list[int]) -> Tensor:
+    """Subtract from each integer its neighbour, along one axis after the other."""
+    at = torch.arange(codes.numel(), device=codes.device)
+    for axis, (stride, block) in enumerate(zip([1, *blocks], blocks[:3], strict=False)):
+        if axes >> axis & 1 and codes.numel() > stride:
+            before = torch.cat([codes.new_zeros(stride), codes[:-stride]])
+            codes = codes - torch.where(at % block >= stride, before, 0)
+    return codes
+
+
+def restored(codes: Tensor, axes: int, blocks: list[int]) -> Tensor:
+    """The inverse of :func:`predicted`."""
+    n = codes.numel()
+    for axis, (stride, block) in enumerate(zip([1, *blocks], blocks[:3], strict=False)):
+        if axes >> axis & 1 and n:
+            padded = torch.cat([codes, codes.new_zeros(-n % block)])
+            codes = padded.view(-1, block // stride, stride).cumsum(1).view(-1)[:n]
+    return codes
+
+
+def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int]) -> Tensor:
+    """How often each symbol of a sample occurs, for each of AXES: int64 [len(AXES) * BINS] (see ops/sz.py)."""
+    begins, run = starts(x.numel())
+    at = (torch.tensor(begins, device=x.device)[:, None] + torch.arange(run, device=x.device)).view(-1)
+    codes, outliers = quantise(x, step, bound)
+    counts = []
+    for axes in AXES:
+        code = predicted(codes, axes, blocks)[at]
+        index = (code >> low) + WINDOW // 2
+        symbol = torch.where((index >= 0) & (index < WINDOW), 2 + index, 1).masked_fill(code == 0, 0)
+        counts.append(torch.bincount(symbol, minlength=BINS))
+        counts[-1][-1] = outliers[at].sum()
+    return torch.cat(counts)
+
+
+def _sum(words: Tensor) -> Tensor:
+    """The i-th word, as an unsigned number, times 2 * i + 1, added up: one other bit is another sum."""
+    words = words.view(torch.int16).long() & 0xFFFF
+    return (words * (2 * torch.arange(words.numel(), device=words.device) + 1)).sum()
+
+
+def check(index: int, stream: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """The checksum of the chunk ``index``, whose parts of the planes these are; of the table as chunk -1's stream."""
+    apart = _signed(_PLACES) * _sum(places) + _signed(_VALUES) * _sum(values)
+    return _signed(_SEED * (index + 2)) + _sum(stream) + apart
+
+
+def _signed(value: int) -> int:
+    """The int64 that has the lowest 64 bits of ``value``."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def sz_encode(
+    x: Tensor, table: Tensor, step: float, bound: float, base: int, low: int, axes: int, blocks: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Error-bounded lossy coding.
+
+    Args:
+        x: [n].
+        table: frequencies of the symbols, int16 (see ops/sz.py); a symbol of frequency 0 is coded as an escape.
+        step: what the integers are multiplied with.
+        bound: the largest error; what would have a larger one is an outlier, which is stored as it is.
+        base, low: which symbol is which code.
+        axes: along which of the three axes neighbours are subtracted, as bits.
+        blocks: elements of a row, a plane, a tile, a chunk.
+
+    Returns:
+        stream: int16, the chunks' words.
+        index: int64 [1 + 4 * chunks]: the checksum of the table, and of each chunk the ends of its words, its places
+            and its values in their planes, and its checksum.
+        places: int16, where in their chunk outliers are, as unsigned numbers.
+        values: those outliers, of the dtype of ``x``. A chunk that would not be smaller has no words and no places,
+            and all its elements here.
+    """
+    n, chunk, nothing = x.numel(), blocks[3], x.new_empty(0)
+    codes, outliers = quantise(x, step, bound)
+    codes = predicted(codes, axes, blocks)
+    streams: list[Tensor] = []
+    places: list[Tensor] = []
+    values: list[Tensor] = []
+    ends = [0, 0, 0]
+    index = [check(-1, table, nothing, nothing)]
+    coded = _coded(codes, table, base, low, chunk) if n else []
+    for i, words in enumerate(coded):
+        part = slice(i * chunk, min(n, (i + 1) * chunk))
+        where = outliers[part].nonzero()[:, 0].to(torch.int16)
+        kept = x[part][outliers[part]]
+        if 2 * words.numel() + where.numel() * (2 + x.element_size()) >= x[part].numel() * x.element_size():
+            words, where, kept = words[:0], where[:0], x[part].clone()
+        for planes, plane in ((streams, words), (places, where), (values, kept)):
+            planes.append(plane)
+        ends = [end + plane.numel() for end, plane in zip(ends, (words, where, kept), strict=True)]
+        index += [*(table.new_tensor(end, dtype=torch.int64) for end in ends), check(i, words, where, kept)]
+    empty = table.new_empty(0, dtype=torch.int16)
+    return torch.cat([empty, *streams]), torch.stack(index), torch.cat([empty, *places]), torch.cat([nothing, *values])
+
+
+def _coded(codes: Tensor, table: Tensor, base: int, low: int, chunk: int) -> list[Tensor]:
+    """The words of each chunk."""
+    n, device = codes.numel(), codes.device
+    frequencies = table.long()
+    begins = frequencies.cumsum(0) - frequencies
+    index = (codes >> low) - base
+    inside = (index >= 0) & (index < table.numel() - 2)
+    symbols = torch.where(inside, 2 + index, 1).masked_fill(codes == 0, 0)
+    symbols = torch.where(frequencies[symbols] == 0, 1, symbols)
+    # [chunks, steps, LANES], with -1 where a chunk has no such element.
+    count, steps = chunks(n, chunk), -(-min(n, chunk) // LANES)
+    symbols, codes = (_laid_out(one, count, chunk, steps, missing) for one, missing in ((symbols, -1), (codes, 0)))
+    states = torch.full((count, LANES), LEAST, device=device)
+    words = torch.zeros(count, steps, 4 * LANES, dtype=torch.int64, device=device)
+    given = torch.zeros(count, steps, 4 * LANES, dtype=torch.bool, device=device)
+    for step in reversed(range(steps)):
+        symbol, code = symbols[:, step], codes[:, step]
+        # An escape's two words, then those that make room for the low bits, then those that make room for the symbol.
+        words[:, step, : 2 * LANES] = torch.stack([code & 0xFFFF, code >> 16 & 0xFFFF], 2).flatten(1)
+        given[:, step, : 2 * LANES] = (symbol == 1).repeat_interleave(2, 1)
+        has_low = (symbol >= 2) & (low > 0)
+        words[:, step, 2 * LANES : 3 * LANES] = states & 0xFFFF
+        given[:, step, 2 * LANES : 3 * LANES] = full = has_low & (states >= 1 << (32 - low))
+        states = torch.where(full, states >> 16, states)
+        states = torch.where(has_low, states << low | code & ((1 << low) - 1), states)
+        some = torch.where(symbol < 0, 1, symbol)  # an escape's frequency is never 0
+        frequency, begin = frequencies[some], begins[some]
+        words[:, step, 3 * LANES :] = states & 0xFFFF
+        given[:, step, 3 * LANES :] = full = (symbol >= 0) & (states >= frequency << (32 - PRECISION))
+        states = torch.where(full, states >> 16, states)
+        coded = (states // frequency << PRECISION) + states % frequency + begin
+        states = torch.where(symbol >= 0, coded, states)
+    last = torch.stack([states & 0xFFFF, states >> 16], 2).flatten(1)
+    return [
+        torch.cat([last[i], words[i].flip(0)[given[i].flip(0)]]).to(torch.int16)  # in the order in which they are given
+        for i in range(count)
+    ]
+
+
+def _laid_out(x: Tensor, count: int, chunk: int, steps: int, missing: int) -> Tensor:
+    padded = x.new_full((count, steps * LANES), missing)
+    for i in range(count):
+        part = x[i * chunk : (i + 1) * chunk]
+        padded[i, : part.numel()] = part
+    return padded.view(count, steps, LANES)
+
+
+def sz_damage() -> str:
+    """The message of DamagedPlanesError."""
+    return (
+        "sz_decode asked for planes whose ends, frequencies and checksums agree, got others. The stash was overwritten "
+        "or cut short; compute the step again."
+    )
+
+
+def sz_decode(
+    table: Tensor,
+    stream: Tensor,
+    index: Tensor,
+    places: Tensor,
+    values: Tensor,
+    step: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    out: Tensor,
+) -> None:
+    """The inverse of :func:`sz_encode`, into ``out``.
+
+    Raises:
+        DamagedPlanesError: the planes do not fit together, or a checksum is another one.
+    """
+    n, chunk = out.numel(), blocks[3]
+    count, nothing = chunks(n, chunk), values[:0]
+    if not (_fits(table, low) and index.numel() == 1 + 4 * count and index[0] == check(-1, table, nothing, nothing)):
+        raise DamagedPlanesError(sz_damage())
+    records = index[1:].view(count, 4).tolist()
+    begin, streams = [0, 0, 0], []
+    for i, (*end, expected) in enumerate(records):
+        if any(not a <= b <= plane.numel() for a, b, plane in zip(begin, end, (stream, places, values), strict=True)):
+            raise DamagedPlanesError(sz_damage())
+        words, where, kept = (plane[a:b] for a, b, plane in zip(begin, end, (stream, places, values), strict=True))
+        size = min(n, (i + 1) * chunk) - i * chunk
+        dense = words.numel() == 0 and where.numel() == 0 and kept.numel() == size
+        coded = words.numel() >= _STATES and where.numel() == kept.numel()
+        inside = bool(((where.long() & 0xFFFF) < size).all())
+        if not ((dense or coded) and inside and check(i, words, where, kept) == expected):
+            raise DamagedPlanesError(sz_damage())
+        begin = end
+        streams.append(words)
+    if begin != [stream.numel(), places.numel(), values.numel()]:
+        raise DamagedPlanesError(sz_damage())
+    if n == 0:
+        return
+    out.copy_(dequantise(_decoded(streams, table, base, low, axes, blocks, n), step, out.dtype))
+    begin = [0, 0, 0]
+    for i, (*end, _) in enumerate(records):
+        where, kept = places[begin[1] : end[1]].long() & 0xFFFF, values[begin[2] : end[2]]
+        part = out[i * chunk : (i + 1) * chunk]
+        if end[0] == begin[0]:
+            part.copy_(kept)
+        else:
+            part[where] = kept
+        begin = end
+
+
+def _fits(table: Tensor, low: int) -> bool:
+    sized = 2 <= table.numel() <= 2 + WINDOW and 0 <= low <= MAX_LOW
+    return sized and bool((table >= 0).all()) and int(table.long().sum()) == _TOTAL
+
+
+def _decoded(streams: list[Tensor], table: Tensor, base: int, low: int, axes: int, blocks: list[int], n: int) -> Tensor:
+    """The integers, 0 in chunks that have no words."""
+    count, chunk, device = len(streams), blocks[3], table.device
+    frequencies = table.long()
+    begins = frequencies.cumsum(0) - frequencies
+    of_slot = torch.repeat_interleave(torch.arange(table.numel(), device=device), frequencies)
+    steps = -(-min(n, chunk) // LANES)
+    longest = max(words.numel() for words in streams)
+    words = torch.zeros(count, max(longest, _STATES) + 1, dtype=torch.int64, device=device)
+    for i, part in enumerate(streams):
+        words[i, : part.numel()] = part.long() & 0xFFFF
+    left = torch.tensor([part.numel() for part in streams], device=device)[:, None]
+    coded = left >= _STATES
+    sizes = torch.full((count, 1), chunk, device=device)
+    sizes[-1] = n - (count - 1) * chunk
+    pairs = words[:, :_STATES].view(count, LANES, 2)
+    states = pairs[..., 0] | pairs[..., 1] << 16
+    codes = torch.zeros(count, steps, LANES, dtype=torch.int64, device=device)
+    lanes = torch.arange(LANES, device=device)
+
+    def take(which: Tensor) -> Tensor:
+        """The next words, one for each lane in ``which``; the last lane's is the last one of them."""
+        nonlocal left
+        left = left - which.sum(1, keepdim=True)
+        return words.gather(1, (left + which.cumsum(1) - 1).clamp(0, words.shape[1] - 1))
+
+    for step in range(steps):
+        present = coded & (step * LANES + lanes < sizes)
+        slot = states & (_TOTAL - 1)
+        symbol = of_slot[slot]
+        states = torch.where(present, frequencies[symbol] * (states >> PRECISION) + slot - begins[symbol], states)
+        few = present & (states < LEAST)
+        states = torch.where(few, states << 16 | take(few), states)
+        has_low = present & (symbol >= 2) & (low > 0)
+        code = torch.where(symbol >= 2, symbol - 2 + base << low | states & ((1 << low) - 1), 0)
+        states = torch.where(has_low, states >> low, states)
+        few = has_low & (states < LEAST)
+        states = torch.where(few, states << 16 | take(few), states)
+        escaped = (present & (symbol == 1)).repeat_interleave(2, 1)
+        raw = take(escaped).view(count, LANES, 2)
+        value = raw[..., 0] | raw[..., 1] << 16
+        code = torch.where(symbol == 1, torch.where(value >= 1 << 31, value - (1 << 32), value), code)
+        codes[:, step] = torch.where(present, code, 0)
+    if bool((coded & ((left != _STATES) | (states != LEAST))).any()):
+        raise DamagedPlanesError(sz_damage())
+    flat = codes.view(count, -1)[:, :chunk].reshape(-1)[:n]
+    return restored(flat, axes, blocks)
