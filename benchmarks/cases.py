@@ -30,7 +30,7 @@ class Case:
 
     Attributes:
         name: what ``--case`` calls it.
-        network: a key of `networks.NETWORKS`, or ``"gpt2"``.
+        network: a key of `networks.NETWORKS`, ``"gpt2"`` or ``"gpt2_words"``.
         batch: images or texts per step.
         size: height and width of an image, or tokens of a text.
         channels_last: whether images and weights are laid out channels_last instead of contiguous.
@@ -53,7 +53,7 @@ class Case:
         return f"{self.needs} is not installed"
 
     def __str__(self) -> str:
-        unit = f"{self.size} tokens" if self.network == "gpt2" else f"{self.size}x{self.size}"
+        unit = f"{self.size} tokens" if self.network.startswith("gpt2") else f"{self.size}x{self.size}"
         layout = ", channels_last" if self.channels_last else ""
         return f"{self.network}, batch {self.batch}, {unit}{layout}"
 
@@ -80,6 +80,9 @@ CUDA = (
     Case("vgg16", "vgg16", 64, 224),
     Case("vgg16-channels_last", "vgg16", 64, 224, channels_last=True),
 )
+WORDS = Case("gpt2-50257_words", "gpt2_words", 2, 512, share=2.5, needs="transformers")
+"""GPT-2 with all its words, whose logits are its peak."""
+
 QUICK = (Case("vgg_small", "vgg_small", 4, 32), Case("resnet_cifar20", "resnet_cifar20", 4, 32, channels_last=True))
 
 
@@ -96,7 +99,7 @@ def find(name: str, device: str, quick: bool = False) -> Case:
     Raises:
         ValueError: no case of that name.
     """
-    named = {case.name: case for case in cases(device, quick)}
+    named = {case.name: case for case in (*cases(device, quick), WORDS)}
     if name not in named:
         raise ValueError(f"the case {name!r} was asked for; there is no such case; use one of {', '.join(named)}")
     return named[name]
@@ -133,7 +136,7 @@ class Workload:
 def build(case: Case, device: str) -> Workload:
     """Makes the network, its gradients and a batch, the same at every call."""
     torch.manual_seed(SEED)
-    workload = _gpt2(case, device) if case.network == "gpt2" else _images(case, device)
+    workload = _gpt2(case, device) if case.network.startswith("gpt2") else _images(case, device)
     for parameter in workload.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return workload
@@ -209,15 +212,19 @@ def _behind_pools(features: nn.Sequential) -> list[nn.Sequential]:
 
 
 def _gpt2(case: Case, device: str) -> Workload:
-    """A GPT-2 of 4 layers, 512 wide, with 8192 tokens, so that the logits do not outweigh everything else."""
+    """A GPT-2 of 4 layers: 512 wide with 8,192 words, so that the logits do not outweigh everything else; or as it is.
+
+    As it is, it is 768 wide and has 50,257 words.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    words, width, heads = (50257, 768, 12) if case.network == "gpt2_words" else (8192, 512, 8)
     config = GPT2Config(
-        vocab_size=8192,
+        vocab_size=words,
         n_positions=case.size,
-        n_embd=512,
+        n_embd=width,
         n_layer=4,
-        n_head=8,
+        n_head=heads,
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,

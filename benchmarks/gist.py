@@ -124,7 +124,7 @@ DEEP = (Question("resnet_cifar512", 32, 2 * GIB), Question("resnet_cifar1202", 3
 
 QUICK_DEEP = (Question("resnet_cifar20", 32, 24 * 2**20, small=(2, 4)),)
 
-LIVE: tuple[Role, ...] = ("stashed", "encoded", "decoded", "immediate")
+LIVE: tuple[Role, ...] = ("stashed", "encoded", "decoded", "recomputed", "immediate", "workspace")
 """Feature maps, gradient maps and workspaces: what grows with the batch, unlike parameters and their gradients."""
 
 SHARES = {"networks": 0.75, "layers": 0.1, "deep": 0.15}

@@ -39,7 +39,7 @@ from backstash.ledger import CodecTotal, Report
 from backstash.report import meter
 from benchmarks.cases import SEED, Case, Workload, build, find
 from benchmarks.machine import ROOT, load
-from benchmarks.peers import StepPeer, step_peers
+from benchmarks.peers import StepPeer, peak_peers, step_peers
 from benchmarks.peers.base import Forward
 from benchmarks.rounds import Deadline, Effort, Summary, interleave, mib, spread, summarise, table
 
@@ -454,8 +454,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    peer = {peer.name: peer for peer in step_peers("cpu")}[asked.candidate]
-    workload = build(find(asked.case, "cpu", asked.quick), "cpu")
+    case = find(asked.case, "cpu", asked.quick)
+    peer = {peer.name: peer for peer in (*step_peers("cpu"), *peak_peers(case.network))}[asked.candidate]
+    workload = build(case, "cpu")
     resident = measure_resident(workload, peer.start(workload), Deadline.after(asked.seconds))
     print(json.dumps(None if resident is None else asdict(resident)))
 

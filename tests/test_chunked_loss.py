@@ -63,6 +63,7 @@ LABELS = torch.where(words() % 7 == 0, -100, words())
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "flat": lambda logits: F.cross_entropy(logits.view(-1, logits.size(-1)), LABELS.view(-1)),
     "reshaped": lambda logits: F.cross_entropy(logits.reshape(60, -1), LABELS.view(-1)),
+    "flattened": lambda logits: F.cross_entropy(logits.flatten(0, 1), LABELS.flatten()),
     "shifted": lambda logits: F.cross_entropy(
         logits[..., :-1, :].contiguous().view(-1, logits.shape[-1]), LABELS[:, 1:].reshape(-1)
     ),
@@ -80,6 +81,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "some classes": lambda logits: logits[..., :50].square().sum(),
     "by hand": lambda logits: -logits.log_softmax(-1).gather(-1, IDS.unsqueeze(-1)).mean(),
     "in numbers": lambda logits: (2 * logits + 1).mean() + logits.view(-1)[3],
+    "flattened whole": lambda logits: logits.flatten().square().mean(),
     "probabilities": lambda logits: F.cross_entropy(logits.view(-1, 101), torch.full((60, 101), 1 / 101)),
 }
 

@@ -13,16 +13,36 @@ from benchmarks.peers.blosc2_lz4 import load_blosc2
 from benchmarks.peers.checkpointing import Checkpointing
 from benchmarks.peers.offload import SaveOnCpu
 from benchmarks.peers.plain import Plain
-from benchmarks.peers.stash import Own, Stashing
+from benchmarks.peers.stash import Chunked, Own, StashedCheckpointing, Stashing
 from benchmarks.peers.zlib_level1 import load_zlib
 
-__all__ = ["Absent", "Checkpointing", "CodecPeer", "Own", "Plain", "SaveOnCpu", "Stashing", "StepPeer"]
+__all__ = [
+    "Absent",
+    "Checkpointing",
+    "Chunked",
+    "CodecPeer",
+    "Own",
+    "Plain",
+    "SaveOnCpu",
+    "StashedCheckpointing",
+    "Stashing",
+    "StepPeer",
+]
 
 
 def step_peers(device: str) -> tuple[StepPeer, ...]:
     """The candidates of the step table; the first is what the others are compared with."""
     offload: tuple[StepPeer, ...] = (SaveOnCpu(),) if device == "cuda" else ()
     return (Plain(), Checkpointing(), *offload, Stashing("lossless"))
+
+
+def peak_peers(network: str) -> tuple[StepPeer, ...]:
+    """The candidates of the peak table, which shows what can be combined; plain first."""
+    found: tuple[StepPeer, ...] = (Plain(), Checkpointing(), Stashing("lossless"), StashedCheckpointing("lossless"))
+    if network.startswith("gpt2"):
+        both = StashedCheckpointing("lossless")
+        found = (*found, Chunked(Plain()), Chunked(Stashing("lossless")), Chunked(both))
+    return found
 
 
 def codec_peers(device: str) -> tuple[CodecPeer | Absent, ...]:

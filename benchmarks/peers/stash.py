@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from backstash import Codec, Encoded, Policy, Session
 from backstash.ledger import Report
+from backstash.rewrites import chunked_loss
 from benchmarks.cases import Workload
+from benchmarks.peers.base import Forward, StepPeer
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,48 @@ class StashedForward:
     def report(self) -> Report:
         """The accounts of the last step."""
         return self.session.report()
+
+
+@dataclass(frozen=True)
+class StashedCheckpointing(Stashing):
+    """A checkpoint around each segment, inside a Session. Not exact, as checkpoint itself is not always."""
+
+    exact: bool = False
+
+    @property
+    def name(self) -> str:
+        """The policy's name and that there are checkpoints."""
+        return f"{super().name}+checkpoint"
+
+    def start(self, workload: Workload) -> StashedForward:
+        """One Session for all steps."""
+        return super().start(replace(workload, loss=workload.checkpointed_loss))
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """Another candidate with the head and the loss of a language model in chunks. Not exact: another order of sums.
+
+    Attributes:
+        of: the candidate.
+    """
+
+    of: StepPeer
+    exact: bool = False
+
+    @property
+    def name(self) -> str:
+        """The candidate's, and that the loss is in chunks."""
+        return f"{self.of.name}+chunked"
+
+    def start(self, workload: Workload) -> Forward:
+        """The rewrite is undone after each forward pass, so that other candidates do not see it."""
+
+        def loss() -> Tensor:
+            with chunked_loss(workload.model):
+                return workload.loss()
+
+        return self.of.start(replace(workload, loss=loss))
 
 
 @dataclass(frozen=True)

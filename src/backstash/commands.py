@@ -39,9 +39,11 @@ Arguments = Annotated[list[str] | None, typer.Argument(help="The script's own ar
 BENCHES = {
     "gist": "what Gist's paper measured: ratios, footprints, times, batches of deep ResNets",
     "run": "the tables of ratios, codecs and steps",
+    "peak": "peaks and what is alive at them",
     "kernels": "speed of the kernels",
     "density": "where csr overtakes zvc",
     "gist_accuracy": "test accuracy with reduced precision",
+    "disk": "speed of the disk store",
 }
 """Modules of the repository's folder benchmarks that are programs, and what they measure."""
 

@@ -53,6 +53,23 @@ class CodecTotal:
     decode_gb_per_second: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class PeakRow:
+    """Some of what was alive when a step took most.
+
+    Attributes:
+        role: what it was for, as planning.trace.Buffer has it.
+        name: the operation that it was allocated in or after.
+        nbytes: bytes of all such buffers.
+        count: how many they were.
+    """
+
+    role: str
+    name: str
+    nbytes: int
+    count: int
+
+
 @dataclass(frozen=True)
 class Report:
     """The accounts of one step: the last that saved anything.
@@ -63,6 +80,7 @@ class Report:
         rows: one Entry per stored value, in the order of saving.
         parameter_nbytes: parameters and buffers that were saved by reference; not counted elsewhere.
         peak_stash_nbytes: the most that was held at any moment since the Session was made.
+        peak: what was alive when the recorded step took most; empty where none was (planning.record).
     """
 
     policy: str
@@ -70,6 +88,7 @@ class Report:
     rows: tuple[Entry, ...]
     parameter_nbytes: int
     peak_stash_nbytes: int
+    peak: tuple[PeakRow, ...] = ()
 
     @property
     def saved_nbytes(self) -> int:
@@ -140,6 +159,7 @@ class Report:
         }
         totals["ratio"] = self.ratio if math.isfinite(self.ratio) else None
         totals["by_codec"] = [asdict(total) for total in self.by_codec()]
+        totals["peak"] = [asdict(row) for row in self.peak]
         totals["rows"] = [asdict(row) for row in self.rows]
         return json.dumps(totals, indent=1)
 
@@ -182,7 +202,30 @@ class Report:
                 ),
             ),
         ]
+        if self.peak:
+            lines[2:2] = self._peak_lines()
         return "\n".join(lines)
+
+    def _peak_lines(self) -> list[str]:
+        """What was alive at the peak: totals by role, then the largest groups of buffers."""
+        roles: dict[str, int] = defaultdict(int)
+        for row in self.peak:
+            roles[row.role] += row.nbytes
+        shown = sorted(roles.items(), key=lambda pair: -pair[1])
+        return [
+            f"alive at the peak: {mib(sum(roles.values()))}, of which "
+            + ", ".join(f"{role} {mib(nbytes)}" for role, nbytes in shown),
+            "",
+            *_table(
+                ("role", "allocated in or after", "buffers", "bytes"),
+                ((row.role, row.name, str(row.count), mib(row.nbytes)) for row in self.peak[:PEAK_ROWS]),
+            ),
+            "",
+        ]
+
+
+PEAK_ROWS = 12
+"""Groups of buffers that a printed report shows of the peak."""
 
 
 class Step:

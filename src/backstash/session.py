@@ -53,7 +53,7 @@ from backstash.errors import (
     SessionError,
     UnknownNameError,
 )
-from backstash.ledger import Entry, Report, Step
+from backstash.ledger import Entry, PeakRow, Report, Step
 from backstash.ops.reference import bits_of
 from backstash.policy import Keep, Outcome, Policy, Recompute, Stash
 from backstash.producers import Content, Held, Leaf, Recipe, View
@@ -353,6 +353,7 @@ class Session:
         self._buffers = self._live.buffers
         self._lock = self._live.lock
         self._installed: list[Any] = []
+        self._peak: tuple[PeakRow, ...] = ()
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
@@ -407,6 +408,7 @@ class Session:
                 self._step.rows(),
                 sum(self._step.parameters.values()),
                 self._live.peak_nbytes,
+                self._peak,
             )
 
     # -- which module is running ---------------------------------------------------------------------------------

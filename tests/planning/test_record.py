@@ -17,7 +17,7 @@ from backstash.planning.trace import Role, Trace
 from backstash.report.meter import CountedPeak
 from backstash.stores import DeviceStore
 
-ALLOCATED: tuple[Role, ...] = ("stashed", "encoded", "decoded", "immediate")
+ALLOCATED: tuple[Role, ...] = ("stashed", "encoded", "decoded", "recomputed", "immediate", "workspace")
 CODECS = bs.policies.lossless(recompute=False)
 
 
@@ -99,7 +99,7 @@ def test_recording_changes_no_operation(plain: Trace, encoded: Trace) -> None:
 
 
 def test_roles_say_what_happens_when(plain: Trace, encoded: Trace) -> None:
-    assert {buffer.role for buffer in plain.buffers} == {"stashed", "immediate"}
+    assert {buffer.role for buffer in plain.buffers} == {"stashed", "immediate", "workspace"}
     for trace in (plain, encoded):
         for buffer in trace.buffers:
             over = buffer.start < trace.backward <= buffer.end

@@ -75,7 +75,7 @@ def test_lifetimes_by_definition() -> None:
         X,
         Buffer("relu", "encoded", 4, 2, 6),
         Buffer("ReluBackward0", "decoded", 40, 5, 7),
-        Buffer("ConvolutionBackward0", "decoded", 45, 8, 9),
+        Buffer("ConvolutionBackward0", "recomputed", 45, 8, 9),
     )
     assert [decode.planes for decode in found.decodes] == [(2,), ()]
     assert found.by_definition() == found  # and not without what is decoded

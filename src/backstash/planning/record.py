@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from backstash.planning.trace import Buffer, Decode, Op, Role, Trace
 from backstash.policy import Policy
 from backstash.saved import TensorSpec
 from backstash.session import MIN_NBYTES, Session
-from backstash.stores import DeviceStore, Store, Ticket
+from backstash.stores import Store, Ticket
 
 _PUT, _GOT, _TAKEN, _READ = (f"backstash {what} " for what in ("put", "got", "taken", "read"))
 _NODE = "autograd::engine::evaluate_function: "
@@ -37,7 +37,7 @@ _NODE = "autograd::engine::evaluate_function: "
 
 def record(
     step: Callable[[], object],
-    policy: str | Policy | None = None,
+    policy: str | Policy | Session | None = None,
     *,
     model: nn.Module | None = None,
     stores: Mapping[str, Store] | None = None,
@@ -49,9 +49,10 @@ def record(
 
     Args:
         step: one training step, forward and backward.
-        policy: a policy or its name; None: plain PyTorch, without a Session.
+        policy: a policy or its name, or a Session, whose report shows from then on what was alive at the peak; None:
+            plain PyTorch, without a Session.
         model: its parameters, buffers and the gradients that outlast the step are put in the trace as well.
-        stores, min_nbytes: as Session has them.
+        stores, min_nbytes: as Session has them, where none is given.
         warmup: steps run first, so that gradients and what libraries cache are there already.
         device: the type of device whose memory is traced, ``"cpu"`` or ``"cuda"``.
 
@@ -69,22 +70,22 @@ def record(
     """
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise MeasureError(f"record was asked for device={device!r}, but it traces 'cpu', and 'cuda' where one is.")
-    session = None
-    if policy is not None:
-        watched = {name: _WatchedStore(store) for name, store in {"device": DeviceStore(), **(stores or {})}.items()}
-        session = _WatchedSession(policy, model=model, stores=watched, min_nbytes=min_nbytes)
+    session = policy if isinstance(policy, Session) or policy is None else None
+    if session is None and policy is not None:
+        session = Session(policy, model=model, stores=stores, min_nbytes=min_nbytes)  # type: ignore[arg-type]
 
     def once() -> None:
         with session or nullcontext():
             step()
 
-    for _ in range(warmup):
-        once()
-    release()  # so that the trace sees the decode buffers come
-    resident = [] if model is None else list(_resident(model))
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiled:
-        once()
+    with nullcontext() if session is None else _watched(session):
+        for _ in range(warmup):
+            once()
+        release()  # so that the trace sees the decode buffers come
+        resident = [] if model is None else list(_resident(model))
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiled:
+            once()
     log = _read(profiled.profiler.kineto_results.experimental_event_tree(), device)  # type: ignore[union-attr]
     if log.backward is None:
         raise MeasureError(
@@ -94,7 +95,10 @@ def record(
     still = set() if model is None else {memory for _, memory in _resident(model)}
     new = {memory.address for memory in log.memory if memory.end is None}  # perhaps where an old gradient was
     outlasting = [replace(b, end=trace.end) for b, memory in resident if memory in still and memory[0] not in new]
-    return replace(trace, buffers=(*trace.buffers, *outlasting))  # at the end: decodes name buffers by number
+    trace = replace(trace, buffers=(*trace.buffers, *outlasting))  # at the end: decodes name buffers by number
+    if session is not None:
+        session._peak = trace.at_peak()
+    return trace
 
 
 class _WatchedStore:
@@ -125,19 +129,27 @@ class _WatchedBuffers(Buffers):
         return taken
 
 
-class _WatchedSession(Session):
-    """A Session that writes into the profiler's record what backward reads."""
+@contextmanager
+def _watched(session: Session) -> Iterator[None]:
+    """Inside, the Session writes into the profiler's record what it stores and what backward reads."""
+    stores, buffers, unpack = session.stores, session._buffers, session._unpack
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._live.buffers = self._buffers = _WatchedBuffers()
-
-    def _unpack(self, saved: Any) -> Tensor:
-        tensor = super()._unpack(saved)
+    def watching(saved: Any) -> Tensor:
+        tensor = unpack(saved)
         if tensor.layout is torch.strided and type(tensor) is Tensor:
             made = not isinstance(saved, tuple) and saved.dense is None
             _note(_READ, whole=tensor.untyped_storage().data_ptr(), made=made)
         return tensor
+
+    session.stores = {name: _WatchedStore(store) for name, store in stores.items()}
+    session._live.buffers = session._buffers = _WatchedBuffers()
+    session._unpack = watching  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        session.stores = stores
+        session._live.buffers = session._buffers = buffers
+        del session._unpack
 
 
 def _addresses(encoded: Encoded) -> list[int]:
@@ -168,13 +180,15 @@ def _resident(model: nn.Module) -> Iterator[tuple[Buffer, tuple[int, int]]]:
 
 @dataclass(eq=False)
 class _Memory:
-    """A buffer while the record is read."""
+    """A buffer while the record is read; ``began_in`` and ``ended_in`` number the operations of its ends."""
 
     name: str
     address: int
     nbytes: int
     start: int
+    began_in: int
     end: int | None = None
+    ended_in: int | None = None
     role: Role | None = None
 
 
@@ -264,13 +278,13 @@ def _allocation(log: _Log, open_now: dict[int, _Memory], facts: Any, device: str
     if facts.device.type != device or not facts.alloc_size:
         return
     if facts.alloc_size > 0:
-        open_now[facts.ptr] = memory = _Memory(doing, facts.ptr, facts.alloc_size, log.ticks)
+        open_now[facts.ptr] = memory = _Memory(doing, facts.ptr, facts.alloc_size, log.ticks, len(log.ops))
         log.memory.append(memory)
     else:
         released = open_now.pop(facts.ptr, None)
         if released is None:  # Note: [freed from before]
             return
-        released.end = log.ticks
+        released.end, released.ended_in = log.ticks, len(log.ops)
     log.ticks += 1
 
 
@@ -298,6 +312,9 @@ def _found(open_now: dict[int, _Memory], addresses: list[int]) -> list[_Memory]:
 def _trace(log: _Log, policy: str) -> Trace:
     assert log.backward is not None
     end = max(log.ticks, 1)
+    for made in reversed(log.decodings):  # the first thing that was in it counts
+        if made.memory is not None and made.memory.role in ("decoded", "recomputed"):
+            made.memory.role = "decoded" if made.planes else "recomputed"
     numbers = {id(memory): number for number, memory in enumerate(log.memory)}
     buffers = tuple(
         Buffer(m.name, m.role or _role(m, log.backward), m.nbytes, m.start, end if m.end is None else m.end)
@@ -313,6 +330,8 @@ def _trace(log: _Log, policy: str) -> Trace:
 
 
 def _role(memory: _Memory, backward: int) -> Role:
+    if memory.began_in == memory.ended_in:
+        return "workspace"
     if memory.start < backward:
         return "immediate" if memory.end is not None and memory.end < backward else "stashed"
     return "gradient" if memory.end is None else "immediate"

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Literal, get_args
 
-Role = Literal["stashed", "encoded", "decoded", "immediate", "gradient", "parameter"]
+from backstash.ledger import PeakRow
+
+Role = Literal["stashed", "encoded", "decoded", "recomputed", "immediate", "workspace", "gradient", "parameter"]
 ROLES: tuple[Role, ...] = get_args(Role)
 """Every role, in the order in which charts stack them from the top."""
 
@@ -26,8 +29,9 @@ class Buffer:
     Attributes:
         name: the operation that it was allocated in or after.
         role: ``"stashed"``: dense, allocated in the forward pass, still there when backward begins; ``"encoded"``: a
-            plane that a codec made; ``"decoded"``: what stashed values are decoded into, or made again in;
-            ``"immediate"``: allocated and released in the same pass; ``"gradient"``: allocated in the backward pass and
+            plane that a codec made; ``"decoded"``: what stashed values are decoded into; ``"recomputed"``: or made
+            again in; ``"immediate"``: allocated and released in the same pass: feature maps, gradients on their way;
+            ``"workspace"``: within one operation; ``"gradient"``: allocated in the backward pass and
             still there after the step; ``"parameter"``: parameters and buffers of the model.
         nbytes: its size.
         start, end: it is alive from ``start`` on and no longer at ``end``.
@@ -125,6 +129,17 @@ class Trace:
         """The most bytes alive at once."""
         return max(self.live(), default=0)
 
+    def at_peak(self, roles: Collection[Role] = ROLES) -> tuple[PeakRow, ...]:
+        """What is alive when the buffers of these roles take most, by role and operation, the largest first."""
+        live = self.live(roles)
+        when = live.index(max(live)) if live else 0
+        groups: dict[tuple[Role, str], list[int]] = defaultdict(list)
+        for buffer in self.buffers:
+            if buffer.role in roles and buffer.start <= when < buffer.end:
+                groups[buffer.role, buffer.name].append(buffer.nbytes)
+        rows = (PeakRow(role, name, sum(sizes), len(sizes)) for (role, name), sizes in groups.items())
+        return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
     def by_op(self) -> Trace:
         """The same, in operations: time ``n`` is all of the ``n``-th operation, 0 what comes before the first.
 
@@ -159,9 +174,9 @@ class Trace:
         for decode in self.decodes:
             for plane in decode.planes:
                 last[plane] = max(last.get(plane, 0), decode.start + 1)  # there while it is read
-        kept = [number for number, buffer in enumerate(self.buffers) if buffer.role != "decoded"]
+        kept = [number for number, buffer in enumerate(self.buffers) if buffer.role not in ("decoded", "recomputed")]
         shorter = [replace(self.buffers[n], end=min(self.buffers[n].end, last.get(n, self.end))) for n in kept]
-        made = [Buffer(decode.name, "decoded", decode.nbytes, decode.start, decode.end) for decode in self.decodes]
+        made = [Buffer(d.name, "decoded" if d.planes else "recomputed", d.nbytes, d.start, d.end) for d in self.decodes]
         now = {before: after for after, before in enumerate(kept)}
         decodes = (replace(d, planes=tuple(now[plane] for plane in d.planes)) for d in self.decodes)
         return replace(self, buffers=(*shorter, *made), decodes=tuple(decodes))

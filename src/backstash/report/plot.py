@@ -34,7 +34,9 @@ _ROLES: tuple[tuple[Role, str, str], ...] = (
     ("stashed", "stashed, dense", "#d55e00"),
     ("encoded", "stashed, encoded", "#009e73"),
     ("decoded", "decoded", "#e69f00"),
+    ("recomputed", "made again", "#f0e442"),
     ("immediate", "immediately consumed", "#56b4e9"),
+    ("workspace", "workspace", "#cc79a7"),
 )
 """From the bottom of a timeline to its top: what lasts the step first, what comes and goes last."""
 

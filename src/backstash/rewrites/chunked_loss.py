@@ -209,6 +209,11 @@ def _view(logits: _Deferred, *shape: Any) -> _Deferred | None:
     return logits.of(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
 
 
+def _flatten(logits: _Deferred, start_dim: int = 0, end_dim: int = -1) -> _Deferred | None:
+    last = end_dim % logits.dim()
+    return logits.of(logits.hidden.flatten(start_dim, last)) if last < logits.dim() - 1 else None
+
+
 def _index(logits: _Deferred, index: Any) -> _Deferred | None:
     """The same index of ``hidden``, where it takes all classes."""
     parts = index if isinstance(index, tuple) else (index,)
@@ -266,6 +271,7 @@ def _cross_entropy(
 _FOLLOWED: dict[Any, Callable[..., Any]] = {
     Tensor.view: _view,
     Tensor.reshape: _view,
+    Tensor.flatten: _flatten,
     Tensor.__getitem__: _index,
     Tensor.float: lambda logits: logits.of(logits.hidden, torch.float32),
     Tensor.to: _to,
