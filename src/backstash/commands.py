@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from backstash.errors import BackstashError, ScriptError, UnknownNameError
+from backstash.integrations import allocator
 from backstash.integrations.launcher import INTERRUPTED, launch
 from backstash.ledger import mib
 from backstash.report import doctor as doctoring
@@ -43,6 +44,7 @@ BENCHES = {
     "kernels": "speed of the kernels",
     "density": "where csr overtakes zvc",
     "gist_accuracy": "test accuracy with reduced precision",
+    "allocator": "what keeping freed memory gives",
     "disk": "speed of the disk store",
 }
 """Modules of the repository's folder benchmarks that are programs, and what they measure."""
@@ -54,6 +56,9 @@ def run(
     args: Arguments = None,
     policy: Annotated[str, typer.Option(help="Name of the policy.")] = "lossless",
     report_json: Annotated[Path | None, typer.Option(help="Also write the report to this file.")] = None,
+    keep_memory: Annotated[
+        bool, typer.Option("--keep-memory", help="Keep freed memory in the process, instead of paging it in again.")
+    ] = False,
 ) -> None:
     """Run a training script, unchanged, under a Session, and print what was saved.
 
@@ -62,9 +67,15 @@ def run(
     """
     if report_json is not None and not report_json.parent.is_dir():
         raise typer.BadParameter(f"the folder {report_json.parent} is not there", param_hint="--report-json")
+    if keep_memory and not allocator.keep_memory():
+        typer.echo("backstash: --keep-memory needs glibc, and does nothing here", err=True)
+    before = allocator.Usage.now()
     with _told():
         launched = launch(script, args or (), policy)
+    advice = None if keep_memory else allocator.Usage.now().since(before).advice()
     print(f"\nbackstash: {script}, {launched.report}", flush=True)
+    if advice is not None:
+        typer.echo(f"backstash: {advice}", err=True)
     if report_json is not None:
         report_json.write_text(launched.report.to_json() + "\n")
     raise typer.Exit(launched.exit_code)

@@ -35,7 +35,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -47,6 +47,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from backstash.codecs.base import Encoded, flat, is_dense
 from backstash.codecs.narrow import Narrow
 from backstash.codecs.shape import stand_in
+from backstash.codecs.sliced import Sliced
 from backstash.ops import cpu
 from backstash.saved import TensorSpec
 
@@ -214,6 +215,10 @@ def _convolution_backward(
         made: _Gradients = original.call_boxed(keys, grad, x, weight, bias, *geometry, [of_input, of_weight, of_bias])
         return made
     weight_grad = bias_grad = input_grad = None
+    known = stashed.encoded() if of_weight else None
+    if known is not None and isinstance(known[0], Sliced):
+        backward = partial(original.call_boxed, keys)
+        return _sliced_convolution(backward, known[0], known[1], grad, x, weight, bias, geometry, of_input, of_bias)
     if of_weight:
         whole = stashed.whole()
         _, weight_grad, bias_grad = original.call_boxed(
@@ -227,6 +232,41 @@ def _convolution_backward(
         input_grad, _, _ = original.call_boxed(keys, grad, x, weight, bias, *geometry, [True, False, False])
     if _is_exclusive(grad):
         stashed.adopt(grad)
+    return input_grad, weight_grad, bias_grad
+
+
+def _sliced_convolution(
+    backward: Callable[..., _Gradients],
+    codec: Sliced,
+    encoded: Encoded,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    geometry: list[Any],
+    of_input: bool,
+    of_bias: bool,
+) -> _Gradients:
+    """A slice of the batch at a time, the weight's and the bias's gradients added up.
+
+    In channels_last the library makes no reordered copies, so the input's gradient is made at once.
+    """
+    weight_grad = bias_grad = input_grad = None
+    at_once = grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last) and not grad.is_contiguous()
+    for number, (begin, end) in enumerate(codec.ranges(encoded.spec)):
+        part, some = grad[begin:end], codec.decode_part(encoded, number)
+        _, more, more_bias = backward(part, some, weight, bias, *geometry, [False, True, of_bias])
+        del some
+        weight_grad = more if weight_grad is None or more is None else weight_grad.add_(more)
+        bias_grad = more_bias if bias_grad is None or more_bias is None else bias_grad.add_(more_bias)
+        if of_input and not at_once:
+            made, _, _ = backward(part, x[begin:end], weight, bias, *geometry, [True, False, False])
+            assert made is not None
+            if input_grad is None:
+                input_grad = torch.empty(x.shape, dtype=made.dtype, device=made.device)
+            input_grad[begin:end] = made
+    if of_input and at_once:
+        input_grad, _, _ = backward(grad, x, weight, bias, *geometry, [True, False, False])
     return input_grad, weight_grad, bias_grad
 
 

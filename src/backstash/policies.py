@@ -12,7 +12,7 @@ from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.csr import CROSSING
 from backstash.codecs.narrow import INTEGERS
 from backstash.errors import UnknownNameError
-from backstash.policy import Action, Keep, Outcome, Policy, Recompute, Stash
+from backstash.policy import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.saved import Need, SavedTensor
 
 
@@ -116,6 +116,43 @@ def _sparse(saved: SavedTensor, values: Minifloat | None, min_saving: float = 0.
     return Csr(max(min_saving, crossing), values), Zvc(min_saving, values)
 
 
+class SlicedPeak:
+    """As Lossless, but the convolutions that set the peak run their backward in slices of the batch. Not bit-equal.
+
+    Those whose input is at least ``share`` of the largest one that was saved so far; the first step is for learning.
+
+    Args:
+        parts: how many slices.
+        share: of the largest input.
+
+    Raises:
+        ValueError: fewer than two parts, or a share that is not above 0 and at most 1.
+    """
+
+    recomputes: ClassVar[bool] = True
+
+    def __init__(self, parts: int = 4, share: float = 0.5) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"SlicedPeak was asked for a share of {share}, but it takes one above 0 and at most 1.")
+        self.action = Slice(parts, (Binary(), Zvc()))
+        self.share = share
+        self._largest = 0
+
+    def __repr__(self) -> str:
+        return f"SlicedPeak(parts={self.action.parts}, share={self.share})"
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """Slices for the largest inputs of convolutions, else as Lossless."""
+        self._largest = max(self._largest, saved.spec.nbytes)
+        convolved = saved.need is Need.VALUE and (saved.op, saved.role) == ("Convolution", "input")
+        if convolved and saved.spec.dtype in FLOATS and saved.spec.nbytes >= self.share * self._largest:
+            return self.action
+        return Lossless().decide(saved)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learns nothing but sizes, in decide."""
+
+
 @dataclass(frozen=True)
 class KeepAll:
     """Encodes nothing: what plain PyTorch does, with the report."""
@@ -137,6 +174,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "gist_fp16": lambda: Gist("fp16"),
     "gist_fp10": lambda: Gist("fp10"),
     "gist_fp8": lambda: Gist("fp8"),
+    "sliced": SlicedPeak,
     "keep": KeepAll,
 }
 
@@ -144,6 +182,11 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 def lossless(min_saving: float = 0.02, recompute: bool = True) -> Policy:
     """The policy :class:`Lossless`."""
     return Lossless(min_saving, recompute)
+
+
+def sliced(parts: int = 4, share: float = 0.5) -> Policy:
+    """The policy :class:`SlicedPeak`."""
+    return SlicedPeak(parts, share)
 
 
 def gist(format: str = "fp16", fewbit: int | None = None) -> Policy:

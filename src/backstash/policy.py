@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from backstash import codecs as codec_registry
 from backstash.codecs.base import Codec
+from backstash.codecs.sliced import Sliced
 from backstash.saved import SavedTensor
 
 
@@ -68,6 +69,32 @@ class Recompute:
                 f"Recompute was asked for max_depth={self.max_depth} and otherwise={self.otherwise!r}, but it takes a "
                 f"depth of 1 or more, and Keep() or Stash(...)."
             )
+
+
+@dataclass(frozen=True, init=False)
+class Slice(Stash):
+    """Encode a convolution's input in slices of the batch, and compute its backward slice by slice. Not bit-equal.
+
+    Only a slice is decoded at a time, and the library's reordered copies are of slices too. The weight's gradient is
+    the same sum in another order: no policy that is called exact does this. What is no convolution's input is encoded
+    whole.
+
+    Args:
+        parts: how many slices, 2 or more.
+        codecs, store: as in Stash.
+    """
+
+    parts: int
+
+    def __init__(self, parts: int, codecs: Codec | str | Sequence[Codec | str] = "zvc", store: str = "device") -> None:
+        super().__init__(codecs, store)
+        if parts < 2:
+            raise ValueError(f"Slice was asked for {parts} parts, but it takes 2 or more.")
+        object.__setattr__(self, "parts", parts)
+
+    def sliced(self) -> Stash:
+        """The same with codecs that can decode a slice at a time."""
+        return Stash(tuple(Sliced(codec, self.parts) for codec in self.codecs), self.store)
 
 
 Action = Keep | Stash | Recompute

@@ -46,6 +46,7 @@ from backstash.codecs.base import Codec, Encoded, is_dense
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.narrow import Narrow
 from backstash.codecs.shape import Shape, stand_in
+from backstash.codecs.sliced import Sliced
 from backstash.errors import (
     CodecRefusedError,
     NeedNotMetError,
@@ -55,7 +56,7 @@ from backstash.errors import (
 )
 from backstash.ledger import Entry, PeakRow, Report, Step
 from backstash.ops.reference import bits_of
-from backstash.policy import Keep, Outcome, Policy, Recompute, Stash
+from backstash.policy import Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.producers import Content, Held, Leaf, Recipe, View
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, is_odd
 from backstash.stores import DeviceStore, Store, Ticket
@@ -201,7 +202,7 @@ class _Saved:
             form = value.form
             if form is None or form.mask != self.mask or not _same_layout(form.spec, spec):
                 return None
-            if not isinstance(form.codec, Bitmask if self.need is Need.SIGN else Narrow):
+            if not isinstance(form.codec, Bitmask if self.need is Need.SIGN else (Narrow, Sliced)):
                 return None
             return form.codec, form.store.get(form.ticket)
 
@@ -623,6 +624,8 @@ class Session:
         if isinstance(action, Keep):
             self._kept(value, facts, action.reason + why)
             return
+        if isinstance(action, Slice) and (facts.op, facts.role) == ("Convolution", "input"):
+            action = action.sliced()
         form, reason = self._stash(whole, facts, action, fresh)
         if form is None:
             entry.encode_seconds += time.perf_counter() - started

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from backstash import codecs
 from backstash.codecs.base import EXACT, Codec, Encoded, ErrorBound, flat
 from backstash.errors import BackstashError, CodecRefusedError, DamagedPlanesError
 from backstash.ledger import Report
@@ -34,6 +35,9 @@ from backstash.policy import Policy
 from backstash.saved import Mask, Need, TensorSpec, Test
 from backstash.session import Session
 from backstash.stores import Store, Ticket
+
+_NAMES = {"inf": math.inf, "nan": math.nan, "torch": torch, **{name: getattr(codecs, name) for name in codecs.__all__}}
+"""What the repr of a codec may name."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -244,7 +248,7 @@ def _check_declaration(codec: Codec) -> Codec:
         _fail(f"check_codec asked {codec!r} for its bound", repr(codec.bound), "Use None, or ErrorBound(abs=...)")
     module = vars(sys.modules[type(codec).__module__])
     try:
-        twin = eval(repr(codec), {"inf": math.inf, "nan": math.nan, "torch": torch, **module, name: type(codec)})
+        twin = eval(repr(codec), {**_NAMES, **module, name: type(codec)})
     except (SyntaxError, NameError, TypeError, AttributeError, ValueError) as error:
         _fail(
             f"check_codec asked for a repr that makes {name} again",

@@ -1,0 +1,125 @@
+"""A tensor in slices of its batch, each encoded on its own, so that backward can decode one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.base import Codec, Encoded, ErrorBound, like, require
+from backstash.saved import Mask, Need, TensorSpec
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """Stores slices of the first dimension, each with the same codec.
+
+    Preserves: what ``codec`` does.
+    Layout: the planes of ``codec`` for each slice, named ``"<slice>.<plane>"``; slices are as equal as can be, the
+        larger ones first.
+    Bytes: the sum of what the slices take.
+    Determinism: as ``codec``.
+
+    Args:
+        codec: of each slice.
+        parts: how many slices; a smaller batch has one per sample.
+
+    Raises:
+        ValueError: there are fewer than two parts.
+
+    Example:
+        >>> from backstash.codecs import Zvc
+        >>> codec = Sliced(Zvc(), 2)
+        >>> x = torch.eye(4)
+        >>> encoded = codec.encode(x)
+        >>> torch.equal(codec.decode(encoded), x), codec.decode_part(encoded, 1).shape
+        (True, torch.Size([2, 4]))
+    """
+
+    codec: Codec
+    parts: int = 4
+
+    id: ClassVar[str] = "sliced"
+
+    def __post_init__(self) -> None:
+        if self.parts < 2:
+            raise ValueError(f"Sliced was asked for {self.parts} parts, but it takes 2 or more.")
+
+    @property
+    def preserves(self) -> frozenset[Need]:
+        """What the codec does."""
+        return self.codec.preserves
+
+    @property
+    def bound(self) -> ErrorBound | None:
+        """The codec's."""
+        return self.codec.bound
+
+    @property
+    def label(self) -> str:
+        """The codec's, and in how many parts."""
+        return f"{getattr(self.codec, 'label', self.codec.id)} in {self.parts} slices"
+
+    def keeps(self, mask: Mask) -> bool:
+        """As the codec."""
+        keeps = getattr(self.codec, "keeps", None)
+        return bool(keeps is not None and keeps(mask))
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        """What the codec accepts of each slice, where the batch is the outermost dimension in memory."""
+        if not spec.shape or spec.shape[0] < 2 or spec.stride[0] * spec.shape[0] != spec.numel:
+            return "its first dimension is no batch of slices that lie one after the other"
+        return self.codec.accepts(_slice(spec, 0, 1))
+
+    def declines(self, x: Tensor) -> str | None:
+        """As the codec does for all of it."""
+        return self.codec.declines(x)
+
+    def encode(self, x: Tensor) -> Encoded:
+        """Encode each slice."""
+        spec = require(self, x)
+        parts = [self.codec.encode(x[begin:end]) for begin, end in self.ranges(spec)]
+        planes = {f"{number}.{name}": plane for number, one in enumerate(parts) for name, plane in one.planes.items()}
+        meta = {f"{number}.{name}": value for number, one in enumerate(parts) for name, value in one.meta.items()}
+        return Encoded(self.id, spec, planes, meta)
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        """All slices."""
+        out = like(encoded.spec, out)
+        for number, (begin, end) in enumerate(self.ranges(encoded.spec)):
+            self.codec.decode(self._part(encoded, number), out[begin:end])
+        return out
+
+    def decode_part(self, encoded: Encoded, number: int) -> Tensor:
+        """One slice, in memory of its own."""
+        return self.codec.decode(self._part(encoded, number))
+
+    def nbytes_bound(self, spec: TensorSpec) -> int:
+        """The sum of the slices' bounds."""
+        return sum(self.codec.nbytes_bound(_slice(spec, begin, end)) for begin, end in self.ranges(spec))
+
+    def ranges(self, spec: TensorSpec) -> list[tuple[int, int]]:
+        """First sample and the one behind the last, of each slice."""
+        batch = spec.shape[0]
+        parts = min(self.parts, batch)
+        edges = [number * (batch // parts) + min(number, batch % parts) for number in range(parts + 1)]
+        return list(pairwise(edges))
+
+    def _part(self, encoded: Encoded, number: int) -> Encoded:
+        prefix = f"{number}."
+        begin, end = self.ranges(encoded.spec)[number]
+        return Encoded(
+            self.codec.id,
+            _slice(encoded.spec, begin, end),
+            {name.removeprefix(prefix): x for name, x in encoded.planes.items() if name.startswith(prefix)},
+            {name.removeprefix(prefix): value for name, value in encoded.meta.items() if name.startswith(prefix)},
+        )
+
+
+def _slice(spec: TensorSpec, begin: int, end: int) -> TensorSpec:
+    shape = (end - begin, *spec.shape[1:])
+    nbytes = torch.Size(shape).numel() * spec.dtype.itemsize
+    return TensorSpec(shape, spec.stride, spec.dtype, spec.device, nbytes)
