@@ -44,6 +44,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from backstash import accumulation
 from backstash.codecs.base import Encoded, flat, is_dense
 from backstash.codecs.narrow import Narrow
 from backstash.codecs.shape import stand_in
@@ -422,6 +423,9 @@ def _register() -> None:
     for op in KERNELS:
         if op not in _originals:
             _originals[op] = torch.library.get_kernel(f"aten::{op}", "CPU")
+    for op in accumulation.KERNELS:
+        if op not in accumulation._originals:
+            accumulation._originals[op] = torch.library.get_kernel(f"aten::{op}", "CPU")
     own: dict[str, Callable[..., Any]] = {
         "convolution_backward": _convolution_backward,
         "threshold_backward": _threshold_backward,
@@ -433,6 +437,8 @@ def _register() -> None:
         warnings.simplefilter("ignore")
         for op in KERNELS:
             library.impl(op, _unseen(own.get(op) or _in_place_kernel(op)), "CPU", with_keyset=True, allow_override=True)
+        for op, matmul in accumulation.KERNELS.items():
+            library.impl(op, _unseen(matmul), "CPU", with_keyset=True, allow_override=True)
     _library = library
 
 
