@@ -1,0 +1,146 @@
+"""When planes come back from where they were moved: just before backward reads them.
+
+Note: [order of reading]
+    Backward reads stored values in an order that nobody knows beforehand, but training repeats it. So the first step
+    waits for each value, and notes them; every later one asks the stores for those that followed then. What is held on
+    the device is noted too, as it tells how far backward has come. A wrong guess costs time and nothing else: what was
+    fetched in vain counts as under way until its graph is gone, and so leaves the less room for others.
+
+Note: [window]
+    What is fetched early takes memory early. So no more is under way than a few of the largest values, and no more than
+    backward has freed: what the device holds and what is under way together are never more than it held at its peak.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from bisect import bisect_left
+from collections import defaultdict
+from typing import Protocol
+
+import torch
+
+from backstash.codecs.base import Encoded
+from backstash.stores import Store, Ticket
+
+WINDOW = 3
+"""How many values as large as the largest one may be under way, or there and not read yet."""
+
+Tag = tuple[str, int]
+"""Which value of a step it is: its key, and how many values of that key came before it."""
+
+
+class Moved(Protocol):
+    """A value in a store that is not the device; its owner may let go of it at any time."""
+
+    tag: Tag | None
+    store: Store
+    ticket: Ticket
+
+
+class Prefetcher:
+    """Asks stores for what backward will read next (Notes: [order of reading], [window]).
+
+    Used under its owner's lock. It holds values by weak references only.
+
+    Args:
+        ahead: how many values may be under way, whatever their size; None: as many as fit into the window.
+    """
+
+    def __init__(self, ahead: int | None = None) -> None:
+        self.ahead = ahead
+        self._order: list[Tag] = []  # as the step before read them
+        self._places: dict[Tag, list[int]] = {}  # where in that order
+        self._milestones: dict[str, int] = {}  # how many had been read when a value on the device was, by key
+        self._begin()
+
+    def _begin(self) -> None:
+        self._moved: dict[Tag, weakref.ref[Moved]] = {}
+        self._counts: defaultdict[str, int] = defaultdict(int)
+        self._read: list[Tag] = []
+        self._passed: dict[str, int] = {}
+        self._next = 0  # in the order
+        self._under_way: dict[Tag, int] = {}
+        self._largest = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was moved in this step."""
+        return not self._moved
+
+    def begin_step(self) -> None:
+        """A new forward pass begins: what backward read since the last one is the order now."""
+        if self._read:
+            self._order, self._milestones = self._read, self._passed
+            self._places = {}
+            for place, tag in enumerate(self._order):
+                self._places.setdefault(tag, []).append(place)
+        self._begin()
+
+    def put(self, moved: Moved, key: str) -> None:
+        """A value was moved."""
+        moved.tag = key, self._counts[key]
+        self._counts[key] += 1
+        self._moved[moved.tag] = weakref.ref(moved)
+        self._largest = max(self._largest, moved.ticket.nbytes)
+
+    def passed(self, key: str, room: int) -> None:
+        """Backward reads a value that is on the device. Takes ``room`` as :meth:`advance`."""
+        self._passed.setdefault(key, len(self._read))
+        self._next = max(self._next, self._milestones.get(key, 0))
+        self.advance(room)
+
+    def read(self, moved: Moved, room: int) -> tuple[Encoded, float]:
+        """The planes of a value, and how many seconds it took the store to bring them.
+
+        The next ones are asked for before it is waited for, but for a value that nobody has asked for yet: it must not
+        queue behind them. Takes ``room`` as :meth:`advance`.
+        """
+        tag, asked = moved.tag, False
+        room -= moved.ticket.nbytes
+        if tag is not None and self._alive(tag) is moved:  # and not one of an older step
+            self._read.append(tag)
+            places = self._places.get(tag)
+            if places:  # the next of them, or else the last
+                self._next = 1 + places[min(bisect_left(places, self._next), len(places) - 1)]
+            asked = self._under_way.pop(tag, None) is not None
+        if asked:
+            self.advance(room)
+        started = time.perf_counter()
+        encoded = moved.store.get(moved.ticket)
+        seconds = time.perf_counter() - started
+        if not asked:
+            self.advance(room)
+        return encoded, seconds
+
+    def advance(self, room: int) -> None:
+        """Ask for as many of the next values as may be under way.
+
+        Args:
+            room: bytes that the device holds less than at its peak.
+        """
+        for tag in [tag for tag in self._under_way if self._alive(tag) is None]:
+            del self._under_way[tag]
+        for place in range(self._next, len(self._order)):
+            tag = self._order[place]
+            moved = self._alive(tag)
+            if moved is None or tag in self._under_way:
+                continue
+            if not self._fits(moved.ticket.nbytes, room):
+                return
+            self._under_way[tag] = moved.ticket.nbytes
+            try:
+                moved.store.prefetch(moved.ticket)
+            except torch.OutOfMemoryError:  # then it is fetched when it is read, and more is free
+                del self._under_way[tag]
+                return
+
+    def _fits(self, nbytes: int, room: int) -> bool:
+        if self.ahead is not None:
+            return len(self._under_way) < self.ahead
+        return sum(self._under_way.values()) + nbytes <= min(WINDOW * self._largest, room)
+
+    def _alive(self, tag: Tag) -> Moved | None:
+        moved = self._moved.get(tag)
+        return moved() if moved is not None else None
