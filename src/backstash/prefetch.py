@@ -8,7 +8,9 @@ Note: [order of reading]
 
 Note: [window]
     What is fetched early takes memory early. So no more is under way than a few of the largest values, and no more than
-    backward has freed: what the device holds and what is under way together are never more than it held at its peak.
+    there is room for: with it the device holds no more of what was saved than it held at its peak. One exception: while
+    a value is read the next one may come whatever the room, as else nothing would ever be hidden where all is moved.
+    A value that will be read again that soon is not fetched again: its planes stay with it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import defaultdict
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -35,6 +38,7 @@ class Moved(Protocol):
     """A value in a store that is not the device; its owner may let go of it at any time."""
 
     tag: Tag | None
+    planes: Encoded | None
     store: Store
     ticket: Ticket
 
@@ -61,7 +65,8 @@ class Prefetcher:
         self._read: list[Tag] = []
         self._passed: dict[str, int] = {}
         self._next = 0  # in the order
-        self._under_way: dict[Tag, int] = {}
+        self._under_way: dict[Tag, int] = {}  # bytes
+        self._there: dict[Tag, int] = {}  # bytes of those that have come and will be read again, and of that being read
         self._largest = 0
 
     @property
@@ -97,49 +102,74 @@ class Prefetcher:
         The next ones are asked for before it is waited for, but for a value that nobody has asked for yet: it must not
         queue behind them. Takes ``room`` as :meth:`advance`.
         """
-        tag, asked = moved.tag, False
-        room -= moved.ticket.nbytes
-        if tag is not None and self._alive(tag) is moved:  # and not one of an older step
+        tag = moved.tag
+        if tag is None or self._alive(tag) is not moved:  # of an older step
+            tag = None
+        asked = tag in self._under_way or tag in self._there
+        if tag is not None:
             self._read.append(tag)
             places = self._places.get(tag)
             if places:  # the next of them, or else the last
                 self._next = 1 + places[min(bisect_left(places, self._next), len(places) - 1)]
-            asked = self._under_way.pop(tag, None) is not None
-        if asked:
-            self.advance(room)
-        started = time.perf_counter()
-        encoded = moved.store.get(moved.ticket)
-        seconds = time.perf_counter() - started
+            self._under_way.pop(tag, None)
+            self._there[tag] = moved.ticket.nbytes
+        again = asked and self.advance(room, moved)
+        encoded, moved.planes, seconds = moved.planes, None, 0.0
+        if encoded is None:
+            started = time.perf_counter()
+            encoded = moved.store.get(moved.ticket)
+            seconds = time.perf_counter() - started
         if not asked:
-            self.advance(room)
+            again = self.advance(room, moved)
+        if again:
+            moved.planes = encoded
+        elif tag is not None:
+            del self._there[tag]
         return encoded, seconds
 
-    def advance(self, room: int) -> None:
+    def advance(self, room: int, reading: Moved | None = None) -> bool:
         """Ask for as many of the next values as may be under way.
 
         Args:
             room: bytes that the device holds less than at its peak.
+            reading: the value that is read now.
+
+        Returns:
+            Whether ``reading`` will be read again soon.
         """
-        for tag in [tag for tag in self._under_way if self._alive(tag) is None]:
-            del self._under_way[tag]
-        for place in range(self._next, len(self._order)):
-            tag = self._order[place]
+        for known in (self._under_way, self._there):
+            for tag in [tag for tag in known if self._alive(tag) is None]:
+                del known[tag]
+        again = False
+        for place, tag in enumerate(islice(self._order, self._next, None)):
             moved = self._alive(tag)
-            if moved is None or tag in self._under_way:
+            if moved is not None and moved is reading:
+                again = again or place == 0 or self.ahead is not None or self._taken <= self._limit(room)
+            if moved is None or tag in self._under_way or tag in self._there:
                 continue
-            if not self._fits(moved.ticket.nbytes, room):
-                return
+            if not self._fits(moved.ticket.nbytes, room, reading):
+                break
             self._under_way[tag] = moved.ticket.nbytes
             try:
                 moved.store.prefetch(moved.ticket)
             except torch.OutOfMemoryError:  # then it is fetched when it is read, and more is free
                 del self._under_way[tag]
-                return
+                break
+        return again
 
-    def _fits(self, nbytes: int, room: int) -> bool:
+    def _fits(self, nbytes: int, room: int, reading: Moved | None) -> bool:
         if self.ahead is not None:
             return len(self._under_way) < self.ahead
-        return sum(self._under_way.values()) + nbytes <= min(WINDOW * self._largest, room)
+        if reading is not None and not self._under_way:
+            return True
+        return self._taken + nbytes <= self._limit(room)
+
+    @property
+    def _taken(self) -> int:
+        return sum(self._under_way.values()) + sum(self._there.values())
+
+    def _limit(self, room: int) -> int:
+        return min(WINDOW * self._largest, room)
 
     def _alive(self, tag: Tag) -> Moved | None:
         moved = self._moved.get(tag)

@@ -71,11 +71,12 @@ _active = threading.local()
 class _Form:
     """One encoding of a value: the planes' ticket and how to decode them. With a tag they are not on the device."""
 
-    __slots__ = ("__weakref__", "codec", "mask", "spec", "store", "tag", "ticket")
+    __slots__ = ("__weakref__", "codec", "mask", "planes", "spec", "store", "tag", "ticket")
 
     def __init__(self, codec: Codec, mask: Mask | None, spec: TensorSpec, store: Store, ticket: Ticket) -> None:
         self.codec, self.mask, self.spec, self.store, self.ticket = codec, mask, spec, store, ticket
         self.tag: Tag | None = None
+        self.planes: Encoded | None = None  # fetched for one reader and held for the next
 
     def __del__(self) -> None:
         self.store.drop(self.ticket)
