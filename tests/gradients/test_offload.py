@@ -467,7 +467,7 @@ def test_as_many_as_fit_are_under_way(room: int, ahead: int | None, begun: int) 
     [
         (1000, None, "get a, prefetch b, get b"),
         (1000, 1, "get a, prefetch b, get b"),
-        (0, None, "get a, prefetch b, get b, prefetch a, get a, prefetch b, get b"),
+        (0, None, "get a, prefetch b, prefetch a, get b, prefetch b, get a, get b"),
     ],
 )
 def test_a_value_that_is_read_twice_stays_if_there_is_room(room: int, ahead: int | None, calls: str) -> None:
