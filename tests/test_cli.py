@@ -81,7 +81,7 @@ def test_run_reports_on_a_script_that_fails(tmp_path: Path) -> None:
         (("run", "--report-json", "no/such/report.json", "{script}"), "the folder no/such is not there"),
         (
             ("compare", "--policies", "plain,fastest", "{script}"),
-            "policy 'fastest' was asked for, but there are gist",
+            "policy 'fastest' was asked for, but there are cdma",
         ),
         (("compare", "not-there.py"), "backstash: the training script 'not-there.py' was asked for, but there is no"),
         (("compare", "--out", "{script}", "{script}"), "is a file"),

@@ -24,7 +24,9 @@ ALLOWED = {
     "codecs": {"errors", "saved", "ops"},
     "stores": {"errors", "saved", "codecs.base"},
     "policy": {"errors", "saved", "codecs"},
-    "policies": {"errors", "saved", "codecs", "policy"},
+    "policies_offload": {"saved", "codecs", "policy"},
+    "policies": {"errors", "saved", "codecs", "policy", "policies_offload"},
+    "prefetch": {"codecs.base", "stores"},
     "buffers": {"errors", "saved", "ops"},
 }
 

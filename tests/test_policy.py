@@ -100,7 +100,7 @@ def test_policies_by_name() -> None:
 
 
 def test_unknown_names_list_the_names() -> None:
-    with pytest.raises(UnknownNameError, match=r"policy 'lossles' was asked for, but there are .*keep, lossless"):
+    with pytest.raises(UnknownNameError, match=r"policy 'lossles' was asked for, but there are .*layrub, lossless"):
         policies.get("lossles")
     with pytest.raises(bs.BackstashError, match="'lossles'"):
         bs.Session("lossles")

@@ -19,11 +19,13 @@ class Entry:
         need: the strongest need.
         spec: dtype and shape, as text.
         saved_nbytes: bytes that plain PyTorch would hold.
-        stash_nbytes: bytes held instead.
+        stash_nbytes: bytes held instead, in whichever store.
         codec: id of the codec, or ``"kept"``.
         reason: why it was kept.
         encode_seconds, decode_seconds: host time spent on it.
         decodes: how often it was decoded.
+        store: name of the store that holds it.
+        stall_seconds: time that this store took to bring it back, where it is not the device.
     """
 
     key: str
@@ -37,6 +39,13 @@ class Entry:
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
     decodes: int = 0
+    store: str = "device"
+    stall_seconds: float = 0.0
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes held on the device."""
+        return self.stash_nbytes if self.store == "device" else 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class Report:
         steps: steps seen so far.
         rows: one Entry per stored value, in the order of saving.
         parameter_nbytes: parameters and buffers that were saved by reference; not counted elsewhere.
-        peak_stash_nbytes: the most that was held at any moment since the Session was made.
+        peak_stash_nbytes: the most that the device held at any moment since the Session was made.
         peak: what was alive when the recorded step took most; empty where none was (planning.record).
     """
 
@@ -101,6 +110,11 @@ class Report:
         return sum(row.stash_nbytes for row in self.rows)
 
     @property
+    def moved_nbytes(self) -> int:
+        """Of these, the bytes in stores other than the device."""
+        return sum(row.stash_nbytes - row.device_nbytes for row in self.rows)
+
+    @property
     def ratio(self) -> float:
         """``saved_nbytes / stash_nbytes``; 1.0 where nothing was saved, inf where it is held in no bytes at all."""
         if self.stash_nbytes:
@@ -116,6 +130,11 @@ class Report:
     def decode_seconds(self) -> float:
         """Host time spent decoding."""
         return sum(row.decode_seconds for row in self.rows)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time that backward waited for stores."""
+        return sum(row.stall_seconds for row in self.rows)
 
     def by_codec(self) -> tuple[CodecTotal, ...]:
         """Totals per codec, largest saving first. Speeds are dense bytes per second of host time."""
@@ -155,6 +174,8 @@ class Report:
                 "peak_stash_nbytes",
                 "encode_seconds",
                 "decode_seconds",
+                "moved_nbytes",
+                "stall_seconds",
             )
         }
         totals["ratio"] = self.ratio if math.isfinite(self.ratio) else None
@@ -164,9 +185,12 @@ class Report:
         return json.dumps(totals, indent=1)
 
     def __str__(self) -> str:
+        stalled = self.stall_seconds >= 0.5e-4  # else it would be shown as 0.0 ms
         lines = [
             f"policy {self.policy}: saved {mib(self.saved_nbytes)}, stashed as {mib(self.stash_nbytes)}, "
             f"ratio {self.ratio:.2f} (step {self.steps}; {mib(self.parameter_nbytes)} of parameters by reference)",
+            *([f"{mib(self.moved_nbytes)} of it in other stores"] if self.moved_nbytes else []),
+            *([f"waited {_ms(self.stall_seconds)} for other stores"] if stalled else []),
             "",
             *_table(
                 ("codec", "values", "saved", "stash", "ratio", "encode", "decode", "GB/s enc", "GB/s dec"),
@@ -177,8 +201,8 @@ class Report:
                         mib(total.saved_nbytes),
                         mib(total.stash_nbytes),
                         _ratio(total.saved_nbytes, total.stash_nbytes),
-                        f"{total.encode_seconds * 1e3:.1f} ms",
-                        f"{total.decode_seconds * 1e3:.1f} ms",
+                        _ms(total.encode_seconds),
+                        _ms(total.decode_seconds),
                         "" if total.encode_gb_per_second is None else f"{total.encode_gb_per_second:.1f}",
                         "" if total.decode_gb_per_second is None else f"{total.decode_gb_per_second:.1f}",
                     )
@@ -187,7 +211,7 @@ class Report:
             ),
             "",
             *_table(
-                ("saved tensor", "need", "tensor", "saved", "stash", "codec", "note"),
+                ("saved tensor", "need", "tensor", "saved", "stash", "codec", *(["stall"] if stalled else []), "note"),
                 (
                     (
                         row.key,
@@ -195,7 +219,8 @@ class Report:
                         row.spec,
                         mib(row.saved_nbytes),
                         mib(row.stash_nbytes),
-                        row.codec,
+                        row.codec if row.store == "device" else f"{row.codec} in {row.store}",
+                        *([_ms(row.stall_seconds)] if stalled else []),
                         row.reason or (f"also {', '.join(row.shared_by)}" if row.shared_by else ""),
                     )
                     for row in self.rows
@@ -245,6 +270,10 @@ class Step:
 def mib(nbytes: int) -> str:
     """Bytes for people: ``"1.50 MiB"``."""
     return f"{nbytes / 2**20:.2f} MiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
 
 
 def _ratio(saved: int, stash: int) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
-from backstash.codecs import Binary, Bitmask, Csr, FewBit, Minifloat, Narrow, Shape, Zvc
+from backstash import codecs
+from backstash.codecs import Binary, Bitmask, Codec, Csr, FewBit, Minifloat, Narrow, Raw, Shape, Zvc
 from backstash.codecs import minifloat as _minifloat
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.csr import CROSSING
 from backstash.codecs.narrow import INTEGERS
 from backstash.errors import UnknownNameError
+from backstash.policies_offload import LOSSES, Cdma, Layrub, Vdnn, VdnnDyn
 from backstash.policy import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.saved import Need, SavedTensor
 
@@ -90,7 +92,7 @@ class Gist:
         if saved.spec.dtype not in FLOATS:
             return Lossless(recompute=False).decide(saved)
         exact = (Binary(), *_sparse(saved, None))
-        if self.format is None or saved.spec.dtype not in _minifloat.FLOATS or saved.op in _LOSSES:
+        if self.format is None or saved.spec.dtype not in _minifloat.FLOATS or saved.op in LOSSES:
             return Stash(exact)
         values = Minifloat(self.format)
         # A sparse form has to be smaller than the dense one. Where a relu reads the zeros, only a sparse form will do.
@@ -103,9 +105,6 @@ class Gist:
 
     def observe(self, outcome: Outcome) -> None:
         """Learns nothing."""
-
-
-_LOSSES = frozenset({"LogSoftmax", "NllLoss", "NllLoss2D"})
 
 
 def _sparse(saved: SavedTensor, values: Minifloat | None, min_saving: float = 0.02) -> tuple[Csr, Zvc]:
@@ -154,6 +153,46 @@ class SlicedPeak:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Exact, and in another memory: what :class:`Lossless` makes smaller or not goes to a store.
+
+    What is made again in backward needs no store, and what is read for its shape has no bytes.
+
+    Args:
+        codec: tried first where backward reads the value, before the codecs of Lossless; gradients are then as exact
+            as it is. None for these alone.
+        store: name of the store.
+        lossless: whose codecs they are.
+    """
+
+    codec: Codec | None = None
+    store: str = "host"
+    lossless: Lossless = Lossless()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a Session has to note how values are made."""
+        return self.lossless.recompute
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """The smallest exact form of what backward reads, in the store."""
+        action = self.lossless.decide(saved)
+        if saved.need is Need.SHAPE:
+            return action
+        if isinstance(action, Recompute):
+            return replace(action, otherwise=self._moved(saved, action.otherwise))
+        return self._moved(saved, action)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learns nothing."""
+
+    def _moved(self, saved: SavedTensor, action: Keep | Stash) -> Stash:
+        chain = action.codecs if isinstance(action, Stash) else ()
+        first = (self.codec,) if self.codec is not None and saved.need is Need.VALUE else ()
+        return Stash((*first, *chain, Raw()), self.store)
+
+
+@dataclass(frozen=True)
 class KeepAll:
     """Encodes nothing: what plain PyTorch does, with the report."""
 
@@ -176,6 +215,11 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "gist_fp8": lambda: Gist("fp8"),
     "sliced": SlicedPeak,
     "keep": KeepAll,
+    "offload": Offload,
+    "vdnn": Vdnn,
+    "vdnn_conv": lambda: Vdnn("conv"),
+    "cdma": Cdma,
+    "layrub": Layrub,
 }
 
 
@@ -197,6 +241,35 @@ def gist(format: str = "fp16", fewbit: int | None = None) -> Policy:
 def gist_lossless() -> Policy:
     """The policy :class:`Gist` without precision reduction."""
     return Gist()
+
+
+def offload(codec: str | Codec | None = None, store: str = "host", recompute: bool = True) -> Policy:
+    """The policy :class:`Offload`."""
+    return Offload(codecs.get(codec) if isinstance(codec, str) else codec, store, Lossless(recompute=recompute))
+
+
+def vdnn(rule: Literal["all", "conv", "dyn"] = "all", store: str = "host", budget: int | None = None) -> Policy:
+    """The policy :class:`Vdnn`, or for ``"dyn"``, which needs a ``budget``, :class:`VdnnDyn`.
+
+    Raises:
+        ValueError: there is no such rule, or ``budget`` is not what the rule needs.
+    """
+    if (rule == "dyn") is not (budget is not None):
+        raise ValueError(
+            f"vdnn was asked for the rule {rule!r} and budget={budget}, but 'dyn' takes a budget, the bytes that may "
+            f"stay on the device, and no other rule does."
+        )
+    return Vdnn(rule, store) if rule != "dyn" else VdnnDyn(budget or 0, store)
+
+
+def cdma(codec: str = "zvc", store: str = "host") -> Policy:
+    """The policy :class:`Cdma`."""
+    return Cdma(codec, store)
+
+
+def layrub(store: str = "host") -> Policy:
+    """The policy :class:`Layrub`."""
+    return Layrub(store)
 
 
 def get(policy: str | Policy) -> Policy:

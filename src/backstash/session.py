@@ -57,9 +57,10 @@ from backstash.errors import (
 from backstash.ledger import Entry, PeakRow, Report, Step
 from backstash.ops.reference import bits_of
 from backstash.policy import Keep, Outcome, Policy, Recompute, Slice, Stash
+from backstash.prefetch import Prefetcher, Tag
 from backstash.producers import Content, Held, Leaf, Recipe, View
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, is_odd
-from backstash.stores import DeviceStore, Store, Ticket
+from backstash.stores import DeviceStore, HostStore, Store, Ticket
 
 MIN_NBYTES = 16 * 1024
 """Tensors smaller than this are kept: naming and encoding them costs more than they hold."""
@@ -69,12 +70,14 @@ _active = threading.local()
 
 
 class _Form:
-    """One encoding of a value: the planes' ticket and how to decode them."""
+    """One encoding of a value: the planes' ticket and how to decode them. With a tag they are not on the device."""
 
-    __slots__ = ("__weakref__", "codec", "mask", "spec", "store", "ticket")
+    __slots__ = ("__weakref__", "codec", "mask", "planes", "spec", "store", "tag", "ticket")
 
     def __init__(self, codec: Codec, mask: Mask | None, spec: TensorSpec, store: Store, ticket: Ticket) -> None:
         self.codec, self.mask, self.spec, self.store, self.ticket = codec, mask, spec, store, ticket
+        self.tag: Tag | None = None
+        self.planes: Encoded | None = None  # fetched for one reader and held for the next
 
     def __del__(self) -> None:
         self.store.drop(self.ticket)
@@ -145,7 +148,7 @@ class _Value:
 
     def __del__(self) -> None:
         self.hold(None)
-        self.live.nbytes -= self.entry.stash_nbytes
+        self.live.nbytes -= self.entry.device_nbytes
 
 
 class _Saved:
@@ -204,7 +207,7 @@ class _Saved:
                 return None
             if not isinstance(form.codec, Bitmask if self.need is Need.SIGN else (Narrow, Sliced)):
                 return None
-            return form.codec, form.store.get(form.ticket)
+            return form.codec, _planes(value, form)
 
     def settle(self) -> None:
         """Its reader is done: let go of what was decoded, but for the bits that others will read."""
@@ -229,17 +232,33 @@ class _Saved:
 class _Live:
     """What is alive now; shared by a Session and its values, so that either may die first."""
 
-    __slots__ = ("buffers", "lock", "made_nbytes", "nbytes", "peak_nbytes", "saved", "stashed_nbytes", "unpacked")
+    __slots__ = (
+        "buffers",
+        "lock",
+        "made_nbytes",
+        "nbytes",
+        "peak_nbytes",
+        "prefetcher",
+        "saved",
+        "stashed_nbytes",
+        "unpacked",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: int | None) -> None:
         self.buffers = Buffers()
+        self.prefetcher = Prefetcher(ahead)
         self.lock = threading.RLock()
         self.saved = 0
-        self.nbytes = 0
+        self.nbytes = 0  # on the device
         self.made_nbytes = 0
         self.stashed_nbytes = 0  # when backward began
         self.peak_nbytes = 0
         self.unpacked = False
+
+    @property
+    def below_peak(self) -> int:
+        """How much less is held than at the peak."""
+        return self.peak_nbytes - self.nbytes
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so much more that was made again would still take no more than backward has freed."""
@@ -305,7 +324,7 @@ class Session:
     Args:
         policy: a policy's name (``"lossless"``) or a Policy.
         model: the module that paths in keys start from; without it, whichever module is called outermost.
-        stores: stores by name, beside ``"device"``.
+        stores: stores by name, beside ``"device"`` and ``"host"``, which are there already.
         min_nbytes: smaller tensors are kept.
 
     Raises:
@@ -335,12 +354,12 @@ class Session:
     ) -> None:
         self.policy = policies.get(policy)
         self.min_nbytes = min_nbytes
-        self.stores: dict[str, Store] = {"device": DeviceStore(), **(stores or {})}
+        self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore(), **(stores or {})}
         self._model = model
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._parameters: set[int] = set()
-        self._live = _Live()
+        self._live = _Live(getattr(self.policy, "ahead", None))
         self._step = Step()
         self._steps = 0
         self._seen: dict[int, tuple[StorageWeakRef, Entry]] = {}
@@ -449,6 +468,10 @@ class Session:
         self._steps += 1
         self._step = Step()
         self._seen.clear()
+        self._live.prefetcher.begin_step()
+        begin_step = getattr(self.policy, "begin_step", None)
+        if begin_step is not None:
+            begin_step()
         self._frames[0].counts.clear()
         self._contents = {cdata: known for cdata, known in self._contents.items() if not known[0].expired()}
         for _, content in self._contents.values():  # else a running average would remember all of its steps
@@ -632,19 +655,30 @@ class Session:
             self._kept(value, facts, reason + why)
             return
         value.form, value.guard = form, None
+        if action.store != "device":
+            self._live.prefetcher.put(form, facts.key)
         label = getattr(form.codec, "label", form.codec.id)
-        self._released(value, fresh, facts, label, form.ticket.nbytes, why.removeprefix("; "), started)
+        note = why.removeprefix("; ")
+        self._released(value, fresh, facts, label, form.ticket.nbytes, note, started, action.store)
 
     def _released(
-        self, value: _Value, fresh: list[_Saved], facts: SavedTensor, codec: str, nbytes: int, note: str, started: float
+        self,
+        value: _Value,
+        fresh: list[_Saved],
+        facts: SavedTensor,
+        codec: str,
+        nbytes: int,
+        note: str,
+        started: float,
+        store: str = "device",
     ) -> None:
         """Let go of the dense data, which is stored in another form now."""
         for saved in fresh:
             saved.dense = None
         entry, live = value.entry, value.live
-        live.nbytes -= entry.stash_nbytes
-        entry.stash_nbytes, entry.codec, entry.reason = nbytes, codec, note
-        live.add(nbytes)
+        live.nbytes -= entry.device_nbytes
+        entry.stash_nbytes, entry.codec, entry.reason, entry.store = nbytes, codec, note, store
+        live.add(entry.device_nbytes)
         entry.encode_seconds += time.perf_counter() - started
         self.policy.observe(Outcome(facts, codec, nbytes))
 
@@ -760,11 +794,16 @@ class Session:
         if not live.unpacked and _in_backward():  # and not a look at grad_fn._saved_*
             live.unpacked = True
             live.stashed_nbytes = live.nbytes
+            with self._lock:
+                live.prefetcher.advance(live.below_peak)
         if isinstance(saved, tuple):
             small, version = saved
             if small._version != version:
                 raise SavedTensorModifiedError(_modified_message(TensorSpec.of(small), None, small._version, version))
             return small
+        if saved.tensor is not None and not live.prefetcher.idle and not _is_moved(saved):
+            with self._lock:
+                live.prefetcher.passed(saved.tensor.key, live.below_peak)
         if saved.dense is not None:
             _check_version(saved)
             return saved.dense
@@ -838,6 +877,20 @@ def _settle(value: _Value) -> None:
     buffers.shrink()
 
 
+def _is_moved(saved: _Saved) -> bool:
+    value = saved.value
+    return value is not None and value.form is not None and value.form.tag is not None
+
+
+def _planes(value: _Value, form: _Form) -> Encoded:
+    """The planes of a value, from wherever they are."""
+    if form.tag is None:
+        return form.store.get(form.ticket)
+    encoded, seconds = value.live.prefetcher.read(form, value.live.below_peak)
+    value.entry.stall_seconds += seconds
+    return encoded
+
+
 def _same_layout(spec: TensorSpec, other: TensorSpec) -> bool:
     return spec.shape == other.shape and spec.stride == other.stride
 
@@ -856,15 +909,16 @@ def _dense(value: _Value, ahead: bool = False) -> Tensor:
     whole = value.made if value.made is not None else buffers.holding(owner)
     if whole is not None:
         return whole
-    started = time.perf_counter()
     for member in value.saved():
         member.read = False
-    if form is not None:
+    encoded = _planes(value, form) if form is not None else None
+    started = time.perf_counter()
+    if form is not None and encoded is not None:
         # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
         one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
         dtype = torch.bool if one_bit and form.spec.device.type != "cpu" else form.spec.dtype
         whole = buffers.take(form.spec, dtype)
-        form.codec.decode(form.store.get(form.ticket), whole)
+        form.codec.decode(encoded, whole)
     else:
         assert value.recipe is not None
         spec = value.recipe.call.spec

@@ -29,6 +29,7 @@ from backstash.codecs import (
     Lz4,
     Minifloat,
     Narrow,
+    Raw,
     Rle,
     Shape,
     Sz,
@@ -53,6 +54,7 @@ BUILT_IN = {
     "lz4": [Lz4()] if find_spec("lz4") else [],
     "minifloat": [Minifloat(), Minifloat("fp10"), Minifloat("float8_e4m3fn"), Minifloat("float8_e5m2", 16)],
     "narrow": [Narrow()],
+    "raw": [Raw()],
     "rle": [Rle()],
     "shape": [Shape()],
     "zstd": [Zstd()] if find_spec("zstandard") else [],
@@ -101,6 +103,11 @@ def test_csr(x: Tensor) -> None:
 @given(x=ANY)
 def test_general_compressors(codec: Codec, x: Tensor) -> None:
     assert checked(codec, x)
+
+
+@given(ANY)
+def test_raw(x: Tensor) -> None:
+    assert checked(Raw(), x)
 
 
 @given(tensors.floats())

@@ -14,6 +14,7 @@ from backstash.codecs.deflate import Deflate, Lz4, Zstd
 from backstash.codecs.fewbit import FewBit
 from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.narrow import Narrow
+from backstash.codecs.raw import Raw
 from backstash.codecs.rle import Rle
 from backstash.codecs.shape import Shape
 from backstash.codecs.sz import Sz
@@ -35,6 +36,7 @@ __all__ = [
     "Lz4",
     "Minifloat",
     "Narrow",
+    "Raw",
     "Rle",
     "Shape",
     "Sz",
@@ -96,5 +98,6 @@ for _codec in (
     BlockQuant,
     Dct,
     Sz,
+    Raw,
 ):
     register_codec(_codec)

@@ -1,0 +1,67 @@
+"""All the bytes, as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from backstash.codecs.base import EXACT, Encoded, flat, like, refuses_layout, require
+from backstash.errors import DamagedPlanesError
+from backstash.saved import Need, TensorSpec
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Stores a copy of the elements: for what goes to another store and cannot be made smaller.
+
+    On the device itself it saves nothing.
+
+    Preserves: SHAPE, SIGN, INDEX, VALUE - every bit.
+    Layout: plane ``values`` [n] of the tensor's dtype, in memory order.
+    Bytes: itemsize * n.
+    Determinism: the same planes on every backend.
+    Source: vDNN (MICRO 2016) and Layrub (TACO 2018), which move feature maps as they are.
+
+    Example:
+        >>> import torch
+        >>> Raw().encode(torch.arange(6.0).reshape(2, 3).t()).planes["values"].tolist()
+        [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    """
+
+    id: ClassVar[str] = "raw"
+    preserves: ClassVar[frozenset[Need]] = EXACT
+    bound: ClassVar[None] = None
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        """Dense tensors of any dtype."""
+        return refuses_layout(spec)
+
+    def declines(self, x: Tensor) -> str | None:
+        """Declines nothing but an empty tensor."""
+        return "it is empty" if x.numel() == 0 else None
+
+    def encode(self, x: Tensor) -> Encoded:
+        """One copy."""
+        return Encoded(self.id, require(self, x), {"values": flat(x).clone()})
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        """Every bit of the original.
+
+        Raises:
+            DamagedPlanesError: the plane has another length.
+        """
+        values, spec = encoded.planes["values"], encoded.spec
+        if values.numel() != spec.numel or values.dtype is not spec.dtype:
+            raise DamagedPlanesError(
+                f"codec 'raw' was asked to decode {spec}, got {TensorSpec.of(values)}. The stash was overwritten or "
+                f"cut short; compute the step again."
+            )
+        out = like(spec, out)
+        flat(out).copy_(values)
+        return out
+
+    def nbytes_bound(self, spec: TensorSpec) -> int:
+        """All of them."""
+        return spec.nbytes
