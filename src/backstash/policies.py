@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from backstash.codecs import Binary, Bitmask, Csr, FewBit, Minifloat, Narrow, Shape, Zvc
+from backstash.codecs import Binary, Bitmask, BlockQuant, Csr, FewBit, Minifloat, Narrow, Shape, Zvc
 from backstash.codecs import minifloat as _minifloat
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.csr import CROSSING
@@ -117,6 +117,45 @@ def _sparse(saved: SavedTensor, values: Minifloat | None, min_saving: float = 0.
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """Values in a few bits each between the extremes of their group, after ActNN (ICML 2021); the rest is exact.
+
+    What a relu reads as well, or any other formula that asks on which side of a threshold a value is, is exact too:
+    rounded values would answer otherwise. So is what a loss saves. What is read by others than layers' weight gradients
+    is rounded, so unlike under control.Comet the errors of layers do add up.
+
+    Args:
+        bits: of codecs.BlockQuant: 1, 2, 4 or 8.
+        recompute: whether values are made again where what they are made of is exact.
+
+    Raises:
+        ValueError: BlockQuant has not so many bits.
+    """
+
+    bits: int = 2
+    recompute: bool = True
+
+    def __post_init__(self) -> None:
+        BlockQuant(self.bits)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a Session has to note how values are made."""
+        return self.recompute
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """A few bits for a value, else an exact form."""
+        exact = Lossless(recompute=self.recompute).decide(saved)
+        if saved.need is not Need.VALUE or saved.spec.dtype not in _minifloat.FLOATS or saved.op in _LOSSES:
+            return exact
+        rounded = Stash((Binary(), BlockQuant(self.bits), Zvc()))
+        return Recompute(rounded) if self.recompute else rounded
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learns nothing."""
+
+
+@dataclass(frozen=True)
 class KeepAll:
     """Encodes nothing: what plain PyTorch does, with the report."""
 
@@ -137,6 +176,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "gist_fp16": lambda: Gist("fp16"),
     "gist_fp10": lambda: Gist("fp10"),
     "gist_fp8": lambda: Gist("fp8"),
+    "quantized": Quantized,
     "keep": KeepAll,
 }
 
@@ -154,6 +194,11 @@ def gist(format: str = "fp16", fewbit: int | None = None) -> Policy:
 def gist_lossless() -> Policy:
     """The policy :class:`Gist` without precision reduction."""
     return Gist()
+
+
+def quantized(bits: int = 2) -> Policy:
+    """The policy :class:`Quantized`."""
+    return Quantized(bits)
 
 
 def get(policy: str | Policy) -> Policy:

@@ -55,7 +55,7 @@ from backstash.errors import (
 )
 from backstash.ledger import Entry, Report, Step
 from backstash.ops.reference import bits_of
-from backstash.policy import Keep, Outcome, Policy, Recompute, Stash
+from backstash.policy import DecidesTogether, Keep, Outcome, Policy, Recompute, Stash
 from backstash.producers import Content, Held, Leaf, Recipe, View
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, is_odd
 from backstash.stores import DeviceStore, Store, Ticket
@@ -348,6 +348,9 @@ class Session:
         self._depth = 0
         self._frames: list[_Frame] = [_Frame("")]
         self._recomputes: bool = getattr(self.policy, "recomputes", True)
+        self._together = self.policy if isinstance(self.policy, DecidesTogether) else None
+        self._begun: Callable[[], None] | None = getattr(self.policy, "begin_step", None)
+        self._watch: Callable[[SavedTensor, Any, Tensor], None] | None = getattr(self.policy, "watch", None)
         self._contents: dict[int, tuple[StorageWeakRef, Content]] = {}
         self._proven: dict[tuple[str, str, str], str] = {}
         self._buffers = self._live.buffers
@@ -444,6 +447,8 @@ class Session:
         """A root module is called after a backward: the accounts start afresh."""
         self._live.unpacked = False
         self._steps += 1
+        if self._begun is not None:
+            self._begun()
         self._step = Step()
         self._seen.clear()
         self._frames[0].counts.clear()
@@ -467,6 +472,8 @@ class Session:
         with self._lock:
             if self._steps == 0:
                 self._steps = 1
+                if self._begun is not None:
+                    self._begun()
             if self._live.saved == 0 and self._step.entries and not _in_backward():  # the last graph is gone
                 self._begin_step()
             saved = _Saved(x, self._live)
@@ -501,7 +508,11 @@ class Session:
                         self._step.parameters[id(saved)] = saved.spec.nbytes
                         continue
                     reading = needs.read(node, role, saved.spec, specs) if builtin else needs.VALUE
+                    dense = saved.dense
                     self._take(saved, op, role, number, reading, builtin)
+                    if builtin and self._watch is not None and saved.tensor is not None and dense is not None:
+                        self._watch(saved.tensor, node, dense)
+                    del dense
                     if builtin and saved.spec is not None and consumers.can_claim(op, role, saved.spec):
                         saved.node = node._sequence_nr()
             for saved in wanted.values():
@@ -605,7 +616,12 @@ class Session:
         if whole is None or any(saved.spec.dtype != facts.spec.dtype for saved in fresh if saved.spec):
             self._kept(value, facts, "its storage is seen as different types")
             return
-        action = self.policy.decide(facts)
+        if self._together is not None:
+            action = self._together.decide_together(
+                facts, [saved.tensor for saved in fresh if saved.tensor is not None]
+            )
+        else:
+            action = self.policy.decide(facts)
         value.buffers = self._buffers
         started = time.perf_counter()
         why = ""

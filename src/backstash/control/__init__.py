@@ -2,5 +2,6 @@
 
 from backstash.control.batch import BatchSize
 from backstash.control.bound import bound_for, comet_bound, predicted_sigma
+from backstash.control.controller import Comet, Record, comet
 
-__all__ = ["BatchSize", "bound_for", "comet_bound", "predicted_sigma"]
+__all__ = ["BatchSize", "Comet", "Record", "bound_for", "comet", "comet_bound", "predicted_sigma"]
