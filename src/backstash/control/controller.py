@@ -407,6 +407,6 @@ def _collector(
                 error = (weight_grad.float() - truth).square().mean()
                 cosine = torch.cosine_similarity(weight_grad.float().flatten(), truth.flatten(), dim=0)
                 reading.error = error if reading.error is None else reading.error + error
-                reading.cosine = torch.minimum(torch.as_tensor(reading.cosine), cosine)
+                reading.cosine = torch.minimum(torch.as_tensor(reading.cosine, device=cosine.device), cosine)
 
     return collect
