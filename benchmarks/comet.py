@@ -64,7 +64,7 @@ class Training:
     Attributes:
         variant, seed: which.
         accuracy: share of the test images that it gets right.
-        loss: mean of the last 20 steps.
+        loss: mean of the last 20 steps; ``null`` in the JSON where it is no number.
         ratio: what plain PyTorch would have saved in the last step over what was stashed.
         conv_ratio: the same of the convolutions' inputs alone; None where they take nothing, or there are none.
         step_seconds: mean time of a step.
@@ -221,10 +221,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "schedule": asdict(schedule),
             "machine": asdict(machine),
             "seconds": seconds,
-            "trainings": [asdict(one) for one in trainings],
+            "trainings": [asdict(one) | {"loss": one.loss if math.isfinite(one.loss) else None} for one in trainings],
         }
         asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(result, indent=1) + "\n")
+        asked.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     print(f"\n{seconds:.0f} s" + ("" if asked.json is None else f"; everything is in {asked.json}"))
     return 0
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -323,6 +325,61 @@ def test_sigma_is_a_share_of_the_momentum() -> None:
     policy.begin_step()
     record = next(record for record in policy.history if record.key.startswith("2/"))
     assert record.target == pytest.approx(0.03 * momentum)
+
+
+def test_a_bound_is_never_coarser_than_half_of_the_values() -> None:
+    """A huge sigma asks for a bound at which everything would be one step."""
+    model = network()
+    policy = comet(sigma=1e6, every=2, samples=0, recompute=False)
+    session = Session(policy, model=model, min_nbytes=0)
+    inputs: dict[str, float] = {}
+    for name in ("0", "2", "5"):
+        layer = model.get_submodule(name)
+        layer.register_forward_pre_hook(lambda _, x, name=name: inputs.__setitem__(name, _root_mean_square(x[0])))
+    for x, y in batches(2):
+        with session:
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+    policy.begin_step()
+    got = {key.split("/")[0]: bound for key, bound in policy.bounds.items()}
+    assert got == pytest.approx({name: 0.5 * value for name, value in inputs.items()}, rel=1e-4)
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return float(x.detach()[x != 0].square().mean().sqrt())
+
+
+def test_gradients_of_gradients_are_collected_too() -> None:
+    torch.manual_seed(0)
+    conv, x = nn.Conv2d(4, 4, 3), torch.randn(4, 4, 12, 12, requires_grad=True)
+    policy = comet(every=1, samples=1, recompute=False)
+    session = Session(policy, model=conv, min_nbytes=0)
+    for _ in range(4):
+        conv.zero_grad()
+        with session:
+            loss = (conv(x * 1.0) ** 3).sum()
+        (grad,) = torch.autograd.grad(loss, [x], create_graph=True)
+        grad.square().sum().backward()
+    assert policy.history
+
+
+def test_copies_for_comparison_die_with_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backstash.control import controller
+
+    copies: list[weakref.ref[Tensor]] = []
+    original = controller._collector
+
+    def collector(*given: Any) -> Any:
+        if given[-1] is not None:
+            copies.append(weakref.ref(given[-1]))
+        return original(*given)
+
+    monkeypatch.setattr(controller, "_collector", collector)
+    model = network()
+    policy = comet(every=2, samples=3)
+    train(model, sgd(model), policy, 8)
+    gc.collect()
+    assert copies and not any(copy() is not None for copy in copies)
 
 
 def test_rules_pass_everything_on() -> None:
