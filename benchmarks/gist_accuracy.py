@@ -252,7 +252,7 @@ def train(network: str, variant: Variant, data: Dataset, schedule: Schedule, see
     model = NETWORKS[network]()
     session = None if variant.stashed is None else Session(variant.stashed(), model=model, min_nbytes=0)
     optimizer = torch.optim.SGD(model.parameters(), schedule.learning_rate, momentum=0.9)
-    order = _order(len(data.train_labels), schedule, seed)
+    order = order_of(len(data.train_labels), schedule, seed)
     losses: list[float] = []
     ratio = None
     with rounding(model, None if variant.computed is None else variant.computed()):
@@ -268,11 +268,11 @@ def train(network: str, variant: Variant, data: Dataset, schedule: Schedule, see
             optimizer.step()
             losses.append(loss.item())
         seconds = time.perf_counter() - started
-        right = _right(model, data, schedule.batch)
-    return Training(network, variant.name, seed, right / len(data.test_labels), tuple(losses), ratio, seconds)
+        hits = right(model, data, schedule.batch)
+    return Training(network, variant.name, seed, hits / len(data.test_labels), tuple(losses), ratio, seconds)
 
 
-def _order(count: int, schedule: Schedule, seed: int) -> Iterator[Tensor]:
+def order_of(count: int, schedule: Schedule, seed: int) -> Iterator[Tensor]:
     """The images of each step, [batch]: a new order whenever all have been seen."""
     generator = torch.Generator().manual_seed(seed)
     left = torch.empty(0, dtype=torch.int64)
@@ -283,15 +283,15 @@ def _order(count: int, schedule: Schedule, seed: int) -> Iterator[Tensor]:
         left = left[schedule.batch :]
 
 
-def _right(model: nn.Module, data: Dataset, batch: int) -> int:
+def right(model: nn.Module, data: Dataset, batch: int) -> int:
     """How many test images the network gets right."""
     model.eval()
-    right = 0
+    hits = 0
     with torch.no_grad():
         for images, labels in zip(data.test_images.split(batch), data.test_labels.split(batch), strict=True):
             logits = model(images)
-            right += int(((logits.argmax(1) == labels) & logits.isfinite().all(1)).sum())
-    return right
+            hits += int(((logits.argmax(1) == labels) & logits.isfinite().all(1)).sum())
+    return hits
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------

@@ -178,6 +178,17 @@ def test_gist_reduces_sparse_and_dense_values(format: str) -> None:
     assert labels == ["binary", f"csr+{format}", f"zvc+{format}", format, f"zvc+{format}", "csr", "zvc"]
 
 
+def test_quantized_rounds_values_and_nothing_else() -> None:
+    action = policies.quantized(4).decide(saved())
+    assert isinstance(action, Recompute) and isinstance(action.otherwise, Stash)
+    assert [getattr(codec, "label", codec.id) for codec in action.otherwise.codecs] == ["binary", "blockquant4", "zvc"]
+    loss = SavedTensor("/LogSoftmax#0:result", "LogSoftmax", "result", "", saved().spec, Need.VALUE)
+    for exact in (saved(Need.SIGN, mask=MASK), saved(Need.SHAPE), saved(dtype=torch.float64), loss):
+        assert policies.quantized(4).decide(exact) == Lossless().decide(exact)
+    with pytest.raises(ValueError, match=r"bits=3, but the choices are 1, 2, 4, 8"):
+        policies.quantized(3)
+
+
 def test_gist_leaves_losses_and_narrow_numbers_exact() -> None:
     loss = SavedTensor("/LogSoftmax#0:result", "LogSoftmax", "result", "", saved().spec, Need.VALUE)
     for exact in (policies.gist("fp8").decide(loss), policies.gist("fp16").decide(saved(dtype=torch.float16))):

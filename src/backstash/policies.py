@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from backstash import codecs
-from backstash.codecs import Binary, Bitmask, Codec, Csr, FewBit, Minifloat, Narrow, Raw, Shape, Zvc
+from backstash.codecs import Binary, Bitmask, BlockQuant, Codec, Csr, FewBit, Minifloat, Narrow, Raw, Shape, Zvc
 from backstash.codecs import minifloat as _minifloat
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.csr import CROSSING
@@ -193,6 +193,45 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """Values in a few bits each between the extremes of their group, after ActNN (ICML 2021); the rest is exact.
+
+    What a relu reads as well, or any other formula that asks on which side of a threshold a value is, is exact too:
+    rounded values would answer otherwise. So is what a loss saves. What is read by others than layers' weight gradients
+    is rounded, so unlike under control.Comet the errors of layers do add up.
+
+    Args:
+        bits: of codecs.BlockQuant: 1, 2, 4 or 8.
+        recompute: whether values are made again where what they are made of is exact.
+
+    Raises:
+        ValueError: BlockQuant has not so many bits.
+    """
+
+    bits: int = 2
+    recompute: bool = True
+
+    def __post_init__(self) -> None:
+        BlockQuant(self.bits)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a Session has to note how values are made."""
+        return self.recompute
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """A few bits for a value, else an exact form."""
+        exact = Lossless(recompute=self.recompute).decide(saved)
+        if saved.need is not Need.VALUE or saved.spec.dtype not in _minifloat.FLOATS or saved.op in LOSSES:
+            return exact
+        rounded = Stash((Binary(), BlockQuant(self.bits), Zvc()))
+        return Recompute(rounded) if self.recompute else rounded
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learns nothing."""
+
+
+@dataclass(frozen=True)
 class KeepAll:
     """Encodes nothing: what plain PyTorch does, with the report."""
 
@@ -214,6 +253,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "gist_fp10": lambda: Gist("fp10"),
     "gist_fp8": lambda: Gist("fp8"),
     "sliced": SlicedPeak,
+    "quantized": Quantized,
     "keep": KeepAll,
     "offload": Offload,
     "vdnn": Vdnn,
@@ -270,6 +310,11 @@ def cdma(codec: str = "zvc", store: str = "host") -> Policy:
 def layrub(store: str = "host") -> Policy:
     """The policy :class:`Layrub`."""
     return Layrub(store)
+
+
+def quantized(bits: int = 2) -> Policy:
+    """The policy :class:`Quantized`."""
+    return Quantized(bits)
 
 
 def get(policy: str | Policy) -> Policy:

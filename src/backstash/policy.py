@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from backstash import codecs as codec_registry
 from backstash.codecs.base import Codec
@@ -119,13 +121,26 @@ class Outcome:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides what is done with each saved tensor."""
+    """Decides what is done with each saved tensor.
+
+    Three more methods are optional, for policies that learn from training (see control.Comet): :class:`DecidesTogether`
+    has one; ``begin_step()`` is called before a forward pass saves its first tensor; ``watch(saved, node, x)`` whenever
+    one of torch's own autograd nodes has saved ``x``, of which nothing may be kept but a copy.
+    """
 
     def decide(self, saved: SavedTensor) -> Action:
         """The action for one stored value; ``saved`` is the strongest of its uses (see docs/architecture.md)."""
 
     def observe(self, outcome: Outcome) -> None:
         """Told what became of it."""
+
+
+@runtime_checkable
+class DecidesTogether(Protocol):
+    """A policy to which it matters who else reads a value."""
+
+    def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
+        """As :meth:`Policy.decide`, which is not asked then; ``readers`` are all uses of the value, ``saved`` too."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +162,26 @@ class Rules:
 
     def decide(self, saved: SavedTensor) -> Action:
         """The action of the first pattern that matches, else what ``otherwise`` decides."""
+        return self.decide_together(saved, (saved,))
+
+    def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
+        """The same, for an ``otherwise`` to which it matters who else reads the value."""
         for pattern, action in self.rules:
             if fnmatchcase(saved.key, pattern):
                 return action
+        if isinstance(self.otherwise, DecidesTogether):
+            return self.otherwise.decide_together(saved, readers)
         return self.otherwise.decide(saved)
+
+    def begin_step(self) -> None:
+        """Passed on to ``otherwise``, if it wants it."""
+        if hasattr(self.otherwise, "begin_step"):
+            self.otherwise.begin_step()
+
+    def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
+        """Passed on to ``otherwise``, if it wants it."""
+        if hasattr(self.otherwise, "watch"):
+            self.otherwise.watch(saved, node, x)
 
     def observe(self, outcome: Outcome) -> None:
         """Passed on to ``otherwise``."""

@@ -56,7 +56,7 @@ from backstash.errors import (
 )
 from backstash.ledger import Entry, PeakRow, Report, Step
 from backstash.ops.reference import bits_of
-from backstash.policy import Keep, Outcome, Policy, Recompute, Slice, Stash
+from backstash.policy import DecidesTogether, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.prefetch import Prefetcher, Tag
 from backstash.producers import Content, Held, Leaf, Recipe, View
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, is_odd
@@ -368,6 +368,9 @@ class Session:
         self._depth = 0
         self._frames: list[_Frame] = [_Frame("")]
         self._recomputes: bool = getattr(self.policy, "recomputes", True)
+        self._together = self.policy if isinstance(self.policy, DecidesTogether) else None
+        self._begun: Callable[[], None] | None = getattr(self.policy, "begin_step", None)
+        self._watch: Callable[[SavedTensor, Any, Tensor], None] | None = getattr(self.policy, "watch", None)
         self._contents: dict[int, tuple[StorageWeakRef, Content]] = {}
         self._proven: dict[tuple[str, str, str], str] = {}
         self._buffers = self._live.buffers
@@ -466,12 +469,11 @@ class Session:
         """A root module is called after a backward: the accounts start afresh."""
         self._live.unpacked = False
         self._steps += 1
+        if self._begun is not None:
+            self._begun()
         self._step = Step()
         self._seen.clear()
         self._live.prefetcher.begin_step()
-        begin_step = getattr(self.policy, "begin_step", None)
-        if begin_step is not None:
-            begin_step()
         self._frames[0].counts.clear()
         self._contents = {cdata: known for cdata, known in self._contents.items() if not known[0].expired()}
         for _, content in self._contents.values():  # else a running average would remember all of its steps
@@ -493,6 +495,8 @@ class Session:
         with self._lock:
             if self._steps == 0:
                 self._steps = 1
+                if self._begun is not None:
+                    self._begun()
             if self._live.saved == 0 and self._step.entries and not _in_backward():  # the last graph is gone
                 self._begin_step()
             saved = _Saved(x, self._live)
@@ -527,7 +531,11 @@ class Session:
                         self._step.parameters[id(saved)] = saved.spec.nbytes
                         continue
                     reading = needs.read(node, role, saved.spec, specs) if builtin else needs.VALUE
+                    dense = saved.dense
                     self._take(saved, op, role, number, reading, builtin)
+                    if builtin and self._watch is not None and saved.tensor is not None and dense is not None:
+                        self._watch(saved.tensor, node, dense)
+                    del dense
                     if builtin and saved.spec is not None and consumers.can_claim(op, role, saved.spec):
                         saved.node = node._sequence_nr()
             for saved in wanted.values():
@@ -631,7 +639,12 @@ class Session:
         if whole is None or any(saved.spec.dtype != facts.spec.dtype for saved in fresh if saved.spec):
             self._kept(value, facts, "its storage is seen as different types")
             return
-        action = self.policy.decide(facts)
+        if self._together is not None:
+            action = self._together.decide_together(
+                facts, [saved.tensor for saved in fresh if saved.tensor is not None]
+            )
+        else:
+            action = self.policy.decide(facts)
         value.buffers = self._buffers
         started = time.perf_counter()
         why = ""

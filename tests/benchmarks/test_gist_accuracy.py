@@ -73,7 +73,7 @@ def test_every_output_is_rounded_and_gradients_pass(data: datasets.Dataset) -> N
 
 def test_every_image_is_seen_before_one_is_seen_again() -> None:
     schedule = replace(QUICK, steps=10, batch=3)
-    chosen = torch.cat(list(gist_accuracy._order(10, schedule, seed=1)))
+    chosen = torch.cat(list(gist_accuracy.order_of(10, schedule, seed=1)))
     assert chosen.shape == (30,)
     assert all(sorted(chosen[start : start + 10].tolist()) == list(range(10)) for start in (0, 10, 20))
 
@@ -97,7 +97,7 @@ def test_not_a_number_is_wrong(data: datasets.Dataset) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.full((len(x), 10), torch.nan)
 
-    assert gist_accuracy._right(Broken(), data, 16) == 0
+    assert gist_accuracy.right(Broken(), data, 16) == 0
 
 
 def test_the_steps_fit_the_time(data: datasets.Dataset) -> None:

@@ -55,6 +55,26 @@ def test_gist_lossless_is_exact() -> None:
     assert relative_error(gradients(model, x, Session("gist_lossless", min_nbytes=64)), expected) == 0
 
 
+@pytest.mark.parametrize(("bits", "largest"), [(8, 2e-2), (4, 0.3), (2, 1.0)])
+def test_quantized_is_off_by_no_more_than_its_steps(bits: int, largest: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
+    x = torch.randn(128, 64)
+    expected = gradients(model, x, None)
+    session = Session(policies.quantized(bits), min_nbytes=64)
+    assert 0 < relative_error(gradients(model, x, session), expected) < largest
+    assert any(row.codec == f"blockquant{bits}" for row in session.report().rows)
+
+
+def test_quantized_leaves_what_a_relu_reads_exact() -> None:
+    x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    with Session("quantized", min_nbytes=64) as session:
+        loss = (torch.relu(x * 1.0) @ weight).sum()
+    (grad,) = torch.autograd.grad(loss, [weight])
+    assert torch.equal(grad, torch.relu(x.detach()).T @ torch.ones(64, 64))
+    assert not any("blockquant" in row.codec for row in session.report().rows)
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e6])
 def test_a_relu_lets_the_same_gradients_through(scale: float) -> None:
     """What would round to zero stays above it, so the relu that reads the reduced value decides as it did."""

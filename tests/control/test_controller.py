@@ -1,0 +1,421 @@
+"""Training under bounds that follow the gradients: what is stored how, what is measured, and what goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+import weakref
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backstash import Session, policies
+from backstash.control import Comet, Record, comet
+from backstash.policy import Keep, Recompute, Rules, Stash
+
+sklearn_datasets = pytest.importorskip("sklearn.datasets")
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    bunch = sklearn_datasets.load_digits()
+    return torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16 - 0.3, torch.tensor(bunch.target)
+
+
+def network() -> nn.Sequential:
+    """Inputs of all kinds: the images themselves, relus' and poolings' results."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def batches(steps: int, size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
+    images, labels = digits()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        chosen = torch.randperm(len(images), generator=generator)[:size]
+        yield images[chosen], labels[chosen]
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Any, steps: int) -> tuple[list[float], Session]:
+    session, losses = Session(policy, model=model, min_nbytes=0), []
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        with session:
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, session
+
+
+def convolutions(session: Session) -> dict[str, str]:
+    """The codec of each convolution's input."""
+    rows = session.report().rows
+    return {row.key.split("/")[0]: row.codec for row in rows for key in [row.key, *row.shared_by] if ":input" in key}
+
+
+@pytest.mark.parametrize("codec", ["szp", "sz"])
+@pytest.mark.parametrize("layers", ["conv", "conv+linear"])
+def test_training_takes_the_same_way(layers: str, codec: str) -> None:
+    model = network()
+    plain, _ = train(model, sgd(model), "keep", 250)
+    model = network()
+    optimizer = sgd(model)
+    policy = comet(layers, every=10, codec=codec, optimizer=optimizer, samples=4)
+    bounded, session = train(model, optimizer, policy, 250)
+    assert bounded[:10] == plain[:10]  # exact at first
+    assert bounded[-1] != plain[-1]
+    assert sum(bounded[-20:]) / 20 == pytest.approx(sum(plain[-20:]) / 20, abs=0.05)
+    assert plain[0] > 2.0 and sum(plain[-20:]) / 20 < 0.1
+    expected = {f"{number}/Convolution#0:input" for number in (0, 2, 5)}
+    if "linear" in layers:
+        expected |= {f"{number}/Addmm#0:mat1" for number in (8, 10)}
+    assert set(policy.bounds) == expected
+    assert session.report().ratio > 2
+
+
+def test_what_is_measured_is_what_was_predicted_and_wanted() -> None:
+    model = network()
+    optimizer = sgd(model)
+    policy = comet("conv+linear", every=10, optimizer=optimizer, samples=5)
+    train(model, optimizer, policy, 100)
+    measured = [record for record in policy.history if record.measured]
+    assert len({record.key for record in measured}) >= 4
+    ratios = [record.measured / record.predicted for record in measured if record.measured and record.predicted]
+    ratios.sort()
+    assert 0.8 < ratios[len(ratios) // 2] < 1.2
+    assert all(record.cosine is not None and record.cosine > 0.99 for record in measured)
+
+
+def test_bounds_over_time_are_on_record() -> None:
+    model = network()
+    policy = comet(every=8)
+    train(model, sgd(model), policy, 60)
+    steps = sorted({record.step for record in policy.history})
+    assert steps[:2] == [8, 9]  # the last exact step, and at once what the first bounds do
+    assert all(4 <= later - earlier <= 8 for earlier, later in pairwise(steps[1:]))
+    for key, bound in policy.bounds.items():
+        record = [record for record in policy.history if record.key == key][-1]
+        assert isinstance(record, Record)
+        assert (record.bound, record.target > 0) == (bound, True)
+
+
+def test_no_hook_outside_of_collecting_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backstash.control import controller
+
+    calls = []
+    original = controller._collector
+    monkeypatch.setattr(controller, "_collector", lambda *given: calls.append(policy._step) or original(*given))
+    model = network()
+    policy = comet(every=20)
+    train(model, sgd(model), policy, 39)
+    assert set(calls) == {20, 21}
+
+
+def test_the_codec_takes_what_it_can() -> None:
+    """A relu reads which elements are zero, which Sz does not keep; the images are nobody's but the convolution's."""
+    for codec, expected in (("szp", "szp"), ("sz", "sz")):
+        model = network()
+        policy = comet(every=4, codec=codec, recompute=False)
+        _, session = train(model, sgd(model), policy, 12)
+        found = convolutions(session)
+        assert set(found) == {"0", "2", "5"}
+        assert found["2"] == "szp"
+        assert found["5"].split("+")[0] == expected
+
+
+def test_other_readers_get_every_bit() -> None:
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(x * 1.5)
+            return self.conv(y).sum() + (y * y).sum()
+
+    torch.manual_seed(0)
+    model, x = Squared(), torch.randn(8, 4, 16, 16, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x), [x])
+    policy = comet(every=1)
+    session = Session(policy, model=model, min_nbytes=0)
+    for _ in range(4):
+        with session:
+            loss = model(x)
+        loss.backward()
+    assert policy.bounds
+    got, x.grad = x.grad, None
+    assert got is not None and torch.equal(got, expected * 4)
+    assert not [row for row in session.report().rows if row.codec.startswith("sz")]
+
+
+def test_layers_that_share_an_input_share_the_smaller_bound() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loud, self.quiet = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (x.sort(-1).values * 1.0).contiguous()
+            return (self.loud(y) ** 2).mean() * 100 + self.quiet(y).sin().mean()
+
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(8, 4, 16, 16, requires_grad=True)
+    policy = comet(every=1, recompute=False)
+    session = Session(policy, model=model, min_nbytes=0)
+    for _ in range(3):
+        with session:
+            loss = model(x)
+        bounds = policy.bounds
+        loss.backward()
+    saved = next(row for row in session.report().rows if row.shared_by and row.key.startswith("loud/"))
+    assert saved.codec == "szp"
+    assert len(bounds) == 2
+    held = policy.decide_together(*_asked(bounds))
+    assert isinstance(held, Stash)
+    assert held.codecs[0].error == min(bounds.values())  # type: ignore[attr-defined]
+
+
+def _asked(bounds: dict[str, float]) -> tuple[Any, Any]:
+    from backstash.saved import Need, SavedTensor, TensorSpec
+
+    spec = TensorSpec.of(torch.empty(2, 3))
+    readers = [SavedTensor(key, "Convolution", "input", "", spec, Need.VALUE) for key in bounds]
+    return readers[0], readers
+
+
+@pytest.mark.parametrize("kind", ["functional", "matmul", "frozen"])
+def test_a_weight_that_is_made_by_others_stays_exact(kind: str) -> None:
+    """The error would go on to what made it."""
+    torch.manual_seed(0)
+    raw = torch.randn(4, 4, 3, 3, requires_grad=kind != "frozen")
+    x = torch.randn(8, 4, 16, 16, requires_grad=True)
+    policy = comet("conv+linear", every=1)
+    session = Session(policy, min_nbytes=0)
+    for _ in range(3):
+        with session:
+            if kind == "matmul":
+                loss = ((x.flatten(1) * 2.0) @ (raw.flatten()[:4].repeat(1024, 8) * 2.0)).sum()
+            else:
+                loss = F.conv2d(x * 2.0, raw * 2.0).square().sum()
+        loss.backward()
+    assert policy.bounds == {}
+    assert all(row.codec != "szp" for row in session.report().rows)
+
+
+def test_a_bad_direction_halves_the_bound_and_says_so_once() -> None:
+    model = network()
+    policy = comet(sigma=2.0, every=4, samples=5, cosine=0.999)
+    with pytest.warns(UserWarning, match=r"cosine of .* below 0.999; its bound is halved") as said:
+        train(model, sgd(model), policy, 40)
+    assert len(said) == 1
+    doubted = [record for record in policy.history if "halved" in record.note]
+    assert len(doubted) > 1
+    by_key = [record for record in policy.history if record.key == doubted[0].key]
+    after = by_key[by_key.index(doubted[0]) + 1]
+    assert after.step == doubted[0].step + 1
+    last = [record.cosine for record in policy.history if record.cosine is not None][-3:]
+    assert min(last) > 0.99
+
+
+def test_a_step_that_overflows_leaves_the_bounds_alone() -> None:
+    model = network()
+    optimizer = sgd(model)
+    policy = comet(every=4, optimizer=optimizer)
+    train(model, optimizer, policy, 6)
+    bounds = policy.bounds
+    session = Session(policy, model=model, min_nbytes=0)
+    for _ in range(10):
+        with session:
+            loss = model(torch.full((4, 1, 8, 8), 0.5)).sum() * math.nan
+        loss.backward()
+    assert {record.note for record in list(policy.history)[-3:]} == {"its gradients are not finite: the bound stays"}
+    assert policy.bounds.keys() == bounds.keys()
+    assert all(math.isfinite(bound) for bound in policy.bounds.values())
+
+
+def test_no_gradient_is_stored_exactly() -> None:
+    model = network()
+    policy = comet(every=2)
+    session = Session(policy, model=model, min_nbytes=0)
+    for x, _ in batches(8):
+        with session:
+            loss = (model(x) * 0.0).sum()
+        loss.backward()
+    assert policy.bounds == {}
+    assert all(record.note.startswith("no gradient") for record in policy.history)
+
+
+def test_a_step_without_backward_is_made_up_for() -> None:
+    model = network()
+    policy = comet(every=3)
+    session = Session(policy, model=model, min_nbytes=0)
+    for number, (x, y) in enumerate(batches(8), 1):
+        with session:
+            loss = F.cross_entropy(model(x), y)
+        if number != 3:
+            loss.backward()
+        del loss
+    assert policy.history[0].step == 4
+
+
+def test_a_module_that_runs_twice_adds_up() -> None:
+    torch.manual_seed(0)
+    conv, x = nn.Conv2d(8, 8, 3, padding=1), torch.randn(16, 8, 12, 12)
+    policy = comet("conv", sigma=0.001, every=1, samples=1, recompute=False)
+    session = Session(policy, model=conv, min_nbytes=0)
+    for _ in range(8):
+        conv.zero_grad()
+        with session:
+            loss = sum((conv(part.sort(-1).values) ** 2).mean() for part in (x, x * 2, x * 3))
+        loss.backward()
+    measured = [record for record in policy.history if record.measured]
+    assert measured
+    assert all(record.measured == pytest.approx(record.predicted, rel=0.25) for record in measured)
+
+
+def test_low_precision_and_autocast() -> None:
+    model = network()
+    policy = comet("conv+linear", every=2, samples=5)
+    session = Session(policy, model=model, min_nbytes=0)
+    for x, y in batches(8):
+        with session, torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+    assert len(policy.bounds) == 5
+    assert [record for record in policy.history if record.measured]
+
+
+def test_adam() -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    policy = comet(every=5, optimizer=optimizer)
+    train(model, optimizer, policy, 10)
+    record = next(record for record in policy.history if record.step == 5)
+    assert record.target > 0 and len(policy.bounds) == 3
+
+
+def test_sigma_is_a_share_of_the_momentum() -> None:
+    model = network()
+    optimizer = sgd(model)
+    policy = comet(sigma=0.03, every=4, optimizer=optimizer)
+    train(model, optimizer, policy, 4)
+    momentum = optimizer.state[model[2].weight]["momentum_buffer"].abs().mean().item()
+    policy.begin_step()
+    record = next(record for record in policy.history if record.key.startswith("2/"))
+    assert record.target == pytest.approx(0.03 * momentum)
+
+
+def test_a_bound_is_never_coarser_than_half_of_the_values() -> None:
+    """A huge sigma asks for a bound at which everything would be one step."""
+    model = network()
+    policy = comet(sigma=1e6, every=2, samples=0, recompute=False)
+    session = Session(policy, model=model, min_nbytes=0)
+    inputs: dict[str, float] = {}
+    for name in ("0", "2", "5"):
+        layer = model.get_submodule(name)
+        layer.register_forward_pre_hook(lambda _, x, name=name: inputs.__setitem__(name, _root_mean_square(x[0])))
+    for x, y in batches(2):
+        with session:
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+    policy.begin_step()
+    got = {key.split("/")[0]: bound for key, bound in policy.bounds.items()}
+    assert got == pytest.approx({name: 0.5 * value for name, value in inputs.items()}, rel=1e-4)
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return float(x.detach()[x != 0].square().mean().sqrt())
+
+
+def test_gradients_of_gradients_are_collected_too() -> None:
+    torch.manual_seed(0)
+    conv, x = nn.Conv2d(4, 4, 3), torch.randn(4, 4, 12, 12, requires_grad=True)
+    policy = comet(every=1, samples=1, recompute=False)
+    session = Session(policy, model=conv, min_nbytes=0)
+    for _ in range(4):
+        conv.zero_grad()
+        with session:
+            loss = (conv(x * 1.0) ** 3).sum()
+        (grad,) = torch.autograd.grad(loss, [x], create_graph=True)
+        grad.square().sum().backward()
+    assert policy.history
+
+
+def test_copies_for_comparison_die_with_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backstash.control import controller
+
+    copies: list[weakref.ref[Tensor]] = []
+    original = controller._collector
+
+    def collector(*given: Any) -> Any:
+        if given[-1] is not None:
+            copies.append(weakref.ref(given[-1]))
+        return original(*given)
+
+    monkeypatch.setattr(controller, "_collector", collector)
+    model = network()
+    policy = comet(every=2, samples=3)
+    train(model, sgd(model), policy, 8)
+    gc.collect()
+    assert copies and not any(copy() is not None for copy in copies)
+
+
+def test_rules_pass_everything_on() -> None:
+    model = network()
+    policy = comet(every=2)
+    rules = Rules((("2/Convolution*", Keep("by hand")),), policy)
+    with warnings.catch_warnings():
+        _, session = train(model, sgd(model), rules, 6)
+    assert len(policy.bounds) == 3
+    assert convolutions(session)["2"] == "kept"
+    assert convolutions(session)["5"] == "szp"
+
+
+def test_what_can_be_made_again_is() -> None:
+    model = network()
+    policy = comet(every=2)
+    train(model, sgd(model), policy, 4)
+    saved, readers = _asked(policy.bounds)
+    action = policy.decide_together(saved, readers)
+    assert isinstance(action, Recompute) and isinstance(action.otherwise, Stash)
+    assert [codec.id for codec in action.otherwise.codecs] == ["szp", "binary", "zvc"]
+
+
+@pytest.mark.parametrize("wrong", [{"layers": "convs"}, {"layers": ""}, {"layers": "conv,linear"}, {"codec": "zvc"}])
+def test_names_that_are_unknown_list_the_names(wrong: dict[str, Any]) -> None:
+    with pytest.raises(policies.UnknownNameError, match=r"comet was asked for .* but there are"):
+        comet(**wrong)
+
+
+@pytest.mark.parametrize("sigma", [0.0, -0.01, math.nan, math.inf])
+def test_a_sigma_that_is_none_is_refused(sigma: float) -> None:
+    with pytest.raises(ValueError, match=r"comet was asked for sigma=.* Use the policy 'lossless'"):
+        Comet(sigma=sigma)
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"samples": -1}, {"cosine": 1.5}])
+def test_other_numbers_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"comet was asked for every="):
+        comet(**wrong)
