@@ -163,12 +163,18 @@ def _largest(question: Question, peer: StepPeer) -> _Found:
     slope, fixed = line(taken)
     error = max(abs(slope * batch + fixed - nbytes) / nbytes for batch, nbytes in taken.items())
     predicted = math.floor((question.budget_nbytes - fixed) / slope)
-    batch = predicted
-    while batch >= 1:
-        _, nbytes = _count(question, peer, batch)
-        if nbytes <= question.budget_nbytes:
-            return _Found(peaks, slope, fixed, error, predicted, batch, round(nbytes))
-        batch -= math.ceil((nbytes - question.budget_nbytes) / slope)
+    batch, fits, too_many = max(1, predicted), 0, math.inf
+    while fits < batch < too_many:
+        _, taken[batch] = _count(question, peer, batch)
+        left = question.budget_nbytes - taken[batch]
+        if left >= 0:
+            fits = batch
+            batch = min(batch + math.floor(left / slope), int(min(too_many - 1, 2 * batch)))
+        else:
+            too_many = batch
+            batch = max(fits + 1, batch - math.ceil(-left / slope)) if batch > 1 else 0
+    if fits:
+        return _Found(peaks, slope, fixed, error, predicted, fits, round(taken[fits]))
     raise ValueError(
         f"the largest batch of {question.network} in {mib(question.budget_nbytes)} MiB was asked for; {peer.name} "
         f"takes {mib(round(slope + fixed))} MiB for a single image; give a larger budget"

@@ -199,7 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(machine, flush=True)
     schedule = QUICK if asked.quick else Schedule(steps=1000, size=16)
     data = datasets.load(None, schedule.size, asked.data, max(schedule.train_images, schedule.test_images))
-    schedule = fit(asked.network, schedule, data, deadline.left())
+    if not asked.quick:
+        schedule = fit(asked.network, schedule, data, deadline.left())
     about = (
         f"{asked.network} on {data.name} at {schedule.size}x{schedule.size}: {len(data.train_labels)} training images, "
         f"{len(data.test_labels)} test images; {schedule.steps} steps of {schedule.batch} images, "

@@ -46,6 +46,8 @@ BENCHES = {
     "gist_accuracy": "test accuracy with reduced precision",
     "allocator": "what keeping freed memory gives",
     "disk": "speed of the disk store",
+    "cdma": "bytes that would cross the link, by codec",
+    "comet": "accuracy and ratios under a bound that follows the gradients",
 }
 """Modules of the repository's folder benchmarks that are programs, and what they measure."""
 

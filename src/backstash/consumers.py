@@ -405,7 +405,7 @@ def install() -> None:
 def uninstall(busy: bool) -> None:
     """A Session is left. The last one takes the kernels away, unless there are graphs whose backward is yet to come.
 
-    Then the kernels stay until the next Session is left. Without claims they do what ATen's do.
+    Then the kernels stay, and serve any backward, until the next Session is left.
     """
     global _entered, _library
     with _lock:

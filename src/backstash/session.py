@@ -924,13 +924,14 @@ def _dense(value: _Value, ahead: bool = False) -> Tensor:
         return whole
     for member in value.saved():
         member.read = False
-    encoded = _planes(value, form) if form is not None else None
     started = time.perf_counter()
-    if form is not None and encoded is not None:
+    if form is not None:
         # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
         one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
         dtype = torch.bool if one_bit and form.spec.device.type != "cpu" else form.spec.dtype
         whole = buffers.take(form.spec, dtype)
+        encoded = _planes(value, form)
+        started = time.perf_counter()  # what was waited for is counted apart
         form.codec.decode(encoded, whole)
     else:
         assert value.recipe is not None
