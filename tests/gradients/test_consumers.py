@@ -116,6 +116,61 @@ def test_a_gradient_that_nobody_else_holds_is_overwritten(calls: list[tuple[Any,
     assert [grad == out for grad, out in calls] == [True]
 
 
+POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "leaky_relu_": lambda x: F.leaky_relu_(x * 1.0, 0.2),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "elu": F.elu,
+    "elu_": lambda x: F.elu_(x * 1.0),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "relu6": F.relu6,
+    "threshold": lambda x: F.threshold(x, 0.3, -0.5),
+    "softmax": lambda x: F.softmax(x, -1),
+    "softmax of another dimension": lambda x: F.softmax(x, 0),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "log_softmax in float64": lambda x: F.log_softmax(x, -1, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", POINTWISE)
+def test_what_is_written_over_gradients(name: str, dtype: torch.dtype) -> None:
+    def run(session: Any) -> Tensor | None:
+        x = torch.randn(37, 53, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        weights = torch.randn(37, 53, generator=torch.Generator().manual_seed(1)).to(dtype)
+        with session:
+            (POINTWISE[name](x * 2.0) * weights).sum().backward()
+        return x.grad
+
+    expected = run(torch.enable_grad())
+    for policy in ("lossless", "keep"):
+        assert not differences([expected], [run(Session(policy, min_nbytes=0))])
+
+
+def test_every_kernel_writes_over_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: set[str] = set()
+    original = consumers._pointwise
+
+    def pointwise(keys: Any, op: str, grad: Tensor, x: Tensor, rest: Any, exclusive: bool, *named: Any) -> Tensor:
+        made = original(keys, op, grad, x, rest, exclusive, *named)
+        if made is grad:
+            written.add(op)
+        return made
+
+    monkeypatch.setattr(consumers, "_pointwise", pointwise)
+    for activation in POINTWISE.values():
+        x = torch.randn(37, 53, requires_grad=True)
+        with Session("keep", min_nbytes=0):
+            (activation(x * 2.0) * 3.0).sum().backward()
+    assert written == set(consumers._IN_PLACE)
+
+
 def sent_both_ways(x: Tensor, keep: list[Tensor]) -> Tensor:
     return (x * 1.0).relu() + (x * 2.0).relu()
 
