@@ -136,6 +136,7 @@ class _Probe:
 _lock = threading.RLock()
 _library: torch.library.Library | None = None
 _entered = 0
+_waiting = 0
 _claims: dict[int, tuple[StorageWeakRef, weakref.ref[Any]]] = {}
 _originals: dict[str, Any] = {}
 _exclusive: _Counts | None = None
@@ -400,18 +401,27 @@ def install() -> None:
             _examine()
 
 
-def uninstall(busy: bool) -> None:
-    """A Session is left. The last one takes the kernels away, unless there are graphs whose backward is yet to come.
+def uninstall(waits: bool) -> None:
+    """A Session is left, and ``waits`` for the backward of graphs that it made: until :func:`finished` is called.
 
-    Then the kernels stay, and serve any backward, until the next Session is left.
+    The kernels go with the last Session that does not wait. Until then they do what ATen's do while nobody is entered
+    and nobody waits.
     """
-    global _entered, _library
+    global _entered, _waiting, _library
     with _lock:
         _entered -= 1
-        if _entered == 0 and not busy and _library is not None:
+        _waiting += waits
+        if not _entered and not _waiting and _library is not None:
             _library._destroy()
             _library = None
             _claims.clear()
+
+
+def finished() -> None:
+    """A Session waits no longer."""
+    global _waiting
+    with _lock:
+        _waiting -= 1
 
 
 def _register() -> None:
@@ -434,17 +444,22 @@ def _register() -> None:
     with warnings.catch_warnings():  # torch says once that a kernel is overridden
         warnings.simplefilter("ignore")
         for op in KERNELS:
-            library.impl(op, _unseen(own.get(op) or _in_place_kernel(op)), "CPU", with_keyset=True, allow_override=True)
+            library.impl(
+                op, _unseen(op, own.get(op) or _in_place_kernel(op)), "CPU", with_keyset=True, allow_override=True
+            )
         for op, matmul in accumulation.KERNELS.items():
-            library.impl(op, _unseen(matmul), "CPU", with_keyset=True, allow_override=True)
+            library.impl(op, _unseen(op, matmul), "CPU", with_keyset=True, allow_override=True)
     _library = library
 
 
-def _unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _unseen(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel, out of sight of torch function modes: what it calls is no part of the program."""
+    originals = accumulation._originals if op in accumulation.KERNELS else _originals
 
     @wraps(kernel)
     def call(keys: Any, grad: Tensor, *rest: Any, **named: Any) -> Any:
+        if not _entered and not _waiting:
+            return originals[op].call_boxed(keys, grad, *rest, **named)
         with torch._C.DisableTorchFunction():
             return kernel(keys, grad, *rest, **named)
 

@@ -227,6 +227,9 @@ class _Saved:
         live.saved -= 1
         if live.saved == 0:
             live.buffers.clear()
+            if live.waits:
+                live.waits = False
+                consumers.finished()
 
 
 class _Live:
@@ -242,6 +245,7 @@ class _Live:
         "saved",
         "stashed_nbytes",
         "unpacked",
+        "waits",
     )
 
     def __init__(self, ahead: int | None) -> None:
@@ -254,6 +258,7 @@ class _Live:
         self.stashed_nbytes = 0  # when backward began
         self.peak_nbytes = 0
         self.unpacked = False
+        self.waits = False  # left, with graphs whose backward is yet to come
 
     @property
     def below_peak(self) -> int:
@@ -420,7 +425,10 @@ class Session:
         self._contents.clear()
         self._roots.clear()
         self._parameters.clear()
-        consumers.uninstall(busy=self._live.saved > 0)
+        with self._lock:
+            waits = self._live.saved > 0 and not self._live.waits
+            self._live.waits |= waits
+            consumers.uninstall(waits)
 
     def report(self) -> Report:
         """The accounts of the last step that saved anything."""

@@ -349,8 +349,10 @@ def test_a_hook_that_looks_at_another_node_sees_data() -> None:
     assert torch.equal(seen[0] > 0, x * 2.0 > 0)
 
 
-def test_the_kernels_come_and_go() -> None:
+def test_the_kernels_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """They stay as long as a graph that they serve, and claims are redeemed outside the ``with`` too."""
+    gc.collect()
+    monkeypatch.setattr(consumers, "_waiting", 0)  # graphs that other tests have left
     model = network()
     expected = gradients(model, batch())
     with Session():
@@ -365,6 +367,7 @@ def test_the_kernels_come_and_go() -> None:
     model.zero_grad()
     loss.backward()
     assert not differences(expected, [parameter.grad for parameter in model.parameters()])
+    assert not consumers._waiting
     del loss
     with session:
         pass
@@ -372,6 +375,24 @@ def test_the_kernels_come_and_go() -> None:
     with pytest.raises(ZeroDivisionError), session:
         1 / 0  # noqa: B018
     assert consumers._library is None
+
+
+def test_a_plain_step_between_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Session that was left serves its own graphs' backward, and nothing after."""
+    seen: list[str] = []
+    original = consumers._pointwise
+    monkeypatch.setattr(consumers, "_pointwise", lambda *args: (seen.append(args[1]), original(*args))[1])
+    gc.collect()
+    monkeypatch.setattr(consumers, "_waiting", 0)  # graphs that other tests have left
+    x = torch.randn(64, 64, requires_grad=True)
+    with Session(min_nbytes=0):
+        loss = F.gelu((x * 2.0).relu()).sum()
+    loss.backward()
+    assert "gelu_backward" in seen
+    del loss
+    seen.clear()
+    F.gelu((x * 2.0).relu()).sum().backward()
+    assert not seen
 
 
 def test_backward_on_another_thread() -> None:
