@@ -418,17 +418,19 @@ class Session:
         self._installed = []
         self._depth = 0
         del self._frames[1:]
-        self._name(None)
-        self._sweep()
-        self._pending.clear()
-        self._seen.clear()
-        self._contents.clear()
-        self._roots.clear()
-        self._parameters.clear()
-        with self._lock:
-            waits = self._live.saved > 0 and not self._live.waits
-            self._live.waits |= waits
-            consumers.uninstall(waits)
+        try:
+            self._name(None)
+            self._sweep()
+        finally:
+            self._pending.clear()
+            self._seen.clear()
+            self._contents.clear()
+            self._roots.clear()
+            self._parameters.clear()
+            with self._lock:
+                waits = self._live.saved > 0 and not self._live.waits
+                self._live.waits |= waits
+                consumers.uninstall(waits)
 
     def report(self) -> Report:
         """The accounts of the last step that saved anything."""

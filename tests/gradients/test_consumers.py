@@ -16,8 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Session, consumers
+from backstash.errors import NeedNotMetError
 from backstash.ops import cpu
+from backstash.policy import Action, Outcome, Stash
 from backstash.report.meter import CountedPeak
+from backstash.saved import SavedTensor
 
 native = pytest.mark.skipif(not cpu.available(), reason="the native kernels are not built")
 
@@ -375,6 +378,24 @@ def test_the_kernels_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError), session:
         1 / 0  # noqa: B018
     assert consumers._library is None
+
+
+def test_an_error_on_leaving_takes_the_kernels_away() -> None:
+    """What is encoded last is encoded when the Session is left, and may be refused then."""
+
+    class Wrong:
+        def decide(self, saved: SavedTensor) -> Action:
+            return Stash("bitmask")
+
+        def observe(self, outcome: Outcome) -> None:
+            pass
+
+    entered = consumers._entered
+    x = torch.randn(64, 64, requires_grad=True)
+    with pytest.raises(NeedNotMetError), Session(Wrong(), min_nbytes=0):
+        y = (x * 2.0).tanh().sum()
+    assert consumers._entered == entered
+    del y
 
 
 def test_a_plain_step_between_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
