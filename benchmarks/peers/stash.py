@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -87,11 +89,12 @@ class Chunked:
     def start(self, workload: Workload) -> Forward:
         """The rewrite is undone after each forward pass, so that other candidates do not see it."""
 
-        def loss() -> Tensor:
+        def chunked(loss: Callable[[], Tensor]) -> Tensor:
             with chunked_loss(workload.model):
-                return workload.loss()
+                return loss()
 
-        return self.of.start(replace(workload, loss=loss))
+        whole, parts = partial(chunked, workload.loss), partial(chunked, workload.checkpointed_loss)
+        return self.of.start(replace(workload, loss=whole, checkpointed_loss=parts))
 
 
 @dataclass(frozen=True)
