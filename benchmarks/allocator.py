@@ -12,15 +12,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from backstash.report import meter
 from benchmarks.cases import build, find
-from benchmarks.machine import describe
 from benchmarks.peers import Plain, Stashing
+from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, interleave, mib, summarise, table
 from benchmarks.step_table import measure_resident, timed_step, uncollected
 
@@ -68,14 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.child:
         child(asked.child, asked.rounds)
         return 0
-    machine = describe("cpu")
-    print(machine, flush=True)
-    result = {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(machine),
-        "settings": SETTINGS,
-        "cases": {},
-    }
+    results = Results("allocator", asked.json, arguments, settings=SETTINGS)
+    cases: dict[str, list[dict[str, Any]]] = {}
     for case in asked.cases.split(","):
         seconds: dict[tuple[str, str], list[float]] = {}
         resident: dict[tuple[str, str], list[int]] = {}
@@ -102,12 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"\n{case}\n{table(('allocator', 'candidate', 's per step', 'of plain', 'resident MiB'), rows)}", flush=True
         )
-        result["cases"][case] = [  # type: ignore[index]
+        cases[case] = [
             {"setting": setting, "candidate": name, "seconds": values, "resident_nbytes": resident[setting, name]}
             for (setting, name), values in seconds.items()
         ]
-        if asked.json is not None:
-            asked.json.write_text(json.dumps(result, indent=1) + "\n")
+        results.write(cases=cases)
     return 0
 
 

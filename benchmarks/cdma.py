@@ -9,10 +9,8 @@ there are: a row says which, and the share of zeros. Nothing is timed, and the b
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stores import Ticket, Usage
 from benchmarks import networks
 from benchmarks.cases import SEED, image_batch
-from benchmarks.machine import describe
+from benchmarks.results import Results
 from benchmarks.rounds import Deadline, mib, table
 from benchmarks.training import Schedule, Training, train
 
@@ -167,24 +165,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     schedule = Schedule(asked.steps, SCHEDULE.batch, SCHEDULE.size)
     deadline = Deadline.after(asked.seconds)
+    results = Results("cdma", asked.json, arguments)
     rows: list[Row] = []
     for index, name in enumerate(asked.networks):
         part = deadline.part(1 / (len(asked.networks) - index))
         rows += measure(name, asked.batch, asked.size, schedule, part)
+        results.write(rows=rows)
     header = ("network", "state", "layout", "images", "maps MiB", "zeros", *CODECS)
     print(table(header, map(_line, rows)))
     print("\ntrained:")
     for row in rows:
         if row.training is not None and row.layout == "NCHW":
             print(f"  {row.network}: {row.training}")
-    if asked.json is not None:
-        result = {
-            "format": 1,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": asdict(describe("cpu")),
-            "rows": [asdict(row) for row in rows],
-        }
-        asked.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -13,15 +13,12 @@ inputs of convolutions are, their ratio is infinite, ``null`` in the JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,7 +31,7 @@ from backstash.policy import Policy
 from benchmarks import datasets
 from benchmarks.datasets import Dataset
 from benchmarks.gist_accuracy import NETWORKS, Schedule, order_of, right
-from benchmarks.machine import describe
+from benchmarks.results import Results
 from benchmarks.rounds import Deadline, table
 
 FORMAT = 1
@@ -194,9 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a few steps on small images: shows that everything runs")
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's files (default: where Debian puts them)")
     asked = parser.parse_args(arguments)
-    started, deadline = time.monotonic(), Deadline.after(asked.seconds)
-    machine = describe("cpu")
-    print(machine, flush=True)
+    deadline = Deadline.after(asked.seconds)
+    results = Results("comet", asked.json, arguments, format=FORMAT, quick=asked.quick)
     schedule = QUICK if asked.quick else Schedule(steps=1000, size=16)
     data = datasets.load(None, schedule.size, asked.data, max(schedule.train_images, schedule.test_images))
     if not asked.quick:
@@ -207,26 +203,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{len(schedule.seeds)} seeds"
     )
     print(f"{about}\n", flush=True)
-    trainings = [train(asked.network, one, data, schedule, seed) for seed in schedule.seeds for one in VARIANTS]
+    results.write(about=about, data=data.name, network=asked.network, schedule=schedule)
+    trainings = []
+    for seed in schedule.seeds:  # seed by seed: what is there when somebody stops it can be compared
+        for variant in VARIANTS:
+            trainings.append(train(asked.network, variant, data, schedule, seed))
+            results.write(trainings=trainings)
     print(show(trainings))
-    seconds = time.monotonic() - started
-    if asked.json is not None:
-        result = {
-            "format": FORMAT,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": ["python", "-m", "benchmarks.comet", *(sys.argv[1:] if arguments is None else arguments)],
-            "quick": asked.quick,
-            "about": about,
-            "data": data.name,
-            "network": asked.network,
-            "schedule": asdict(schedule),
-            "machine": asdict(machine),
-            "seconds": seconds,
-            "trainings": [asdict(one) | {"loss": one.loss if math.isfinite(one.loss) else None} for one in trainings],
-        }
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    print(f"\n{seconds:.0f} s" + ("" if asked.json is None else f"; everything is in {asked.json}"))
+    print(f"\n{results.close()}")
     return 0
 
 

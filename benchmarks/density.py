@@ -7,15 +7,15 @@ share of zeros from which on csr is the smaller one, found by halving; the formu
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from backstash.codecs import Codec, Csr, Zvc
+from benchmarks.results import Results
 from benchmarks.rounds import table
 
 FORMAT = 1
@@ -80,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--numel", type=int, default=1 << 20, help="elements of a tensor (default: 1048576)")
     parser.add_argument("--json", type=Path, help="file to write")
     asked = parser.parse_args(arguments)
+    results = Results("density", asked.json, arguments, format=FORMAT, numel=asked.numel)
     rows = [measure(asked.numel, dtype, zeros) for dtype in DTYPES for zeros in ZEROS]
     header = ("dtype", "zeros", *rows[0].ratios)
     print(table(header, [(row.dtype, f"{row.zeros:.0%}", *(f"{r:.2f}" for r in row.ratios.values())) for row in rows]))
@@ -90,14 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     for which, zeros in crossings.items():
         print(f"{which}: csr is smaller than zvc from {zeros:.1%} zeros")
-    if asked.json is not None:
-        result = {
-            "format": FORMAT,
-            "numel": asked.numel,
-            "rows": [asdict(row) for row in rows],
-            "csr_smaller_from_zeros": crossings,
-        }
-        asked.json.write_text(json.dumps(result, indent=1) + "\n")
+    results.write(rows=rows, csr_smaller_from_zeros=crossings)
     return 0
 
 

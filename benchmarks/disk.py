@@ -11,14 +11,11 @@ the first ``prefetch`` until the last ``get`` has returned.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -27,7 +24,7 @@ from backstash.codecs import Encoded
 from backstash.saved import TensorSpec
 from backstash.stores import DiskStore, Ticket
 from backstash.stores.disk import BLOCK
-from benchmarks.machine import describe
+from benchmarks.results import Results
 from benchmarks.rounds import Effort, interleave, spread, summarise, table
 
 
@@ -40,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9, help="rounds (default: 9)")
     parser.add_argument("--json", type=Path, help="file to write")
     asked = parser.parse_args(arguments)
-    machine = describe("cpu")
-    print(machine)
+    sizes = {"nbytes": asked.mib << 20, "value_nbytes": asked.value_mib << 20, "block_nbytes": BLOCK}
+    results = Results("disk", asked.json, arguments, **sizes)
     asked.directory.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=asked.directory) as disk,
@@ -65,18 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ],
         )
     )
-    if asked.json is not None:
-        result = {
-            "format": 1,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": asdict(machine),
-            "nbytes": asked.mib << 20,
-            "value_nbytes": asked.value_mib << 20,
-            "block_nbytes": BLOCK,
-            "gb_per_second": {name: asdict(row) for name, row in rows.items()},
-            "share_of_dd": {name: asdict(row) for name, row in shares.items()},
-        }
-        asked.json.write_text(json.dumps(result, indent=1) + "\n")
+    results.write(gb_per_second=rows, share_of_dd=shares)
     return 0
 
 

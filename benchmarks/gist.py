@@ -17,14 +17,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import statistics
-import sys
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +33,9 @@ from benchmarks import batch_table, layer_table, networks, step_table
 from benchmarks.batch_table import BatchTable, Question
 from benchmarks.cases import SEED, Case, Workload, build
 from benchmarks.layer_table import LayerTable
-from benchmarks.machine import describe
 from benchmarks.peers import Plain, Stashing
 from benchmarks.peers.stash import StashedForward
+from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, Summary, mib, spread, table
 from benchmarks.training import Schedule
 
@@ -439,45 +435,29 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
     """Measures everything, prints tables, writes the JSON and the figure; returns 1 where a gate failed, else 0."""
     asked = parse(arguments)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that counts bytes else prints two lines per step
-    started, deadline = time.monotonic(), Deadline.after(asked.seconds)
-    machine = describe("cpu")
-    print(machine, flush=True)
-    result: dict[str, Any] = {
-        "format": FORMAT,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "benchmarks.gist", *(sys.argv[1:] if arguments is None else arguments)],
-        "quick": asked.quick,
-        "complete": False,
-        "seconds_asked": asked.seconds,
-        "machine": asdict(machine),
-        "paper": PAPER,
-    }
-
-    def done(section: str, found: Sequence[Any]) -> None:
-        result[section] = [asdict(one) for one in found]
-        _write(asked, result, started)
-
-    results: list[NetworkResult] = []
+    deadline = Deadline.after(asked.seconds)
+    facts: dict[str, Any] = {"quick": asked.quick, "complete": False, "seconds_asked": asked.seconds, "paper": PAPER}
+    results = Results("gist", asked.json, arguments, format=FORMAT, **facts)
+    measured: list[NetworkResult] = []
     for section in (name for name in SHARES if name in asked.sections):
-        left = [name for name in SHARES if name in asked.sections and name not in result]
+        left = [name for name in SHARES if name in asked.sections and name not in results.found]
         part = deadline.part(SHARES[section] / sum(SHARES[name] for name in left))
         print(f"\n== {section} ==\n", flush=True)
         if section == "networks":
             for one in _networks(asked, stages, part):
-                results.append(one)
-                done(section, results)
-            result["means"] = [asdict(mean) for mean in means(results)]
-            print(show_means(means(results)), flush=True)
+                measured.append(one)
+                results.write(networks=measured)
+            results.write(means=means(measured))
+            print(show_means(means(measured)), flush=True)
         elif section == "layers":
-            done(section, _layers(asked, stages, part))
+            results.write(layers=_layers(asked, stages, part))
         else:
-            done(section, _deep(asked, stages, part))
-    result["complete"] = True
-    _write(asked, result, started)
-    print(f"\n{result['seconds']:.0f} s" + ("" if asked.json is None else f"; everything is in {asked.json}"))
-    if asked.json is not None and any(one.rows for one in results):
-        print(_draw(results, asked.json.with_suffix(".png"), str(machine)))
-    return int(any(one.case.status == "failed" for one in results))
+            results.write(deep=_deep(asked, stages, part))
+    results.write(complete=True)
+    print(f"\n{results.close()}")
+    if asked.json is not None and any(one.rows for one in measured):
+        print(_draw(measured, asked.json.with_suffix(".png"), str(results.machine)))
+    return int(any(one.case.status == "failed" for one in measured))
 
 
 def _networks(asked: Asked, stages: Sequence[Stage], deadline: Deadline) -> Iterator[NetworkResult]:
@@ -509,14 +489,6 @@ def _deep(asked: Asked, stages: Sequence[Stage], deadline: Deadline) -> list[Bat
         found.append(batch_table.measure(question, (Plain(), *chosen), effort))
         print(batch_table.show(found[-1]), end="\n\n", flush=True)
     return found
-
-
-def _write(asked: Asked, result: dict[str, Any], started: float) -> None:
-    """Writes the file again and again, so that what was measured outlives a failure."""
-    result["seconds"] = time.monotonic() - started
-    if asked.json is not None:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _draw(results: Sequence[NetworkResult], path: Path, made_on: str) -> str:

@@ -11,14 +11,11 @@ with the plain training of its seed.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +28,8 @@ from backstash.codecs import Codec
 from backstash.policy import Policy
 from benchmarks import datasets
 from benchmarks.datasets import Dataset
-from benchmarks.machine import describe
 from benchmarks.networks.initialisation import initialise, kaiming_fan_in
+from benchmarks.results import Results
 from benchmarks.rounds import Deadline, table
 
 FORMAT = 1
@@ -375,9 +372,8 @@ def main(arguments: Sequence[str] | None = None, variants: Sequence[Variant] = V
     parser.add_argument("--quick", action="store_true", help="a few steps on small images: shows that everything runs")
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's files (default: where Debian puts them)")
     asked = parser.parse_args(arguments)
-    started, deadline = time.monotonic(), Deadline.after(asked.seconds)
-    machine = describe("cpu")
-    print(machine, flush=True)
+    deadline = Deadline.after(asked.seconds)
+    results = Results("gist_accuracy", asked.json, arguments, format=FORMAT, quick=asked.quick, complete=False)
     schedule = QUICK if asked.quick else Schedule()
     data = datasets.load(None, schedule.size, asked.data, max(schedule.train_images, schedule.test_images))
     data = Dataset(
@@ -396,32 +392,18 @@ def main(arguments: Sequence[str] | None = None, variants: Sequence[Variant] = V
     )
     print(f"{about}\n", flush=True)
     trainings: list[Training] = []
-    result = {
-        "format": FORMAT,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "benchmarks.gist_accuracy", *(sys.argv[1:] if arguments is None else arguments)],
-        "quick": asked.quick,
-        "complete": False,
-        "about": about,
-        "data": data.name,
-        "schedule": asdict(schedule),
-        "machine": asdict(machine),
-    }
+    results.write(about=about, data=data.name, schedule=schedule)
     for seed in schedule.seeds:  # seed by seed: what is there when somebody stops it can be compared
         for network in NETWORKS:
             trainings += (train(network, variant, data, schedule, seed) for variant in variants)
         rows = summarise(trainings)
-        result |= {"rows": [asdict(row) for row in rows], "trainings": [_plain(one) for one in trainings]}
-        result |= {"seconds": time.monotonic() - started, "complete": seed == schedule.seeds[-1]}
-        if asked.json is not None:
-            asked.json.parent.mkdir(parents=True, exist_ok=True)
-            asked.json.write_text(json.dumps(result, indent=1) + "\n")
+        results.write(rows=rows, trainings=[_thinned(one) for one in trainings], complete=seed == schedule.seeds[-1])
     print(show(rows))
-    print(f"\n{result['seconds']:.0f} s" + ("" if asked.json is None else f"; everything is in {asked.json}"))
+    print(f"\n{results.close()}")
     return 0
 
 
-def _plain(training: Training) -> dict[str, Any]:
+def _thinned(training: Training) -> dict[str, Any]:
     losses = training.losses
     return asdict(training) | {"losses": losses[:: max(1, len(losses) // 20)]}
 

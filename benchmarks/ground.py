@@ -7,19 +7,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from backstash.ops.backends import advise_huge
-from benchmarks.machine import describe
+from benchmarks.results import Results
 from benchmarks.rounds import Effort, interleave, spread, summarise, table
 
 SHAPE = (8, 64, 224, 224)
@@ -32,20 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15, help="rounds (default: 15)")
     parser.add_argument("--json", type=Path, help="file to write")
     asked = parser.parse_args(arguments)
-    machine = describe("cpu")
-    print(machine)
+    results = Results("ground", asked.json, arguments, shape=SHAPE)
     seconds = interleave(tasks(SHAPE), Effort(asked.rounds))
     rows = {name: summarise(times) for name, times in seconds.items()}
     print(table(("what", "ms"), [(name, spread(row, 1e3, 1)) for name, row in rows.items()]))
-    if asked.json is not None:
-        result = {
-            "format": 1,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": asdict(machine),
-            "shape": SHAPE,
-            "rows": {name: asdict(row) for name, row in rows.items()},
-        }
-        asked.json.write_text(json.dumps(result, indent=1) + "\n")
+    results.write(rows=rows)
     return 0
 
 

@@ -16,12 +16,10 @@ allows; the table says how many rounds were quiet.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +33,7 @@ from backstash.codecs.fewbit_table import TABLE
 from backstash.ops import backends
 from backstash.ops.formats import FORMATS, SCALED
 from backstash.saved import Test
-from benchmarks.machine import describe
+from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
 
 FORMAT = 1
@@ -107,8 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if asked.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda was asked for; torch finds no CUDA device; use --device cpu")
-    machine, isa = describe(asked.device), _isa(asked.device)
-    print(f"{machine}; instruction set {isa}", flush=True)
+    isa, sizes = _isa(asked.device), {"nbytes": asked.mib << 20, "zeros": asked.zeros}
+    results = Results("kernels", asked.json, arguments, format=FORMAT, device=asked.device, isa=isa, **sizes)
+    print(f"instruction set {isa}", flush=True)
     print(f"{asked.mib} MiB, {asked.zeros:.0%} zeros, {asked.rounds} rounds: median [quartiles]")
     rows: list[Row] = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -116,17 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += _report(dtype, tasks, asked)
         del tasks
     rows += _report(torch.int64, integer_tasks(asked.mib << 20, asked.device), asked)
-    if asked.json is not None:
-        result = {
-            "format": FORMAT,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": asdict(machine),
-            "isa": isa,
-            "nbytes": asked.mib << 20,
-            "zeros": asked.zeros,
-            "rows": [asdict(row) for row in rows],
-        }
-        asked.json.write_text(json.dumps(result, indent=1) + "\n")
+    results.write(rows=rows)
     return 0
 
 

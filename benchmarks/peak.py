@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,8 +23,8 @@ from backstash.planning.record import record
 from backstash.planning.trace import ROLES, Role, Trace
 from benchmarks import step_table
 from benchmarks.cases import QUICK, SEED, WORDS, Case, build, find
-from benchmarks.machine import describe
 from benchmarks.peers import peak_peers
+from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, mib, table
 
 FORMAT = 1
@@ -145,31 +140,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _arguments(arguments)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that counts bytes else prints two lines per step
     cases = list(_cases(asked))
-    started, deadline = time.monotonic(), Deadline.after(asked.seconds)
-    machine = describe("cpu")
-    print(machine, flush=True)
-    result: dict[str, Any] = {
-        "format": FORMAT,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "benchmarks.peak", *(sys.argv[1:] if arguments is None else arguments)],
-        "quick": asked.quick,
-        "machine": asdict(machine),
-        "cases": [],
-    }
-    failed = False
+    deadline = Deadline.after(asked.seconds)
+    results = Results("peak", asked.json, arguments, format=FORMAT, quick=asked.quick)
+    measured = []
     for index, case in enumerate(cases):
         left = sum(one.share for one in cases[index:])
         effort = Effort(2 if asked.quick else asked.rounds, deadline.part(case.share / left))
         one, traces = measure(case, effort, not asked.skip_resident, asked.quick)
-        failed |= one.case.status == "failed"
+        measured.append(one)
+        results.write(cases=measured)
         print(f"\n{step_table.show(one.case)}\n\n{show_live(one)}", flush=True)
-        result["cases"].append(asdict(one))
-        result["seconds"] = time.monotonic() - started
         if asked.json is not None:
-            asked.json.parent.mkdir(parents=True, exist_ok=True)
-            asked.json.write_text(json.dumps(result, indent=1) + "\n")
             print(_draw(case, traces, asked.json), flush=True)
-    return int(failed)
+    return int(any(one.case.status == "failed" for one in measured))
 
 
 def _draw(case: Case, traces: dict[str, Trace], beside: Path) -> str:

@@ -10,12 +10,9 @@ it writes a file only where ``--out`` says so.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,8 +21,9 @@ import torch
 
 from benchmarks import codec_table, ratio_table, step_table
 from benchmarks.cases import cases, find
-from benchmarks.machine import ROOT, Machine, describe
+from benchmarks.machine import ROOT
 from benchmarks.peers import StepPeer, step_peers
+from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort
 from benchmarks.training import Schedule
 
@@ -72,20 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that counts bytes else prints two lines per step
     if asked.device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS computes the same twice only with it
-    started, deadline = time.monotonic(), Deadline.after(asked.seconds)
-    machine = describe(asked.device)
-    print(machine, flush=True)
-    result = _frame(asked, machine, arguments)
+    deadline = Deadline.after(asked.seconds)
+    facts = {"quick": asked.quick, "complete": False, "seconds_asked": asked.seconds}
+    results = Results("run", _path(asked), arguments, format=FORMAT, device=asked.device, **facts)
     for section, share in _shares(asked.sections):
         print(f"\n== {section} ==\n", flush=True)
         for so_far in _RUN[section](asked, deadline.part(share)):
-            result[section] = plain(so_far)
-            result["seconds"] = time.monotonic() - started
-            _write(asked, result)
-    result["complete"] = True
-    path = _write(asked, result)
-    print(f"\n{result['seconds']:.0f} s" + ("" if path is None else f"; everything is in {path}"))
-    return int(any(case["status"] == "failed" for case in result.get("steps", [])))
+            results.write(**{section: so_far})
+    results.write(complete=True)
+    print(f"\n{results.close()}")
+    return int(any(case["status"] == "failed" for case in results.found.get("steps", [])))
 
 
 def parse(arguments: Sequence[str] | None) -> Asked:
@@ -121,13 +115,6 @@ def parse(arguments: Sequence[str] | None) -> Asked:
     return Asked(
         asked.device, asked.quick, sections, case, candidates, asked.rounds, not asked.skip_resident, asked.seconds, out
     )
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses as dictionaries, wherever they are inside lists."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # -- sections: each yields what it has so far, again and again ---------------------------------------------------------
@@ -199,32 +186,12 @@ def _choose(what: str, asked: str | None, known: tuple[str, ...]) -> tuple[str, 
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def _frame(asked: Asked, machine: Machine, arguments: Sequence[str] | None) -> dict[str, Any]:
-    """What the JSON says besides the sections."""
-    given = sys.argv[1:] if arguments is None else arguments
-    return {
-        "format": FORMAT,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "benchmarks.run", *given],
-        "device": asked.device,
-        "quick": asked.quick,
-        "complete": False,
-        "seconds_asked": asked.seconds,
-        "seconds": 0.0,
-        "machine": asdict(machine),
-    }
-
-
-def _write(asked: Asked, result: dict[str, Any]) -> Path | None:
-    """Writes the file, over one of the same day; again and again, so that what was measured outlives a failure."""
+def _path(asked: Asked) -> Path | None:
+    """The file: that of the day, by kind and device."""
     if asked.out is None:
         return None
     kind = "bench" if asked.case is None else f"step-{asked.case}"
-    date = result["started"].partition("T")[0]
-    path = asked.out / f"{kind}-{asked.device}-{date}{'-quick' if asked.quick else ''}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
+    return asked.out / f"{kind}-{asked.device}-{datetime.now(UTC):%Y-%m-%d}{'-quick' if asked.quick else ''}.json"
 
 
 if __name__ == "__main__":

@@ -54,13 +54,7 @@ BS_EXPORT int64_t bs_dct_transform(void* x, int type, int64_t outer, int64_t hei
     *strange = found.value();
     const int64_t chunks = bs::dct_chunks(job);
     bs::for_blocks(chunks, 1, threads, [&](int64_t begin, int64_t end) { transform(job, begin, end); });
-    int64_t total = 0;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t count = offsets[chunk];
-        offsets[chunk] = total;
-        total += count;
-    }
-    return total;
+    return bs::sums_before(offsets, chunks);
 }
 
 // Second pass of encode: fills `values` from `codes`.

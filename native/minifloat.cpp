@@ -150,7 +150,7 @@ BS_EXPORT int bs_zvc_minifloat_decode(const uint8_t* mask, const int64_t* offset
     const int fields = bs::Mini(format) == bs::Mini::Fp10 ? 3 : 1;
     bs::ZvcMiniJob job{out,    bs::Float(type), bs::Mini(format), n, mask, offsets, values, 0,
                        bs::should_stream(out, n * bs::float_bytes(type))};
-    job.stored = last + bs::scalar::chunk_count(job, chunks - 1);
+    job.stored = last + bs::scalar::count_mask(job.mask, chunks - 1, n);
     if ((job.stored + fields - 1) / fields != words) return -1;
     const auto disagreements = BS_PICK(mini_disagreements);
     bs::Sum wrong;

@@ -2,6 +2,7 @@
 //
 // All arithmetic is on the bits of float32, in loops without a branch that compilers turn into vector code.
 
+#include "count_mask.h"
 #include "dense.h"
 #include "lines.h"
 
@@ -308,20 +309,12 @@ void decode_scaled(const ScaledJob& job, int64_t begin, int64_t end) {
 
 // Behind zero-value compression: a chunk at a time is compressed in the first-level cache and there made codes of.
 
-inline int64_t chunk_count(const ZvcMiniJob& job, int64_t chunk) {
-    const int64_t last = std::min((chunk + 1) * kZvcChunk, job.n);
-    int64_t count = 0, i = chunk * kZvcChunk;
-    for (; i + kWord <= last; i += kWord) count += __builtin_popcountll(load_word(job.mask, i));
-    if (i < last) count += __builtin_popcountll(load_last_word(job.mask, i, last - i));
-    return count;
-}
-
 // As `disagreements` of ZVC.
 int64_t mini_disagreements(const ZvcMiniJob& job, int64_t begin, int64_t end) {
     int64_t wrong = 0;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
         const int64_t next = (chunk + 1) * kZvcChunk < job.n ? job.offsets[chunk + 1] : job.stored;
-        wrong += uint64_t(job.offsets[chunk]) + uint64_t(chunk_count(job, chunk)) != uint64_t(next);
+        wrong += uint64_t(job.offsets[chunk]) + uint64_t(count_mask(job.mask, chunk, job.n)) != uint64_t(next);
     }
     return wrong;
 }

@@ -39,4 +39,15 @@ private:
     std::atomic<int64_t> total_{0};
 };
 
+// Replaces each of n counts by the sum of those before it, where what was counted begins; returns the sum of all.
+inline int64_t sums_before(int64_t* counts, int64_t n) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t count = counts[i];
+        counts[i] = total;
+        total += count;
+    }
+    return total;
+}
+
 }  // namespace bs

@@ -111,13 +111,7 @@ BS_EXPORT int64_t bs_rle_count(const uint8_t* mask, int64_t n, int64_t* starts, 
             starts[chunk] = bs::count_tokens(mask, first, last);
         }
     });
-    int64_t total = 0;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t count = starts[chunk];
-        starts[chunk] = total;
-        total += count;
-    }
-    return total;
+    return bs::sums_before(starts, chunks);
 }
 
 // Fills `tokens`.

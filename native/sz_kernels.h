@@ -3,55 +3,21 @@
 // Loops without a branch become vector code; what compilers make none of is written a second time in sz_avx512.h. No
 // product is added to anything, so that none is fused and all variants round alike.
 
-inline float float_from(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-inline uint32_t bits_from(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
+#include "dense.h"
 
 // Elements to float, and back to the nearest one, ties to even; of NaN, which is never asked for, to something.
 template <class F>
-struct Element;
+struct Element {
+    using U = typename Dense<F>::U;
+    static float widen(U x) { return float_of(Dense<F>::widen(x)); }
+    static U narrow(float x) { return rounded<F>(bits_of(x)); }
+};
 
 template <>
 struct Element<float> {
     using U = float;
     static float widen(U x) { return x; }
     static U narrow(float x) { return x; }
-};
-
-template <>
-struct Element<BFloat16> {
-    using U = uint16_t;
-    static float widen(U x) { return float_from(uint32_t(x) << 16); }
-    static U narrow(float x) {
-        const uint32_t bits = bits_from(x);
-        return U((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    }
-};
-
-template <>
-struct Element<Half> {
-    using U = uint16_t;
-    static float widen(U x) {
-        const uint32_t rest = x & 0x7fff;
-        const uint32_t normal = (rest << 13) + (112u << 23) + (rest >= 0x7c00 ? 112u << 23 : 0);
-        const uint32_t small = bits_from(float(int32_t(rest)) * 0x1p-24f);
-        return float_from((rest < 0x400 ? small : normal) | uint32_t(x & 0x8000) << 16);
-    }
-    static U narrow(float x) {
-        const uint32_t bits = bits_from(x), rest = bits & 0x7fffffff;
-        const uint32_t normal = ((rest + 0xfff + (rest >> 13 & 1)) >> 13) - (112u << 10);
-        // The processor rounds: the last bit of a float32 from 0.5 on is as much as half's smallest subnormal.
-        const uint32_t small = bits_from(float_from(rest < 0x38800000 ? rest : 0) + 0.5f) - 0x3f000000;
-        const uint32_t finite = rest < 0x38800000 ? small : normal;
-        return U((finite < 0x7c00 ? finite : 0x7c00) | (bits >> 16 & 0x8000));
-    }
 };
 
 template <class Body>

@@ -82,13 +82,7 @@ BS_EXPORT int64_t bs_szp_measure(const void* x, int64_t n, int type, const float
     const auto measure = BS_PICK(szp_measure);
     const int64_t chunks = bs::szp_chunks(n);
     bs::for_blocks(chunks, bs::kSzpChunks, threads, [&](int64_t begin, int64_t end) { measure(job, begin, end); });
-    int64_t total = 0;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t count = offsets[chunk];
-        offsets[chunk] = total;
-        total += count;
-    }
-    return total;
+    return bs::sums_before(offsets, chunks);
 }
 
 // Second pass of encode: fills `words`, from the end of x on, which the first pass has left in the caches.

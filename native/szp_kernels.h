@@ -3,6 +3,7 @@
 // A chunk's values go through a buffer in the first-level cache. What is done to a block's 32 is in loops without a
 // branch, which compilers turn into vector code.
 
+#include "count_mask.h"
 #include "dense.h"
 #include "lines.h"
 
@@ -179,15 +180,6 @@ void szp_write(const SzpEncodeJob& job, int64_t begin, int64_t end) {
     }
 }
 
-// How many values a chunk has.
-inline int64_t count_values(const SzpDecodeJob& job, int64_t chunk) {
-    const int64_t last = std::min((chunk + 1) * kZvcChunk, job.n);
-    int64_t count = 0, i = chunk * kZvcChunk;
-    for (; i + kWord <= last; i += kWord) count += __builtin_popcountll(load_word(job.mask, i));
-    if (i < last) count += __builtin_popcountll(load_last_word(job.mask, i, last - i));
-    return count;
-}
-
 // How many of the chunks [begin, end) do not end where the next one begins, by the mask and their widths, or have a
 // width that there is not.
 int64_t szp_disagreements(const SzpDecodeJob& job, int64_t begin, int64_t end) {
@@ -196,7 +188,7 @@ int64_t szp_disagreements(const SzpDecodeJob& job, int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
         const int64_t first = job.offsets[chunk];
         const int64_t next = (chunk + 1) * kZvcChunk < job.n ? job.offsets[chunk + 1] : job.stored;
-        const int64_t blocks = szp_blocks(count_values(job, chunk));
+        const int64_t blocks = szp_blocks(count_mask(job.mask, chunk, job.n));
         if (first < 0 || next > job.stored || first > next || next - first < szp_header(blocks)) {
             ++wrong;
             continue;
@@ -235,7 +227,7 @@ inline void read_as(const SzpDecodeJob& job, int64_t begin, int64_t end) {
     alignas(64) uint32_t fields[kSzpBlock];
     U* out = static_cast<U*>(job.out);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-        const int64_t blocks = szp_blocks(count_values(job, chunk));
+        const int64_t blocks = szp_blocks(count_mask(job.mask, chunk, job.n));
         const uint32_t* from = job.words + job.offsets[chunk];
         const uint8_t* widths = reinterpret_cast<const uint8_t*>(from);
         from += szp_header(blocks);

@@ -52,13 +52,7 @@ BS_EXPORT int64_t bs_zvc_mark(const void* x, int64_t n, int width, uint8_t* mask
     const auto mark = BS_PICK(mark);
     const int64_t chunks = bs::chunks(n);
     bs::for_blocks(chunks, bs::block_of(chunks), threads, [&](int64_t begin, int64_t end) { mark(job, begin, end); });
-    int64_t total = 0;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t count = offsets[chunk];
-        offsets[chunk] = total;
-        total += count;
-    }
-    return total;
+    return bs::sums_before(offsets, chunks);
 }
 
 // Second pass of encode: fills `values`. It starts at the end of x, because that is what the first pass has left in the

@@ -1,5 +1,6 @@
 // Zero-value compression. Compiled once per instruction set by foreach_isa.h.
 
+#include "count_mask.h"
 #include "fill_mask.h"
 #include "lines.h"
 
@@ -75,13 +76,9 @@ void gather(const ZvcEncodeJob& job, int64_t begin, int64_t end) {
 int64_t disagreements(const ZvcDecodeJob& job, int64_t begin, int64_t end) {
     int64_t wrong = 0;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-        const int64_t first = chunk * kZvcChunk, last = std::min(first + kZvcChunk, job.n);
-        int64_t count = 0, i = first;
-        for (; i + kWord <= last; i += kWord) count += __builtin_popcountll(load_word(job.mask, i));
-        if (i < last) count += __builtin_popcountll(load_last_word(job.mask, i, last - i));
-        const int64_t next = last < job.n ? job.offsets[chunk + 1] : job.stored;
+        const int64_t next = (chunk + 1) * kZvcChunk < job.n ? job.offsets[chunk + 1] : job.stored;
         // Unsigned: an offset of garbage may not overflow the sum.
-        wrong += uint64_t(job.offsets[chunk]) + uint64_t(count) != uint64_t(next);
+        wrong += uint64_t(job.offsets[chunk]) + uint64_t(count_mask(job.mask, chunk, job.n)) != uint64_t(next);
     }
     return wrong;
 }

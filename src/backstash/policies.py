@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from backstash import codecs
 from backstash.codecs import Binary, Bitmask, BlockQuant, Codec, Csr, FewBit, Minifloat, Narrow, Raw, Shape, Zvc
-from backstash.codecs import minifloat as _minifloat
+from backstash.codecs.base import SINGLES
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.csr import CROSSING
 from backstash.codecs.narrow import INTEGERS
@@ -92,7 +92,7 @@ class Gist:
         if saved.spec.dtype not in FLOATS:
             return Lossless(recompute=False).decide(saved)
         exact = (Binary(), *_sparse(saved, None))
-        if self.format is None or saved.spec.dtype not in _minifloat.FLOATS or saved.op in LOSSES:
+        if self.format is None or saved.spec.dtype not in SINGLES or saved.op in LOSSES:
             return Stash(exact)
         values = Minifloat(self.format)
         # A sparse form has to be smaller than the dense one. Where a relu reads the zeros, only a sparse form will do.
@@ -222,7 +222,7 @@ class Quantized:
     def decide(self, saved: SavedTensor) -> Action:
         """A few bits for a value, else an exact form."""
         exact = Lossless(recompute=self.recompute).decide(saved)
-        if saved.need is not Need.VALUE or saved.spec.dtype not in _minifloat.FLOATS or saved.op in LOSSES:
+        if saved.need is not Need.VALUE or saved.spec.dtype not in SINGLES or saved.op in LOSSES:
             return exact
         rounded = Stash((Binary(), BlockQuant(self.bits), Zvc()))
         return Recompute(rounded) if self.recompute else rounded

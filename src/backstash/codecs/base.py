@@ -33,7 +33,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from backstash.errors import CodecRefusedError
+from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.saved import Need, TensorSpec
 
 EXACT = frozenset(Need)
@@ -149,6 +149,32 @@ def refuses_layout(spec: TensorSpec) -> str | None:
     if is_dense(spec.shape, spec.stride):
         return None
     return f"its elements do not fill one block of memory (strides {list(spec.stride)})"
+
+
+SINGLES = (torch.float32, torch.bfloat16, torch.float16)
+"""Element types that codecs with an error take: what is computed as float32."""
+
+
+def refuses_singles(spec: TensorSpec) -> str | None:
+    """The reason why a codec of :data:`SINGLES` does not take a tensor, for its dtype or its layout, else None."""
+    if spec.dtype not in SINGLES:
+        return f"it takes float32, bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
+    return refuses_layout(spec)
+
+
+def check_planes(encoded: Encoded, sizes: Mapping[str, int]) -> None:
+    """Make sure that planes have the numbers of elements that decoding needs, by name.
+
+    Raises:
+        DamagedPlanesError: one has not.
+    """
+    for name, size in sizes.items():
+        got = encoded.planes[name].numel()
+        if got != size:
+            raise DamagedPlanesError(
+                f"codec {encoded.codec!r} was asked to decode {encoded.spec}, whose plane {name!r} has {size} "
+                f"elements, got {got}. The stash was overwritten or cut short; compute the step again."
+            )
 
 
 def require(codec: Codec, x: Tensor) -> TensorSpec:

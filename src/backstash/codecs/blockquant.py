@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_layout, require
-from backstash.codecs.minifloat import FLOATS
-from backstash.errors import CodecRefusedError, DamagedPlanesError
+from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require
+from backstash.errors import CodecRefusedError
 from backstash.ops.formats import groups
 from backstash.ops.schema import bytes_for
 from backstash.saved import Need, TensorSpec
@@ -86,9 +85,7 @@ class BlockQuant:
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Dense floating tensors of 16 or 32 bits."""
-        if spec.dtype not in FLOATS:
-            return f"it takes float32, bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
-        return refuses_layout(spec)
+        return refuses_singles(spec)
 
     def declines(self, x: Tensor) -> str | None:
         """Always pays, but for an empty tensor."""
@@ -114,12 +111,7 @@ class BlockQuant:
         """
         planes, numel = encoded.planes, encoded.spec.numel
         expected = {"codes": bytes_for(numel, self.bits), "ranges": 2 * groups(numel, self.group_size)}
-        for name, size in expected.items():
-            if planes[name].numel() != size:
-                raise DamagedPlanesError(
-                    f"codec 'blockquant' was asked to decode {encoded.spec}, whose plane {name!r} has {size} elements, "
-                    f"got {planes[name].numel()}. The stash was overwritten or cut short; compute the step again."
-                )
+        check_planes(encoded, expected)
         out = like(encoded.spec, out)
         _ops.blockquant_decode(planes["codes"], planes["ranges"], self.bits, self.group_size, flat(out))
         return out

@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_layout, require
-from backstash.codecs.minifloat import FLOATS
-from backstash.errors import CodecRefusedError, DamagedPlanesError
+from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require
+from backstash.errors import CodecRefusedError
 from backstash.ops.reference.dct import dct_blocks
 from backstash.saved import Need, TensorSpec
 
@@ -81,11 +80,10 @@ class Dct:
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Floating tensors of 16 or 32 bits that have images: contiguous ones and channels last."""
-        if spec.dtype not in FLOATS:
-            return f"it takes float32, bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
-        if _geometry(spec) is None:
-            return refuses_layout(spec) or f"it has no images in memory: shape {spec.shape}, strides {spec.stride}"
-        return None
+        refused = refuses_singles(spec)
+        if refused is None and _geometry(spec) is None:
+            return f"it has no images in memory: shape {spec.shape}, strides {spec.stride}"
+        return refused
 
     def declines(self, x: Tensor) -> str | None:
         """Declines images of which the blocks are mostly filled up."""
@@ -113,12 +111,7 @@ class Dct:
         planes, sizes = encoded.planes, _sizes(encoded.spec)
         blocks = dct_blocks(*sizes)
         expected = {"mask": 8 * blocks, "offsets": -(-blocks // 64), "scales": sizes[0] * sizes[3]}
-        for name, size in expected.items():
-            if planes[name].numel() != size:
-                raise DamagedPlanesError(
-                    f"codec 'dct' was asked to decode {encoded.spec}, whose plane {name!r} has {size} elements, got "
-                    f"{planes[name].numel()}. The stash was overwritten or cut short; compute the step again."
-                )
+        check_planes(encoded, expected)
         out = like(encoded.spec, out)
         _ops.dct_decode(
             *(planes[name] for name in ("mask", "offsets", "values", "scales")), *sizes, self._shifts, flat(out)

@@ -11,14 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_layout, require
+from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_singles, require
 from backstash.codecs.fewbit_table import TABLE
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.ops.schema import bytes_for
 from backstash.saved import Need, TensorSpec
 
 BITS = (1, 2, 3, 4)
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _ops = torch.ops.backstash
 
 
@@ -148,9 +147,7 @@ class FewBit:
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Dense float32, bfloat16 and float16 tensors."""
-        if spec.dtype not in FLOATS:
-            return "it takes float32, bfloat16 and float16 only"
-        return refuses_layout(spec)
+        return refuses_singles(spec)
 
     def declines(self, x: Tensor) -> str | None:
         """Always pays."""

@@ -8,12 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_layout, require
-from backstash.errors import DamagedPlanesError
+from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require
 from backstash.ops.formats import FORMATS, LEAST_SCALE, SCALED, Format, groups
 from backstash.saved import Need, TensorSpec
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 GROUP_SIZE = 256
 _ops = torch.ops.backstash
 
@@ -105,11 +103,11 @@ class Minifloat:
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Dense floating tensors of 16 or 32 bits, where the format has fewer."""
-        if spec.dtype not in FLOATS:
-            return f"it takes float32, bfloat16 and float16 only, not {_name(spec.dtype)}"
-        if self._form.bits >= 8 * spec.dtype.itemsize:
-            return f"a number of {self.format} takes as many bits as one of {_name(spec.dtype)}"
-        return refuses_layout(spec)
+        refused = refuses_singles(spec)
+        if refused is None and self._form.bits >= 8 * spec.dtype.itemsize:
+            name = str(spec.dtype).removeprefix("torch.")
+            return f"a number of {self.format} takes as many bits as one of {name}"
+        return refused
 
     def declines(self, x: Tensor) -> str | None:
         """Always pays."""
@@ -133,12 +131,7 @@ class Minifloat:
         expected = {"codes": self._form.words(numel)}
         if self.group_size:
             expected["scales"] = groups(numel, self.group_size)
-        for name, size in expected.items():
-            if planes[name].numel() != size:
-                raise DamagedPlanesError(
-                    f"codec 'minifloat' was asked to decode {encoded.spec}, whose plane {name!r} has {size} elements, "
-                    f"got {planes[name].numel()}. The stash was overwritten or cut short; compute the step again."
-                )
+        check_planes(encoded, expected)
         out = like(encoded.spec, out)
         if self.group_size:
             _ops.minifloat_scaled_decode(planes["codes"], planes["scales"], self.format, self.group_size, flat(out))
@@ -163,7 +156,3 @@ class Minifloat:
     @property
     def _form(self) -> Format:
         return FORMATS[self.format]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_layout, require
+from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_singles, require
 from backstash.codecs.sample import sample
 from backstash.ops import sz
 from backstash.saved import Need, TensorSpec
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MAX = sys.float_info.max
 _ops = torch.ops.backstash
 
@@ -92,11 +91,10 @@ class Sz:
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Dense floating tensors of 16 or 32 bits, on CPU."""
-        if spec.dtype not in FLOATS:
-            return f"it takes float32, bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
-        if spec.device.type not in ("cpu", "meta"):
+        refused = refuses_singles(spec)
+        if refused is None and spec.device.type not in ("cpu", "meta"):
             return f"it has kernels for CPU only, and the tensor is on {spec.device}"
-        return refuses_layout(spec)
+        return refused
 
     def declines(self, x: Tensor) -> str | None:
         """Declines where a sample would stay about as large (see codecs.sample)."""

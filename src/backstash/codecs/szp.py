@@ -10,9 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_layout, require
-from backstash.codecs.minifloat import FLOATS
-from backstash.errors import DamagedPlanesError
+from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require
 from backstash.ops.schema import SZP_BLOCK, ZVC_CHUNK, bytes_for, zvc_chunks
 from backstash.saved import Mask, Need, TensorSpec, Test
 
@@ -95,9 +93,7 @@ class Szp:
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Dense floating tensors of 16 or 32 bits."""
-        if spec.dtype not in FLOATS:
-            return f"it takes float32, bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
-        return refuses_layout(spec)
+        return refuses_singles(spec)
 
     def declines(self, x: Tensor) -> str | None:
         """Always pays, but for an empty tensor."""
@@ -118,12 +114,7 @@ class Szp:
         """
         planes, numel = encoded.planes, encoded.spec.numel
         expected = {"mask": bytes_for(numel, 1), "offsets": zvc_chunks(numel), "step": 1}
-        for name, size in expected.items():
-            if planes[name].numel() != size:
-                raise DamagedPlanesError(
-                    f"codec 'szp' was asked to decode {encoded.spec}, whose plane {name!r} has {size} elements, got "
-                    f"{planes[name].numel()}. The stash was overwritten or cut short; compute the step again."
-                )
+        check_planes(encoded, expected)
         out = like(encoded.spec, out)
         _ops.szp_decode(planes["mask"], planes["offsets"], planes["words"], planes["step"], flat(out))
         return out

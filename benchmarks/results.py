@@ -1,0 +1,85 @@
+"""The JSON file of a benchmark: what ran, where and when, then what was found."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe
+
+
+class Results:
+    """What a benchmark has found so far, and the file that it is written to.
+
+    Making one prints the machine's line and starts the clock.
+
+    Attributes:
+        machine: the machine that this process runs on.
+        found: the JSON's content: what the machine is and what ran, then what :meth:`write` was given.
+
+    Args:
+        name: the benchmark's module, without its package.
+        path: the file to write; None for no file.
+        arguments: its command line; None for that of this process.
+        format: the number of the file's format, one more with every change that a reader has to know of.
+        device: ``"cpu"`` or ``"cuda"``.
+        asked: what was asked for, as far as a reader of the file wants to know; by name, as :func:`plain` takes it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: Path | None,
+        arguments: Sequence[str] | None,
+        *,
+        format: int = 1,
+        device: str = "cpu",
+        **asked: Any,
+    ) -> None:
+        self._began = time.monotonic()
+        self._path = path
+        self.machine = describe(device)
+        print(self.machine, flush=True)
+        self.found: dict[str, Any] = {
+            "format": format,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": ["python", "-m", f"benchmarks.{name}", *(sys.argv[1:] if arguments is None else arguments)],
+            "device": device,
+            **plain(asked),
+            "machine": asdict(self.machine),
+        }
+
+    def write(self, **found: Any) -> None:
+        """Adds ``found`` and writes the file. Call it after every part: what was measured then outlives a failure.
+
+        Args:
+            found: by name, as :func:`plain` takes it.
+        """
+        self.found |= {name: plain(value) for name, value in found.items()}
+        self.found["seconds"] = time.monotonic() - self._began
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self.found, indent=1, allow_nan=False) + "\n")
+
+    def close(self) -> str:
+        """The last line to print: how long everything took, and where it is."""
+        where = "" if self._path is None else f"; everything is in {self._path}"
+        return f"{self.found.get('seconds', 0.0):.0f} s{where}"
+
+
+def plain(value: Any) -> Any:
+    """What JSON knows: dataclasses as objects, tuples as arrays, NaN and the infinities as null, wherever they are."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
