@@ -17,6 +17,7 @@ Note: [deferred gradients]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,15 +36,14 @@ ROWS = 64
 """Of a slice, a multiple."""
 
 _LINEAR = ("AddmmBackward0", "MmBackward0")
-_originals: dict[str, Any] = {}
 _proven: dict[tuple[Any, ...], bool] = {}
 
 
 class _Product:
     """A product of matrices, [rows, k] times [k, columns], that is going to be added to a weight's gradient."""
 
-    def __init__(self, keys: Any, a: Tensor, b: Tensor, weight: Tensor) -> None:
-        self.keys, self.a, self.b, self.weight = keys, a, b, weight
+    def __init__(self, aten: Callable[..., Any], a: Tensor, b: Tensor, weight: Tensor) -> None:
+        self.aten, self.a, self.b, self.weight = aten, a, b, weight
 
     @property
     def step(self) -> int:
@@ -52,12 +52,12 @@ class _Product:
 
     def whole(self) -> Tensor:
         """All of it."""
-        made: Tensor = _originals["mm"].call_boxed(self.keys, self.a, self.b)
+        made: Tensor = self.aten(self.a, self.b)
         return made
 
     def rows(self, begin: int) -> Tensor:
         """A slice of it."""
-        made: Tensor = _originals["mm"].call_boxed(self.keys, self.a[begin : begin + self.step], self.b)
+        made: Tensor = self.aten(self.a[begin : begin + self.step], self.b)
         return made
 
     def add_to(self, out: Tensor) -> None:
@@ -134,17 +134,17 @@ def _computed(arg: Any) -> Any:
     return arg
 
 
-def mm(keys: Any, a: Tensor, b: Tensor) -> Tensor:
+def mm(aten: Callable[..., Any], a: Tensor, b: Tensor) -> Tensor:
     """``aten::mm``; puts off what makes a large weight's gradient that is only going to be added."""
     product, held = a.shape[0] * b.shape[1], a.numel() + b.numel()
     # Who waits for the gradient of another use of the weight holds what the product is made of.
     if product * a.element_size() >= LARGE and 4 * held <= product and not torch.is_grad_enabled():
         weight = _destination(a, b)
         if weight is not None:
-            later = _Product(keys, a, b, weight)
+            later = _Product(aten, a, b, weight)
             if later.repeats_itself():
                 return _Deferred(later, transposed=False)
-    made: Tensor = _originals["mm"].call_boxed(keys, a, b)
+    made: Tensor = aten(a, b)
     return made
 
 

@@ -33,7 +33,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import MappingProxyType
@@ -78,21 +79,14 @@ READERS: dict[tuple[str, str], str] = {
 }
 """Saved tensors, by node and role, that are unpacked as claims, and the op that redeems them."""
 
+_NOT_POINTWISE = ("convolution_backward", "max_pool2d_with_indices_backward")
 _IN_PLACE = {
-    "leaky_relu_backward": "grad_input",
-    "gelu_backward": "grad_input",
-    "silu_backward": "grad_input",
-    "tanh_backward": "grad_input",
-    "sigmoid_backward": "grad_input",
-    "softplus_backward": "grad_input",
-    "hardsigmoid_backward": "grad_input",
-    "threshold_backward": "grad_input",
-    "hardtanh_backward": "grad_input",
-    "_softmax_backward_data": "out",
-    "_log_softmax_backward_data": "out",
+    op: "out" if op.endswith("softmax_backward_data") else "grad_input" for op in KERNELS if op not in _NOT_POINTWISE
 }
 """Formulas whose overload of this name may write over the gradient that they read."""
 
+Aten = Callable[..., Any]
+"""ATen's own kernel for the op, for the dispatch keys of the call."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -138,10 +132,9 @@ _library: torch.library.Library | None = None
 _entered = 0
 _waiting = 0
 _claims: dict[int, tuple[StorageWeakRef, weakref.ref[Any]]] = {}
-_originals: dict[str, Any] = {}
 _exclusive: _Counts | None = None
 _works: frozenset[str] | None = None
-_probe: _Probe | None = None
+_examining = threading.local()  # .probe, where the tiny steps run: other threads train meanwhile
 
 
 # -- claims ----------------------------------------------------------------------------------------------------------
@@ -193,8 +186,9 @@ def _redeem(tensor: Tensor) -> Any:
     """What a kernel's argument stands for; None where it is a tensor like any other."""
     known = _claims.get(tensor.untyped_storage()._cdata) if _claims else None
     stashed = known[1]() if known is not None and not known[0].expired() else None
-    if stashed is not None and _probe is not None:
-        _probe.redeemed = True
+    probe = getattr(_examining, "probe", None)
+    if stashed is not None and probe is not None:
+        probe.redeemed = True
     return stashed
 
 
@@ -205,38 +199,34 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _convolution_backward(
-    keys: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Any, *geometry_and_mask: Any
+    aten: Aten, grad: Tensor, x: Tensor, weight: Tensor, bias: Any, *geometry_and_mask: Any
 ) -> _Gradients:
     """Weight gradient, then let go of the input, then the input's gradient."""
     *geometry, (of_input, of_weight, of_bias) = geometry_and_mask
-    original = _originals["convolution_backward"]
     stashed = _redeem(x)
     if stashed is None:
-        made: _Gradients = original.call_boxed(keys, grad, x, weight, bias, *geometry, [of_input, of_weight, of_bias])
+        made: _Gradients = aten(grad, x, weight, bias, *geometry, [of_input, of_weight, of_bias])
         return made
     weight_grad = bias_grad = input_grad = None
     known = stashed.encoded() if of_weight else None
     if known is not None and isinstance(known[0], Sliced):
-        backward = partial(original.call_boxed, keys)
-        return _sliced_convolution(backward, known[0], known[1], grad, x, weight, bias, geometry, of_input, of_bias)
+        return _sliced_convolution(aten, known[0], known[1], grad, x, weight, bias, geometry, of_input, of_bias)
     if of_weight:
         whole = stashed.whole()
-        _, weight_grad, bias_grad = original.call_boxed(
-            keys, grad, whole, weight, bias, *geometry, [False, True, of_bias]
-        )
+        _, weight_grad, bias_grad = aten(grad, whole, weight, bias, *geometry, [False, True, of_bias])
         del whole
         stashed.settle()
     elif of_bias:
-        _, _, bias_grad = original.call_boxed(keys, grad, x, weight, bias, *geometry, [False, False, True])
+        _, _, bias_grad = aten(grad, x, weight, bias, *geometry, [False, False, True])
     if of_input:  # reads the input's sizes only
-        input_grad, _, _ = original.call_boxed(keys, grad, x, weight, bias, *geometry, [True, False, False])
+        input_grad, _, _ = aten(grad, x, weight, bias, *geometry, [True, False, False])
     if _is_exclusive(grad):
         stashed.adopt(grad)
     return input_grad, weight_grad, bias_grad
 
 
 def _sliced_convolution(
-    backward: Callable[..., _Gradients],
+    aten: Aten,
     codec: Sliced,
     encoded: Encoded,
     grad: Tensor,
@@ -255,35 +245,35 @@ def _sliced_convolution(
     at_once = grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last) and not grad.is_contiguous()
     for number, (begin, end) in enumerate(codec.ranges(encoded.spec)):
         part, some = grad[begin:end], codec.decode_part(encoded, number)
-        _, more, more_bias = backward(part, some, weight, bias, *geometry, [False, True, of_bias])
+        _, more, more_bias = aten(part, some, weight, bias, *geometry, [False, True, of_bias])
         del some
         weight_grad = more if weight_grad is None or more is None else weight_grad.add_(more)
         bias_grad = more_bias if bias_grad is None or more_bias is None else bias_grad.add_(more_bias)
         if of_input and not at_once:
-            made, _, _ = backward(part, x[begin:end], weight, bias, *geometry, [True, False, False])
+            made, _, _ = aten(part, x[begin:end], weight, bias, *geometry, [True, False, False])
             assert made is not None
             if input_grad is None:
                 input_grad = torch.empty(x.shape, dtype=made.dtype, device=made.device)
             input_grad[begin:end] = made
     if of_input and at_once:
-        input_grad, _, _ = backward(grad, x, weight, bias, *geometry, [True, False, False])
+        input_grad, _, _ = aten(grad, x, weight, bias, *geometry, [True, False, False])
     return input_grad, weight_grad, bias_grad
 
 
-def _threshold_backward(keys: Any, grad: Tensor, x: Tensor, threshold: Any) -> Tensor:
+def _threshold_backward(aten: Aten, grad: Tensor, x: Tensor, threshold: Any) -> Tensor:
     """Zeroes the gradient where a bit is clear."""
-    return _masked(keys, "threshold_backward", grad, x, (threshold,), _is_exclusive(grad))
+    return _masked(aten, "threshold_backward", grad, x, (threshold,), _is_exclusive(grad))
 
 
-def _hardtanh_backward(keys: Any, grad: Tensor, x: Tensor, low: Any, high: Any) -> Tensor:
+def _hardtanh_backward(aten: Aten, grad: Tensor, x: Tensor, low: Any, high: Any) -> Tensor:
     """Zeroes the gradient where a bit is clear."""
-    return _masked(keys, "hardtanh_backward", grad, x, (low, high), _is_exclusive(grad))
+    return _masked(aten, "hardtanh_backward", grad, x, (low, high), _is_exclusive(grad))
 
 
-def _masked(keys: Any, op: str, grad: Tensor, x: Tensor, scalars: tuple[Any, ...], exclusive: bool) -> Tensor:
+def _masked(aten: Aten, op: str, grad: Tensor, x: Tensor, scalars: tuple[Any, ...], exclusive: bool) -> Tensor:
     stashed = _redeem(x)
     if stashed is None:
-        return _pointwise(keys, op, grad, x, scalars, exclusive)
+        return _pointwise(aten, op, grad, x, scalars, exclusive)
     known = stashed.encoded()
     if known is not None and grad.dtype in _SELECTED and _same_order(grad, x):
         _, encoded = known
@@ -293,14 +283,14 @@ def _masked(keys: Any, op: str, grad: Tensor, x: Tensor, scalars: tuple[Any, ...
                 stashed.settle()
                 return out
     whole = stashed.whole()
-    result = _pointwise(keys, op, grad, whole, scalars, exclusive)
+    result = _pointwise(aten, op, grad, whole, scalars, exclusive)
     del whole
     stashed.settle()
     return result
 
 
 def _pointwise(
-    keys: Any,
+    aten: Aten,
     op: str,
     grad: Tensor,
     x: Tensor,
@@ -314,7 +304,7 @@ def _pointwise(
         overload = getattr(getattr(torch.ops.aten, op), _IN_PLACE[op])
         written: Tensor = overload(grad, x, *rest, **named, **{overload._schema.arguments[-1].name: grad})
         return written
-    made: Tensor = _originals[op].call_boxed(keys, grad, x, *rest, **named)
+    made: Tensor = aten(grad, x, *rest, **named)
     return made
 
 
@@ -324,7 +314,7 @@ def _same_order(grad: Tensor, x: Tensor) -> bool:
 
 
 def _max_pool2d_with_indices_backward(
-    keys: Any,
+    aten: Aten,
     grad: Tensor,
     x: Tensor,
     kernel: Any,
@@ -335,10 +325,10 @@ def _max_pool2d_with_indices_backward(
     indices: Tensor,
 ) -> Tensor:
     """Adds the gradient up where the window codes say."""
-    original: Callable[..., Tensor] = _originals["max_pool2d_with_indices_backward"].call_boxed
     stashed = _redeem(indices)
     if stashed is None:
-        return original(keys, grad, x, kernel, stride, padding, dilation, ceil, indices)
+        made: Tensor = aten(grad, x, kernel, stride, padding, dilation, ceil, indices)
+        return made
     known = stashed.encoded()
     if known is not None and _same_order(grad, indices):
         codec, encoded = known
@@ -352,7 +342,7 @@ def _max_pool2d_with_indices_backward(
                     stashed.settle()
                     return out
     whole = stashed.whole()
-    result = original(keys, grad, x, kernel, stride, padding, dilation, ceil, whole)
+    result: Tensor = aten(grad, x, kernel, stride, padding, dilation, ceil, whole)
     del whole
     stashed.settle()
     return result
@@ -361,8 +351,8 @@ def _max_pool2d_with_indices_backward(
 def _in_place_kernel(op: str) -> Callable[..., Tensor]:
     nodes = KERNELS[op].split()
 
-    def kernel(keys: Any, grad: Tensor, x: Tensor, *rest: Any, **named: Any) -> Tensor:
-        return _pointwise(keys, op, grad, x, rest, _is_exclusive(grad), named)
+    def kernel(aten: Aten, grad: Tensor, x: Tensor, *rest: Any, **named: Any) -> Tensor:
+        return _pointwise(aten, op, grad, x, rest, _is_exclusive(grad), named)
 
     kernel.__name__ = f"_{op}"
     kernel.__doc__ = f"Writes over the gradient on behalf of {' and '.join(nodes)}, if nobody else holds it."
@@ -376,8 +366,9 @@ def _is_exclusive(grad: Tensor) -> bool:
     """Whether nobody but the node that runs holds ``grad``, a kernel's argument (Note: [exclusive gradients])."""
     tensors = grad._use_count()  # type: ignore[attr-defined]
     counts = _Counts(sys.getrefcount(grad), tensors, torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
-    if _probe is not None:
-        _probe.counts.append(counts)
+    probe = getattr(_examining, "probe", None)
+    if probe is not None:
+        probe.counts.append(counts)
         return False
     if counts != _exclusive or not is_dense(tuple(grad.shape), grad.stride()) or torch.is_grad_enabled():
         return False
@@ -394,11 +385,14 @@ def install() -> None:
     """Put the kernels in front of ATen's; once for all Sessions that are entered."""
     global _entered, _works
     with _lock:
-        _entered += 1
-        _register()
-        if _works is None:
-            _works = frozenset()  # what the tiny steps open themselves
-            _examine()
+        _entered += 1  # without it the kernels do nothing of their own
+        try:
+            _register()
+            if _works is None:
+                _examine()
+        except BaseException:
+            _entered -= 1
+            raise
 
 
 def uninstall(waits: bool) -> None:
@@ -428,40 +422,32 @@ def _register() -> None:
     global _library
     if _library is not None:
         return
-    for op in KERNELS:
-        if op not in _originals:
-            _originals[op] = torch.library.get_kernel(f"aten::{op}", "CPU")
-    for op in accumulation.KERNELS:
-        if op not in accumulation._originals:
-            accumulation._originals[op] = torch.library.get_kernel(f"aten::{op}", "CPU")
     own: dict[str, Callable[..., Any]] = {
+        **{op: _in_place_kernel(op) for op in _IN_PLACE},
         "convolution_backward": _convolution_backward,
         "threshold_backward": _threshold_backward,
         "hardtanh_backward": _hardtanh_backward,
         "max_pool2d_with_indices_backward": _max_pool2d_with_indices_backward,
+        **accumulation.KERNELS,
     }
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():  # torch says once that a kernel is overridden
         warnings.simplefilter("ignore")
-        for op in KERNELS:
-            library.impl(
-                op, _unseen(op, own.get(op) or _in_place_kernel(op)), "CPU", with_keyset=True, allow_override=True
-            )
-        for op, matmul in accumulation.KERNELS.items():
-            library.impl(op, _unseen(op, matmul), "CPU", with_keyset=True, allow_override=True)
+        for op, kernel in own.items():
+            original = torch.library.get_kernel(f"aten::{op}", "CPU")
+            library.impl(op, _unseen(original, kernel), "CPU", with_keyset=True, allow_override=True)
     _library = library
 
 
-def _unseen(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _unseen(original: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel, out of sight of torch function modes: what it calls is no part of the program."""
-    originals = accumulation._originals if op in accumulation.KERNELS else _originals
 
     @wraps(kernel)
-    def call(keys: Any, grad: Tensor, *rest: Any, **named: Any) -> Any:
+    def call(keys: Any, *args: Any, **named: Any) -> Any:
         if not _entered and not _waiting:
-            return originals[op].call_boxed(keys, grad, *rest, **named)
+            return original.call_boxed(keys, *args, **named)
         with torch._C.DisableTorchFunction():
-            return kernel(keys, grad, *rest, **named)
+            return kernel(partial(original.call_boxed, keys), *args, **named)
 
     return call
 
@@ -486,9 +472,18 @@ class _Sample:
         pass
 
 
+@contextmanager
+def _probing() -> Iterator[_Probe]:
+    _examining.probe = probe = _Probe()
+    try:
+        yield probe
+    finally:
+        del _examining.probe
+
+
 def _examine() -> None:
     """Find out, on tiny steps, which nodes pass claims on to their kernel, and what exclusive gradients look like."""
-    global _works, _exclusive, _probe
+    global _works, _exclusive
     x = torch.tensor([[[[0.5, -1.0, 2.0], [7.0, -3.0, 0.0], [1.0, 4.0, -2.0]]]], device="cpu", requires_grad=True)
     weight = torch.tensor([[[[1.0, -2.0], [0.5, 3.0]]]], device="cpu", requires_grad=True)
     functional = torch.nn.functional
@@ -503,17 +498,13 @@ def _examine() -> None:
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for (node, role), step in steps.items():
             expected = torch.autograd.grad(step(x).square().sum(), (x, weight), allow_unused=True)
-            _probe = _Probe()
-            try:
+            with _probing() as probe:
                 got = torch.autograd.grad(_with_claims(step, x, role), (x, weight), allow_unused=True)
-                redeemed = _probe.redeemed
-            finally:
-                _probe = None
             same = all(
                 (a is None) == (b is None) and (a is None or torch.equal(a, b))
                 for a, b in zip(expected, got, strict=True)
             )
-            if not (redeemed and same):
+            if not (probe.redeemed and same):
                 failed.add(READERS[node, role])
         _exclusive = _what_exclusive_is(x)
     _works = frozenset(READERS.values()) - failed
@@ -534,7 +525,6 @@ def _with_claims(step: Callable[[Tensor], Tensor], x: Tensor, role: str) -> Tens
 
 def _what_exclusive_is(x: Tensor) -> _Counts | None:
     """The counts of a gradient that nobody else holds; None where they do not tell it from one that somebody holds."""
-    global _probe
     kept: list[Tensor] = []
 
     def shared(x: Tensor) -> Tensor:
@@ -548,12 +538,9 @@ def _what_exclusive_is(x: Tensor) -> _Counts | None:
 
     seen = []
     for step in (torch.relu, shared, hooked):
-        _probe = _Probe()
-        try:
+        with _probing() as probe:
             (step(x) * 2.0).sum().backward(inputs=[x])
-            seen.append(_probe.counts[0])  # the first kernel: later ones may be the last to hold what was shared
-        finally:
-            _probe = None
+        seen.append(probe.counts[0])  # the first kernel: later ones may be the last to hold what was shared
     x.grad = None
     alone, *held = seen
     return None if alone in held else alone
