@@ -204,7 +204,9 @@ class Mean:
     times_plain: float
 
 
-def measure(name: str, batch: Batch, stages: Sequence[Stage], effort: Effort) -> NetworkResult:
+def measure(
+    name: str, batch: Batch, stages: Sequence[Stage], effort: Effort, channels_last: bool = False
+) -> NetworkResult:
     """Measures one network, unless an exact stage is not exact.
 
     Args:
@@ -212,8 +214,9 @@ def measure(name: str, batch: Batch, stages: Sequence[Stage], effort: Effort) ->
         batch: images of a step.
         stages: what to measure beside plain PyTorch.
         effort: rounds of the timed steps.
+        channels_last: as Case has it.
     """
-    case = Case(name, name, batch.size, networks.NETWORKS[name].image_size)
+    case = Case(name, name, batch.size, networks.NETWORKS[name].image_size, channels_last)
     deadline = None if effort.deadline is None else effort.deadline.part(0.75)  # the traces come after
     plan = step_table.Plan(Effort(effort.rounds, deadline), resident=False)
     result = step_table.measure(case, "cpu", plan, (Plain(), *stages))
@@ -390,6 +393,7 @@ class Asked:
         names: keys of `networks.NETWORKS`.
         batch: images of a step for all networks, None for those of `BATCHES`.
         sections: keys of `SHARES`.
+        channels_last: the networks' layout; else contiguous, which convolutions on CPU make reordered copies of.
     """
 
     json: Path | None
@@ -398,6 +402,7 @@ class Asked:
     names: tuple[str, ...]
     batch: int | None
     sections: tuple[str, ...]
+    channels_last: bool
 
     def batch_of(self, name: str) -> Batch:
         """Images of a step of one network."""
@@ -416,6 +421,7 @@ def parse(arguments: Sequence[str] | None) -> Asked:
     parser.add_argument("--quick", action="store_true", help="small networks: shows that everything runs")
     parser.add_argument("--networks", help=f"which, comma-separated (default: {','.join(BATCHES)})")
     parser.add_argument("--batch", type=int, help="images of a step, for all networks (default: see BATCHES)")
+    parser.add_argument("--channels-last", action="store_true", help="the networks in channels_last (default: NCHW)")
     parser.add_argument("--only", help=f"sections to run, of {','.join(SHARES)}")
     asked = parser.parse_args(arguments)
     names = tuple(asked.networks.split(",")) if asked.networks else QUICK_NETWORKS if asked.quick else tuple(BATCHES)
@@ -428,7 +434,7 @@ def parse(arguments: Sequence[str] | None) -> Asked:
                 )
     if asked.batch is not None and asked.batch < 1:
         parser.error(f"--batch {asked.batch} was asked for; it has to be at least 1")
-    return Asked(asked.json, asked.seconds, asked.quick, names, asked.batch, sections)
+    return Asked(asked.json, asked.seconds, asked.quick, names, asked.batch, sections, asked.channels_last)
 
 
 def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) -> int:
@@ -464,7 +470,7 @@ def _networks(asked: Asked, stages: Sequence[Stage], deadline: Deadline) -> Iter
     print(LEGEND, end="\n\n", flush=True)
     for index, name in enumerate(asked.names):
         effort = Effort(2 if asked.quick else 9, deadline.part(1 / (len(asked.names) - index)))
-        one = measure(name, asked.batch_of(name), stages, effort)
+        one = measure(name, asked.batch_of(name), stages, effort, asked.channels_last)
         print(show(one), end="\n\n", flush=True)
         yield one
 

@@ -92,6 +92,11 @@ class Buffers:
             if buffer.owner is not None and buffer.owner() is owner:
                 buffer.owner = buffer.whole = None
 
+    def settle(self, owner: object) -> None:
+        """What was made for ``owner`` has been read by everybody."""
+        self.forget(owner)
+        self.shrink()
+
     def adopt(self, dead: Tensor) -> None:
         """Take over the memory of a tensor that its last holder is about to let go, for what is decoded next.
 

@@ -896,8 +896,7 @@ def _settle(value: _Value) -> None:
         value.bits = None
     del whole
     value.hold(None)
-    buffers.forget(owner)
-    buffers.shrink()
+    buffers.settle(owner)
 
 
 def _is_moved(saved: _Saved) -> bool:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -124,6 +125,7 @@ class Codec(Protocol):
         """Bytes of the planes in the worst case."""
 
 
+@lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the elements fill one block of memory without gaps or overlaps, in any order of dimensions."""
     expected = 1

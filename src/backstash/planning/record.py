@@ -31,8 +31,9 @@ from backstash.saved import TensorSpec
 from backstash.session import MIN_NBYTES, Session
 from backstash.stores import Store, Ticket
 
-_PUT, _GOT, _TAKEN, _READ = (f"backstash {what} " for what in ("put", "got", "taken", "read"))
+_PUT, _GOT, _TAKEN, _READ, _SETTLED = (f"backstash {what} " for what in ("put", "got", "taken", "read", "settled"))
 _NODE = "autograd::engine::evaluate_function: "
+_KERNEL = "aten::convolution_backward"
 
 
 def record(
@@ -128,6 +129,13 @@ class _WatchedBuffers(Buffers):
         _note(_TAKEN, whole=taken.untyped_storage().data_ptr(), nbytes=taken.numel() * taken.itemsize)
         return taken
 
+    def settle(self, owner: object) -> None:
+        whole = self.holding(owner)
+        if whole is not None:
+            _note(_SETTLED, whole=whole.untyped_storage().data_ptr())
+        del whole
+        super().settle(owner)
+
 
 @contextmanager
 def _watched(session: Session) -> Iterator[None]:
@@ -220,7 +228,7 @@ def _read(roots: list[Any], device: str) -> _Log:
     log, open_now = _Log(), dict[int, _Memory]()
     read: set[_Decoding] = set()  # by the node that runs
     latest: dict[_Memory, _Decoding] = {}
-    doing, node_ends, awaited = "", 0, False
+    doing, node_ends, awaited, again = "", 0, False, False
     for event, is_op in sorted(_walk(roots), key=lambda pair: pair[0].start_time_ns):
         if read and event.start_time_ns > node_ends:
             for decoding in read:
@@ -261,9 +269,19 @@ def _read(roots: list[Any], device: str) -> _Log:
                 log.decodings.append(latest[memory])
             if memory in latest:
                 read.add(latest[memory])
+        elif event.name.startswith(_SETTLED):
+            settled = latest.get(open_now.get(json.loads(event.name.removeprefix(_SETTLED))["whole"]))  # type: ignore[arg-type]
+            if settled in read:
+                read.discard(settled)
+                settled.end = log.ticks - 1
+        elif event.name == _KERNEL and event.start_time_ns <= node_ends:
+            if again:  # first the gradients of weight and bias, then the input's (backstash.consumers)
+                log.ops.append(Op(f"{doing} (input)", log.ticks))
+            again = True
         elif is_op:
             doing = event.name.removeprefix(_NODE)
             log.ops.append(Op(doing, log.ticks))
+            again = False
             if event.name.startswith(_NODE):
                 node_ends = event.end_time_ns
                 if log.backward is None:

@@ -59,6 +59,8 @@ class Buffer:
 class Op:
     """One operation: a torch function of the forward pass, or a node of the backward pass.
 
+    Where a convolution's gradients are computed by two calls of its kernel, each of them is one.
+
     Attributes:
         name: as torch's profiler has it.
         start: when it begins.
