@@ -1052,6 +1052,13 @@ def test_isa_is_capped_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert cpu.build_info()["isa"] in library.ISAS
 
 
+def test_a_library_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(library._SIGNATURES, "bs_of_tomorrow", (None, []))
+    of = len(library._SIGNATURES)
+    with pytest.raises(OSError, match=rf"bs_of_tomorrow.*1 of {of} are missing.*python setup.py build_native"):
+        library.load.__wrapped__()
+
+
 # -- gradients straight from planes ------------------------------------------------------------------------------------
 
 
