@@ -46,10 +46,11 @@ _SIGNATURES = {
     "bs_minifloat_decode": (None, [c_void_p, c_int, c_void_p, c_int64, c_int, c_int]),
     "bs_minifloat_scaled_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int64, c_void_p, c_void_p, c_int]),
     "bs_minifloat_scaled_decode": (None, [c_void_p, c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
-    "bs_zvc_minifloat_gather": (
-        None,
-        [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_int],
+    "bs_zvc_minifloat_encode": (
+        c_int64,
+        [c_void_p, c_int64, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int],
     ),
+    "bs_zvc_minifloat_place": (None, [c_void_p, c_int64, c_int, c_int, *[c_void_p] * 5, c_int64, c_int]),
     "bs_zvc_minifloat_decode": (
         c_int,
         [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int],
