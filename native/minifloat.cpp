@@ -1,6 +1,5 @@
 // C interface of small floating-point formats, on their own and behind zero-value compression. Layouts: ops/reference.
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -179,14 +178,13 @@ BS_EXPORT int64_t bs_zvc_minifloat_encode(const void* x, int64_t n, int type, in
     const bs::ZvcMiniEncodeJob job{x, bs::Float(type), bs::Mini(format), n, mask, offsets};
     const auto encode = BS_PICK(encode_block);
     const int64_t chunks = (n + bs::kZvcChunk - 1) / bs::kZvcChunk;
-    std::atomic<int64_t> used{0};
+    bs::Slabs slabs(scratch, room, threads);
     bs::for_blocks(chunks, bs::kMiniChunks, threads, [&](int64_t begin, int64_t end) {
         alignas(64) uint8_t codes[bs::kMiniBlockBytes];
         const int64_t bytes = bs::mini_bytes(format, encode(job, begin, end, codes));
-        const int64_t place = used.fetch_add(bytes, std::memory_order_relaxed);
-        const bool fits = place + bytes <= room;
-        if (fits) std::memcpy(scratch + place, codes, size_t(bytes));
-        places[begin / bs::kMiniChunks] = fits ? place : -1;
+        const int64_t place = slabs.take(bytes);
+        if (place >= 0) std::memcpy(scratch + place, codes, size_t(bytes));
+        places[begin / bs::kMiniChunks] = place;
     });
     return bs::sums_before(offsets, chunks);
 }
