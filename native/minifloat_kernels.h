@@ -5,25 +5,38 @@
 #include "count_mask.h"
 #include "dense.h"
 
+// All bits where `x` is negative, else none. The encoders select with it, with minima and maxima and not by comparing:
+// what is chosen in two steps by two masks GCC moves from register to register for longer than all else takes.
+inline int32_t if_negative(int32_t x) { return x >> 31; }
+
+// The code of a number that was rounded to less than the smallest normal number in all, where there are no subnormals,
+// is 0, or `least` if it is not zero and shall not become so. `rest` is its magnitude.
+template <class M, bool nonzero, class Int>
+inline Int raised(Int code, Int rest) {
+    constexpr int shift = M::subnormals ? 0 : M::mantissa;  // M::least is 1 << shift
+    static_assert(M::least == 1 << shift);
+    if (nonzero) return std::max(code, Int(std::min(rest, Int(1)) << shift));
+    if (M::subnormals) return std::max(code, Int(0));
+    return Int(code & ~(Int(code - Int(M::least)) >> (8 * sizeof(Int) - 1)));
+}
+
 // Bits of float32 to a code: see ops/reference.minifloat_encode. `nans`: whether there may be NaNs.
 template <class M, bool nonzero, bool nans = true>
 inline uint32_t encode_one(uint32_t bits) {
     constexpr int drop = 23 - M::mantissa;
-    constexpr int32_t least = int32_t(M::least);
+    constexpr uint32_t half = (1u << (drop - 1)) - 1, bias = uint32_t(127 - M::bias) << 23;
     const uint32_t rest = bits & kMagnitude;
-    int32_t code = int32_t((rest + ((1u << (drop - 1)) - 1) + (rest >> drop & 1)) >> drop) -
-                   ((127 - M::bias) << M::mantissa);
+    int32_t code = int32_t(rest + (rest >> drop & 1) + (half - bias)) >> drop;
     if (M::subnormals && M::bias != 127) {
-        // The processor rounds: where a float32's last bit is as much as the smallest subnormal. bfloat16's subnormals
-        // are float32's, cut.
+        // The processor rounds: where a float32's last bit is as much as the smallest subnormal. What is normal has a
+        // code above all of these, what is not has one below. bfloat16's subnormals are float32's, cut.
         constexpr uint32_t at = uint32_t(127 + 24 - M::bias - M::mantissa) << 23;
         const int32_t small = int32_t(bits_of(float_of(rest) + float_of(at)) - at);
-        code = rest < uint32_t(128 - M::bias) << 23 ? small : code;
+        code = std::max(code, std::min(small, int32_t(1) << M::mantissa));
     }
-    code = code < least ? (nonzero && rest != 0 ? least : 0) : code;
-    code = std::min(code, int32_t(M::top));
-    if (nans) code = rest > kInfinity ? int32_t(M::nan) : code;
-    return uint32_t(code) | (bits >> 31) << (M::bits - 1);
+    code = std::min(raised<M, nonzero>(code, int32_t(rest)), int32_t(M::top));
+    if (nans) code |= if_negative(int32_t(kInfinity - rest)) & int32_t(M::nan);  // which has all bits of a magnitude
+    return uint32_t(code) | (bits >> (32 - M::bits) & (1u << (M::bits - 1)));
 }
 
 // The magnitude of a code, as the bits of float32; of NaN's, some number.
@@ -49,19 +62,19 @@ inline uint32_t finish_one(uint32_t code, uint32_t magnitude) {
 // The least bfloat16 that is rounded to at least `code`, one of the subnormals or the number after them. Half way below it
 // is a bfloat16, and ties go to even codes.
 template <class M>
-constexpr uint16_t reaches(int code) {
+constexpr int16_t reaches(int code) {
     const int odd = 2 * code - 1;  // twice what lies half way, in steps of the subnormals
     int exponent = 0;
     while (odd >> (exponent + 1) != 0) ++exponent;
     const int tie = (127 - M::bias - M::mantissa + exponent) << 7 | ((odd << (7 - exponent)) & 0x7f);
-    return uint16_t(tie + code % 2);
+    return int16_t(tie + code % 2);
 }
 
-// The subnormal that a bfloat16 below the smallest normal number becomes: how many of their thresholds it reaches.
+// The subnormal that a bfloat16 becomes, or the number after them: how many of their thresholds it reaches.
 template <class M, int... below>
-inline uint16_t subnormal_of(uint16_t rest, std::integer_sequence<int, below...>) {
-    uint16_t code = 0;
-    ((code = uint16_t(code + (rest >= std::integral_constant<uint16_t, reaches<M>(below + 1)>::value))), ...);
+inline int16_t subnormal_of(int16_t rest, std::integer_sequence<int, below...>) {
+    int16_t code = 0;
+    ((code = int16_t(code + (rest >= std::integral_constant<int16_t, reaches<M>(below + 1)>::value))), ...);
     return code;
 }
 
@@ -69,18 +82,14 @@ inline uint16_t subnormal_of(uint16_t rest, std::integer_sequence<int, below...>
 template <class M, bool nonzero>
 inline uint16_t encode_brain(uint16_t bits) {
     constexpr int drop = 7 - M::mantissa;
-    constexpr int before = (127 - M::bias) << M::mantissa;  // what the change of the bias takes from a code
-    constexpr uint16_t normal = uint16_t((1 << M::mantissa) + before), top = uint16_t(M::top + before);
-    const uint16_t rest = bits & 0x7fff;
-    const uint16_t odd = rest >> drop & 1;
-    const uint16_t sum = uint16_t(uint16_t(rest + ((1 << (drop - 1)) - 1)) + odd);
-    const uint16_t code = std::min(uint16_t(sum >> drop), top);
-    uint16_t small = 0;
-    if constexpr (M::subnormals) small = subnormal_of<M>(rest, std::make_integer_sequence<int, 1 << M::mantissa>());
-    if (nonzero) small = std::max(small, rest != 0 ? uint16_t(M::least) : uint16_t(0));
-    uint16_t out = code < normal ? small : uint16_t(code - before);
-    out = rest > 0x7f80 ? uint16_t(M::nan) : out;
-    return uint16_t(out | (bits >> 15) << (M::bits - 1));
+    constexpr int half = (1 << (drop - 1)) - 1, bias = (127 - M::bias) << 7;
+    const int16_t rest = int16_t(bits & 0x7fff);
+    int16_t code = int16_t(int16_t(uint16_t(rest + (rest >> drop & 1) + (half - bias))) >> drop);
+    if constexpr (M::subnormals)
+        code = std::max(code, subnormal_of<M>(rest, std::make_integer_sequence<int, 1 << M::mantissa>()));
+    code = std::min(raised<M, nonzero>(code, rest), int16_t(M::top));
+    code |= int16_t(int16_t(int16_t(0x7f80 - rest) >> 15) & int16_t(M::nan));
+    return uint16_t(uint16_t(code) | (bits >> (16 - M::bits) & (1u << (M::bits - 1))));
 }
 
 template <class M, class F, bool nonzero>
