@@ -2,8 +2,8 @@
 
 * relu's backward, given what it saved as floats and as bools.
 * The first touch of fresh memory, with and without huge pages, beside memory that was touched before.
-* A language model's head, its cross entropy and their backward: plain, `chunked_loss`, and torch's own function for both
-  in chunks, where this torch has one. A fifth as many rounds.
+* A language model's head, its cross entropy and their backward: plain, `chunked_loss`, and torch's own function in
+  chunks, where this torch has one. A fifth as many rounds.
 """
 
 from __future__ import annotations

@@ -355,16 +355,12 @@ inline U* mark_and_gather(const ZvcMiniEncodeJob& job, int64_t chunk, U* to) {
     int64_t i = chunk * kZvcChunk;
     for (; i + kWord <= end; i += kWord) {
         prefetch_ahead(x + i, kWord);
-        const Word word = differs<U>(x + i, 0);
-        store_word(job.mask, i, word);
-        to = compress<U>(x + i, word, to);
+        store_word(job.mask, i, compress_nonzero<U>(x + i, to));
     }
     if (i < end) {
         U last[kWord] = {};
         std::memcpy(last, x + i, size_t(end - i) * sizeof(U));
-        const Word word = differs<U>(last, 0);
-        store_last_word(job.mask, i, end - i, word);
-        to = scalar::compress<U>(last, word, to);
+        store_last_word(job.mask, i, end - i, scalar::compress_nonzero<U>(last, to));
     }
     return to;
 }

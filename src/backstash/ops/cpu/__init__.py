@@ -94,8 +94,10 @@ _SERIAL_BELOW = 256 << 10
 _HUGE_FROM = 4 << 20
 """Bytes from which huge pages are asked for: below, the memory comes from a heap that has been touched already."""
 
-_SCRATCH = 32 << 20
-"""Most bytes of codes that zvc_minifloat_encode holds before it knows how many there are; it encodes others twice."""
+_SCRATCH = 31 << 20
+"""Most bytes of codes that zvc_minifloat_encode puts aside until it knows how many there are; others it makes twice.
+
+From 32 MiB on, glibc takes memory from the system afresh each time, which costs more than it saves."""
 
 _lib: Any = library.load()
 
