@@ -954,14 +954,14 @@ def test_words_that_several_blocks_share(at: tuple[int, ...], threads: int, isa:
 
 
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
-@pytest.mark.parametrize("room", [0, 1000, 70_000, 300_000])
-@pytest.mark.parametrize("format", ["fp8", "fp10", "fp16"])
+@pytest.mark.parametrize("room", [0, 70_000])
+@pytest.mark.parametrize("format", ["fp8", "fp10"])
 def test_codes_that_there_is_no_room_for_are_made_twice(
     format: str, room: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "_SCRATCH", room)
-    for density in (0.0, 0.02, 0.5, 1.0):
-        check_zvc_minifloat(contents(100 * ZVC_CHUNK + 77, torch.float32, density), format)
+    for density in (0.02, 0.5):
+        check_zvc_minifloat(contents(40 * ZVC_CHUNK + 77, torch.float32, density), format)
 
 
 @pytest.mark.parametrize("n", [1, 3, 41, 64, 100, 4097, 70_000])
