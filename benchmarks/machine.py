@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from backstash.ops import backends
+from backstash.report import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 """The repository."""
@@ -20,53 +21,37 @@ PACKAGES = ("backstash", "torch", "numpy", "triton", "transformers", "scikit-lea
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Hardware, software and commit.
+class Machine(machine.Machine):
+    """Hardware, software and commit; ``gpu`` is None where the benchmark ran on CPU.
 
     Attributes:
-        cpu: model name of the processor.
-        cores: cores that this process may use.
-        threads: threads that torch computes with on CPU.
         memory_nbytes: memory of the machine.
-        gpu: name of the CUDA device, None where the benchmark ran on CPU.
-        gpu_driver: version of its driver.
+        gpu_driver: version of the GPU's driver.
         gpu_memory_nbytes: its memory.
         system: operating system and version.
         huge_pages: the kernel's setting of transparent huge pages.
-        python: version.
         packages: versions of the packages that matter; an absent one is missing here.
         cuda: CUDA version that torch was built for.
         kernels: which kernels served the device: native, triton or reference.
         load: load averages over 1, 5 and 15 minutes at the start: over a quiet machine's 0 somebody else computed too.
-        commit: git commit; None outside a repository or before its first commit.
-        dirty: whether files differed from the commit; None where git cannot tell.
     """
 
-    cpu: str
-    cores: int
-    threads: int
     memory_nbytes: int | None
-    gpu: str | None
     gpu_driver: str | None
     gpu_memory_nbytes: int | None
     system: str
     huge_pages: str | None
-    python: str
     packages: dict[str, str]
     cuda: str | None
     kernels: str
     load: tuple[float, ...]
-    commit: str | None
-    dirty: bool | None
 
     def __str__(self) -> str:
-        gib = "" if self.memory_nbytes is None else f", {self.memory_nbytes / 2**30:.0f} GiB"
-        gpu = "" if self.gpu is None else f"{self.gpu}, driver {self.gpu_driver}; "
-        commit = "no commit" if self.commit is None else self.commit[:12] + (" with changes" if self.dirty else "")
+        memory = "" if self.memory_nbytes is None else f"; {self.memory_nbytes / 2**30:.0f} GiB"
+        driver = "" if self.gpu is None else f"; driver {self.gpu_driver}"
         return (
-            f"{gpu}{self.cpu}, {self.cores} cores, {self.threads} threads{gib}; {self.system}; Python {self.python}, "
-            f"torch {torch.__version__}; {self.kernels} kernels; load {' '.join(f'{one:.2f}' for one in self.load)}; "
-            f"{commit}"
+            f"{super().__str__()}{driver}{memory}; {self.system}; {self.kernels} kernels; "
+            f"load {' '.join(f'{one:.2f}' for one in self.load)}"
         )
 
 
@@ -77,25 +62,18 @@ def describe(device: str) -> Machine:
         device: ``"cpu"`` or ``"cuda"``.
     """
     cuda = device == "cuda"
-    commit = _output("git", "rev-parse", "--verify", "--quiet", "HEAD")
-    changes = _output("git", "status", "--porcelain")
+    here = vars(machine.describe())
     return Machine(
-        cpu=_cpu(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        threads=torch.get_num_threads(),
+        **here | {"gpu": here["gpu"] if cuda else None},
         memory_nbytes=_memory(),
-        gpu=torch.cuda.get_device_name() if cuda else None,
         gpu_driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
         gpu_memory_nbytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,
         system=f"{platform.system()} {platform.release()}",
         huge_pages=_huge_pages(),
-        python=platform.python_version(),
         packages=_versions(),
         cuda=torch.version.cuda,
         kernels=backends.name(device),
         load=load(),
-        commit=commit or None,
-        dirty=None if changes is None else bool(changes),
     )
 
 
@@ -112,13 +90,6 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _cpu() -> str:
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _memory() -> int | None:

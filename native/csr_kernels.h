@@ -56,9 +56,7 @@ inline void gather_rows_range(const CsrEncodeJob& job, int64_t begin, int64_t en
             int64_t i = 0;
             for (; i + kWord <= size; i += kWord) {
                 prefetch_ahead(x + i, kWord);
-                const Word word = differs<U>(x + i, 0);
-                column = place(word, int(i), column);
-                value = compress<U>(x + i, word, value);
+                column = place(compress_nonzero<U>(x + i, value), int(i), column);
             }
             for (; i < size; ++i) {
                 if (x[i] == 0) continue;

@@ -53,6 +53,14 @@ inline U* compress(const U* x, Word word, U* to) {
     return to;
 }
 
+// The same of the elements that are not zero, and moves `to`; returns where they are.
+template <class U>
+inline Word compress_nonzero(const U* x, U*& to) {
+    const Word word = differs<U>(x, 0);
+    to = compress<U>(x, word, to);
+    return word;
+}
+
 // The inverse of compress, with zeros between; returns the end of what it read.
 template <bool stream, class U>
 inline const U* expand(Word word, const U* from, U* out) {

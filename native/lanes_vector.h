@@ -69,6 +69,22 @@ inline U* compress(const U* x, Word word, U* to) {
     return to;
 }
 
+// Compresses the elements that are not zero, as above; returns where they are. The masks need not leave their registers.
+template <class U>
+inline Word compress_nonzero(const U* x, U*& to) {
+    using L = Lanes<U>;
+    const auto zero = L::splat(0);
+    Word word = 0;
+    for (int i = 0; i < kWord; i += L::kCount) {
+        const auto value = L::load(x + i);
+        const Word part = L::differs(value, zero);
+        L::store(to, L::compress(part, value));
+        to += __builtin_popcountll(part);
+        word |= part << i;
+    }
+    return word;
+}
+
 // Loads whole registers: 64 elements must be readable at `from`, however few bits are set. The loads must stay apart
 // from the expansion: compilers like to fuse the two into an expanding load, which on Zen 4 and 5 is microcode.
 template <bool stream, class U>

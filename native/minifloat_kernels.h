@@ -4,27 +4,39 @@
 
 #include "count_mask.h"
 #include "dense.h"
-#include "lines.h"
+
+// All bits where `x` is negative, else none. The encoders select with it, with minima and maxima and not by comparing:
+// what is chosen in two steps by two masks GCC moves from register to register for longer than all else takes.
+inline int32_t if_negative(int32_t x) { return x >> 31; }
+
+// The code of a number that was rounded to less than the smallest normal number in all, where there are no subnormals,
+// is 0, or `least` if it is not zero and shall not become so. `rest` is its magnitude.
+template <class M, bool nonzero, class Int>
+inline Int raised(Int code, Int rest) {
+    constexpr int shift = M::subnormals ? 0 : M::mantissa;  // M::least is 1 << shift
+    static_assert(M::least == 1 << shift);
+    if (nonzero) return std::max(code, Int(std::min(rest, Int(1)) << shift));
+    if (M::subnormals) return std::max(code, Int(0));
+    return Int(code & ~(Int(code - Int(M::least)) >> (8 * sizeof(Int) - 1)));
+}
 
 // Bits of float32 to a code: see ops/reference.minifloat_encode. `nans`: whether there may be NaNs.
 template <class M, bool nonzero, bool nans = true>
 inline uint32_t encode_one(uint32_t bits) {
     constexpr int drop = 23 - M::mantissa;
-    constexpr int32_t least = int32_t(M::least);
+    constexpr uint32_t half = (1u << (drop - 1)) - 1, bias = uint32_t(127 - M::bias) << 23;
     const uint32_t rest = bits & kMagnitude;
-    int32_t code = int32_t((rest + ((1u << (drop - 1)) - 1) + (rest >> drop & 1)) >> drop) -
-                   ((127 - M::bias) << M::mantissa);
+    int32_t code = int32_t(rest + (rest >> drop & 1) + (half - bias)) >> drop;
     if (M::subnormals && M::bias != 127) {
-        // The processor rounds: where a float32's last bit is as much as the smallest subnormal. bfloat16's subnormals
-        // are float32's, cut.
+        // The processor rounds: where a float32's last bit is as much as the smallest subnormal. What is normal has a
+        // code above all of these, what is not has one below. bfloat16's subnormals are float32's, cut.
         constexpr uint32_t at = uint32_t(127 + 24 - M::bias - M::mantissa) << 23;
         const int32_t small = int32_t(bits_of(float_of(rest) + float_of(at)) - at);
-        code = rest < uint32_t(128 - M::bias) << 23 ? small : code;
+        code = std::max(code, std::min(small, int32_t(1) << M::mantissa));
     }
-    code = code < least ? (nonzero && rest != 0 ? least : 0) : code;
-    code = std::min(code, int32_t(M::top));
-    if (nans) code = rest > kInfinity ? int32_t(M::nan) : code;
-    return uint32_t(code) | (bits >> 31) << (M::bits - 1);
+    code = std::min(raised<M, nonzero>(code, int32_t(rest)), int32_t(M::top));
+    if (nans) code |= if_negative(int32_t(kInfinity - rest)) & int32_t(M::nan);  // which has all bits of a magnitude
+    return uint32_t(code) | (bits >> (32 - M::bits) & (1u << (M::bits - 1)));
 }
 
 // The magnitude of a code, as the bits of float32; of NaN's, some number.
@@ -47,27 +59,42 @@ inline uint32_t finish_one(uint32_t code, uint32_t magnitude) {
     return choose((code & M::nan) > M::top, kQuiet, magnitude) | (code >> (M::bits - 1) & 1) << 31;
 }
 
-// The same of a bfloat16, for formats without subnormals, in the 16 bits it has: twice as many in a register.
+// The least bfloat16 that is rounded to at least `code`, one of the subnormals or the number after them. Half way below it
+// is a bfloat16, and ties go to even codes.
+template <class M>
+constexpr int16_t reaches(int code) {
+    const int odd = 2 * code - 1;  // twice what lies half way, in steps of the subnormals
+    int exponent = 0;
+    while (odd >> (exponent + 1) != 0) ++exponent;
+    const int tie = (127 - M::bias - M::mantissa + exponent) << 7 | ((odd << (7 - exponent)) & 0x7f);
+    return int16_t(tie + code % 2);
+}
+
+// The subnormal that a bfloat16 becomes, or the number after them: how many of their thresholds it reaches.
+template <class M, int... below>
+inline int16_t subnormal_of(int16_t rest, std::integer_sequence<int, below...>) {
+    int16_t code = 0;
+    ((code = int16_t(code + (rest >= std::integral_constant<int16_t, reaches<M>(below + 1)>::value))), ...);
+    return code;
+}
+
+// The same as encode_one of a bfloat16, in the 16 bits it has: twice as many in a register.
 template <class M, bool nonzero>
 inline uint16_t encode_brain(uint16_t bits) {
     constexpr int drop = 7 - M::mantissa;
-    constexpr uint16_t least = uint16_t(M::least + ((127 - M::bias) << M::mantissa));  // before the bias is changed
-    constexpr uint16_t top = uint16_t(M::top + ((127 - M::bias) << M::mantissa));
-    const uint16_t rest = bits & 0x7fff;
-    const uint16_t odd = rest >> drop & 1;
-    const uint16_t sum = uint16_t(uint16_t(rest + ((1 << (drop - 1)) - 1)) + odd);
-    uint16_t code = sum >> drop;
-    code = std::min(code, top);
-    const uint16_t kept = uint16_t(code - ((127 - M::bias) << M::mantissa));
-    const uint16_t small = nonzero && rest != 0 ? uint16_t(M::least) : uint16_t(0);
-    uint16_t out = code < least ? small : kept;
-    out = rest > 0x7f80 ? uint16_t(M::nan) : out;
-    return uint16_t(out | (bits >> 15) << (M::bits - 1));
+    constexpr int half = (1 << (drop - 1)) - 1, bias = (127 - M::bias) << 7;
+    const int16_t rest = int16_t(bits & 0x7fff);
+    int16_t code = int16_t(int16_t(uint16_t(rest + (rest >> drop & 1) + (half - bias))) >> drop);
+    if constexpr (M::subnormals)
+        code = std::max(code, subnormal_of<M>(rest, std::make_integer_sequence<int, 1 << M::mantissa>()));
+    code = std::min(raised<M, nonzero>(code, rest), int16_t(M::top));
+    code |= int16_t(int16_t(int16_t(0x7f80 - rest) >> 15) & int16_t(M::nan));
+    return uint16_t(uint16_t(code) | (bits >> (16 - M::bits) & (1u << (M::bits - 1))));
 }
 
 template <class M, class F, bool nonzero>
 inline uint32_t encode_element(typename Dense<F>::U x) {
-    if constexpr (std::is_same_v<F, BFloat16> && !M::subnormals) return encode_brain<M, nonzero>(x);
+    if constexpr (std::is_same_v<F, BFloat16>) return encode_brain<M, nonzero>(x);
     else return encode_one<M, nonzero>(Dense<F>::widen(x));
 }
 
@@ -307,10 +334,10 @@ void decode_scaled(const ScaledJob& job, int64_t begin, int64_t end) {
     });
 }
 
-// Behind zero-value compression: a chunk at a time is compressed in the first-level cache and there made codes of.
+// Behind zero-value compression.
 
 // As `disagreements` of ZVC.
-int64_t mini_disagreements(const ZvcMiniJob& job, int64_t begin, int64_t end) {
+int64_t mini_disagreements(const ZvcMiniDecodeJob& job, int64_t begin, int64_t end) {
     int64_t wrong = 0;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
         const int64_t next = (chunk + 1) * kZvcChunk < job.n ? job.offsets[chunk + 1] : job.stored;
@@ -319,95 +346,69 @@ int64_t mini_disagreements(const ZvcMiniJob& job, int64_t begin, int64_t end) {
     return wrong;
 }
 
-// Those of a chunk's elements whose bit is set, to `to`, which has room for 64 more; returns the end of them.
+// The elements of a chunk that are not zero, to `to`, which has room for 64 more; returns the end of them. Fills the
+// mask.
 template <class U>
-inline U* gather_chunk(const ZvcMiniJob& job, int64_t chunk, const U* x, U* to) {
-    const int64_t first = chunk * kZvcChunk, count = std::min(kZvcChunk, job.n - first);
-    int64_t i = 0;
-    for (; i + kWord <= count; i += kWord) {
+inline U* mark_and_gather(const ZvcMiniEncodeJob& job, int64_t chunk, U* to) {
+    const int64_t end = std::min((chunk + 1) * kZvcChunk, job.n);
+    const U* x = static_cast<const U*>(job.x);
+    int64_t i = chunk * kZvcChunk;
+    for (; i + kWord <= end; i += kWord) {
         prefetch_ahead(x + i, kWord);
-        to = compress<U>(x + i, load_word(job.mask, first + i), to);
+        store_word(job.mask, i, compress_nonzero<U>(x + i, to));
     }
-    if (i < count) to = scalar::compress<U>(x + i, load_last_word(job.mask, first + i, count - i), to);
+    if (i < end) {
+        U last[kWord] = {};
+        std::memcpy(last, x + i, size_t(end - i) * sizeof(U));
+        store_last_word(job.mask, i, end - i, scalar::compress_nonzero<U>(last, to));
+    }
     return to;
 }
 
-template <bool stream, class M, class F>
-inline void gather_plain(const ZvcMiniJob& job, int64_t begin, int64_t end) {
-    using U = typename Dense<F>::U;
-    using Code = typename M::Code;
-    const U* x = static_cast<const U*>(job.dense);
-    alignas(64) U values[kZvcChunk + kWord];
-    Lines<Code> lines(static_cast<Code*>(job.values) + job.offsets[begin]);
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-        // Not the other way round: with half of the elements zero, codes first and then vpcompressb takes 1.3 times
-        // as long.
-        const int64_t count = gather_chunk<U>(job, chunk, x + chunk * kZvcChunk, values) - values;
-        encode_codes<M, F, true>(values, count, lines.end());
-        lines.end() += count;
-        lines.template flush<stream>();
-    }
-    lines.finish();
-}
-
-// Where several codes share a word: a word belongs to the block that has its first code, which looks ahead for the
-// others.
-template <bool stream, class M, class F>
-inline void gather_words(const ZvcMiniJob& job, int64_t begin, int64_t end) {
+// The codes of chunks [begin, end), as a plane of their own. A chunk at a time: it is compressed in the first-level
+// cache and there made codes of. Not the other way round: with half of the elements zero, codes first and then
+// vpcompressb takes 1.3 times as long.
+template <class M, class F>
+inline int64_t encode_block_as(const ZvcMiniEncodeJob& job, int64_t begin, int64_t end, typename M::Stored* to) {
     using U = typename Dense<F>::U;
     constexpr int64_t fields = M::fields;
-    const U* x = static_cast<const U*>(job.dense);
-    const int64_t chunks = (job.n + kZvcChunk - 1) / kZvcChunk, first = (job.offsets[begin] + fields - 1) / fields;
     alignas(64) U values[fields + kZvcChunk + kWord];
-    Lines<uint32_t> lines(static_cast<uint32_t*>(job.values) + first);
-    int64_t others = first * fields - job.offsets[begin], held = 0;  // values of the block before; values at hand
-    for (int64_t chunk = begin; chunk < chunks && (chunk < end || held > 0); ++chunk) {
-        int64_t count = gather_chunk<U>(job, chunk, x + chunk * kZvcChunk, values + held) - values;
-        if (others > 0) {  // and none is held
-            const int64_t skipped = std::min(others, count);
-            others -= skipped;
-            count -= skipped;
-            std::memmove(values, values + skipped, size_t(count) * sizeof(U));
-        }
-        if (chunk >= end) count = std::min(count, fields);
-        const int64_t words = count / fields;
-        encode_words<M, F, true>(values, words, lines.end());
-        lines.end() += words;
+    int64_t total = 0, held = 0;  // values; those of them that are left for the next word
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+        const int64_t count = mark_and_gather<U>(job, chunk, values + held) - values, words = count / fields;
+        if (job.counts != nullptr) job.counts[chunk] = count - held;
+        total += count - held;
+        if constexpr (fields > 1) encode_words<M, F, true>(values, words, to);
+        else encode_codes<M, F, true>(values, words, to);
+        to += words;
         held = count - words * fields;
         std::memmove(values, values + words * fields, size_t(held) * sizeof(U));
-        lines.template flush<stream>();
     }
-    if (held > 0) {  // the last word of all
-        std::memset(values + held, 0, size_t(fields - held) * sizeof(U));
-        encode_words<M, F, true>(values, 1, lines.end());
-        lines.end() += 1;
-    }
-    lines.finish();
-}
-
-template <bool stream, class M, class F>
-inline void gather_mini_range(const ZvcMiniJob& job, int64_t begin, int64_t end) {
-    if constexpr (M::fields > 1) gather_words<stream, M, F>(job, begin, end);
-    else gather_plain<stream, M, F>(job, begin, end);
-}
-
-void gather_mini(const ZvcMiniJob& job, int64_t begin, int64_t end) {
-    with_types(job.format, job.type, [&](auto m, auto f) {
-        if (kStreams && job.stream) {
-            gather_mini_range<true, decltype(m), decltype(f)>(job, begin, end);
-            fence();
-        } else {
-            gather_mini_range<false, decltype(m), decltype(f)>(job, begin, end);
+    if constexpr (fields > 1) {
+        if (held > 0) {
+            std::memset(values + held, 0, size_t(fields - held) * sizeof(U));
+            encode_words<M, F, true>(values, 1, to);
         }
+    }
+    return total;
+}
+
+// Returns how many codes there are.
+int64_t encode_block(const ZvcMiniEncodeJob& job, int64_t begin, int64_t end, void* codes) {
+    int64_t count = 0;
+    with_types(job.format, job.type, [&](auto m, auto f) {
+        count = encode_block_as<decltype(m), decltype(f)>(job, begin, end,
+                                                          static_cast<typename decltype(m)::Stored*>(codes));
     });
+    return count;
 }
 
 template <bool stream, class M, class F>
-inline void scatter_mini_range(const ZvcMiniJob& job, int64_t begin, int64_t end) {
+inline void scatter_mini_range(const ZvcMiniDecodeJob& job, int64_t begin, int64_t end) {
     using U = typename Dense<F>::U;
     constexpr int64_t fields = M::fields;
     alignas(64) U values[kZvcChunk + 2 * fields + kWord];
-    U* out = static_cast<U*>(job.dense);
+    U* out = static_cast<U*>(job.out);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
         const int64_t last = std::min((chunk + 1) * kZvcChunk, job.n), offset = job.offsets[chunk];
         const int64_t next = last < job.n ? job.offsets[chunk + 1] : job.stored;
@@ -425,7 +426,7 @@ inline void scatter_mini_range(const ZvcMiniJob& job, int64_t begin, int64_t end
     }
 }
 
-void scatter_mini(const ZvcMiniJob& job, int64_t begin, int64_t end) {
+void scatter_mini(const ZvcMiniDecodeJob& job, int64_t begin, int64_t end) {
     with_types(job.format, job.type, [&](auto m, auto f) {
         if (kStreams && job.stream) {
             scatter_mini_range<true, decltype(m), decltype(f)>(job, begin, end);

@@ -4,6 +4,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 namespace bs {
 
@@ -37,6 +42,44 @@ public:
 
 private:
     std::atomic<int64_t> total_{0};
+};
+
+// Scratch memory that the threads of a parallel loop take pieces of. Each has a huge page's worth for itself: were the
+// pieces of two threads on one fresh page, the system would clear it twice.
+class Slabs {
+public:
+    Slabs(const void* memory, int64_t room, int threads)
+        : slab_(threads > 1 ? std::min(kHugePage, room / (4 * threads)) : room),
+          next_(slab_ == kHugePage ? -int64_t(reinterpret_cast<uintptr_t>(memory) % kHugePage) : 0),
+          room_(room),
+          own_(size_t(threads)) {}
+
+    // Where the memory has so many bytes for the calling thread; -1: there is no room.
+    int64_t take(int64_t bytes) {
+#ifdef _OPENMP
+        Own& own = own_[size_t(omp_get_thread_num())];
+#else
+        Own& own = own_[0];
+#endif
+        if (own.end - own.begin < bytes) {
+            const int64_t next = next_.fetch_add(slab_, std::memory_order_relaxed);
+            own.begin = std::max<int64_t>(next, 0);
+            own.end = std::min(next + slab_, room_);
+            if (own.end - own.begin < bytes) return -1;
+        }
+        own.begin += bytes;
+        return own.begin - bytes;
+    }
+
+private:
+    static constexpr int64_t kHugePage = int64_t(2) << 20;
+    struct alignas(64) Own {
+        int64_t begin = 0, end = 0;
+    };
+    const int64_t slab_;
+    std::atomic<int64_t> next_;
+    const int64_t room_;
+    std::vector<Own> own_;
 };
 
 // Replaces each of n counts by the sum of those before it, where what was counted begins; returns the sum of all.

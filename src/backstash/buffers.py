@@ -45,8 +45,8 @@ class Buffers:
     """A small pool of decode buffers on CPU; elsewhere torch's own allocator is one already.
 
     It holds what was used last and nothing else: when no free buffer fits, the free ones are given back before a new
-    one is made, so the pool never adds more than the largest buffer to the peak. It is kept from step to step: fresh
-    memory costs more than decoding does, and the forward pass, when nothing is decoded, is not where the peak is.
+    one is made, so the pool never adds more than the largest buffer to the peak. A Session clears it when the last
+    tensor that autograd saved under it is gone: nothing is held from step to step.
     """
 
     def __init__(self) -> None:

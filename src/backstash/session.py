@@ -337,8 +337,8 @@ class Session:
         SessionError: on entering, another Session or other saved-tensor hooks are active.
 
     The backward pass may run inside or outside the ``with``. A Session may be entered again after it was left. It sees
-    the thread that entered it; other threads need a Session of their own. On CPU it keeps the memory that backward
-    decodes into for the next step, until it is deleted.
+    the thread that entered it; other threads need a Session of their own. On CPU backward decodes into memory that is
+    used again from layer to layer, and given back when the last graph made under the Session is gone.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))

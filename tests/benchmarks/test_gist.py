@@ -103,7 +103,7 @@ def check_deep(deep: dict[str, Any]) -> None:
     assert [row["name"] for row in rows] == list(gist.DEEP_STAGES)
     for row in (plain, *rows):
         assert row["step_nbytes"] <= budget < row["step_nbytes"] + 3 * row["nbytes_per_image"]
-        assert row["predicted"] > 0 and row["error"] < 0.02
+        assert abs(row["batch"] - row["predicted"]) <= 0.25 * row["predicted"] and row["error"] < 0.02
     assert plain["batch"] < rows[0]["batch"] < rows[-1]["batch"]
 
 
@@ -260,7 +260,7 @@ def test_the_command_passes_arguments_and_the_exit_code_on(capfd: pytest.Capture
 def test_an_unknown_benchmark_names_the_known_ones() -> None:
     result = CliRunner().invoke(commands.app, ["bench", "speed"])
     assert result.exit_code == 2
-    known = ", ".join(commands.BENCHES)
+    known = "gist, run, peak, kernels, density, gist_accuracy, allocator, disk, cdma, comet"
     assert result.stderr == f"backstash: benchmark 'speed' was asked for, but there are {known}.\n"
     root = Path(commands.__file__).parents[2]
     assert all((root / "benchmarks" / f"{name}.py").is_file() for name in commands.BENCHES)

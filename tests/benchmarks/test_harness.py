@@ -48,7 +48,7 @@ def test_quick_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert file.name == f"bench-cpu-{result['started'][:10]}-quick.json"
     assert result["complete"] and result["format"] == run.FORMAT and result["seconds"] > 0
     assert result["command"][:3] == ["python", "-m", "benchmarks.run"] and "--quick" in result["command"]
-    for key in ("cpu", "cores", "threads", "packages", "kernels", "load", "commit", "dirty"):
+    for key in ("cpu", "cores", "threads", "packages", "kernels", "load", "commit"):
         assert key in result["machine"]
     printed = capsys.readouterr().out
     assert all(f"== {section} ==" in printed for section in run.SECTIONS)

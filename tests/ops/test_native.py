@@ -953,6 +953,31 @@ def test_words_that_several_blocks_share(at: tuple[int, ...], threads: int, isa:
     check_zvc_minifloat(x, "fp10")
 
 
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("room", [0, 70_000])
+@pytest.mark.parametrize("format", ["fp8", "fp10"])
+def test_codes_that_there_is_no_room_for_are_made_twice(
+    format: str, room: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "_SCRATCH", room)
+    for density in (0.02, 0.5):
+        check_zvc_minifloat(contents(40 * ZVC_CHUNK + 77, torch.float32, density), format)
+
+
+@pytest.mark.parametrize("n", [1, 3, 41, 64, 100, 4097, 70_000])
+@pytest.mark.parametrize("format", ["fp8", "fp10", "fp16"])
+def test_zvc_minifloat_place_stays_inside_its_plane(format: str, n: int, isa: str) -> None:
+    x = contents(n, torch.float32, seed=n)
+    mask, offsets, values = cpu.zvc_minifloat_encode(x, format)
+    nowhere, scratch = torch.full_like(offsets, -1), torch.empty(8, dtype=torch.uint8)
+    for offset in (0, 1, 5):
+        out, untouched = poisoned(values.numel(), values.dtype, offset)
+        planes = (plane.data_ptr() for plane in (mask, offsets, scratch, nowhere, out))
+        stored = int((x.view(torch.int32) != 0).sum())
+        library.load().bs_zvc_minifloat_place(x.data_ptr(), n, 0, FORMATS[format].code, *planes, stored, 2)
+        assert same(out, values) and untouched()
+
+
 @pytest.mark.parametrize("n", [100, 4097, 3 * ZVC_CHUNK + 100])
 @pytest.mark.parametrize("format", ["fp8", "fp10"])
 def test_zvc_minifloat_damage_is_found_before_anything_is_written(n: int, format: str, isa: str) -> None:
@@ -1050,6 +1075,13 @@ def test_isa_is_capped_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         library.load.__wrapped__()
     assert set(cpu.build_info()) == {"path", "compiler", "openmp", "isa"}
     assert cpu.build_info()["isa"] in library.ISAS
+
+
+def test_a_library_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(library._SIGNATURES, "bs_of_tomorrow", (None, []))
+    of = len(library._SIGNATURES)
+    with pytest.raises(OSError, match=rf"bs_of_tomorrow.*1 of {of} are missing.*python setup.py build_native"):
+        library.load.__wrapped__()
 
 
 # -- gradients straight from planes ------------------------------------------------------------------------------------

@@ -112,7 +112,11 @@ class Zvc:
         return None if saving >= self.min_saving else f"{density:.0%} of a sample is not zero"
 
     def encode(self, x: Tensor) -> Encoded:
-        """Two passes over ``x``: one counts and makes the mask, one gathers."""
+        """Two passes over ``x``: one counts and makes the mask, one gathers.
+
+        With ``values`` the first one makes codes as well, and on CPU up to 31 MiB of them are put aside until their
+        number is known: of smaller tensors ``x`` is read once.
+        """
         spec = require(self, x)
         if self.values is None:
             mask, offsets, values = _ops.zvc_encode(flat(x))

@@ -61,7 +61,7 @@ def _kernels(device: str) -> Finding:
         warnings.simplefilter("ignore")  # of slow kernels; said here in its own line
         try:
             serving = backends.name(device)
-        except (ValueError, OSError, AttributeError) as error:  # a bad setting, or a library that does not load
+        except (ValueError, OSError) as error:  # a bad setting, or a library that does not load
             return Finding(subject, str(error), ok=False)
     if serving == "native":
         from backstash.ops import cpu

@@ -94,6 +94,11 @@ _SERIAL_BELOW = 256 << 10
 _HUGE_FROM = 4 << 20
 """Bytes from which huge pages are asked for: below, the memory comes from a heap that has been touched already."""
 
+_SCRATCH = 31 << 20
+"""Most bytes of codes that zvc_minifloat_encode puts aside until it knows how many there are; others it makes twice.
+
+From 32 MiB on, glibc takes memory from the system afresh each time, which costs more than it saves."""
+
 _lib: Any = library.load()
 
 
@@ -441,14 +446,18 @@ def zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor
     form, n = FORMATS[format], x.numel()
     if not _takes(form, x.dtype):
         return reference.zvc_minifloat_encode(x, format)
+    source = x.data_ptr(), n, _FLOATS[x.dtype], form.code
     threads = _threads(x.nbytes)
     mask = _new(bytes_for(n, 1), torch.uint8)
     offsets = torch.empty(zvc_chunks(n), dtype=torch.int64, device="cpu")
-    planes = mask.data_ptr(), offsets.data_ptr()
-    stored = _lib.bs_zvc_mark(x.data_ptr(), n, x.element_size(), *planes, threads)
+    places = torch.empty_like(offsets)
+    room = min(form.words(n) * form.dtype.itemsize + 4 * places.numel(), _SCRATCH)
+    scratch = _new(room + 8, torch.uint8)  # the kernel may read what lies behind the last code
+    kept = scratch.data_ptr(), places.data_ptr()
+    stored = _lib.bs_zvc_minifloat_encode(*source, mask.data_ptr(), offsets.data_ptr(), kept[0], room, kept[1], threads)
     values = _new(form.words(stored), form.dtype)
-    arguments = x.data_ptr(), n, _FLOATS[x.dtype], *planes, form.code
-    _lib.bs_zvc_minifloat_gather(*arguments, values.data_ptr(), stored, threads)
+    planes = mask.data_ptr(), offsets.data_ptr(), *kept, values.data_ptr()
+    _lib.bs_zvc_minifloat_place(*source, *planes, stored, threads)
     return mask, offsets, values
 
 

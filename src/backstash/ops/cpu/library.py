@@ -46,10 +46,11 @@ _SIGNATURES = {
     "bs_minifloat_decode": (None, [c_void_p, c_int, c_void_p, c_int64, c_int, c_int]),
     "bs_minifloat_scaled_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int64, c_void_p, c_void_p, c_int]),
     "bs_minifloat_scaled_decode": (None, [c_void_p, c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
-    "bs_zvc_minifloat_gather": (
-        None,
-        [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_int],
+    "bs_zvc_minifloat_encode": (
+        c_int64,
+        [c_void_p, c_int64, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int],
     ),
+    "bs_zvc_minifloat_place": (None, [c_void_p, c_int64, c_int, c_int, *[c_void_p] * 5, c_int64, c_int]),
     "bs_zvc_minifloat_decode": (
         c_int,
         [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int],
@@ -98,7 +99,7 @@ def load() -> ctypes.CDLL | None:
 
     Raises:
         ValueError: ``BACKSTASH_ISA`` has an unknown value.
-        OSError, AttributeError: the library is there but does not load, or is of another version.
+        OSError: the library is there but does not load, or was built from another version of the sources.
     """
     asked = os.environ.get("BACKSTASH_ISA")
     if asked is not None and asked not in ISAS:
@@ -109,6 +110,13 @@ def load() -> ctypes.CDLL | None:
     if not PATH.exists():
         return None
     lib = ctypes.CDLL(str(PATH))
+    missing = [name for name in _SIGNATURES if not hasattr(lib, name)]
+    if missing:
+        raise OSError(
+            f"asked {PATH} for the function {missing[0]}, but it has none of that name ({len(missing)} of "
+            f"{len(_SIGNATURES)} are missing): it was built from another version of backstash. Build it again: "
+            f"'pip install' from the package's sources, or 'python setup.py build_native' in a clone."
+        )
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype = result

@@ -55,6 +55,13 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     return (stream.view(-1, bits) * weights).sum(1)
 
 
+def per_chunk(flags: Tensor) -> Tensor:
+    """How many of a bool [n] are set in each chunk of ZVC_CHUNK: int64 [ceil(n / ZVC_CHUNK)]."""
+    counts = torch.zeros(zvc_chunks(flags.numel()) * ZVC_CHUNK, dtype=torch.int64, device=flags.device)
+    counts[: flags.numel()] = flags
+    return counts.view(-1, ZVC_CHUNK).sum(1)
+
+
 def look(x: Tensor, runs: int, run: int, step: int) -> tuple[int, int]:
     """How many elements of a sample are not zero, and how many bit patterns it has: 1, 2, or 3 for more.
 
@@ -126,9 +133,7 @@ def zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         values plane; values [number of set bits] of ``x``'s dtype.
     """
     flags = bits_of(x) != 0
-    counts = torch.zeros(zvc_chunks(x.numel()) * ZVC_CHUNK, dtype=torch.int64, device=x.device)
-    counts[: x.numel()] = flags
-    counts = counts.view(-1, ZVC_CHUNK).sum(1)
+    counts = per_chunk(flags)
     return pack(flags.long(), 1), counts.cumsum(0) - counts, x[flags]
 
 
@@ -139,9 +144,7 @@ def zvc_decode(mask: Tensor, offsets: Tensor, values: Tensor, out: Tensor) -> No
         DamagedPlanesError: the mask's bits, the offsets and the number of values do not agree.
     """
     flags = unpack(mask, 1, out.numel()).bool()
-    counts = torch.zeros(zvc_chunks(out.numel()) * ZVC_CHUNK, dtype=torch.int64, device=out.device)
-    counts[: out.numel()] = flags
-    counts = counts.view(-1, ZVC_CHUNK).sum(1)
+    counts = per_chunk(flags)
     if int(counts.sum()) != values.numel() or not torch.equal(counts.cumsum(0) - counts, offsets):
         raise DamagedPlanesError(zvc_damage(values.numel()))
     bits_of(out).zero_()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops.reference import bits_of
+from backstash.ops.reference import bits_of, per_chunk
 from backstash.ops.schema import ZVC_CHUNK, zvc_chunks
 
 LONGEST = 255
@@ -42,7 +42,7 @@ def rle_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.zeros(int(counts.sum()), dtype=torch.uint8, device=x.device)
     left = lengths[run] - LONGEST * piece
     tokens[(at + empty)[run] + 2 * piece] = left.clamp(max=LONGEST).to(torch.uint8)
-    stored = _per_chunk(flags)
+    stored = per_chunk(flags)
     return tokens, torch.cat([at[first[begins]], stored.cumsum(0) - stored]), x[flags]
 
 
@@ -60,11 +60,11 @@ def rle_decode(tokens: Tensor, starts: Tensor, values: Tensor, out: Tensor) -> N
         raise DamagedPlanesError(rle_damage(values.numel()))
     chunk = torch.arange(chunks, device=out.device).repeat_interleave(counts)
     lengths = starts.new_zeros(chunks).index_add(0, chunk, tokens.long())
-    if not torch.equal(lengths, _per_chunk(torch.ones(n, dtype=torch.bool, device=out.device))):
+    if not torch.equal(lengths, per_chunk(torch.ones(n, dtype=torch.bool, device=out.device))):
         raise DamagedPlanesError(rle_damage(values.numel()))
     literal = (torch.arange(tokens.numel(), device=out.device) - starts[:chunks][chunk]) % 2 == 1
     flags = literal.repeat_interleave(tokens.long())
-    stored = _per_chunk(flags)
+    stored = per_chunk(flags)
     if int(stored.sum()) != values.numel() or not torch.equal(stored.cumsum(0) - stored, starts[chunks:]):
         raise DamagedPlanesError(rle_damage(values.numel()))
     bits_of(out).zero_()
@@ -77,10 +77,3 @@ def rle_damage(stored: int) -> str:
         f"rle_decode asked for the values that the tokens and the starts announce, got planes that disagree "
         f"({stored} values stored). The stash was overwritten or cut short; compute the step again."
     )
-
-
-def _per_chunk(flags: Tensor) -> Tensor:
-    """How many are set in each chunk."""
-    padded = torch.zeros(zvc_chunks(flags.numel()) * ZVC_CHUNK, dtype=torch.int64, device=flags.device)
-    padded[: flags.numel()] = flags
-    return padded.view(-1, ZVC_CHUNK).sum(1)

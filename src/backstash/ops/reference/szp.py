@@ -7,7 +7,7 @@ from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops import reference
-from backstash.ops.schema import SZP_BLOCK, ZVC_CHUNK, bytes_for, zvc_chunks
+from backstash.ops.schema import SZP_BLOCK, bytes_for, zvc_chunks
 
 SIGNED = 64
 """In a block's width: a word of signs follows the words of the magnitudes."""
@@ -49,7 +49,7 @@ def szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     good = (code < LARGEST) & ((decoded - magnitude).abs() <= limit) & (decoded > 0)
     good &= decoded.to(x.dtype).float() == decoded
 
-    counts = _counts(flags)
+    counts = reference.per_chunk(flags)
     blocks = -(-counts // SZP_BLOCK)  # of each chunk
     place = _places(counts, blocks)
     padding = torch.zeros(int(blocks.sum()) * SZP_BLOCK, dtype=torch.int64, device=x.device)
@@ -98,7 +98,7 @@ def szp_decode(mask: Tensor, offsets: Tensor, words: Tensor, step: Tensor, out: 
     if mask.numel() != bytes_for(out.numel(), 1) or offsets.numel() != zvc_chunks(out.numel()):
         raise DamagedPlanesError(szp_damage(words.numel()))
     flags = reference.unpack(mask, 1, out.numel()).bool()
-    counts = _counts(flags)
+    counts = reference.per_chunk(flags)
     blocks = -(-counts // SZP_BLOCK)
     headers = -(-blocks // 4)
     ends = torch.cat([offsets[1:], offsets.new_tensor([words.numel()])])
@@ -137,13 +137,6 @@ def szp_damage(stored: int) -> str:
         f"szp_decode asked for the words that the mask, the offsets and the widths announce, got planes that disagree "
         f"({stored} words stored). The stash was overwritten or cut short; compute the step again."
     )
-
-
-def _counts(flags: Tensor) -> Tensor:
-    """How many are set in each chunk."""
-    counts = torch.zeros(zvc_chunks(flags.numel()) * ZVC_CHUNK, dtype=torch.int64, device=flags.device)
-    counts[: flags.numel()] = flags
-    return counts.view(-1, ZVC_CHUNK).sum(1)
 
 
 def _places(counts: Tensor, blocks: Tensor) -> Tensor:
