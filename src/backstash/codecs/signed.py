@@ -24,7 +24,7 @@ class Signed:
     """Stores which elements are zero and which are negative in a bit each, and the others with a codec for values.
 
     So a codec that would round a small number to zero, or across it, serves a relu as well. Only what is not zero goes
-    through it, as one row of neighbours.
+    through it, as one row of neighbours; but where it takes images only (Dct), all of the tensor does.
 
     Preserves: SHAPE, VALUE - within the bound of ``values``, of which a share of a group's range becomes one of the
         tensor's. Zeros stay zero (-0.0 becomes 0.0), what is not zero does not become it and keeps its sign; infinities
@@ -86,14 +86,15 @@ class Signed:
         return asks_for_sign(mask)
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """What ``values`` accepts of as many elements in one row, of any dense layout."""
-        refused = self.values.accepts(spec)
-        return self.values.accepts(_row(spec, spec.numel)) if refused is None else refused
+        """What ``values`` accepts, of any dense layout."""
+        return self.values.accepts(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """As ``values`` does for what is not zero in a sample."""
+        """As ``values`` does, for what is not zero in a sample."""
         if x.numel() == 0:
             return "it is empty"
+        if not self._gathers(TensorSpec.of(x)):
+            return self.values.declines(x)
         some = sample(flat(x))
         some = some[some != 0]
         return self.values.declines(some) if some.numel() else None
@@ -106,52 +107,64 @@ class Signed:
             mask, offsets, values = _ops.zvc_encode(flat(x) + 0.0)
         planes = {"mask": mask, "offsets": offsets}
         low, high = values.aminmax() if values.numel() else (values.sum(), values.sum())
+        gathers = self._gathers(spec)
         if not (low > 0 or high < 0 or values.numel() == 0):  # both, or NaN
-            planes["positive"] = _ops.bitmask_encode(values, Test.GT.code, 0.0, 0.0)
+            planes["positive"] = _ops.bitmask_encode(values if gathers else flat(x), Test.GT.code, 0.0, 0.0)
             magnitudes = values.abs()
             low = torch.where(magnitudes.isnan(), math.inf, magnitudes).min()
         planes["least"] = (low if low > 0 else -high).reshape(1)
-        encoded = self.values.encode(values)
+        nonzeros, negative = values.numel(), int(high < 0)
+        encoded = self.values.encode(values if gathers else x)
         planes |= {_PREFIX + name: plane for name, plane in encoded.planes.items()}
         meta = {_PREFIX + name: value for name, value in encoded.meta.items()}
-        return Encoded(self.id, spec, planes, {"nonzeros": values.numel(), "negative": int(high < 0), **meta})
+        return Encoded(self.id, spec, planes, {"nonzeros": nonzeros, "negative": negative, **meta})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        """Decodes the values beside ``out``, mends their signs, and spreads them out.
+        """Decodes the values, mends their signs, and puts them among the zeros; takes their memory beside ``out``.
 
         Raises:
             DamagedPlanesError: the planes do not fit together.
         """
-        spec, planes, nonzeros = encoded.spec, encoded.planes, int(encoded.meta["nonzeros"])  # type: ignore[arg-type]
+        spec, planes = encoded.spec, encoded.planes
+        gathers, nonzeros = self._gathers(spec), int(encoded.meta["nonzeros"])  # type: ignore[arg-type]
+        stored = _row(spec, nonzeros) if gathers else spec
         expected = {"mask": bytes_for(spec.numel, 1), "offsets": zvc_chunks(spec.numel), "least": 1}
         if "positive" in planes:
-            expected["positive"] = bytes_for(nonzeros, 1)
+            expected["positive"] = bytes_for(stored.numel, 1)
         check_planes(encoded, expected)
         out = like(spec, out)
-        values = self.values.decode(
-            Encoded(
-                self.values.id,
-                _row(spec, nonzeros),
-                {name.removeprefix(_PREFIX): x for name, x in planes.items() if name.startswith(_PREFIX)},
-                {name.removeprefix(_PREFIX): x for name, x in encoded.meta.items() if name.startswith(_PREFIX)},
-            )
-        )
+        inner = {name.removeprefix(_PREFIX): x for name, x in planes.items() if name.startswith(_PREFIX)}
+        meta = {name.removeprefix(_PREFIX): x for name, x in encoded.meta.items() if name.startswith(_PREFIX)}
+        values = flat(self.values.decode(Encoded(self.values.id, stored, inner, meta)))
         least = planes["least"]
         if "positive" in planes:
-            positive = torch.empty(nonzeros, dtype=torch.bool, device=values.device)
-            _ops.bitmask_decode(planes["positive"], positive, 1.0, 0.0)
-            values = torch.where(positive, values.maximum(least), values.minimum(-least))
+            values = torch.where(_unpacked(planes["positive"], values), values.maximum(least), values.minimum(-least))
         elif encoded.meta["negative"]:
             torch.minimum(values, -least, out=values)
         else:
             torch.maximum(values, least, out=values)
-        _ops.zvc_decode(planes["mask"], planes["offsets"], values, flat(out))
+        if gathers:
+            _ops.zvc_decode(planes["mask"], planes["offsets"], values, flat(out))
+        else:
+            torch.where(_unpacked(planes["mask"], values), values, values.new_zeros(()), out=flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """As if no element were zero, and some were negative."""
         bits = 2 * bytes_for(spec.numel, 1) + 8 * zvc_chunks(spec.numel)
-        return bits + spec.dtype.itemsize + self.values.nbytes_bound(_row(spec, spec.numel))
+        values = _row(spec, spec.numel) if self._gathers(spec) else spec
+        return bits + spec.dtype.itemsize + self.values.nbytes_bound(values)
+
+    def _gathers(self, spec: TensorSpec) -> bool:
+        """Whether what is not zero is encoded as a row, and not the tensor as it is."""
+        return self.values.accepts(_row(spec, spec.numel)) is None
+
+
+def _unpacked(bits: Tensor, values: Tensor) -> Tensor:
+    """A bool per element of ``values``."""
+    out = torch.empty(values.numel(), dtype=torch.bool, device=values.device)
+    _ops.bitmask_decode(bits, out, 1.0, 0.0)
+    return out
 
 
 def _row(spec: TensorSpec, numel: int) -> TensorSpec:
