@@ -174,7 +174,12 @@ def network_bits(network: str) -> Iterator[Bits]:
                 return 8 * codec.encode(x).nbytes / x.numel()
 
             bound = share * size
-            found = bits(Szp(bound)), bits(Signed(Sz(bound))), 1 + bits(Sz(bound)), bits(Signed(BlockQuant(2)))
+            found = (
+                bits(Szp(bound)),
+                bits(Signed(Sz(bound, nonzero=True))),
+                1 + bits(Sz(bound)),
+                bits(Signed(BlockQuant(2))),
+            )
             yield Bits(network, layer, float(x.count_nonzero()) / x.numel(), share, *found)
 
 

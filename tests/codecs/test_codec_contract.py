@@ -64,11 +64,12 @@ BUILT_IN = {
         Signed(),
         Signed(BlockQuant(4, 16, "nearest")),
         Signed(Sz(0.1)),
+        Signed(Sz(0.1, nonzero=True)),
         Signed(Sz(1e-2, "rel")),
         Signed(Szp(0.3)),
         Signed(Dct()),
     ],
-    "sz": [Sz(), Sz(1e-2, "rel"), Sz(0.5), Sz(3e-6, "rel")],
+    "sz": [Sz(), Sz(1e-2, "rel"), Sz(0.5), Sz(3e-6, "rel"), Sz(0.3, nonzero=True)],
     "zvc": [Zvc(), Zvc(min_saving=0.5), Zvc(values=Minifloat("fp8")), Zvc(values=Minifloat("fp10"))],
 }
 EACH = [pytest.param(codec, id=f"{name}{i or ''}") for name, made in BUILT_IN.items() for i, codec in enumerate(made)]

@@ -17,7 +17,15 @@ from backstash.saved import Mask, TensorSpec, Test
 from backstash.testing import check_codec
 
 SINGLES = (torch.float32, torch.bfloat16, torch.float16)
-VALUES = (Sz(0.1), Sz(1e-2, "rel"), BlockQuant(2), BlockQuant(1, 16, "nearest"), Szp(0.3))
+VALUES = (
+    Sz(0.1),
+    Sz(0.1, nonzero=True),
+    Sz(1e-2, "rel", nonzero=True),
+    Sz(1e-2, "rel"),
+    BlockQuant(2),
+    BlockQuant(1, 16, "nearest"),
+    Szp(0.3),
+)
 
 
 def through(codec: Codec, x: Tensor) -> Tensor:
@@ -27,8 +35,7 @@ def through(codec: Codec, x: Tensor) -> Tensor:
 @given(tensors.floats(SINGLES), st.sampled_from(VALUES), st.floats(1e-6, 1e3))
 def test_bounds_and_masks(x: Tensor, values: Codec, scale: float) -> None:
     x = (x * scale).nan_to_num()
-    if x.numel():
-        check_codec(Signed(values), [x])
+    check_codec(Signed(values), [x, torch.ones(3)])
 
 
 @pytest.mark.parametrize("values", VALUES, ids=repr)
@@ -86,6 +93,7 @@ def test_it_takes_fewer_bits_than_what_codes_zeros_twice() -> None:
     bits = 8 * Signed(Sz(0.2)).encode(x).nbytes / x.numel()
     assert 2.2 < bits < 2.4
     assert bits < 1 + 8 * Sz(0.2).encode(x).nbytes / x.numel() - 0.3
+    assert 8 * Signed(Sz(0.2, nonzero=True)).encode(x).nbytes / x.numel() < bits - 0.05
 
 
 @pytest.mark.parametrize("dtype", SINGLES)

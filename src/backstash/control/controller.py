@@ -29,7 +29,7 @@ LAYERS: dict[str, frozenset[tuple[str, str]]] = {
 
 CODECS: dict[str, Callable[[float], tuple[Codec, ...]]] = {
     "szp": lambda bound: (Szp(bound),),
-    "sz": lambda bound: (Sz(bound), Signed(Sz(bound)), Szp(bound)),  # the first where no relu reads signs
+    "sz": lambda bound: (Sz(bound), Signed(Sz(bound, nonzero=True)), Szp(bound)),  # the first where no relu reads it
 }
 
 _WEIGHTS = {"Convolution": 1, "Addmm": 2, "Mm": 1, "NativeBatchNorm": 1, "CudnnBatchNorm": 1}
