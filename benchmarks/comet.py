@@ -103,7 +103,7 @@ _LARGE = Schedule(steps=2000, seeds=(1,), batch=32, train_images=6400, test_imag
 SCHEDULES: dict[str, Schedule] = {
     "small_vgg": Schedule(steps=1000, size=16),
     "small_inception": Schedule(steps=1000, size=16),
-    "alexnet": _LARGE,
+    "alexnet": replace(_LARGE, test_images=2000),
     "vgg16": replace(_LARGE, batch=16, learning_rate=0.005),
     "resnet18": replace(_LARGE, batch=16),
     "resnet50": replace(_LARGE, batch=16),
