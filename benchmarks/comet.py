@@ -72,7 +72,7 @@ only. The number behind ``comet`` is sigma in percent; ``comet-conv`` leaves wha
 
 
 def _small_head(name: str) -> nn.Module:
-    """A network of the paper for small images: one feature per channel, 512 hidden ones, Kaiming's first weights."""
+    """A network of the paper for small images: one feature per channel, 512 hidden ones, Kaiming weights."""
     network = networks.build(name, num_classes=10, in_channels=1)
     channels = {"alexnet": 256, "vgg16": 512}[name]
     network.pool = nn.AdaptiveAvgPool2d(1)
@@ -85,7 +85,7 @@ def _small_head(name: str) -> nn.Module:
         nn.ReLU(inplace=True),
         nn.Linear(512, 10),
     )
-    initialise(network, convolution=kaiming_fan_in, linear=kaiming_fan_in)
+    initialise(network, convolution=kaiming_fan_in)
     return network
 
 
