@@ -33,13 +33,13 @@ class Signed:
         where it is not zero; ``offsets`` int64 [ceil(n / 4096)], how many are not before each chunk of 4,096 elements;
         ``least`` [1] of the tensor's dtype, the smallest magnitude of what is not zero: what a value becomes that would
         be decoded to a smaller one, or to one of the other sign, so that it comes closer to the original. Where some
-        are negative and some not, ``positive`` uint8 [ceil(nonzeros / 8)], set where one is. Then the planes of
-        ``values``, their names behind ``values.``.
-    Bytes: ceil(n / 8) + 8 * ceil(n / 4096) + itemsize + positive + values, ``positive`` being 0 or ceil(nonzeros / 8)
-        and ``values`` what the non-zeros take.
+        are negative and some not, ``positive`` uint8, a bit for each element that ``values`` encodes, set where it is
+        above zero. Then the planes of ``values``, their names behind ``values.``.
+    Bytes: ceil(n / 8) + 8 * ceil(n / 4096) + itemsize + positive + values, the last two being these planes.
     Determinism: as ``values``.
-    Source: JPEG-ACT (ISCA 2020) and COMET (PVLDB 15(4), 2022) keep a relu's zeros by rounding what is near zero to
-        it, which turns small numbers' gradients off. Ours loses none of them.
+    Source: COMET (PVLDB 15(4), 2022) rounds what is near zero to zero, JPEG-ACT (ISCA 2020) pushes a relu's zeros
+        below it before the transform, to find them again. Ours keeps them apart, as Zvc does (cDMA, HPCA 2018), so that
+        none is lost and none is added.
 
     Args:
         values: a codec for VALUE with an absolute bound, or one that is a share of a range.
@@ -103,17 +103,17 @@ class Signed:
         """Gathers what is not zero, looks for its signs, and encodes it. On CUDA the host waits."""
         spec = require(self, x)
         mask, offsets, values = _ops.zvc_encode(flat(x))
-        if bool((values == 0).any()):  # -0.0, which has a bit set
+        low, high = _extremes(values)
+        if not (low > 0 or high < 0) and bool((values == 0).any()):  # -0.0, which has a bit set
             mask, offsets, values = _ops.zvc_encode(flat(x) + 0.0)
+            low, high = _extremes(values)
         planes = {"mask": mask, "offsets": offsets}
-        low, high = values.aminmax() if values.numel() else (values.sum(), values.sum())
-        gathers = self._gathers(spec)
-        if not (low > 0 or high < 0 or values.numel() == 0):  # both, or NaN
+        gathers, nonzeros, negative = self._gathers(spec), values.numel(), int(high < 0)
+        if nonzeros and not (low > 0 or high < 0):  # both, or NaN
             planes["positive"] = _ops.bitmask_encode(values if gathers else flat(x), Test.GT.code, 0.0, 0.0)
             magnitudes = values.abs()
             low = torch.where(magnitudes.isnan(), math.inf, magnitudes).min()
         planes["least"] = (low if low > 0 else -high).reshape(1)
-        nonzeros, negative = values.numel(), int(high < 0)
         encoded = self.values.encode(values if gathers else x)
         planes |= {_PREFIX + name: plane for name, plane in encoded.planes.items()}
         meta = {_PREFIX + name: value for name, value in encoded.meta.items()}
@@ -158,6 +158,11 @@ class Signed:
     def _gathers(self, spec: TensorSpec) -> bool:
         """Whether what is not zero is encoded as a row, and not the tensor as it is."""
         return self.values.accepts(_row(spec, spec.numel)) is None
+
+
+def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest one, NaN where one is; zeros if there is none."""
+    return values.aminmax() if values.numel() else (values.sum(), values.sum())
 
 
 def _unpacked(bits: Tensor, values: Tensor) -> Tensor:
