@@ -361,12 +361,14 @@ def equation(run: _Run, images: Tensor, labels: Tensor, sigma: float = 0.01) -> 
 
 def fit(network: str, variants: Sequence[str], schedule: Schedule, data: Dataset, seconds: float) -> Schedule:
     """The schedule with as many steps as the time has room for, going by a few steps of each variant."""
-    trial = replace(schedule, steps=min(6, schedule.steps))
+    trial = replace(schedule, steps=min(12, schedule.steps))
+    started = time.monotonic()
     runs = train(network, variants, data, trial, schedule.seeds[0], every=2)
-    per_step = sum(statistics.median(run.seconds[2:]) for run in runs)
-    testing = sum(run.seconds[-1] for run in runs) * (len(data.test_labels) / schedule.batch / 2 + 4)
-    left = 0.9 * seconds - (testing + 2 * sum(runs[0].seconds)) * len(schedule.seeds)
-    return replace(schedule, steps=max(1, min(schedule.steps, int(left / (per_step * len(schedule.seeds))))))
+    per_step = sum(statistics.median(run.seconds[4:]) for run in runs)
+    tests = len(data.test_labels) / schedule.batch / 2 + 8  # a forward pass is half a step; and some for the peaks
+    left = 0.9 * (seconds - (time.monotonic() - started))
+    for_one = left / len(schedule.seeds) - len(runs) * tests * statistics.median(runs[0].seconds[4:-1])
+    return replace(schedule, steps=max(1, min(schedule.steps, int(for_one / per_step))))
 
 
 def show(trainings: Sequence[Training]) -> str:
