@@ -137,6 +137,7 @@ class Training:
 
     Attributes:
         variant, seed: which.
+        steps: done; fewer than the schedule's where the time was up.
         accuracy: share of the test images that it gets right.
         loss: mean of the last 20 steps; ``null`` in the JSON where it is no number.
         ratio: what plain PyTorch would have saved in the last step over what was stashed.
@@ -156,6 +157,7 @@ class Training:
 
     variant: str
     seed: int
+    steps: int
     accuracy: float
     loss: float
     ratio: float
@@ -239,7 +241,13 @@ def begin(network: str, variant: str, schedule: Schedule, seed: int, every: int)
 
 
 def train(
-    network: str, variants: Sequence[str], data: Dataset, schedule: Schedule, seed: int, every: int = EVERY
+    network: str,
+    variants: Sequence[str],
+    data: Dataset,
+    schedule: Schedule,
+    seed: int,
+    every: int = EVERY,
+    deadline: Deadline | None = None,
 ) -> list[_Run]:
     """Trains a network from the start with all variants, a step of each in turn.
 
@@ -250,14 +258,17 @@ def train(
         schedule: how long.
         seed: of everything random.
         every: steps between collections.
+        deadline: when to stop, though the schedule had more steps.
     """
     runs = [begin(network, variant, schedule, seed, every) for variant in variants]
     for step, chosen in enumerate(order_of(len(data.train_labels), schedule, seed)):
         images, labels = data.train_images[chosen], data.train_labels[chosen]
         rate = schedule.learning_rate * (1 - step / schedule.steps)
+        last = step == schedule.steps - 1 or (deadline is not None and deadline.left() < 0)
         for run in runs:
-            plainly = run.variant == "plain" and step < schedule.steps - 1
-            run.step(images, labels, rate, seed * 100_000 + step, plainly)
+            run.step(images, labels, rate, seed * 100_000 + step, plainly=run.variant == "plain" and not last)
+        if last:
+            break
     return runs
 
 
@@ -273,6 +284,7 @@ def outcome(run: _Run, plain: _Run, data: Dataset, schedule: Schedule, seed: int
     return Training(
         run.variant,
         seed,
+        len(run.losses),
         right(run.model, data, schedule.batch) / len(data.test_labels),
         statistics.fmean(run.losses[-20:]),
         1.0 if ratio is None else ratio,
@@ -366,7 +378,7 @@ def fit(network: str, variants: Sequence[str], schedule: Schedule, data: Dataset
     runs = train(network, variants, data, trial, schedule.seeds[0], every=2)
     per_step = sum(statistics.median(run.seconds[4:]) for run in runs)
     tests = len(data.test_labels) / schedule.batch / 2 + 8  # a forward pass is half a step; and some for the peaks
-    left = 0.9 * (seconds - (time.monotonic() - started))
+    left = 0.8 * (seconds - (time.monotonic() - started))
     for_one = left / len(schedule.seeds) - len(runs) * tests * statistics.median(runs[0].seconds[4:-1])
     return replace(schedule, steps=max(1, min(schedule.steps, int(for_one / per_step))))
 
@@ -462,8 +474,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results.write(about=about, data=data.name, network=asked.network, schedule=schedule)
     trainings: list[Training] = []
     equations: list[Equation] = []
-    for seed in schedule.seeds:  # seed by seed: what is there when somebody stops it can be compared
-        runs = train(asked.network, variants, data, schedule, seed)
+    for index, seed in enumerate(schedule.seeds):  # seed by seed: what is there when it is stopped can be compared
+        part = deadline.part(0.85 / (len(schedule.seeds) - index))  # the tests come after
+        runs = train(asked.network, variants, data, schedule, seed, deadline=None if asked.quick else part)
         trainings += [outcome(run, runs[0], data, schedule, seed) for run in runs]
         if not equations:
             runs[0].model.train()
