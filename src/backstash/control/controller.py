@@ -233,10 +233,9 @@ class Comet:
         """In a collecting step, have the node tell of its gradients when it runs."""
         if not self._collecting or (saved.op, saved.role) not in self._readers or not x.is_floating_point():
             return
-        if not getattr(node, "_saved_training", True):  # of a batch norm: its statistics are not the input's
-            return
         parameter = _parameter(node)
-        if parameter is None:
+        by_running_statistics = not getattr(node, "_saved_training", True)  # a batch norm in evaluation mode
+        if parameter is None or by_running_statistics:
             self._known.pop(saved.key, None)
             return
         reading = self._readings.setdefault(saved.key, _Reading(parameter))
