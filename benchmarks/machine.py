@@ -17,7 +17,18 @@ from backstash.report import machine
 ROOT = Path(__file__).resolve().parents[1]
 """The repository."""
 
-PACKAGES = ("backstash", "torch", "numpy", "triton", "transformers", "scikit-learn", "blosc2", "numcodecs")
+PACKAGES = (
+    "backstash",
+    "torch",
+    "numpy",
+    "triton",
+    "transformers",
+    "scikit-learn",
+    "blosc2",
+    "numcodecs",
+    "pysz",
+    "zfpy",
+)
 
 
 @dataclass(frozen=True)

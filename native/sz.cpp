@@ -91,7 +91,7 @@ inline uint64_t check_of(int64_t index, uint64_t stream, uint64_t places, uint64
 struct SzQuantiseJob {
     const void* x;
     Float type;
-    double step, bound;
+    double step, bound, offset;
     double inverse;
 };
 
@@ -129,7 +129,7 @@ struct SzDecodeJob {
     void* out;
     int64_t n;
     Float type;
-    double step;
+    double step, offset;
     int axes;
     SzBlocks blocks;
     const SzSymbols* symbols;
@@ -192,9 +192,9 @@ BS_EXPORT void bs_sz_range(const void* x, int64_t n, int type, double* range, in
 }
 
 // Counts [6, kSzBins], which are zero before.
-BS_EXPORT void bs_sz_survey(const void* x, int64_t n, int type, double step, double bound, int low,
+BS_EXPORT void bs_sz_survey(const void* x, int64_t n, int type, double step, double bound, double offset, int low,
                             const int64_t* blocks, int64_t runs, int64_t run, int64_t* counts) {
-    const bs::SzQuantiseJob job{x, bs::Float(type), step, bound, bs::inverse_of(step)};
+    const bs::SzQuantiseJob job{x, bs::Float(type), step, bound, offset, bs::inverse_of(step)};
     const bs::SzBlocks divided{blocks[0], blocks[1], blocks[2], blocks[3]};
     const auto survey = BS_PICK(survey);
     for (int64_t j = 0; j < runs; ++j) {
@@ -208,14 +208,14 @@ BS_EXPORT void bs_sz_survey(const void* x, int64_t n, int type, double step, dou
 // Encodes into memory of its own, which bs_sz_collect or bs_sz_free gives back. Fills the number of words, of places and
 // of values. Returns null where the memory is not there or the table is none.
 BS_EXPORT void* bs_sz_encode(const void* x, int64_t n, int type, const int16_t* table, int64_t symbols, double step,
-                             double bound, int64_t base, int low, int axes, const int64_t* blocks, int64_t* sizes,
+                             double bound, double offset, int64_t base, int low, int axes, const int64_t* blocks, int64_t* sizes,
                              int threads) {
     const bs::SzBlocks divided{blocks[0], blocks[1], blocks[2], blocks[3]};
     std::unique_ptr<bs::SzSymbols> made(new (std::nothrow) bs::SzSymbols());
     if (!made || !bs::valid(divided) || !bs::make_symbols(table, symbols, base, low, *made) || !made->entries[1])
         return nullptr;
     const bs::SzEncodeJob job{
-        {x, bs::Float(type), step, bound, bs::inverse_of(step)}, n, axes, divided, made.get()};
+        {x, bs::Float(type), step, bound, offset, bs::inverse_of(step)}, n, axes, divided, made.get()};
     const int64_t chunks = (n + divided.chunk - 1) / divided.chunk;
     std::unique_ptr<bs::SzPieces> kept(new (std::nothrow) bs::SzPieces(chunks));
     if (!kept || !kept->pieces) return nullptr;
@@ -276,7 +276,7 @@ BS_EXPORT void bs_sz_collect(void* handle, uint16_t* stream, int64_t* index, uin
 // untouched.
 BS_EXPORT int bs_sz_decode(const uint16_t* stream, int64_t words, const int16_t* table, int64_t symbols,
                            const int64_t* index, const uint16_t* places, int64_t outliers, const void* values,
-                           int64_t stored, double step, int64_t base, int low, int axes, const int64_t* blocks,
+                           int64_t stored, double step, double offset, int64_t base, int low, int axes, const int64_t* blocks,
                            void* out, int64_t n, int type, int threads) {
     const bs::SzBlocks divided{blocks[0], blocks[1], blocks[2], blocks[3]};
     std::unique_ptr<bs::SzSymbols> made(new (std::nothrow) bs::SzSymbols());
@@ -286,7 +286,7 @@ BS_EXPORT int bs_sz_decode(const uint16_t* stream, int64_t words, const int16_t*
     const int64_t chunks = (n + divided.chunk - 1) / divided.chunk, sizes[3] = {words, outliers, stored};
     for (int i = 0; i < 3; ++i)
         if ((chunks ? index[4 * chunks - 3 + i] : 0) != sizes[i]) return -1;
-    const bs::SzDecodeJob job{stream, index, places, values, out, n, bs::Float(type), step, axes, divided, made.get()};
+    const bs::SzDecodeJob job{stream, index, places, values, out, n, bs::Float(type), step, offset, axes, divided, made.get()};
     const auto intact = BS_PICK(intact);
     bs::Sum wrong;
     bs::for_blocks(chunks, bs::kSzChunksAtOnce, threads, [&](int64_t begin, int64_t end) {

@@ -61,9 +61,9 @@ inline void extremes(const void* x, Float type, int64_t begin, int64_t end, floa
 template <class E>
 inline int32_t quantise_one(const SzQuantiseJob& job, typename E::U x, bool& outlier) {
     constexpr double limit = 1 << 27;
-    const double value = double(E::widen(x)), scaled = value * job.inverse;
+    const double value = double(E::widen(x)), scaled = value * job.inverse - job.offset;
     const double code = __builtin_rint(__builtin_fabs(scaled) < limit ? scaled : 0.0);
-    const double made = double(E::widen(E::narrow(float(code * job.step))));
+    const double made = double(E::widen(E::narrow(float((code + job.offset) * job.step))));
     outlier = !(__builtin_fabs(value - made) <= job.bound);
     return outlier ? 0 : int32_t(code);
 }
@@ -367,9 +367,9 @@ inline bool intact(const SzDecodeJob& job, int64_t chunk, const int64_t* sizes) 
 }
 
 template <class E>
-__attribute__((noinline)) void dequantise(const int32_t* __restrict codes, int64_t n, double step,
+__attribute__((noinline)) void dequantise(const int32_t* __restrict codes, int64_t n, double step, double offset,
                                           typename E::U* __restrict out) {
-    for (int64_t i = 0; i < n; ++i) out[i] = E::narrow(float(double(codes[i]) * step));
+    for (int64_t i = 0; i < n; ++i) out[i] = E::narrow(float((double(codes[i]) + offset) * step));
 }
 
 inline bool decode_chunk(const SzDecodeJob& job, int64_t chunk, const int64_t* sizes, SzScratch& scratch) {
@@ -388,7 +388,7 @@ inline bool decode_chunk(const SzDecodeJob& job, int64_t chunk, const int64_t* s
                           span.end[0] - span.begin[0]))
             return false;
         restore(scratch.codes, span.elements, job.axes, job.blocks);
-        dequantise<E>(scratch.codes, span.elements, job.step, out);
+        dequantise<E>(scratch.codes, span.elements, job.step, job.offset, out);
         const uint16_t* places = job.places + span.begin[1];
         for (int64_t i = 0; i < span.end[1] - span.begin[1]; ++i)
             if (places[i] < span.elements) out[places[i]] = values[i];

@@ -181,7 +181,12 @@ def test_gist_reduces_sparse_and_dense_values(format: str) -> None:
 def test_quantized_rounds_values_and_nothing_else() -> None:
     action = policies.quantized(4).decide(saved())
     assert isinstance(action, Recompute) and isinstance(action.otherwise, Stash)
-    assert [getattr(codec, "label", codec.id) for codec in action.otherwise.codecs] == ["binary", "blockquant4", "zvc"]
+    assert [getattr(codec, "label", codec.id) for codec in action.otherwise.codecs] == [
+        "binary",
+        "blockquant4",
+        "signed blockquant4",
+        "zvc",
+    ]
     loss = SavedTensor("/LogSoftmax#0:result", "LogSoftmax", "result", "", saved().spec, Need.VALUE)
     for exact in (saved(Need.SIGN, mask=MASK), saved(Need.SHAPE), saved(dtype=torch.float64), loss):
         assert policies.quantized(4).decide(exact) == Lossless().decide(exact)

@@ -48,6 +48,7 @@ BENCHES = {
     "disk": "speed of the disk store",
     "cdma": "bytes that would cross the link, by codec",
     "comet": "accuracy and ratios under a bound that follows the gradients",
+    "sz_table": "ratio and speed of the error-bounded coder, beside others",
 }
 """Modules of the repository's folder benchmarks that are programs, and what they measure."""
 

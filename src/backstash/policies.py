@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from backstash import codecs
-from backstash.codecs import Binary, Bitmask, BlockQuant, Codec, Csr, FewBit, Minifloat, Narrow, Raw, Shape, Zvc
+from backstash.codecs import Binary, Bitmask, BlockQuant, Codec, Csr, FewBit, Minifloat, Narrow, Raw, Shape, Signed, Zvc
 from backstash.codecs.base import SINGLES
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.csr import CROSSING
@@ -196,9 +196,9 @@ class Offload:
 class Quantized:
     """Values in a few bits each between the extremes of their group, after ActNN (ICML 2021); the rest is exact.
 
-    What a relu reads as well, or any other formula that asks on which side of a threshold a value is, is exact too:
-    rounded values would answer otherwise. So is what a loss saves. What is read by others than layers' weight gradients
-    is rounded, so unlike under control.Comet the errors of layers do add up.
+    What a relu reads as well has a bit per element more, by which it decides as it did; where a formula asks for
+    another threshold than zero, the value is exact. So is what a loss saves. What is read by others than layers' weight
+    gradients is rounded, so unlike under control.Comet the errors of layers do add up.
 
     Args:
         bits: of codecs.BlockQuant: 1, 2, 4 or 8.
@@ -224,7 +224,7 @@ class Quantized:
         exact = Lossless(recompute=self.recompute).decide(saved)
         if saved.need is not Need.VALUE or saved.spec.dtype not in SINGLES or saved.op in LOSSES:
             return exact
-        rounded = Stash((Binary(), BlockQuant(self.bits), Zvc()))
+        rounded = Stash((Binary(), BlockQuant(self.bits), Signed(BlockQuant(self.bits)), Zvc()))
         return Recompute(rounded) if self.recompute else rounded
 
     def observe(self, outcome: Outcome) -> None:

@@ -438,7 +438,7 @@ def _compare_bounded(where: str, bound: ErrorBound, original: Tensor, got: Tenso
         )
     if not bool(finite.any()):
         return
-    if bound.rel is not None and bound.group_size:
+    if bound.rel is not None and (bound.group_size or bound.ulps):
         _compare_groups(where, bound, bound.rel, flat(original), flat(got))
         return
     x, y = x[finite], y[finite]
@@ -450,9 +450,9 @@ def _compare_bounded(where: str, bound: ErrorBound, original: Tensor, got: Tenso
 
 
 def _compare_groups(where: str, bound: ErrorBound, rel: float, original: Tensor, got: Tensor) -> None:
-    """Check the bound that is a share of each group's range; all elements are finite."""
-    info = torch.finfo(original.dtype)
-    for x, y in zip(original.split(bound.group_size), got.split(bound.group_size), strict=True):
+    """Check the bound that is a share of each group's range, or the tensor's; all elements are finite."""
+    info, size = torch.finfo(original.dtype), bound.group_size or original.numel()
+    for x, y in zip(original.split(size), got.split(size), strict=True):
         x, y = x.double(), y.double()
         exponent = math.frexp(max(float(x.abs().max()), info.tiny))[1] - 1
         limit = rel * float(x.max() - x.min()) + bound.ulps * info.eps * 2.0**exponent

@@ -31,5 +31,24 @@ def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     by_variant = {one["variant"]: one for one in result["trainings"]}
     assert by_variant["plain"]["ratio"] == 1.0
     assert by_variant["lossless"]["loss"] == by_variant["plain"]["loss"]
-    assert by_variant["comet-szp"]["conv_ratio"] > by_variant["lossless"]["conv_ratio"]
-    assert all(variant in capsys.readouterr().out for variant in ["comet-sz"])
+    for name in ("comet-szp", "comet-1", "comet-10", "quantized-2"):
+        assert by_variant[name]["conv_ratio"] > by_variant["lossless"]["conv_ratio"]
+        assert by_variant[name]["peak_nbytes"] < by_variant["plain"]["peak_nbytes"]
+    assert by_variant["comet-1"]["conv_ratio"] > by_variant["comet-szp"]["conv_ratio"]
+    assert {part["codec"] for part in by_variant["comet-1"]["parts"]} >= {"signed sz"}
+    assert len(result["equations"]) == 4
+    assert all(0.8 < row["measured"] < 1.25 for row in result["equations"])
+    shown = capsys.readouterr().out
+    assert all(variant in shown for variant in comet.VARIANTS)
+
+
+@pytest.mark.parametrize("network", ["alexnet", "vgg16", "resnet18", "resnet50"])
+def test_the_papers_networks_are_there(network: str) -> None:
+    model = comet.NETWORKS[network]()
+    size = comet.SCHEDULES[network].size
+    assert model(torch.zeros(2, 1, size, size)).shape == (2, 10)
+
+
+def test_unknown_variants() -> None:
+    with pytest.raises(SystemExit, match="comet-2 some are unknown; there are plain, lossless"):
+        comet.main(["--variants", "comet-2"])

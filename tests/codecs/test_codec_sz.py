@@ -260,20 +260,22 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     cpu.set_isa(before)
 
 
-@given(case=cases(), axes=st.integers(0, 7))
+@given(case=cases(), axes=st.integers(0, 7), offset=st.sampled_from([0.0, 0.5]))
 @settings(max_examples=25)
-def test_native_planes_are_the_reference_s(case: tuple[Tensor, list[int], float, float, int], axes: int) -> None:
+def test_native_planes_are_the_reference_s(
+    case: tuple[Tensor, list[int], float, float, int], axes: int, offset: float
+) -> None:
     if not cpu.available():
         pytest.skip("the native kernels are not built")
     x, blocks, step, bound, low = case
     assert torch.equal(cpu.sz_range(x), reference.sz_range(x))
-    counts = reference.sz_survey(x, step, bound, low, blocks)
+    counts = reference.sz_survey(x, step, bound, low, blocks, offset)
     model = sz.model(counts.view(-1, sz.BINS).numpy(), step, low, 8 * x.element_size())
     table = torch.from_numpy(model.table)
     parameters = model.base, low, axes, blocks
-    expected = reference.sz_encode(x, table, step, bound, *parameters)
+    expected = reference.sz_encode(x, table, step, bound, *parameters, offset)
     decoded = torch.empty_like(x)
-    reference.sz_decode(table, *expected, step, *parameters, decoded)
+    reference.sz_decode(table, *expected, step, *parameters, decoded, offset)
     finite = x.isfinite()
     assert equal_bits(x[~finite], decoded[~finite])
     assert not (x.double() - decoded.double())[finite].abs().gt(bound).any()
@@ -281,16 +283,25 @@ def test_native_planes_are_the_reference_s(case: tuple[Tensor, list[int], float,
     try:
         for name in library.ISAS:
             cpu.set_isa(name)
-            assert equal_bits(cpu.sz_survey(x, step, bound, low, blocks), counts), name
-            planes = cpu.sz_encode(x, table, step, bound, *parameters)
+            assert equal_bits(cpu.sz_survey(x, step, bound, low, blocks, offset), counts), name
+            planes = cpu.sz_encode(x, table, step, bound, *parameters, offset)
             assert all(equal_bits(*pair) for pair in zip(planes, expected, strict=True)), name
             memory = torch.full((x.numel() + 128,), 7.0, dtype=x.dtype)
             out = memory[64 : 64 + x.numel()]
-            cpu.sz_decode(table, *planes, step, *parameters, out)
+            cpu.sz_decode(table, *planes, step, *parameters, out, offset)
             assert equal_bits(out, decoded), name
             assert bool((memory[:64] == 7).all()) and bool((memory[64 + x.numel() :] == 7).all())
     finally:
         cpu.set_isa(before)
+
+
+def test_what_has_no_zeros_has_none_after() -> None:
+    x = torch.linspace(0.01, 0.99, 40000)
+    for sign in (1, -1):
+        y = Sz(0.1, nonzero=True).decode(Sz(0.1, nonzero=True).encode(sign * x))
+        assert y.abs().unique().tolist() == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
+        assert torch.equal(y.sign(), (sign * x).sign())
+        assert float((y - sign * x).abs().max()) <= 0.1
 
 
 @pytest.mark.parametrize("tail", [0, 1, 15, 16, 17, 31, 32, 33, 63])

@@ -7,6 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -134,14 +135,14 @@ def test_no_hook_outside_of_collecting_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_codec_takes_what_it_can() -> None:
-    """A relu reads which elements are zero, which Sz does not keep; the images are nobody's but the convolution's."""
+    """A relu reads which elements are zero, which Sz does not keep; poolings' results are the convolution's alone."""
     for codec, expected in (("szp", "szp"), ("sz", "sz")):
         model = network()
         policy = comet(every=4, codec=codec, recompute=False)
         _, session = train(model, sgd(model), policy, 12)
         found = convolutions(session)
         assert set(found) == {"0", "2", "5"}
-        assert found["2"] == "szp"
+        assert found["2"].split("+")[0] == {"szp": "szp", "sz": "signed sz"}[codec]
         assert found["5"].split("+")[0] == expected
 
 
@@ -419,3 +420,62 @@ def test_a_sigma_that_is_none_is_refused(sigma: float) -> None:
 def test_other_numbers_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"comet was asked for every="):
         comet(**wrong)
+
+
+def normalised() -> nn.Sequential:
+    """A relu's result in front of a convolution, a batch norm's input behind it."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+
+
+def test_a_batch_norm_is_off_by_what_was_predicted() -> None:
+    model = normalised()
+    optimizer = sgd(model)
+    policy = comet("conv+norm", every=5, codec="sz", optimizer=optimizer, samples=4)
+    _, session = train(model, optimizer, policy, 80)
+    norms = {"1/NativeBatchNorm#0:input", "4/NativeBatchNorm#0:input"}
+    assert norms < set(policy.bounds)
+    rows = {row.key: row.codec.split("+")[0] for row in session.report().rows}
+    assert {rows[key] for key in norms} == {"sz"}
+    assert rows["3/Convolution#0:input"] == "signed sz"
+    ratios = [one.measured / one.predicted for one in policy.history if one.key in norms and one.measured]  # type: ignore[operator]
+    assert len(ratios) > 10
+    assert 0.8 < sorted(ratios)[len(ratios) // 2] < 1.2
+
+
+def test_a_batch_norms_input_gradient_is_off_by_no_more_than_the_share() -> None:
+    torch.manual_seed(0)
+    norm, x = nn.BatchNorm2d(8), torch.randn(16, 8, 12, 12) * 3 + 1
+    policy = comet("norm", sigma=0.02, every=1, samples=0, recompute=False)
+    session = Session(policy, model=norm, min_nbytes=0)
+    target = torch.randn_like(x)
+
+    def gradient(manager: Any) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        with manager:
+            loss = (norm(leaf * 1.0) - leaf.detach().sign() - target).square().sum()
+        loss.backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    expected = gradient(nullcontext())
+    errors = [float((gradient(session) - expected).norm() / expected.norm()) for _ in range(4)]
+    assert errors[0] == 0.0
+    assert all(0.0 < error < 0.022 for error in errors[1:])
+
+
+def test_a_batch_norm_that_uses_running_statistics_is_exact() -> None:
+    model = normalised().eval()
+    policy = comet("norm", every=1)
+    train(model, sgd(model), policy, 6)
+    assert policy.bounds == {}

@@ -66,12 +66,23 @@ def test_quantized_is_off_by_no_more_than_its_steps(bits: int, largest: float) -
     assert any(row.codec == f"blockquant{bits}" for row in session.report().rows)
 
 
-def test_quantized_leaves_what_a_relu_reads_exact() -> None:
+def test_quantized_lets_a_relu_decide_as_it_did() -> None:
     x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
     with Session("quantized", min_nbytes=64) as session:
         loss = (torch.relu(x * 1.0) @ weight).sum()
-    (grad,) = torch.autograd.grad(loss, [weight])
-    assert torch.equal(grad, torch.relu(x.detach()).T @ torch.ones(64, 64))
+    of_x, of_weight = torch.autograd.grad(loss, [x, weight])
+    assert torch.equal(of_x != 0, x > 0)
+    assert not torch.equal(of_weight, torch.relu(x.detach()).T @ torch.ones(64, 64))
+    assert any(row.codec == "signed blockquant2" for row in session.report().rows)
+
+
+def test_quantized_leaves_what_is_compared_with_another_number_exact() -> None:
+    x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    with Session("quantized", min_nbytes=64) as session:
+        y = torch.nn.functional.threshold_(x * 1.0, 0.5, 0.5)
+        loss = (y @ weight).sum()
+    (of_weight,) = torch.autograd.grad(loss, [weight])
+    assert torch.equal(of_weight, x.detach().clamp(min=0.5).T @ torch.ones(64, 64))
     assert not any("blockquant" in row.codec for row in session.report().rows)
 
 

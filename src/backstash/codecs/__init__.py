@@ -17,6 +17,7 @@ from backstash.codecs.narrow import Narrow
 from backstash.codecs.raw import Raw
 from backstash.codecs.rle import Rle
 from backstash.codecs.shape import Shape
+from backstash.codecs.signed import Signed
 from backstash.codecs.sz import Sz
 from backstash.codecs.szp import Szp
 from backstash.codecs.zvc import Zvc
@@ -39,6 +40,7 @@ __all__ = [
     "Raw",
     "Rle",
     "Shape",
+    "Signed",
     "Sz",
     "Szp",
     "Zstd",
@@ -98,6 +100,7 @@ for _codec in (
     BlockQuant,
     Dct,
     Sz,
+    Signed,
     Raw,
 ):
     register_codec(_codec)

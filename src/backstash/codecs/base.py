@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import CodecRefusedError, DamagedPlanesError
-from backstash.saved import Need, TensorSpec
+from backstash.saved import Mask, Need, TensorSpec, Test
 
 EXACT = frozenset(Need)
 """What a codec preserves that gives back every bit."""
@@ -50,8 +50,8 @@ class ErrorBound:
     Attributes:
         abs: the largest difference.
         rel: the largest difference as a share of the tensor's value range; with ``group_size`` of the group's.
-        ulps: with ``rel`` and ``group_size``, what rounding may add to it, in units in the last place that the group's
-            largest magnitude has in the tensor's dtype.
+        ulps: with ``rel``, what rounding may add to it, in units in the last place that the largest magnitude, of the
+            tensor or the group, has in the tensor's dtype.
         each: the largest difference as a share of the element's own magnitude; 2**-4 where 3 bits of it are kept.
         tiny: with ``each``, the magnitude below which an element may become zero, or anything up to this, of its sign.
         limit: with ``each``, the magnitude above which an element becomes this, with its sign.
@@ -162,6 +162,13 @@ def refuses_singles(spec: TensorSpec) -> str | None:
     if spec.dtype not in SINGLES:
         return f"it takes float32, bfloat16 and float16 only, not {str(spec.dtype).removeprefix('torch.')}"
     return refuses_layout(spec)
+
+
+def asks_for_sign(mask: Mask) -> bool:
+    """Whether a mask asks how elements compare with zero and infinity, and no more; -0.0 is zero for it."""
+    if mask.test is Test.CLOSED:
+        return mask.lo in (0.0, -math.inf) and mask.hi in (0.0, math.inf)
+    return mask.test in (Test.NOT_LE, Test.GT) and mask.lo == 0.0
 
 
 def check_planes(encoded: Encoded, sizes: Mapping[str, int]) -> None:

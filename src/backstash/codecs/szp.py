@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require
+from backstash.codecs.base import Encoded, ErrorBound, asks_for_sign, check_planes, flat, like, refuses_singles, require
 from backstash.ops.schema import SZP_BLOCK, ZVC_CHUNK, bytes_for, zvc_chunks
-from backstash.saved import Mask, Need, TensorSpec, Test
+from backstash.saved import Mask, Need, TensorSpec
 
 MODES = ("abs", "rel")
 _ops = torch.ops.backstash
@@ -87,9 +87,7 @@ class Szp:
         Zero, the sign, infinities and NaN are kept, but no other number is: so for tests against zero, though not for
         NONZERO, to which -0.0 is not zero.
         """
-        if mask.test is Test.CLOSED:
-            return mask.lo in (0.0, -math.inf) and mask.hi in (0.0, math.inf)
-        return mask.test in (Test.NOT_LE, Test.GT) and mask.lo == 0.0
+        return asks_for_sign(mask)
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Dense floating tensors of 16 or 32 bits."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, refuses_layout, require
+from backstash.codecs.base import EXACT, Encoded, ErrorBound, asks_for_sign, flat, like, refuses_layout, require
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.sample import look
@@ -88,11 +87,7 @@ class Zvc:
         Always without ``values``. With it zero, the sign and NaN are kept, but no other number is, nor an infinity: so
         for tests against zero, whatever stands in, and CLOSED tells an infinity from nothing.
         """
-        if self.values is None or mask.test is Test.NONZERO:
-            return True
-        if mask.test is Test.CLOSED:
-            return mask.lo in (0.0, -math.inf) and mask.hi in (0.0, math.inf)
-        return mask.test in (Test.NOT_LE, Test.GT) and mask.lo == 0.0
+        return self.values is None or mask.test is Test.NONZERO or asks_for_sign(mask)
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Dense floating tensors of 16, 32 or 64 bits, of them those that ``values`` accepts."""

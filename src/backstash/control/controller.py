@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backstash.codecs import Codec, Sz, Szp
+from backstash.codecs import Codec, Signed, Sz, Szp
 from backstash.control.bound import bound_for, channel_norms, coverage
 from backstash.errors import UnknownNameError
 from backstash.needs import op_of
@@ -23,15 +23,16 @@ from backstash.saved import Need, SavedTensor
 LAYERS: dict[str, frozenset[tuple[str, str]]] = {
     "conv": frozenset({("Convolution", "input")}),
     "linear": frozenset({("Addmm", "mat1"), ("Mm", "self")}),
+    "norm": frozenset({("NativeBatchNorm", "input"), ("CudnnBatchNorm", "input")}),
 }
 """Kinds of layers, and what their autograd nodes save their input as."""
 
 CODECS: dict[str, Callable[[float], tuple[Codec, ...]]] = {
     "szp": lambda bound: (Szp(bound),),
-    "sz": lambda bound: (Sz(bound), Szp(bound)),  # Szp where a relu reads which elements are zero
+    "sz": lambda bound: (Sz(bound), Signed(Sz(bound, nonzero=True)), Szp(bound)),  # the first where no relu reads it
 }
 
-_WEIGHTS = {"Convolution": 1, "Addmm": 2, "Mm": 1}
+_WEIGHTS = {"Convolution": 1, "Addmm": 2, "Mm": 1, "NativeBatchNorm": 1, "CudnnBatchNorm": 1}
 """Which of its node's inputs a layer's weight is."""
 
 _CAUTION = 0.5
@@ -80,9 +81,13 @@ class _Reading:
     error: Tensor | float | None = None  # mean square of the weight gradient's difference from the exact one
     cosine: Tensor | float = 1.0
 
+    def keep_below(self, bound: Tensor) -> None:
+        """Make sure that the bound is not above that."""
+        self.coarsest = torch.minimum(torch.as_tensor(self.coarsest, device=bound.device), bound)
+
 
 @dataclass(slots=True)
-class _Layer:
+class _Known:
     """What is known of a layer from one collection to the next."""
 
     bound: float | None = None
@@ -101,6 +106,10 @@ class Comet:
     correct what the model says by it; where the weight gradient points elsewhere, the layer's bound is halved, which a
     warning says once.
 
+    Of a batch norm the gradient of its input is off as well, by a product of the error and of what the weight's
+    gradient has per element: its bound is also so small that this is no more than the share ``sigma`` of the gradient.
+    It goes on to the layers below, where such errors add up as the root of their squares.
+
     Everything else is exact as with the policy ``lossless``: what is read by others than the layers and relus, layers
     whose weight is no parameter itself, a layer of which nothing is known, and all of the first steps. What can be
     made again from what is held is not stored at all.
@@ -110,11 +119,13 @@ class Comet:
     Use one Comet for each model; it may go through several Sessions.
 
     Args:
-        layers: ``"conv"``, ``"linear"`` or ``"conv+linear"``.
+        layers: ``"conv"``, ``"linear"``, ``"norm"`` (batch norms that use the batch's statistics), or several:
+            ``"conv+norm"``.
         sigma: the share.
         every: steps between collections, and the number of exact steps at first. Where a bound moves by more than
             twice they are halved, down to 4, and doubled again when the bounds have settled.
-        codec: ``"szp"``, or ``"sz"``: smaller and slower, for what no relu reads as well.
+        codec: ``"szp"``, or ``"sz"``: smaller and slower, with a bit per element (codecs.Signed) where a relu reads the
+            value as well.
         optimizer: whose state has the momentum (SGD's, or the first one of Adam and its kind). Without it, or where it
             has none, a running mean of the weight gradient's magnitude serves.
         cosine: between the weight gradient and the exact one, below which a layer's bound is halved.
@@ -151,7 +162,7 @@ class Comet:
         kinds = layers.split("+")
         if not set(kinds) <= set(LAYERS):
             raise UnknownNameError(
-                f"comet was asked for layers={layers!r}, but there are 'conv', 'linear' and 'conv+linear'."
+                f"comet was asked for layers={layers!r}, but there are {', '.join(LAYERS)}, and several joined by '+'."
             )
         if codec not in CODECS:
             raise UnknownNameError(f"comet was asked for codec={codec!r}, but there are {', '.join(CODECS)}.")
@@ -171,7 +182,7 @@ class Comet:
         self.recomputes = recompute
         self._exact = Lossless(recompute=recompute)
         self._readers = frozenset().union(*(LAYERS[kind] for kind in kinds))
-        self._known: dict[str, _Layer] = {}
+        self._known: dict[str, _Known] = {}
         self._readings: dict[str, _Reading] = {}
         self._sampled: frozenset[str] = frozenset()
         self._step = 0
@@ -223,18 +234,16 @@ class Comet:
         if not self._collecting or (saved.op, saved.role) not in self._readers or not x.is_floating_point():
             return
         parameter = _parameter(node)
-        if parameter is None:
+        by_running_statistics = not getattr(node, "_saved_training", True)  # a batch norm in evaluation mode
+        if parameter is None or by_running_statistics:
             self._known.pop(saved.key, None)
             return
         reading = self._readings.setdefault(saved.key, _Reading(parameter))
         with torch.no_grad():
-            nonzero = x.count_nonzero()
-            share = nonzero / max(x.numel(), 1)
-            norm = torch.linalg.vector_norm(x, dtype=torch.float32)
-            coarsest = _COARSEST * norm / nonzero.clamp(min=1).sqrt()
-            reading.coarsest = torch.minimum(torch.as_tensor(reading.coarsest, device=x.device), coarsest)
+            layer = _layer(node, x)
+            reading.keep_below(_COARSEST * layer.spread(x))
             exact = x.detach().clone() if saved.key in self._sampled else None
-        node.register_hook(_collector(reading, _geometry(node), tuple(x.shape), share, exact))
+        node.register_hook(_collector(reading, layer, self.sigma, _WEIGHTS[saved.op], exact))
 
     # -- what becomes of it --------------------------------------------------------------------------------------------
 
@@ -250,7 +259,7 @@ class Comet:
         before = self.bounds
         doubted = False
         for key, reading in complete.items():
-            layer = self._known.setdefault(key, _Layer())
+            layer = self._known.setdefault(key, _Known())
             caution = layer.caution
             self.history.append(self._update(key, layer, reading))
             doubted |= layer.caution < caution
@@ -263,7 +272,7 @@ class Comet:
         self._interval = min(self._interval * 2, self.every) if settled else halved
         self._due = self._step + self._interval
 
-    def _update(self, key: str, layer: _Layer, reading: _Reading) -> Record:
+    def _update(self, key: str, layer: _Known, reading: _Reading) -> Record:
         """The layer's new bound; the one that it has stays where the step's numbers are none."""
         assert reading.energy is not None
         norms = reading.energy.double().sqrt()
@@ -284,7 +293,7 @@ class Comet:
         layer.bound = bound if 0.0 < bound < math.inf else None
         return replace(record, bound=layer.bound)
 
-    def _compare(self, layer: _Layer, record: Record, measured: float, cosine: float) -> Record:
+    def _compare(self, layer: _Known, record: Record, measured: float, cosine: float) -> Record:
         """Correct the model by what was measured."""
         record = replace(record, measured=measured, cosine=cosine)
         if not math.isfinite(measured):
@@ -310,7 +319,7 @@ class Comet:
             )
         return replace(record, note=note)
 
-    def _magnitude(self, layer: _Layer, reading: _Reading) -> float:
+    def _magnitude(self, layer: _Known, reading: _Reading) -> float:
         """The mean magnitude of the weight's momentum, or what stands in for it."""
         state = self.optimizer.state.get(reading.parameter, {}) if self.optimizer is not None else {}
         for name in ("momentum_buffer", "exp_avg"):
@@ -346,64 +355,142 @@ def _parameter(node: Any) -> nn.Parameter | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Geometry:
-    """What a node knows of its layer."""
+class _Linear:
+    """What a collecting step has to know of a layer: here of a linear one, of which a weight reads each sample once.
 
-    op: str
-    stride: tuple[int, ...] = ()
-    padding: tuple[int, ...] = ()
-    dilation: tuple[int, ...] = ()
-    transposed: bool = False
-    output_padding: tuple[int, ...] = ()
-    groups: int = 1
+    Attributes:
+        shape: of the input.
+        share: of the input's elements that are not zero.
+    """
 
-    @property
-    def channels(self) -> int:
-        """The dimension of the output's channels."""
-        return 1 if self.op == "Convolution" else -1
+    shape: tuple[int, ...]
+    share: Tensor
 
-    def coverage(self, input_shape: Sequence[int], output_shape: Sequence[int], weight: Sequence[int]) -> float:
-        """See :func:`backstash.control.bound.coverage`."""
-        if self.op != "Convolution":
-            return 1.0
-        spatial = input_shape[2:], output_shape[2:], weight[2:]
-        return coverage(*spatial, self.stride, self.padding, self.dilation, self.transposed)
+    def spread(self, x: Tensor) -> Tensor:
+        """How large the numbers are that the codec has to tell apart."""
+        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
+        return norm / (self.share * max(x.numel(), 1)).clamp(min=1).sqrt()
+
+    def energy(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """What the error's variance is 3 / bound**2 times, by channel, for the output's gradient."""
+        return channel_norms(grad, -1).square() * self.share
 
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """As the node computes it; of ``weight`` only the layout is read."""
-        if self.op != "Convolution":
-            return x.T @ grad
+        return x.T @ grad
+
+    def coarsest(self, sigma: float, made: Tensor | None, weight_grad: Tensor, weight: Tensor) -> Tensor | None:
+        """The bound by which the input's gradient, ``made``, is off by its share ``sigma``; None where it never is."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Convolution(_Linear):
+    """A convolution, of which some of a weight's taps fall into the padding."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    def energy(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """See :func:`backstash.control.bound.coverage`."""
+        spatial = self.shape[2:], grad.shape[2:], weight.shape[2:]
+        covered = coverage(*spatial, self.stride, self.padding, self.dilation, self.transposed)
+        return channel_norms(grad).square() * (self.share * covered)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """As the node computes it."""
         where = self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
         made: Tensor = _dispatch.convolution_backward(grad, x, weight, None, *where, [False, True, False])[1]
         return made
 
 
-def _geometry(node: Any) -> _Geometry:
-    op = op_of(node)
-    if op != "Convolution":
-        return _Geometry(op)
-    sizes = [tuple(getattr(node, f"_saved_{name}")) for name in ("stride", "padding", "dilation", "output_padding")]
-    stride, padding, dilation, output_padding = sizes
-    return _Geometry(op, stride, padding, dilation, node._saved_transposed, output_padding, node._saved_groups)
+@dataclass(frozen=True, slots=True)
+class _BatchNorm(_Linear):
+    """A batch norm, of which the gradient of the input is off too.
+
+    The weight's gradient is the sum of dY * (x - mean) * scale, and the input's
+
+        weight * scale * (dY - mean of dY - (x - mean) * scale * weight's gradient / n)
+
+    of which only the last term reads ``x``. Mean and scale are stored apart, and exact.
+
+    Attributes:
+        mean: of each channel.
+        scale: one over the deviation of each channel, as the node has it.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The deviation within channels."""
+        return self.scale.square().reciprocal().mean().sqrt()
+
+    def energy(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """That of the normalised numbers' errors."""
+        return (channel_norms(grad) * self.scale).square()
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """As the node computes it, but for rounding."""
+        channels = [1, -1, *[1] * (x.dim() - 2)]
+        normalised = (x.float() - self.mean.view(channels)) * self.scale.view(channels)
+        return (normalised * grad).sum([0, *range(2, x.dim())])
+
+    def coarsest(self, sigma: float, made: Tensor | None, weight_grad: Tensor, weight: Tensor) -> Tensor | None:
+        """By the last term above: errors of all elements are independent, their deviation bound / sqrt(3)."""
+        if made is None:
+            return None
+        count = made.numel() / weight.numel()
+        slope = torch.linalg.vector_norm(weight * self.scale.square() * weight_grad, dtype=torch.float32)
+        wanted = sigma * torch.linalg.vector_norm(made, dtype=torch.float32)
+        limit: Tensor = wanted * (math.sqrt(3 * count) / slope)
+        return limit
+
+
+def _layer(node: Any, x: Tensor) -> _Linear:
+    op, shape = op_of(node), tuple(x.shape)
+    share = x.count_nonzero() / max(x.numel(), 1)
+    if op == "Convolution":
+        return _Convolution(
+            shape,
+            share,
+            tuple(node._saved_stride),
+            tuple(node._saved_padding),
+            tuple(node._saved_dilation),
+            node._saved_transposed,
+            tuple(node._saved_output_padding),
+            node._saved_groups,
+        )
+    if "BatchNorm" in op:
+        eps = node._saved_epsilon if op == "CudnnBatchNorm" else node._saved_eps
+        variance, mean = torch.var_mean(x.float(), [0, *range(2, x.dim())], correction=0)
+        return _BatchNorm(shape, share, mean, (variance + eps).rsqrt())
+    return _Linear(shape, share)
 
 
 def _collector(
-    reading: _Reading, geometry: _Geometry, shape: Sequence[int], share: Tensor, exact: Tensor | None
+    reading: _Reading, layer: _Linear, sigma: float, place: int, exact: Tensor | None
 ) -> Callable[[Any, Any], None]:
-    """A hook for when the node has run: adds its gradients to the reading."""
+    """A hook for when the node has run, whose weight is its input at ``place``: adds its gradients to the reading."""
 
     def collect(made: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
-        grad, weight_grad = incoming[0], made[_WEIGHTS[geometry.op]]
+        grad, weight_grad = incoming[0], made[place]
         if grad is None or weight_grad is None:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            grad, weight_grad = grad.detach(), weight_grad.detach()
-            covered = geometry.coverage(shape, grad.shape, reading.parameter.shape)
-            energy = channel_norms(grad, geometry.channels).square() * (share * covered)
+            grad, weight_grad, weight = grad.detach(), weight_grad.detach(), reading.parameter.detach()
+            energy = layer.energy(grad, weight)
             reading.energy = energy if reading.energy is None else reading.energy + energy
             reading.magnitude = reading.magnitude + weight_grad.abs().mean(dtype=torch.float32)
+            coarsest = layer.coarsest(sigma, made[0], weight_grad, weight)
+            if coarsest is not None:
+                reading.keep_below(coarsest)
             if exact is not None:
-                truth = geometry.weight_gradient(grad, exact, torch.empty_like(weight_grad)).float()
+                truth = layer.weight_gradient(grad, exact, torch.empty_like(weight_grad)).float()
                 error = (weight_grad.float() - truth).square().mean()
                 cosine = torch.cosine_similarity(weight_grad.float().flatten(), truth.flatten(), dim=0)
                 reading.error = error if reading.error is None else reading.error + error

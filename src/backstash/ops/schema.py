@@ -60,14 +60,14 @@ SCHEMAS = {
     "narrow_encode": "(Tensor x, int bits, int base) -> Tensor",
     "narrow_decode": "(Tensor packed, int bits, int base, Tensor(a!) out) -> ()",
     "sz_range": "(Tensor x) -> Tensor",
-    "sz_survey": "(Tensor x, float step, float bound, int low, int[] blocks) -> Tensor",
+    "sz_survey": "(Tensor x, float step, float bound, int low, int[] blocks, float offset=0.) -> Tensor",
     "sz_encode": (
-        "(Tensor x, Tensor table, float step, float bound, int base, int low, int axes, int[] blocks)"
+        "(Tensor x, Tensor table, float step, float bound, int base, int low, int axes, int[] blocks, float offset=0.)"
         " -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     "sz_decode": (
         "(Tensor table, Tensor stream, Tensor index, Tensor places, Tensor values, float step, int base, int low, "
-        "int axes, int[] blocks, Tensor(a!) out) -> ()"
+        "int axes, int[] blocks, Tensor(a!) out, float offset=0.) -> ()"
     ),
     "window_encode": f"(Tensor indices, {_WINDOW}) -> (Tensor, Tensor)",
     "window_decode": f"(Tensor packed, {_WINDOW}, Tensor(a!) out) -> ()",
@@ -213,12 +213,20 @@ def _sz_range(x: Tensor) -> Tensor:
     return x.new_empty(2, dtype=torch.float64)
 
 
-def _sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int]) -> Tensor:
+def _sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int], offset: float = 0.0) -> Tensor:
     return x.new_empty(len(sz.AXES) * sz.BINS, dtype=torch.int64)
 
 
 def _sz_encode(
-    x: Tensor, table: Tensor, step: float, bound: float, base: int, low: int, axes: int, blocks: list[int]
+    x: Tensor,
+    table: Tensor,
+    step: float,
+    bound: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     words, places, values = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
     return (

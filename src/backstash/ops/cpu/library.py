@@ -75,17 +75,17 @@ _SIGNATURES = {
     "bs_sz_range": (None, [c_void_p, c_int64, c_int, c_void_p, c_int]),
     "bs_sz_survey": (
         None,
-        [c_void_p, c_int64, c_int, c_double, c_double, c_int, c_void_p, c_int64, c_int64, c_void_p],
+        [c_void_p, c_int64, c_int, *[c_double] * 3, c_int, c_void_p, c_int64, c_int64, c_void_p],
     ),
     "bs_sz_encode": (
         c_void_p,
-        [c_void_p, c_int64, c_int, c_void_p, c_int64, *[c_double] * 2, c_int64, *[c_int] * 2, *[c_void_p] * 2, c_int],
+        [c_void_p, c_int64, c_int, c_void_p, c_int64, *[c_double] * 3, c_int64, *[c_int] * 2, *[c_void_p] * 2, c_int],
     ),
     "bs_sz_free": (None, [c_void_p]),
     "bs_sz_collect": (None, [c_void_p] * 5 + [c_int]),
     "bs_sz_decode": (
         c_int,
-        [*_SIZED * 2, c_void_p, *_SIZED * 2, c_double, c_int64, c_int, c_int, c_void_p, *_SIZED, c_int, c_int],
+        [*_SIZED * 2, c_void_p, *_SIZED * 2, *[c_double] * 2, c_int64, c_int, c_int, c_void_p, *_SIZED, c_int, c_int],
     ),
     "bs_window_encode": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int, c_void_p, c_int]),
     "bs_window_scatter": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int]),

@@ -27,19 +27,28 @@ def sz_range(x: Tensor) -> Tensor:
     return found
 
 
-def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int]) -> Tensor:
+def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int], offset: float = 0.0) -> Tensor:
     """See :func:`backstash.ops.reference.sz.sz_survey`."""
     if x.dtype not in _FLOATS:
-        return reference.sz_survey(x, step, bound, low, blocks)
+        return reference.sz_survey(x, step, bound, low, blocks, offset)
     begins, run = starts(x.numel())
     counts = torch.zeros(len(AXES) * BINS, dtype=torch.int64, device="cpu")
     source = x.data_ptr(), x.numel(), _FLOATS[x.dtype]
-    _lib.bs_sz_survey(*source, step, bound, low, (c_int64 * 4)(*blocks), len(begins), run, counts.data_ptr())
+    divided = (c_int64 * 4)(*blocks)
+    _lib.bs_sz_survey(*source, step, bound, offset, low, divided, len(begins), run, counts.data_ptr())
     return counts
 
 
 def sz_encode(
-    x: Tensor, table: Tensor, step: float, bound: float, base: int, low: int, axes: int, blocks: list[int]
+    x: Tensor,
+    table: Tensor,
+    step: float,
+    bound: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`backstash.ops.reference.sz.sz_encode`.
 
@@ -47,11 +56,11 @@ def sz_encode(
         ValueError: the table is none, or there is no memory for what is encoded.
     """
     if x.dtype not in _FLOATS:
-        return reference.sz_encode(x, table, step, bound, base, low, axes, blocks)
+        return reference.sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
     threads, sizes, n = torch.get_num_threads(), (c_int64 * 3)(), x.numel()
     source = x.data_ptr(), n, _FLOATS[x.dtype], table.data_ptr(), table.numel()
     divided = (c_int64 * 4)(*blocks)
-    encoded = _lib.bs_sz_encode(*source, step, bound, base, low, axes, divided, sizes, threads)
+    encoded = _lib.bs_sz_encode(*source, step, bound, offset, base, low, axes, divided, sizes, threads)
     if encoded is None:
         raise ValueError(
             f"sz_encode asked for frequencies of 2 to 2,050 symbols that add up to 4,096, an escape's not 0, and for "
@@ -81,6 +90,7 @@ def sz_decode(
     axes: int,
     blocks: list[int],
     out: Tensor,
+    offset: float = 0.0,
 ) -> None:
     """See :func:`backstash.ops.reference.sz.sz_decode`. Sizes and checksums are checked before ``out`` is touched.
 
@@ -88,12 +98,12 @@ def sz_decode(
         DamagedPlanesError: the planes do not fit together, or a checksum is another one.
     """
     if out.dtype not in _FLOATS or values.dtype != out.dtype:
-        return reference.sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out)
+        return reference.sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out, offset)
     n = out.numel()
     if index.numel() != 1 + 4 * chunks(n, blocks[3]):
         raise DamagedPlanesError(sz_damage())
     sized = [(plane.data_ptr(), plane.numel()) for plane in (stream, table, places, values)]
     planes = *sized[0], *sized[1], index.data_ptr(), *sized[2], *sized[3]
     target = out.data_ptr(), n, _FLOATS[out.dtype], torch.get_num_threads()
-    if _lib.bs_sz_decode(*planes, step, base, low, axes, (c_int64 * 4)(*blocks), *target) != 0:
+    if _lib.bs_sz_decode(*planes, step, offset, base, low, axes, (c_int64 * 4)(*blocks), *target) != 0:
         raise DamagedPlanesError(sz_damage())

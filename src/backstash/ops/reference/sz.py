@@ -26,17 +26,17 @@ def sz_range(x: Tensor) -> Tensor:
     return torch.stack(finite.aminmax()) if finite.numel() else torch.zeros(2, dtype=torch.float64, device=x.device)
 
 
-def quantise(x: Tensor, step: float, bound: float) -> tuple[Tensor, Tensor]:
-    """Multiples of ``step`` (int64 [n]), 0 for outliers; and which elements are outliers (bool [n])."""
-    scaled = x.double() * min(1.0 / step, sys.float_info.max)
+def quantise(x: Tensor, step: float, bound: float, offset: float) -> tuple[Tensor, Tensor]:
+    """Multiples of ``step`` less ``offset`` (int64 [n]), 0 for outliers; and which elements are these (bool [n])."""
+    scaled = x.double() * min(1.0 / step, sys.float_info.max) - offset
     codes = torch.where(scaled.abs() < LIMIT, scaled, 0.0).round().long()
-    outliers = ~((x.double() - dequantise(codes, step, x.dtype).double()).abs() <= bound)
+    outliers = ~((x.double() - dequantise(codes, step, offset, x.dtype).double()).abs() <= bound)
     return codes.masked_fill(outliers, 0), outliers
 
 
-def dequantise(codes: Tensor, step: float, dtype: torch.dtype) -> Tensor:
-    """The multiples of ``step``, rounded to float32 and then to ``dtype``."""
-    return (codes.double() * step).float().to(dtype)
+def dequantise(codes: Tensor, step: float, offset: float, dtype: torch.dtype) -> Tensor:
+    """The inverse, rounded to float32 and then to ``dtype``."""
+    return ((codes.double() + offset) * step).float().to(dtype)
 
 
 def predicted(codes: Tensor, axes: int, blocks: list[int]) -> Tensor:
@@ -59,11 +59,11 @@ def restored(codes: Tensor, axes: int, blocks: list[int]) -> Tensor:
     return codes
 
 
-def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int]) -> Tensor:
+def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int], offset: float = 0.0) -> Tensor:
     """How often each symbol of a sample occurs, for each of AXES: int64 [len(AXES) * BINS] (see ops/sz.py)."""
     begins, run = starts(x.numel())
     at = (torch.tensor(begins, device=x.device)[:, None] + torch.arange(run, device=x.device)).view(-1)
-    codes, outliers = quantise(x, step, bound)
+    codes, outliers = quantise(x, step, bound, offset)
     counts = []
     for axes in AXES:
         code = predicted(codes, axes, blocks)[at]
@@ -92,7 +92,15 @@ def _signed(value: int) -> int:
 
 
 def sz_encode(
-    x: Tensor, table: Tensor, step: float, bound: float, base: int, low: int, axes: int, blocks: list[int]
+    x: Tensor,
+    table: Tensor,
+    step: float,
+    bound: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Error-bounded lossy coding.
 
@@ -104,6 +112,7 @@ def sz_encode(
         base, low: which symbol is which code.
         axes: along which of the three axes neighbours are subtracted, as bits.
         blocks: elements of a row, a plane, a tile, a chunk.
+        offset: what is added to the integers, in steps: a half, by which no element becomes zero, or none.
 
     Returns:
         stream: int16, the chunks' words.
@@ -114,7 +123,7 @@ def sz_encode(
             and all its elements here.
     """
     n, chunk, nothing = x.numel(), blocks[3], x.new_empty(0)
-    codes, outliers = quantise(x, step, bound)
+    codes, outliers = quantise(x, step, bound, offset)
     codes = predicted(codes, axes, blocks)
     streams: list[Tensor] = []
     places: list[Tensor] = []
@@ -203,6 +212,7 @@ def sz_decode(
     axes: int,
     blocks: list[int],
     out: Tensor,
+    offset: float = 0.0,
 ) -> None:
     """The inverse of :func:`sz_encode`, into ``out``.
 
@@ -231,7 +241,7 @@ def sz_decode(
         raise DamagedPlanesError(sz_damage())
     if n == 0:
         return
-    out.copy_(dequantise(_decoded(streams, table, base, low, axes, blocks, n), step, out.dtype))
+    out.copy_(dequantise(_decoded(streams, table, base, low, axes, blocks, n), step, offset, out.dtype))
     begin = [0, 0, 0]
     for i, (*end, _) in enumerate(records):
         where, kept = places[begin[1] : end[1]].long() & 0xFFFF, values[begin[2] : end[2]]

@@ -1,0 +1,177 @@
+"""Zeros and signs exactly, the values of the rest by another codec."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.base import Codec, Encoded, ErrorBound, asks_for_sign, check_planes, flat, like, require
+from backstash.codecs.blockquant import BlockQuant
+from backstash.codecs.sample import sample
+from backstash.ops.schema import bytes_for, zvc_chunks
+from backstash.saved import Mask, Need, TensorSpec, Test
+
+_PREFIX = "values."
+_ops = torch.ops.backstash
+
+
+@dataclass(frozen=True)
+class Signed:
+    """Stores which elements are zero and which are negative in a bit each, and the others with a codec for values.
+
+    So a codec that would round a small number to zero, or across it, serves a relu as well. Only what is not zero goes
+    through it, as one row of neighbours; but where it takes images only (Dct), all of the tensor does.
+
+    Preserves: SHAPE, VALUE - within the bound of ``values``, of which a share of a group's range becomes one of the
+        tensor's. Zeros stay zero (-0.0 becomes 0.0), what is not zero does not become it and keeps its sign; infinities
+        and NaNs stay what they are, or are refused, as by ``values``.
+    Layout: plane ``mask`` uint8 [ceil(n / 8)], element ``i`` in memory order in bit ``i % 8`` of byte ``i // 8``, set
+        where it is not zero; ``offsets`` int64 [ceil(n / 4096)], how many are not before each chunk of 4,096 elements;
+        ``least`` [1] of the tensor's dtype, the smallest magnitude of what is not zero: what a value becomes that would
+        be decoded to a smaller one, or to one of the other sign, so that it comes closer to the original. Where some
+        are negative and some not, ``positive`` uint8, a bit for each element that ``values`` encodes, set where it is
+        above zero. Then the planes of ``values``, their names behind ``values.``.
+    Bytes: ceil(n / 8) + 8 * ceil(n / 4096) + itemsize + positive + values, the last two being these planes.
+    Determinism: as ``values``.
+    Source: COMET (PVLDB 15(4), 2022) rounds what is near zero to zero, JPEG-ACT (ISCA 2020) pushes a relu's zeros
+        below it before the transform, to find them again. Ours keeps them apart, as Zvc does (cDMA, HPCA 2018), so that
+        none is lost and none is added.
+
+    Args:
+        values: a codec for VALUE with an absolute bound, or one that is a share of a range.
+
+    Raises:
+        ValueError: ``values`` is no such codec.
+
+    Example:
+        >>> from backstash.codecs import Sz
+        >>> x = torch.tensor([0.0, 0.02, -1.0, -1e-9] * 4096)
+        >>> Sz(0.1).decode(Sz(0.1).encode(x))[:4].sign().tolist()
+        [0.0, 0.0, -1.0, 0.0]
+        >>> Signed(Sz(0.1)).decode(Signed(Sz(0.1)).encode(x))[:4].sign().tolist()
+        [0.0, 1.0, -1.0, -1.0]
+    """
+
+    values: Codec = field(default_factory=BlockQuant)
+
+    id: ClassVar[str] = "signed"
+    preserves: ClassVar[frozenset[Need]] = frozenset({Need.SHAPE, Need.VALUE})
+
+    def __post_init__(self) -> None:
+        bound = getattr(self.values, "bound", None)
+        if bound is None or bound.each is not None or hasattr(self.values, "serves"):
+            raise ValueError(
+                f"Signed was asked for values={self.values!r}, but it takes a codec such as Sz() or BlockQuant(), that "
+                f"stores VALUE to within a bound which is not each element's own. For exact values, or a smaller "
+                f"floating format, use Zvc()."
+            )
+
+    @property
+    def label(self) -> str:
+        """With the codec of the values: ``"signed sz+abs0.001"``."""
+        return f"{self.id} {getattr(self.values, 'label', self.values.id)}"
+
+    @property
+    def bound(self) -> ErrorBound:
+        """That of ``values``; its groups are of elements that are not neighbours here."""
+        assert self.values.bound is not None
+        return replace(self.values.bound, group_size=0)
+
+    def keeps(self, mask: Mask) -> bool:
+        """Tests against zero, though not NONZERO, to which -0.0 is not zero."""
+        return asks_for_sign(mask)
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        """What ``values`` accepts, of any dense layout."""
+        return self.values.accepts(spec)
+
+    def declines(self, x: Tensor) -> str | None:
+        """As ``values`` does, for what is not zero in a sample."""
+        if x.numel() == 0:
+            return "it is empty"
+        if not self._gathers(TensorSpec.of(x)):
+            return self.values.declines(x)
+        some = sample(flat(x))
+        some = some[some != 0]
+        return self.values.declines(some) if some.numel() else None
+
+    def encode(self, x: Tensor) -> Encoded:
+        """Gathers what is not zero, looks for its signs, and encodes it. On CUDA the host waits."""
+        spec = require(self, x)
+        mask, offsets, values = _ops.zvc_encode(flat(x))
+        low, high = _extremes(values)
+        if not (low > 0 or high < 0) and bool((values == 0).any()):  # -0.0, which has a bit set
+            mask, offsets, values = _ops.zvc_encode(flat(x) + 0.0)
+            low, high = _extremes(values)
+        planes = {"mask": mask, "offsets": offsets}
+        gathers, nonzeros, negative = self._gathers(spec), values.numel(), int(high < 0)
+        if nonzeros and not (low > 0 or high < 0):  # both, or NaN
+            planes["positive"] = _ops.bitmask_encode(values if gathers else flat(x), Test.GT.code, 0.0, 0.0)
+            magnitudes = values.abs()
+            low = torch.where(magnitudes.isnan(), math.inf, magnitudes).min()
+        planes["least"] = (low if low > 0 else -high).reshape(1)
+        encoded = self.values.encode(values if gathers else x)
+        planes |= {_PREFIX + name: plane for name, plane in encoded.planes.items()}
+        meta = {_PREFIX + name: value for name, value in encoded.meta.items()}
+        return Encoded(self.id, spec, planes, {"nonzeros": nonzeros, "negative": negative, **meta})
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        """Decodes the values, mends their signs, and puts them among the zeros; takes their memory beside ``out``.
+
+        Raises:
+            DamagedPlanesError: the planes do not fit together.
+        """
+        spec, planes = encoded.spec, encoded.planes
+        gathers, nonzeros = self._gathers(spec), int(encoded.meta["nonzeros"])  # type: ignore[arg-type]
+        stored = _row(spec, nonzeros) if gathers else spec
+        expected = {"mask": bytes_for(spec.numel, 1), "offsets": zvc_chunks(spec.numel), "least": 1}
+        if "positive" in planes:
+            expected["positive"] = bytes_for(stored.numel, 1)
+        check_planes(encoded, expected)
+        out = like(spec, out)
+        inner = {name.removeprefix(_PREFIX): x for name, x in planes.items() if name.startswith(_PREFIX)}
+        meta = {name.removeprefix(_PREFIX): x for name, x in encoded.meta.items() if name.startswith(_PREFIX)}
+        values = flat(self.values.decode(Encoded(self.values.id, stored, inner, meta)))
+        least = planes["least"]
+        if "positive" in planes:
+            values = torch.where(_unpacked(planes["positive"], values), values.maximum(least), values.minimum(-least))
+        elif encoded.meta["negative"]:
+            torch.minimum(values, -least, out=values)
+        else:
+            torch.maximum(values, least, out=values)
+        if gathers:
+            _ops.zvc_decode(planes["mask"], planes["offsets"], values, flat(out))
+        else:
+            torch.where(_unpacked(planes["mask"], values), values, values.new_zeros(()), out=flat(out))
+        return out
+
+    def nbytes_bound(self, spec: TensorSpec) -> int:
+        """As if no element were zero, and some were negative."""
+        bits = 2 * bytes_for(spec.numel, 1) + 8 * zvc_chunks(spec.numel)
+        values = _row(spec, spec.numel) if self._gathers(spec) else spec
+        return bits + spec.dtype.itemsize + self.values.nbytes_bound(values)
+
+    def _gathers(self, spec: TensorSpec) -> bool:
+        """Whether what is not zero is encoded as a row, and not the tensor as it is."""
+        return self.values.accepts(_row(spec, spec.numel)) is None
+
+
+def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest one, NaN where one is; zeros if there is none."""
+    return values.aminmax() if values.numel() else (values.sum(), values.sum())
+
+
+def _unpacked(bits: Tensor, values: Tensor) -> Tensor:
+    """A bool per element of ``values``."""
+    out = torch.empty(values.numel(), dtype=torch.bool, device=values.device)
+    _ops.bitmask_decode(bits, out, 1.0, 0.0)
+    return out
+
+
+def _row(spec: TensorSpec, numel: int) -> TensorSpec:
+    """So many of the elements in a row."""
+    return TensorSpec((numel,), (1,), spec.dtype, spec.device, numel * spec.dtype.itemsize)
