@@ -156,7 +156,9 @@ class SlicedPeak:
 class Offload:
     """Exact, and in another memory: what :class:`Lossless` makes smaller or not goes to a store.
 
-    What is made again in backward needs no store, and what is read for its shape has no bytes.
+    What is made again in backward needs no store, and what is read for its shape has no bytes. A value is made again
+    only where a single stored one is enough for it: that one has to come back for its own reader anyway. Made of two,
+    such as a residual sum, it would have both on the device early, or twice on the link, to save one transfer.
 
     Args:
         codec: tried first where backward reads the value, before the codecs of Lossless; gradients are then as exact
@@ -180,7 +182,7 @@ class Offload:
         if saved.need is Need.SHAPE:
             return action
         if isinstance(action, Recompute):
-            return replace(action, otherwise=self._moved(saved, action.otherwise))
+            return replace(action, otherwise=self._moved(saved, action.otherwise), max_inputs=1)
         return self._moved(saved, action)
 
     def observe(self, outcome: Outcome) -> None:

@@ -19,7 +19,6 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import defaultdict
-from itertools import islice
 from typing import Protocol
 
 import torch
@@ -141,10 +140,11 @@ class Prefetcher:
             for tag in [tag for tag in known if self._alive(tag) is None]:
                 del known[tag]
         again = False
-        for place, tag in enumerate(islice(self._order, self._next, None)):
+        for place in range(self._next, len(self._order)):
+            tag = self._order[place]
             moved = self._alive(tag)
             if moved is not None and moved is reading:
-                again = again or place == 0 or self.ahead is not None or self._taken <= self._limit(room)
+                again = again or place == self._next or self.ahead is not None or self._taken <= self._limit(room)
             if moved is None or tag in self._under_way or tag in self._there:
                 continue
             if not self._fits(moved.ticket.nbytes, room, reading):
