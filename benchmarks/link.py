@@ -57,7 +57,8 @@ class LinkStore:
         self._clock, self._sleep = clock, sleep
         self._lock = Lock()
         self._out_free = self._back_free = 0.0  # when a direction's last transfer ends
-        self._under_way: deque[tuple[float, int, Encoded]] = deque()  # out: when each ends, its bytes, the value
+        self._under_way: deque[tuple[float, int, int]] = deque()  # out: when each ends, its bytes, its number
+        self._leaving: dict[int, Encoded] = {}  # what is on its way out
         self._arrived: dict[int, float] = {}  # out, by ticket
         self._fetched: dict[int, float] = {}  # back: when it arrives, and has not been asked for yet
         self._stall_seconds = 0.0
@@ -69,10 +70,12 @@ class LinkStore:
             room_at = self._let_go()
             excess = sum(nbytes for _, nbytes, _ in self._under_way) + ticket.nbytes - self.in_flight
             while excess > 0 and self._under_way:
-                room_at, nbytes, _ = self._under_way.popleft()
+                room_at, nbytes, number = self._under_way.popleft()
+                self._leaving.pop(number, None)
                 excess -= nbytes
             self._out_free = max(room_at, self._out_free) + ticket.nbytes / self.bytes_per_second
-            self._under_way.append((self._out_free, ticket.nbytes, encoded))
+            self._under_way.append((self._out_free, ticket.nbytes, ticket.number))
+            self._leaving[ticket.number] = encoded
             self._arrived[ticket.number] = self._out_free + self.latency
         self._wait_until(room_at)
         return ticket
@@ -100,6 +103,7 @@ class LinkStore:
         """Forget the value."""
         self._arrived.pop(ticket.number, None)
         self._fetched.pop(ticket.number, None)
+        self._leaving.pop(ticket.number, None)
         self.store.drop(ticket)
 
     def usage(self) -> Usage:
@@ -111,7 +115,7 @@ class LinkStore:
         """Let go of what has left; returns the time."""
         now = self._clock()
         while self._under_way and self._under_way[0][0] <= now:
-            self._under_way.popleft()
+            self._leaving.pop(self._under_way.popleft()[2], None)
         return now
 
     def _send_back(self, ticket: Ticket) -> float:

@@ -165,11 +165,18 @@ class Offload:
             as it is. None for these alone.
         store: name of the store.
         lossless: whose codecs they are.
+        ahead: how many values may come back before they are read; None: as many as there is room for (see prefetch).
+            One is enough where the link is fast, and takes the least memory.
     """
 
     codec: Codec | None = None
     store: str = "host"
     lossless: Lossless = Lossless()
+    ahead: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ahead is not None and self.ahead < 1:
+            raise ValueError(f"Offload was asked for ahead={self.ahead}, but it takes 1 or more, or None.")
 
     @property
     def recomputes(self) -> bool:
@@ -285,9 +292,12 @@ def gist_lossless() -> Policy:
     return Gist()
 
 
-def offload(codec: str | Codec | None = None, store: str = "host", recompute: bool = True) -> Policy:
+def offload(
+    codec: str | Codec | None = None, store: str = "host", recompute: bool = True, ahead: int | None = None
+) -> Policy:
     """The policy :class:`Offload`."""
-    return Offload(codecs.get(codec) if isinstance(codec, str) else codec, store, Lossless(recompute=recompute))
+    chosen = codecs.get(codec) if isinstance(codec, str) else codec
+    return Offload(chosen, store, Lossless(recompute=recompute), ahead)
 
 
 def vdnn(rule: Literal["all", "conv", "dyn"] = "all", store: str = "host", budget: int | None = None) -> Policy:

@@ -82,6 +82,10 @@ class Prefetcher:
                 self._places.setdefault(tag, []).append(place)
         self._begin()
 
+    def begin_backward(self) -> None:
+        """Backward begins: what was read before, to prove that values can be made again, is of no order."""
+        self._read, self._passed, self._next = [], {}, 0
+
     def put(self, moved: Moved, key: str) -> None:
         """A value was moved."""
         moved.tag = key, self._counts[key]

@@ -825,6 +825,7 @@ class Session:
             live.unpacked = True
             live.stashed_nbytes = live.nbytes
             with self._lock:
+                live.prefetcher.begin_backward()
                 live.prefetcher.advance(live.below_peak)
         if isinstance(saved, tuple):
             small, version = saved
