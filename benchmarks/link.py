@@ -30,6 +30,9 @@ class LinkStore:
     the store behind holds the value at once. What is on its way out is held until a call finds that it has left, as it
     would be on the device.
 
+    Attributes:
+        out_nbytes, back_nbytes: bytes that were sent each way so far.
+
     Args:
         store: what holds the values.
         bytes_per_second: of each direction.
@@ -62,6 +65,7 @@ class LinkStore:
         self._arrived: dict[int, float] = {}  # out, by ticket
         self._fetched: dict[int, float] = {}  # back: when it arrives, and has not been asked for yet
         self._stall_seconds = 0.0
+        self.out_nbytes = self.back_nbytes = 0
 
     def put(self, encoded: Encoded) -> Ticket:
         """Take a value; waits until there is room among what is under way."""
@@ -76,6 +80,7 @@ class LinkStore:
             self._out_free = max(room_at, self._out_free) + ticket.nbytes / self.bytes_per_second
             self._under_way.append((self._out_free, ticket.nbytes, ticket.number))
             self._leaving[ticket.number] = encoded
+            self.out_nbytes += ticket.nbytes
             self._arrived[ticket.number] = self._out_free + self.latency
         self._wait_until(room_at)
         return ticket
@@ -120,6 +125,7 @@ class LinkStore:
 
     def _send_back(self, ticket: Ticket) -> float:
         """When a transfer that begins as soon as it can arrives."""
+        self.back_nbytes += ticket.nbytes
         begins = max(self._clock(), self._back_free, self._arrived.get(ticket.number, 0.0))
         self._back_free = begins + ticket.nbytes / self.bytes_per_second
         return self._back_free + self.latency
