@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,12 @@ Way = Literal["plain", "lossless", "layrub", "link", "counted", "disk", "layrub_
 """How to train. ``link``: offload to a host's memory over a simulated link. ``disk``: offload to a host's memory of 64
 MiB, and from there to a disk. Both with one value ahead. ``counted``: as ``link``, to memory that is not counted."""
 
+WAYS = get_args(Way)
+
 HOST_NBYTES = 64 << 20
+
+MAPPED_FROM = 256 << 10
+"""Bytes of an allocation from which a limited run gives its memory back to the system at once."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ RESNET1517 = Deep("resnet1517", (3, 83, 416, 3), 64, 32, 96, 1 << 30)
 RESNET15170 = Deep("resnet15170", (30, 830, 4160, 36), 16, 8, 64, 1 << 30)
 """Ten times its layers. A quarter of its width: at full width the weights alone are 20 GB."""
 
-QUICK = Deep("resnet26", (2, 2, 2, 2), 16, 8, 96, 256 << 20)
+QUICK = Deep("resnet26", (2, 2, 2, 2), 16, 32, 128, 96 << 20)
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,8 @@ def run(asked: Asked, folder: Path | None = None) -> Run:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "MALLOC_ARENA_MAX": "1",  # every other arena takes 64 MiB of address space
     }
+    if asked.limited:  # every tensor is mapped, and unmapped: the holes that it would leave in a heap fill with crumbs
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED_FROM)
     command = [sys.executable, "-m", "benchmarks.deep", json.dumps(asdict(asked))]
     command += ["--threads", str(torch.get_num_threads())]
     with tempfile.TemporaryDirectory(dir=folder) as disk:
@@ -162,16 +169,20 @@ def run(asked: Asked, folder: Path | None = None) -> Run:
         )
     found = ended.stdout.splitlines()[-1:] if ended.returncode == 0 else []
     if not found:
-        said = " ".join(ended.stderr.splitlines()[-1:])
-        return Run(asked.way, asked.limited, asked.steps, failure=f"it ended with {ended.returncode}: {said}")
-    return Run(**{key: tuple(one) if isinstance(one, list) else one for key, one in json.loads(found[0]).items()})
+        last = " ".join(ended.stderr.splitlines()[-1:])
+        return Run(asked.way, asked.limited, asked.steps, failure=f"it ended with {ended.returncode}: {last}")
+    said: dict[str, Any] = json.loads(found[0])
+    for key in ("losses", "seconds"):
+        said[key] = tuple(said[key])
+    return Run(**said)
 
 
 # -- in that process ---------------------------------------------------------------------------------------------------
 
 
 def _train(asked: Asked, folder: Path) -> Run:
-    allocator.keep_memory()  # of every way: as the allocators of devices do
+    if not asked.limited:
+        allocator.keep_memory()  # as the allocators of devices do
     deep = asked.deep
     torch.manual_seed(SEED)
     model = networks.resnet(deep.blocks, width=deep.width).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -246,6 +257,8 @@ def _session(way: Way, model: nn.Module, folder: Path, stack: ExitStack) -> tupl
     if way == "disk":
         tiers = TierStore([HostStore(HOST_NBYTES), stack.enter_context(DiskStore(folder))])
         return Session(policies.offload(ahead=1), model=model, stores={"host": tiers}), None
+    if way not in WAYS:
+        raise ValueError(f"benchmarks.deep was asked for the way {way!r}, but there are {', '.join(WAYS)}.")
     link = LinkStore(FarStore() if way.endswith("counted") else HostStore(), PCIE)
     policy = policies.layrub() if way.startswith("layrub") else policies.offload(ahead=1)
     return Session(policy, model=model, stores={"host": link}), link
