@@ -191,8 +191,9 @@ class FarStore:
 
 
 def _uncounted(plane: Tensor) -> Tensor:
-    memory = torch.from_numpy(np.empty(plane.numel() * plane.element_size(), np.uint8))
-    return memory.view(plane.dtype).view(plane.shape).copy_(plane)
+    memory = torch.from_numpy(np.empty(plane.numel() * plane.element_size(), np.uint8)).untyped_storage()
+    parked: Tensor = torch.empty(0, dtype=plane.dtype).set_(memory, 0, plane.shape)  # type: ignore[call-overload]
+    return parked.copy_(plane)
 
 
 def _copy(value: Encoded) -> Encoded:
