@@ -49,9 +49,6 @@ WAYS = get_args(Way)
 
 HOST_NBYTES = 64 << 20
 
-MAPPED_FROM = 256 << 10
-"""Bytes of an allocation from which a limited run gives its memory back to the system at once."""
-
 
 @dataclass(frozen=True)
 class Deep:
@@ -78,7 +75,7 @@ class Deep:
         return 3 * sum(self.blocks) + 2
 
 
-RESNET1517 = Deep("resnet1517", (3, 83, 416, 3), 64, 32, 96, 1 << 30)
+RESNET1517 = Deep("resnet1517", (3, 83, 416, 3), 64, 32, 96, 2 << 30)
 """Layrub's deepest network, at its batch; images of 224 would take 5.4 times as much of everything."""
 
 RESNET15170 = Deep("resnet15170", (30, 830, 4160, 36), 16, 8, 64, 1 << 30)
@@ -159,8 +156,6 @@ def run(asked: Asked, folder: Path | None = None) -> Run:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "MALLOC_ARENA_MAX": "1",  # every other arena takes 64 MiB of address space
     }
-    if asked.limited:  # every tensor is mapped, and unmapped: the holes that it would leave in a heap fill with crumbs
-        environment["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED_FROM)
     command = [sys.executable, "-m", "benchmarks.deep", json.dumps(asdict(asked))]
     command += ["--threads", str(torch.get_num_threads())]
     with tempfile.TemporaryDirectory(dir=folder) as disk:
@@ -181,8 +176,7 @@ def run(asked: Asked, folder: Path | None = None) -> Run:
 
 
 def _train(asked: Asked, folder: Path) -> Run:
-    if not asked.limited:
-        allocator.keep_memory()  # as the allocators of devices do
+    allocator.keep_memory()  # of every way: as the allocators of devices do
     deep = asked.deep
     torch.manual_seed(SEED)
     model = networks.resnet(deep.blocks, width=deep.width).to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from backstash import Policy, Session, policies
 from backstash.integrations import allocator
@@ -38,6 +39,8 @@ from benchmarks.peers.stash import StashedForward
 from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, Summary, interleave, mib, spread, summarise, table
 from benchmarks.step_table import timed_step, uncollected
+
+Named = TypeVar("Named", Case, Deep)
 
 SECTIONS = {"networks": 0.8, "prefetch": 0.2, "deep": 0.0}
 """The sections, in order, and their shares of the time; the deep ones take as long as they take."""
@@ -56,6 +59,7 @@ CASES = (
 """Layrub's networks, at a batch that two processor cores compute in a second."""
 
 PREFETCHED = (Case("vgg16", "vgg16", 4, 224), Case("resnet50", "resnet50", 4, 224))
+DEEP = (deep.RESNET1517, deep.RESNET15170)
 QUICK = (Case("resnet_cifar20", "resnet_cifar20", 4, 32),)
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -477,7 +481,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that counts bytes else prints two lines per step
     allocator.keep_memory()
     results = Results("layrub", asked.json, arguments, quick=asked.quick, bytes_per_second=PCIE)
-    chosen = QUICK if asked.quick else _chosen(asked.networks)
+    chosen = QUICK if asked.quick else _named(CASES, asked.networks)
     deadline = Deadline.after(asked.seconds)
     failed = False
     if "networks" in asked.only:
@@ -498,7 +502,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\n{show_prefetch(found[-1])}", flush=True)
     if "deep" in asked.only:
         done: list[DeepResult] = []
-        for network in (deep.QUICK,) if asked.quick else (deep.RESNET1517, deep.RESNET15170):
+        for network in (deep.QUICK,) if asked.quick else _named(DEEP, asked.deep):
             so_far: DeepResult | None = None
             for so_far in measure_deep(network, asked.steps, asked.folder):
                 results.write(deep=[*done, so_far])
@@ -510,13 +514,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def _chosen(names: str | None) -> tuple[Case, ...]:
-    known = {case.name: case for case in CASES}
-    wanted = list(known) if names is None else names.split(",")
+def _named(known: Sequence[Named], names: str | None) -> tuple[Named, ...]:
+    of = {one.name: one for one in known}
+    wanted = list(of) if names is None else names.split(",")
     for name in wanted:
-        if name not in known:
-            raise SystemExit(f"benchmarks.layrub: the network {name!r} was asked for; use some of {', '.join(known)}")
-    return tuple(known[name] for name in wanted)
+        if name not in of:
+            raise SystemExit(f"benchmarks.layrub: the network {name!r} was asked for; use some of {', '.join(of)}")
+    return tuple(of[name] for name in wanted)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -525,6 +529,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="the file to write (default: none)")
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections, of {','.join(SECTIONS)}")
     parser.add_argument("--networks", help="of the section networks, comma-separated (default: all)")
+    parser.add_argument("--deep", help="of the section deep, comma-separated (default: all)")
     parser.add_argument("--seconds", type=float, default=280.0, help="for the networks (default: 280)")
     parser.add_argument("--rounds", type=int, default=5, help="of timed steps, at most (default: 5)")
     parser.add_argument("--steps", type=int, default=3, help="of every deep run (default: 3)")
