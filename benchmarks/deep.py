@@ -40,6 +40,7 @@ from benchmarks import networks
 from benchmarks.cases import SEED, image_batch
 from benchmarks.link import PCIE, FarStore, LinkStore
 from benchmarks.machine import ROOT
+from benchmarks.step_table import uncollected
 
 Way = Literal["plain", "lossless", "layrub", "link", "counted", "disk", "layrub_counted"]
 """How to train. ``link``: offload to a host's memory over a simulated link. ``disk``: offload to a host's memory of 64
@@ -187,6 +188,7 @@ def _train(asked: Asked, folder: Path) -> Run:
     data = [image_batch(deep.batch, deep.size, start=deep.batch * step) for step in range(asked.steps + 1)]
     batches = [(images.contiguous(memory_format=torch.channels_last), labels) for _, images, labels in data]
     with ExitStack() as stack:
+        stack.enter_context(uncollected())
         session, link = _session(asked.way, model, folder, stack)
         _warm_up(session is not None)
         gc.collect()
