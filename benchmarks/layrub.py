@@ -21,10 +21,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from torch import Tensor
 
 from backstash import Policy, Session, policies
 from backstash.integrations import allocator
@@ -52,13 +54,13 @@ CASES = (
     Case("resnet34", "resnet34", 4, 224),
     Case("resnet50", "resnet50", 4, 224),
     Case("resnet101", "resnet101", 4, 224, share=1.5),
-    Case("resnet152", "resnet152", 4, 224, share=2.0),
-    Case("wrn28_10", "wrn28_10", 4, 32, share=2.0),
-    Case("vgg16", "vgg16", 4, 224, share=2.0),
+    Case("resnet152", "resnet152", 2, 224),
+    Case("wrn28_10", "wrn28_10", 2, 32),
+    Case("vgg16", "vgg16", 2, 224),
 )
 """Layrub's networks, at a batch that two processor cores compute in a second."""
 
-PREFETCHED = (Case("vgg16", "vgg16", 4, 224), Case("resnet50", "resnet50", 4, 224))
+PREFETCHED = (Case("vgg16", "vgg16", 2, 224), Case("resnet50", "resnet50", 4, 224))
 DEEP = (deep.RESNET1517, deep.RESNET15170)
 QUICK = (Case("resnet_cifar20", "resnet_cifar20", 4, 32),)
 
@@ -115,9 +117,30 @@ class Moving:
 
 @dataclass(frozen=True, eq=False)
 class MovingForward(StashedForward):
-    """It at work."""
+    """It at work.
+
+    Attributes:
+        link: to the host.
+        began: what had been sent each way, and the seconds waited, when the last step began.
+    """
 
     link: LinkStore
+    began: list[float] = field(default_factory=list)
+
+    def loss(self) -> Tensor:
+        """The forward pass."""
+        self.began[:] = self.sent()
+        return super().loss()
+
+    def sent(self) -> tuple[float, ...]:
+        """What has been sent each way so far, and the seconds waited."""
+        return self.link.out_nbytes, self.link.back_nbytes, self.link.usage().stall_seconds
+
+    def transfer(self) -> Transfer:
+        """Of the last step."""
+        out, back, stalled = (now - then for now, then in zip(self.sent(), self.began, strict=True))
+        seconds = (out + back) / self.link.bytes_per_second
+        return Transfer(int(out), int(back), seconds, stalled, 1 - stalled / seconds if seconds else None)
 
 
 @dataclass(frozen=True)
@@ -147,15 +170,8 @@ class _Timed:
 
 
 def _timed(workload: Workload, forward: Forward) -> _Timed:
-    if not isinstance(forward, MovingForward):
-        return _Timed(timed_step(workload, forward))
-    link = forward.link
-    before = link.out_nbytes, link.back_nbytes, link.usage().stall_seconds
-    step = timed_step(workload, forward)  # of two steps the second
-    out, back = (link.out_nbytes - before[0]) // 2, (link.back_nbytes - before[1]) // 2
-    stalled = (link.usage().stall_seconds - before[2]) / 2
-    seconds = (out + back) / link.bytes_per_second
-    return _Timed(step, Transfer(out, back, seconds, stalled, 1 - stalled / seconds if seconds else None))
+    step = timed_step(workload, forward)  # of two steps the second, from which on the order of reading is known
+    return _Timed(step, forward.transfer() if isinstance(forward, MovingForward) else None)
 
 
 def _median(transfers: Sequence[Transfer]) -> Transfer:
@@ -252,8 +268,6 @@ def measure(case: Case, effort: Effort) -> NetworkResult:
     counted.clear()
     forwards = {name: peer.start(workload) for name, peer in peers.items()}
     tasks = {name: partial(_timed, workload, forward) for name, forward in forwards.items()}
-    for task in tasks.values():
-        task()  # the first step proves, and the order of reading is known from the second on
     with uncollected():
         times = interleave(tasks, effort)
     seconds = {name: summarise([one.step.seconds for one in found]) for name, found in times.items()}
@@ -367,9 +381,7 @@ def measure_prefetch(case: Case, effort: Effort) -> PrefetchResult:
 
 
 def _steps(moving: Moving, workload: Workload, effort: Effort) -> list[_Timed]:
-    task = partial(_timed, workload, moving.start(workload))
-    task()
-    return interleave({"": task}, effort)[""]
+    return interleave({"": partial(_timed, workload, moving.start(workload))}, effort)[""]
 
 
 def _transfer(found: Sequence[_Timed]) -> Transfer:
