@@ -69,6 +69,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "layrub": policies.layrub,
     "lossless": policies.lossless,
     "offload": policies.offload,
+    "offload, one ahead": partial(policies.offload, ahead=1),
 }
 
 SCHEDULES: dict[str, Callable[[], Policy]] = {
