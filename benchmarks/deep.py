@@ -194,8 +194,9 @@ def _train(asked: Asked, folder: Path) -> Run:
         gc.collect()
         before = _virtual("VmSize")
         limit = before + deep.budget_nbytes if asked.limited else None
+        unlimited = resource.getrlimit(resource.RLIMIT_AS)
         if limit is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            resource.setrlimit(resource.RLIMIT_AS, (limit, unlimited[1]))
         losses: list[str] = []
         seconds: list[float] = []
         failure, peak = "", 0
@@ -216,8 +217,7 @@ def _train(asked: Asked, folder: Path) -> Run:
                     _step(model, session, *batches[-1])
                 peak = counter.peak_nbytes
         except (MemoryError, RuntimeError) as error:
-            if asked.limited:
-                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+            resource.setrlimit(resource.RLIMIT_AS, unlimited)
             failure = f"step {len(losses) + 1}: {_short(error)}"
             weights = ""
         report = session.report() if session is not None else None
