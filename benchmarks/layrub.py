@@ -433,7 +433,7 @@ class DeepResult:
 
 def measure_deep(one: Deep, steps: int, folder: Path | None) -> Iterator[DeepResult]:
     """Every way, one after the other; yields what is known after each."""
-    ways = [("plain", False), ("plain", True), ("disk", True), ("link", False), ("counted", False)]
+    ways = [("plain", False), ("plain", True), ("disk", True), ("counted", False), ("link", False)]
     runs: list[Run] = []
     for way, limited in ways:
         asked = Asked(one, way, steps, limited)  # type: ignore[arg-type]
