@@ -79,10 +79,10 @@ class Deep:
 RESNET1517 = Deep("resnet1517", (3, 83, 416, 3), 64, 32, 96, 2 << 30)
 """Layrub's deepest network, at its batch; images of 224 would take 5.4 times as much of everything."""
 
-RESNET15170 = Deep("resnet15170", (30, 830, 4160, 36), 16, 8, 64, 1 << 30)
+RESNET15170 = Deep("resnet15170", (30, 830, 4160, 36), 16, 8, 64, 3 << 29)
 """Ten times its layers. A quarter of its width: at full width the weights alone are 20 GB."""
 
-QUICK = Deep("resnet26", (2, 2, 2, 2), 16, 32, 128, 96 << 20)
+QUICK = Deep("resnet68", (3, 8, 8, 3), 16, 48, 160, 448 << 20)
 
 
 @dataclass(frozen=True)
