@@ -10,8 +10,8 @@ Note: [window]
     What is fetched early takes memory early. So no more is under way than a few of the largest values, and no more than
     there is room for: with it the device holds no more of what was saved than it held at its peak. One exception: while
     a value is read the next one may come whatever the room, as else nothing would ever be hidden where all is moved.
-    Values that together take less than half of the largest do not count as the next one: were they to keep a large one
-    waiting, that would be late, as it has been under way for as long as its small neighbours are used, and no longer.
+    Values that together take less than half of the largest do not count as the next one: a large one that waited for
+    its small neighbours to be read would come too late.
     A value that will be read again that soon is not fetched again: its planes stay with it.
 """
 
