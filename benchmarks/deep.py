@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,6 +47,10 @@ Way = Literal["plain", "lossless", "layrub", "link", "counted", "disk", "layrub_
 MiB, and from there to a disk. Both with one value ahead. ``counted``: as ``link``, to memory that is not counted."""
 
 WAYS = get_args(Way)
+
+MAPPED_FROM = 1 << 20
+"""Bytes of an allocation from which a limited run gives its memory back to the system at once. In a heap that is kept,
+small things settle in the holes that large tensors leave, so that the next large ones do not fit there."""
 
 HOST_NBYTES = 64 << 20
 
@@ -76,7 +80,7 @@ class Deep:
         return 3 * sum(self.blocks) + 2
 
 
-RESNET1517 = Deep("resnet1517", (3, 83, 416, 3), 64, 32, 96, 2 << 30)
+RESNET1517 = Deep("resnet1517", (3, 83, 416, 3), 64, 32, 96, 1 << 30)
 """Layrub's deepest network, at its batch; images of 224 would take 5.4 times as much of everything."""
 
 RESNET15170 = Deep("resnet15170", (30, 830, 4160, 36), 16, 8, 64, 3 << 29)
@@ -143,6 +147,11 @@ class Run:
     virtual_peak_nbytes: int = 0
     resident_peak_nbytes: int = 0
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Run:
+        """What JSON made of it."""
+        return cls(**{**fields, **{key: tuple(fields[key]) for key in ("losses", "seconds")}})
+
 
 def run(asked: Asked, folder: Path | None = None) -> Run:
     """Run it in a process of its own.
@@ -157,6 +166,8 @@ def run(asked: Asked, folder: Path | None = None) -> Run:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "MALLOC_ARENA_MAX": "1",  # every other arena takes 64 MiB of address space
     }
+    if asked.limited:
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED_FROM)
     command = [sys.executable, "-m", "benchmarks.deep", json.dumps(asdict(asked))]
     command += ["--threads", str(torch.get_num_threads())]
     with tempfile.TemporaryDirectory(dir=folder) as disk:
@@ -167,17 +178,15 @@ def run(asked: Asked, folder: Path | None = None) -> Run:
     if not found:
         last = " ".join(ended.stderr.splitlines()[-1:])
         return Run(asked.way, asked.limited, asked.steps, failure=f"it ended with {ended.returncode}: {last}")
-    said: dict[str, Any] = json.loads(found[0])
-    for key in ("losses", "seconds"):
-        said[key] = tuple(said[key])
-    return Run(**said)
+    return Run.of(json.loads(found[0]))
 
 
 # -- in that process ---------------------------------------------------------------------------------------------------
 
 
 def _train(asked: Asked, folder: Path) -> Run:
-    allocator.keep_memory()  # of every way: as the allocators of devices do
+    if not asked.limited:
+        allocator.keep_memory()  # as the allocators of devices do
     deep = asked.deep
     torch.manual_seed(SEED)
     model = networks.resnet(deep.blocks, width=deep.width).to(memory_format=torch.channels_last)  # type: ignore[call-overload]

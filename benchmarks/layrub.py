@@ -19,8 +19,9 @@ stays with the process, plain's too, as it does on a GPU.
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -431,14 +432,42 @@ class DeepResult:
     times_plain: float | None
 
 
-def measure_deep(one: Deep, steps: int, folder: Path | None) -> Iterator[DeepResult]:
-    """Every way, one after the other; yields what is known after each."""
-    ways = [("plain", False), ("plain", True), ("disk", True), ("counted", False), ("link", False)]
-    runs: list[Run] = []
-    for way, limited in ways:
-        asked = Asked(one, way, steps, limited)  # type: ignore[arg-type]
-        runs.append(deep.run(asked, folder))
-        yield _judge(one, runs)
+DEEP_WAYS: dict[str, tuple[deep.Way, bool]] = {
+    "plain": ("plain", False),
+    "plain-limited": ("plain", True),
+    "disk-limited": ("disk", True),
+    "counted": ("counted", False),
+    "link": ("link", False),
+}
+"""Ways to train a deep network, and whether in limited memory."""
+
+
+def measure_deep(
+    one: Deep, steps: int, folder: Path | None, ways: Sequence[str], known: Mapping[str, Run]
+) -> Iterator[DeepResult]:
+    """One way after the other; yields what is known after each.
+
+    Args:
+        one: the network.
+        steps: of each run.
+        folder: of a disk store's file.
+        ways: keys of `DEEP_WAYS` that are run.
+        known: runs of others, from before.
+    """
+    runs = dict(known)
+    for name in ways:
+        way, limited = DEEP_WAYS[name]
+        runs[name] = deep.run(Asked(one, way, steps, limited), folder)
+        if "plain" in runs:
+            yield _judge(one, [runs[key] for key in DEEP_WAYS if key in runs])
+
+
+def _known(path: Path | None, one: Deep) -> dict[str, Run]:
+    """The runs of a network that a file has already."""
+    found = json.loads(path.read_text()).get("deep", []) if path is not None and path.exists() else []
+    same = [result["runs"] for result in found if result["deep"]["name"] == one.name]
+    runs = [Run.of(fields) for fields in (same[0] if same else ())]
+    return {key: run for key, asked in DEEP_WAYS.items() for run in runs if (run.way, run.limited) == asked}
 
 
 def _judge(one: Deep, runs: Sequence[Run]) -> DeepResult:
@@ -517,7 +546,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done: list[DeepResult] = []
         for network in (deep.QUICK,) if asked.quick else _named(DEEP, asked.deep):
             so_far: DeepResult | None = None
-            for so_far in measure_deep(network, asked.steps, asked.folder):
+            known = _known(asked.json, network) if asked.ways else {}
+            ways = asked.ways.split(",") if asked.ways else tuple(DEEP_WAYS)
+            for so_far in measure_deep(network, asked.steps, asked.folder, ways, known):
                 results.write(deep=[*done, so_far])
             assert so_far is not None
             done.append(so_far)
@@ -543,6 +574,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections, of {','.join(SECTIONS)}")
     parser.add_argument("--networks", help="of the section networks, comma-separated (default: all)")
     parser.add_argument("--deep", help="of the section deep, comma-separated (default: all)")
+    ways = f"of {','.join(DEEP_WAYS)}; the others' runs are taken from the file, which has to have plain's"
+    parser.add_argument("--ways", help=f"to train the deep networks, {ways} (default: all, anew)")
     parser.add_argument("--seconds", type=float, default=280.0, help="for the networks (default: 280)")
     parser.add_argument("--rounds", type=int, default=5, help="of timed steps, at most (default: 5)")
     parser.add_argument("--steps", type=int, default=3, help="of every deep run (default: 3)")
@@ -553,6 +586,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in asked.only:
         if name not in SECTIONS:
             parser.error(f"the section {name!r} was asked for; use some of {', '.join(SECTIONS)}")
+    for name in asked.ways.split(",") if asked.ways else ():
+        if name not in DEEP_WAYS:
+            parser.error(f"the way {name!r} was asked for; use some of {', '.join(DEEP_WAYS)}")
     return asked
 
 
