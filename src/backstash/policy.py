@@ -72,7 +72,7 @@ class Recompute:
         if self.max_depth < 1 or most < 1 or not isinstance(self.otherwise, (Keep, Stash)):
             raise ValueError(
                 f"Recompute was asked for max_depth={self.max_depth}, max_inputs={self.max_inputs} and "
-                f"otherwise={self.otherwise!r}, but it takes a depth and a number of 1 or more, and Keep() or "
+                f"otherwise={self.otherwise!r}, but it takes a depth of 1 or more, as many inputs, and Keep() or "
                 f"Stash(...)."
             )
 
