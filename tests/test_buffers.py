@@ -176,3 +176,23 @@ def test_the_pool_leaves_no_memory_behind() -> None:
     del pool
     gc.collect()
     assert storage.expired()
+
+
+def test_what_is_lent_is_found_until_the_next_decoding() -> None:
+    buffers, owner, whole = Buffers(), form(8), torch.ones(8)
+    buffers.lend(owner, whole)
+    assert buffers.holding(owner) is whole
+    assert buffers.holding(form(8)) is None and buffers.nbytes == 0
+    whole.add_(1)
+    assert buffers.holding(owner) is None  # it was written to
+    for end in (
+        lambda: buffers.forget(owner),
+        buffers.shrink,
+        buffers.clear,
+        lambda: buffers.take(TensorSpec.of(whole), torch.float32),
+        lambda: buffers.lend(form(8), torch.ones(2)),
+    ):
+        buffers.lend(owner, torch.ones(8))
+        assert buffers.holding(owner) is not None
+        end()
+        assert buffers.holding(owner) is None

@@ -15,7 +15,7 @@ from benchmarks.networks.alexnet import alexnet
 from benchmarks.networks.googlenet import googlenet
 from benchmarks.networks.nin import nin
 from benchmarks.networks.overfeat import overfeat
-from benchmarks.networks.resnet import BlockName, resnet, resnet_cifar
+from benchmarks.networks.resnet import BlockName, resnet, resnet_cifar, wide_resnet
 from benchmarks.networks.squeezenet import squeezenet1_0, squeezenet1_1
 from benchmarks.networks.vgg import vgg16, vgg_small
 
@@ -33,6 +33,7 @@ __all__ = [
     "squeezenet1_1",
     "vgg16",
     "vgg_small",
+    "wide_resnet",
 ]
 
 
@@ -63,6 +64,7 @@ _NIN = "Lin, Chen and Yan, Network in network, arXiv:1312.4400"
 _OVERFEAT = "Sermanet et al., OverFeat, arXiv:1312.6229, fast model"
 _RESNET = "He et al., Deep residual learning for image recognition, arXiv:1512.03385"
 _SQUEEZENET = "Iandola et al., SqueezeNet, arXiv:1602.07360"
+_WIDE = "Zagoruyko and Komodakis, Wide residual networks, arXiv:1605.07146"
 _VGG = "Simonyan and Zisserman, Very deep convolutional networks, arXiv:1409.1556"
 
 
@@ -91,11 +93,13 @@ NETWORKS: dict[str, Network] = {
     "resnet50": _resnet((3, 4, 6, 3), "bottleneck", 25_557_032),
     "resnet101": _resnet((3, 4, 23, 3), "bottleneck", 44_549_160),
     "resnet152": _resnet((3, 8, 36, 3), "bottleneck", 60_192_808),
+    "resnet1517": _resnet((3, 83, 416, 3), "bottleneck", 505_727_528),  # Layrub's deepest
     "resnet_cifar20": _resnet_cifar(20, 269_722),
     "resnet_cifar56": _resnet_cifar(56, 853_018),
     "resnet_cifar110": _resnet_cifar(110, 1_727_962),
     "resnet_cifar512": _resnet_cifar(512, 8_241_434),
     "resnet_cifar1202": _resnet_cifar(1202, 19_421_274),
+    "wrn28_10": Network(wide_resnet, 32, 36_479_194, f"{_WIDE}, WRN-28-10", classes=10),
 }
 
 

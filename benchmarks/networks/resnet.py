@@ -1,4 +1,4 @@
-"""ResNet for ImageNet and for CIFAR: He et al., CVPR 2016, arXiv:1512.03385, tables 1 and 6."""
+"""ResNet for ImageNet and for CIFAR: He et al., CVPR 2016, arXiv:1512.03385, tables 1 and 6; and Wide ResNet."""
 
 from __future__ import annotations
 
@@ -38,6 +38,31 @@ class Residual(nn.Module):
         return out
 
 
+class Preactivated(nn.Module):
+    """A block of Wide ResNet: norm, ReLU and convolution, twice, and the sum with what goes around them."""
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+        """Takes the channels of the input and the output, and the stride of the first convolution."""
+        super().__init__()
+        self.first = nn.Sequential(nn.BatchNorm2d(in_channels), nn.ReLU(inplace=True))
+        self.layers = nn.Sequential(
+            nn.Conv2d(in_channels, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+        )
+        self.projection = None
+        if stride != 1 or in_channels != width:
+            self.projection = nn.Conv2d(in_channels, width, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [N, in_channels, H, W] to [N, width, H / stride, W / stride]."""
+        active = self.first(x)
+        out: Tensor = self.layers(active)
+        out += x if self.projection is None else self.projection(active)
+        return out
+
+
 class PaddedShortcut(nn.Module):
     """The paper's option A: takes every second pixel and adds channels of zeros, without parameters."""
 
@@ -56,6 +81,7 @@ def resnet(
     block: BlockName = "bottleneck",
     num_classes: int = 1000,
     in_channels: int = 3,
+    width: int = 64,
 ) -> nn.Sequential:
     """Builds a ResNet for ImageNet, its stride on the 3x3 convolutions as torchvision has it.
 
@@ -70,13 +96,15 @@ def resnet(
     ResNet-50    (3, 4, 6, 3)      bottleneck    25,557,032
     ResNet-101   (3, 4, 23, 3)     bottleneck    44,549,160
     ResNet-152   (3, 8, 36, 3)     bottleneck    60,192,808
+    ResNet-1517  (3, 83, 416, 3)   bottleneck   505,727,528
     ===========  ================  ===========  ===========
 
     Args:
-        blocks: Number of blocks in each stage. The stages are 64, 128, 256, ... channels wide.
+        blocks: Number of blocks in each stage. The stages are 1, 2, 4, ... times as wide as ``width``.
         block: "basic", of two 3x3 convolutions, or "bottleneck", of a 1x1, a 3x3 and a 1x1.
         num_classes: Number of logits.
         in_channels: Channels of an image.
+        width: Channels of the stem and of the first stage; published: 64.
 
     Returns:
         The network, with Kaiming initialisation.
@@ -87,19 +115,18 @@ def resnet(
     if block not in ("basic", "bottleneck"):
         raise ValueError(f"the block {block!r} was asked for; there is no such block; use 'basic' or 'bottleneck'")
     stem = nn.Sequential(
-        nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False),
-        nn.BatchNorm2d(64),
+        nn.Conv2d(in_channels, width, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
         nn.MaxPool2d(3, stride=2, padding=1),
     )
     stages = nn.Sequential()
-    channels = 64
+    channels = width
     for index, count in enumerate(blocks):
-        width = 64 << index
         stage = nn.Sequential()
         for position in range(count):
             stride = 2 if position == 0 and index > 0 else 1
-            layers, out_channels = _layers(block, channels, width, stride)
+            layers, out_channels = _layers(block, channels, width << index, stride)
             stage.append(Residual(layers, _projection(channels, out_channels, stride)))
             channels = out_channels
         stages.append(stage)
@@ -140,6 +167,41 @@ def resnet_cifar(depth: int, num_classes: int = 10, in_channels: int = 3) -> nn.
             stage.append(Residual(layers, nn.Identity()))
         stages.append(stage)
     return _resnet(stem, stages, widths[-1], num_classes)
+
+
+def wide_resnet(depth: int = 28, widening: int = 10, num_classes: int = 10, in_channels: int = 3) -> nn.Sequential:
+    """Builds a Wide ResNet of 6n + 4 layers: Zagoruyko and Komodakis, BMVC 2016, arXiv:1605.07146, without dropout.
+
+    Maps images [N, in_channels, H, W] (published: 32) to logits [N, num_classes]. WRN-28-10 has 36,479,194 parameters
+    at 10 classes and 3 channels.
+
+    Args:
+        depth: Number of layers with weights: 10, 16, 22, 28, ...
+        widening: How many times as wide as 16, 32 and 64 channels the stages are.
+        num_classes: Number of logits.
+        in_channels: Channels of an image.
+
+    Returns:
+        The network, with Kaiming initialisation.
+
+    Raises:
+        ValueError: `depth` is not 6n + 4 with n at least 1.
+    """
+    count, rest = divmod(depth - 4, 6)
+    if rest or count < 1:
+        nearest = 6 * max(count, 1) + 4
+        raise ValueError(f"a depth of {depth} was asked for; it is not 6n + 4; use, for instance, {nearest}")
+    stages = nn.Sequential()
+    channels = 16
+    for index in range(3):
+        width = (16 << index) * widening
+        stage = nn.Sequential()
+        for position in range(count):
+            stage.append(Preactivated(channels, width, 2 if position == 0 and index > 0 else 1))
+            channels = width
+        stages.append(stage)
+    stages.append(nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(inplace=True)))
+    return _resnet(nn.Sequential(nn.Conv2d(in_channels, 16, 3, padding=1, bias=False)), stages, channels, num_classes)
 
 
 def _resnet(stem: nn.Sequential, stages: nn.Sequential, channels: int, num_classes: int) -> nn.Sequential:

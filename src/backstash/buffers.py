@@ -51,6 +51,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []
+        self._lent: tuple[weakref.ref[object], Tensor, int] | None = None
         _pools.add(self)
 
     def holding(self, owner: object) -> Tensor | None:
@@ -59,10 +60,17 @@ class Buffers:
             whole = buffer.whole
             if whole is not None and buffer.owner is not None and buffer.owner() is owner:
                 return whole if whole._version == buffer.version else None
+        if self._lent is not None and self._lent[0]() is owner and self._lent[1]._version == self._lent[2]:
+            return self._lent[1]
         return None
+
+    def lend(self, owner: object, whole: Tensor) -> None:
+        """Remember, until the next one or the next decoding, what ``owner`` holds in memory of its own."""
+        self._lent = weakref.ref(owner), whole, whole._version
 
     def take(self, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
         """Memory laid out like ``spec``, of elements of ``dtype``, contents undefined."""
+        self._lent = None
         nbytes = spec.numel * dtype.itemsize
         if spec.device.type != "cpu" or nbytes < SMALLEST:
             return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=spec.device)
@@ -91,6 +99,8 @@ class Buffers:
         for buffer in self._buffers:
             if buffer.owner is not None and buffer.owner() is owner:
                 buffer.owner = buffer.whole = None
+        if self._lent is not None and self._lent[0]() is owner:
+            self._lent = None
 
     def settle(self, owner: object) -> None:
         """What was made for ``owner`` has been read by everybody."""
@@ -113,10 +123,12 @@ class Buffers:
 
     def shrink(self) -> None:
         """Give back every large buffer that nobody reads: what is allocated next is as large."""
+        self._lent = None
         self._buffers = [b for b in self._buffers if b.memory.numel() < LARGE or not b.free]
 
     def clear(self) -> None:
         """Give back every buffer that nobody reads."""
+        self._lent = None
         self._buffers = [buffer for buffer in self._buffers if not buffer.free]
 
     @property

@@ -46,6 +46,7 @@ BENCHES = {
     "gist_accuracy": "test accuracy with reduced precision",
     "allocator": "what keeping freed memory gives",
     "disk": "speed of the disk store",
+    "layrub": "memory and time when activations are moved, and networks too deep for their memory",
     "cdma": "bytes that would cross the link, by codec",
     "comet": "accuracy and ratios under a bound that follows the gradients",
     "sz_table": "ratio and speed of the error-bounded coder, beside others",

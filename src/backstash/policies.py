@@ -156,18 +156,27 @@ class SlicedPeak:
 class Offload:
     """Exact, and in another memory: what :class:`Lossless` makes smaller or not goes to a store.
 
-    What is made again in backward needs no store, and what is read for its shape has no bytes.
+    What is made again in backward needs no store, and what is read for its shape has no bytes. A value is made again
+    only where a single stored one is enough for it: that one has to come back for its own reader anyway. Made of two,
+    such as a residual sum, it would have both on the device early, or twice on the link, to save one transfer.
 
     Args:
         codec: tried first where backward reads the value, before the codecs of Lossless; gradients are then as exact
             as it is. None for these alone.
         store: name of the store.
         lossless: whose codecs they are.
+        ahead: how many values may come back before they are read; None: as many as there is room for (see prefetch).
+            One is enough where the link is fast, and takes the least memory.
     """
 
     codec: Codec | None = None
     store: str = "host"
     lossless: Lossless = Lossless()
+    ahead: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ahead is not None and self.ahead < 1:
+            raise ValueError(f"Offload was asked for ahead={self.ahead}, but it takes 1 or more, or None.")
 
     @property
     def recomputes(self) -> bool:
@@ -180,7 +189,7 @@ class Offload:
         if saved.need is Need.SHAPE:
             return action
         if isinstance(action, Recompute):
-            return replace(action, otherwise=self._moved(saved, action.otherwise))
+            return replace(action, otherwise=self._moved(saved, action.otherwise), max_inputs=1)
         return self._moved(saved, action)
 
     def observe(self, outcome: Outcome) -> None:
@@ -283,9 +292,12 @@ def gist_lossless() -> Policy:
     return Gist()
 
 
-def offload(codec: str | Codec | None = None, store: str = "host", recompute: bool = True) -> Policy:
+def offload(
+    codec: str | Codec | None = None, store: str = "host", recompute: bool = True, ahead: int | None = None
+) -> Policy:
     """The policy :class:`Offload`."""
-    return Offload(codecs.get(codec) if isinstance(codec, str) else codec, store, Lossless(recompute=recompute))
+    chosen = codecs.get(codec) if isinstance(codec, str) else codec
+    return Offload(chosen, store, Lossless(recompute=recompute), ahead)
 
 
 def vdnn(rule: Literal["all", "conv", "dyn"] = "all", store: str = "host", budget: int | None = None) -> Policy:

@@ -60,16 +60,20 @@ class Recompute:
         otherwise: what is done where it cannot be made again: what made it is not cheap or draws numbers that nobody
             noted, an input is not held, or the proof failed.
         max_depth: the longest chain of recomputed values that begin from each other.
+        max_inputs: how many stored values it may begin from; None for any number.
     """
 
     otherwise: Keep | Stash = Keep()
     max_depth: int = 6
+    max_inputs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_depth < 1 or not isinstance(self.otherwise, (Keep, Stash)):
+        most = 1 if self.max_inputs is None else self.max_inputs
+        if self.max_depth < 1 or most < 1 or not isinstance(self.otherwise, (Keep, Stash)):
             raise ValueError(
-                f"Recompute was asked for max_depth={self.max_depth} and otherwise={self.otherwise!r}, but it takes a "
-                f"depth of 1 or more, and Keep() or Stash(...)."
+                f"Recompute was asked for max_depth={self.max_depth}, max_inputs={self.max_inputs} and "
+                f"otherwise={self.otherwise!r}, but it takes a depth of 1 or more, as many inputs, and Keep() or "
+                f"Stash(...)."
             )
 
 

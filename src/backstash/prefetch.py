@@ -10,6 +10,8 @@ Note: [window]
     What is fetched early takes memory early. So no more is under way than a few of the largest values, and no more than
     there is room for: with it the device holds no more of what was saved than it held at its peak. One exception: while
     a value is read the next one may come whatever the room, as else nothing would ever be hidden where all is moved.
+    Values that together take less than half of the largest do not count as the next one: a large one that waited for
+    its small neighbours to be read would come too late.
     A value that will be read again that soon is not fetched again: its planes stay with it.
 """
 
@@ -19,7 +21,6 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import defaultdict
-from itertools import islice
 from typing import Protocol
 
 import torch
@@ -83,6 +84,10 @@ class Prefetcher:
                 self._places.setdefault(tag, []).append(place)
         self._begin()
 
+    def begin_backward(self) -> None:
+        """Backward begins: what was read before, to prove that values can be made again, is of no order."""
+        self._read, self._passed, self._next = [], {}, 0
+
     def put(self, moved: Moved, key: str) -> None:
         """A value was moved."""
         moved.tag = key, self._counts[key]
@@ -141,10 +146,11 @@ class Prefetcher:
             for tag in [tag for tag in known if self._alive(tag) is None]:
                 del known[tag]
         again = False
-        for place, tag in enumerate(islice(self._order, self._next, None)):
+        for place in range(self._next, len(self._order)):
+            tag = self._order[place]
             moved = self._alive(tag)
             if moved is not None and moved is reading:
-                again = again or place == 0 or self.ahead is not None or self._taken <= self._limit(room)
+                again = again or place == self._next or self.ahead is not None or self._taken <= self._limit(room)
             if moved is None or tag in self._under_way or tag in self._there:
                 continue
             if not self._fits(moved.ticket.nbytes, room, reading):
@@ -160,7 +166,7 @@ class Prefetcher:
     def _fits(self, nbytes: int, room: int, reading: Moved | None) -> bool:
         if self.ahead is not None:
             return len(self._under_way) < self.ahead
-        if reading is not None and not self._under_way:
+        if reading is not None and 2 * sum(self._under_way.values()) < self._largest:
             return True
         return self._taken + nbytes <= self._limit(room)
 

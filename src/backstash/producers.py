@@ -421,14 +421,16 @@ def _affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None)
     source = norm.inputs[0]
     if spec.dtype is not torch.float32 or norm.call.autocast is not None or recipe.call.autocast is not None:
         return None
-    x = fetch(source) if isinstance(source, Leaf) else None
-    if x is None or x.dtype is not torch.float32 or x.stride() != spec.stride or x.shape != spec.shape:
+    if not isinstance(source, Leaf):
         return None
-    y = None
+    y = None  # fetched before x: it may be made of others, and these would lie beside x
     if residual is not None:
         y = fetch(residual) if isinstance(residual, Leaf) else residual[0].run(fetch)
         if y.dtype is not torch.float32 or y.stride() != spec.stride or y.shape != spec.shape:
             return None
+    x = fetch(source)
+    if x.dtype is not torch.float32 or x.stride() != spec.stride or x.shape != spec.shape:
+        return None
     mean, invstd = (one.get() for one in norm.call.statistics)
     weight, bias = (one.get() if isinstance(one, Held) else None for one in (given.get("weight"), given.get("bias")))
     made = out() if out is not None else None

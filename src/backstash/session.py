@@ -45,6 +45,7 @@ from backstash.buffers import Buffers
 from backstash.codecs.base import Codec, Encoded, is_dense
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.narrow import Narrow
+from backstash.codecs.raw import Raw
 from backstash.codecs.shape import Shape, stand_in
 from backstash.codecs.sliced import Sliced
 from backstash.errors import (
@@ -148,6 +149,8 @@ class _Value:
 
     def __del__(self) -> None:
         self.hold(None)
+        if self.buffers is not None and self.form is not None:
+            self.buffers.forget(self.form)
         self.live.nbytes -= self.entry.device_nbytes
 
 
@@ -659,7 +662,7 @@ class Session:
         started = time.perf_counter()
         why = ""
         if isinstance(action, Recompute):
-            recipe = self._recipe(value, strongest, whole, action.max_depth)
+            recipe = self._recipe(value, strongest, whole, action)
             if isinstance(recipe, Recipe):
                 value.recipe, value.guard = recipe, None
                 for leaf in recipe.leaves():
@@ -729,7 +732,8 @@ class Session:
             refusal = codec.accepts(spec) or _misreads(codec, readers) or codec.declines(x)
             if refusal is None:
                 try:
-                    encoded = codec.encode(x)
+                    # Nobody else holds the memory, so it may become the plane: nothing is copied, nothing lives twice.
+                    encoded = codec.adopt(x) if isinstance(codec, Raw) else codec.encode(x)
                 except CodecRefusedError as refused:  # only the full pass could tell
                     refusal = str(refused)
                 else:
@@ -784,7 +788,7 @@ class Session:
         self._contents[storage._cdata] = (StorageWeakRef(storage), content)
         return content
 
-    def _recipe(self, value: _Value, strongest: _Saved, whole: Tensor, max_depth: int) -> Recipe | str:
+    def _recipe(self, value: _Value, strongest: _Saved, whole: Tensor, action: Recompute) -> Recipe | str:
         """How to make ``whole`` again; else the reason why it cannot be.
 
         Note: [proven recipes]
@@ -795,9 +799,12 @@ class Session:
         content = value.content
         if content is None or content.version != strongest.version:
             return "what made it is not known"
-        recipe = producers.build(content, lambda view: _leaf(view, value, max_depth))
+        recipe = producers.build(content, lambda view: _leaf(view, value, action.max_depth))
         if isinstance(recipe, str):
             return recipe
+        inputs = len(set(recipe.leaves()))
+        if action.max_inputs is not None and inputs > action.max_inputs:
+            return f"it would begin from {inputs} stored values"
         assert strongest.tensor is not None
         key = (strongest.tensor.key, str(recipe), str(TensorSpec.of(whole)))
         if key not in self._proven:
@@ -818,6 +825,7 @@ class Session:
             live.unpacked = True
             live.stashed_nbytes = live.nbytes
             with self._lock:
+                live.prefetcher.begin_backward()
                 live.prefetcher.advance(live.below_peak)
         if isinstance(saved, tuple):
             small, version = saved
@@ -860,7 +868,7 @@ def _misreads(codec: Codec, readers: list[_Saved]) -> str | None:
 
 
 def _decode(saved: _Saved, spec: TensorSpec, value: _Value) -> Tensor:
-    whole = _dense(value)
+    whole = _dense(value, borrows=saved.builtin and _in_backward() and not torch.is_grad_enabled())
     saved.read = True
     if all(member.read for member in value.saved()):
         value.hold(None)
@@ -917,8 +925,10 @@ def _same_layout(spec: TensorSpec, other: TensorSpec) -> bool:
     return spec.shape == other.shape and spec.stride == other.stride
 
 
-def _dense(value: _Value, ahead: bool = False) -> Tensor:
+def _dense(value: _Value, ahead: bool = False, borrows: bool = False) -> Tensor:
     """All of a value that is not held dense, decoded or made again.
+
+    What was stored as it is need not be copied for a reader that ``borrows`` it: one that does not write into it.
 
     Note: [made ahead]
         What is made as the beginning of something else (``ahead``) will be read by nodes of its own soon, and is held
@@ -934,7 +944,12 @@ def _dense(value: _Value, ahead: bool = False) -> Tensor:
     for member in value.saved():
         member.read = False
     started = time.perf_counter()
-    if form is not None:
+    if form is not None and borrows and isinstance(form.codec, Raw):
+        encoded = _planes(value, form)
+        started = time.perf_counter()
+        whole = form.codec.view(encoded)
+        buffers.lend(owner, whole)
+    elif form is not None:
         # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
         one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
         dtype = torch.bool if one_bit and form.spec.device.type != "cpu" else form.spec.dtype
@@ -968,7 +983,7 @@ def _fetch(leaf: Leaf) -> Tensor:
         _check_version(guard)
         whole = guard.dense
     else:
-        whole = _dense(value, ahead=True)
+        whole = _dense(value, ahead=True, borrows=True)
     if whole.shape == leaf.spec.shape and whole.stride() == leaf.spec.stride and whole.storage_offset() == leaf.offset:
         return whole.detach()  # and not the pool's own tensor, which does not tell it that the memory is in use
     return whole.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from simulated_clock import Clock
 
 from backstash.codecs import Encoded
+from backstash.report.meter import CountedPeak
 from backstash.saved import TensorSpec
 from backstash.stores import DeviceStore
 from backstash.testing import check_store
-from benchmarks.link import LinkStore
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+from benchmarks.link import FarStore, LinkStore
 
 
 def value(nbytes: int) -> Encoded:
@@ -83,6 +77,40 @@ def test_put_waits_for_room() -> None:
 
 def test_it_keeps_the_contract() -> None:
     check_store(LinkStore(DeviceStore(), 1e12))
+
+
+def test_what_is_on_its_way_out_is_held() -> None:
+    clock = Clock()
+    store = LinkStore(FarStore(), 100, clock=clock, sleep=clock.sleep)
+    tickets = []
+    for _ in range(2):
+        encoded = value(100)
+        tickets.append(store.put(encoded))
+    gone = weakref.ref(encoded.planes["codes"])
+    del encoded
+    clock.now = 1.5
+    store.prefetch(tickets[0])
+    assert gone() is not None
+    clock.now = 2.0
+    store.get(tickets[0])
+    assert gone() is None
+    assert (store.out_nbytes, store.back_nbytes) == (200, 100)
+
+
+def test_what_is_far_is_not_counted() -> None:
+    def held() -> int:
+        with CountedPeak() as counter:
+            tickets.append(store.put(value(1 << 20)))
+        return counter.timeline[-1][1]
+
+    store, tickets = FarStore(), []
+    assert held() == 0
+    with CountedPeak() as counter:
+        store.prefetch(tickets[0])
+        encoded = store.get(tickets[0])
+    assert counter.timeline[-1][1] == 1 << 20
+    assert torch.equal(encoded.planes["codes"], value(1 << 20).planes["codes"])
+    check_store(FarStore())
 
 
 @pytest.mark.parametrize("wrong", [(0.0, 0.0), (-1.0, 0.0), (1.0, -1.0)])

@@ -32,7 +32,7 @@ SMALLEST = {
 }
 # Too many weights or layers to compute with here: run on the meta device, while their smaller kin,
 # made by the same code, run in earnest.
-TOO_LARGE = {"resnet101", "resnet152", "resnet_cifar1202"}
+TOO_LARGE = {"resnet101", "resnet152", "resnet1517", "resnet_cifar1202", "wrn28_10"}
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +79,7 @@ def step(network: nn.Module, images: Tensor) -> Tensor:
         ("resnet_cifar56", 0.85e6),
         ("resnet_cifar110", 1.7e6),
         ("resnet_cifar1202", 19.4e6),
+        ("wrn28_10", 36.5e6),
     ],
 )
 def test_registered_count_rounds_to_the_published_one(name: str, published: float) -> None:
@@ -205,6 +206,20 @@ def test_unknown_network_names_the_known_ones() -> None:
 def test_wrong_depth_names_a_right_one(depth: int, nearest: int) -> None:
     with pytest.raises(ValueError, match=f"a depth of {depth} was asked for; it is not 6n [+] 2; .* {nearest}$"):
         networks.resnet_cifar(depth)
+
+
+def test_a_narrow_resnet_has_narrow_stages() -> None:
+    with torch.device("meta"):
+        network = networks.resnet(blocks=(1, 1), width=16, num_classes=10)
+    assert network.get_submodule("classifier").in_features == 4 * 2 * 16
+    assert network(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 10)
+
+
+def test_wide_resnet_of_any_depth_trains() -> None:
+    network = networks.wide_resnet(10, 1, in_channels=1)
+    assert step(network, torch.randn(2, 1, 8, 8)).isfinite().all()
+    with pytest.raises(ValueError, match=r"a depth of 27 was asked for; it is not 6n [+] 4; .* 22$"):
+        networks.wide_resnet(27)
 
 
 def test_unknown_block_names_the_known_ones() -> None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from gradient_checks import differences
+from simulated_clock import Clock
 from torch import Tensor, nn
 
 from backstash import Encoded, Policy, Session, policies
+from backstash.codecs import Raw
 from backstash.errors import UnknownNameError
 from backstash.policies_offload import Cdma, Layrub, Vdnn, VdnnDyn
-from backstash.policy import Keep, Stash
+from backstash.policy import Action, Keep, Outcome, Recompute, Stash
 from backstash.prefetch import WINDOW, Prefetcher
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stores import DiskStore, HostStore, Store, Ticket, Usage
@@ -206,6 +210,69 @@ def test_layrub_leaves_the_ends_where_they_are() -> None:
     assert {row.store for row in rows.values() if row.codec == "bitmask"} <= {"host"}
 
 
+def test_sums_are_moved_and_not_made_again_of_two_moved_values() -> None:
+    session = Session(policies.offload(), min_nbytes=0)
+    trained(Cnn, session, steps=1)
+    rows = [row for row in session.report().rows if "it would begin from 2 stored values" in row.reason]
+    assert rows
+    assert all(row.store == "host" for row in rows)
+    with pytest.raises(ValueError, match="max_inputs=0"):
+        Recompute(max_inputs=0)
+
+
+def test_what_is_moved_as_it_is_is_not_copied() -> None:
+    class Noting(HostStore):
+        def put(self, encoded: Encoded) -> Ticket:
+            addresses.add(encoded.planes["values"].data_ptr())
+            return super().put(encoded)
+
+    addresses: set[int] = set()
+    made: list[int] = []
+    model = chain()
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, output: made.append(output.data_ptr()))
+    session = Session(policies.vdnn(), stores={"host": Noting()}, min_nbytes=0)
+    step(session, model, torch.randn(16, 64))
+    assert len(addresses) >= 7
+    assert addresses <= set(made)
+
+
+def test_who_may_write_into_a_value_gets_a_copy() -> None:
+    class Writes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            seen.append(x.clone())
+            x.zero_()
+            return 2 * grad
+
+    seen: list[Tensor] = []
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with Session(Moves(), min_nbytes=0) as session:
+        loss = Writes.apply(torch.tanh(layer(x))).sum()
+    assert session.report().moved_nbytes > 0
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    assert not differences([torch.tanh(layer(x)).detach()] * 2, seen)
+
+
+class Moves:
+    """Moves everything as it is."""
+
+    recomputes = False
+
+    def decide(self, saved: SavedTensor) -> Action:
+        return Stash(Raw(), "host")
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
+
+
 def test_a_store_that_is_not_there_is_named() -> None:
     with pytest.raises(UnknownNameError, match=r"store 'disk' was asked for by .*there are device, host.*stores="):
         trained(Cnn, Session(policies.offload(store="disk"), min_nbytes=0))
@@ -280,6 +347,27 @@ def test_the_order_of_reading_is_learned() -> None:
     assert len(orders[1]) >= 8
 
 
+def test_what_proves_that_a_value_can_be_made_again_is_not_in_the_order() -> None:
+    recorder = Recorder()
+    session = Session(policies.offload(), stores={"host": recorder}, min_nbytes=0)
+    for number in range(3):
+        recorder.begin()
+        trained(Cnn, session, steps=1)
+        if number:
+            assert sorted(recorder.numbers("prefetch")) == sorted(set(recorder.numbers("get")))
+
+
+def test_one_value_ahead_is_one() -> None:
+    recorder = Recorder()
+    session = Session(policies.offload(ahead=1), stores={"host": recorder}, min_nbytes=0)
+    for _ in range(2):
+        recorder.begin()
+        trained(Cnn, session, steps=1)
+    assert recorder.peak_count == 2  # one is read
+    with pytest.raises(ValueError, match="it takes 1 or more"):
+        policies.offload(ahead=0)
+
+
 def test_published_policies_fetch_one_value_ahead() -> None:
     recorder = Recorder()
     session = Session(policies.vdnn(), stores={"host": recorder}, min_nbytes=0)
@@ -302,27 +390,10 @@ def test_what_is_under_way_stays_below_the_peak_but_for_one_value() -> None:
 
 
 def test_prefetching_hides_the_link() -> None:
-    class Clock:
-        now = 0.0
-
-        def __call__(self) -> float:
-            return self.now
-
-        def sleep(self, seconds: float) -> None:
-            self.now += seconds
-
-    class Slow(nn.Module):
-        """A layer of one second, in both directions."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            clock.sleep(1.0)
-            x.register_hook(lambda gradient: clock.sleep(1.0))
-            return x
-
     clock, nbytes = Clock(), 512 * 128 * 4
     link = LinkStore(HostStore(), nbytes / 0.5, clock=clock, sleep=clock.sleep)
     session = Session(policies.offload(recompute=False), stores={"host": link}, min_nbytes=0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh(), Slow()) for _ in range(8)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh(), Slow(clock)) for _ in range(8)))
     stalls = []
     for _ in range(3):
         before = link.usage().stall_seconds
@@ -330,6 +401,48 @@ def test_prefetching_hides_the_link() -> None:
         stalls.append(link.usage().stall_seconds - before)
     assert stalls[0] > 3.5
     assert stalls[1] == stalls[2] <= 1.0  # the first two have nothing to hide behind
+
+
+class Slow(nn.Module):
+    """Takes a second of a clock, in both directions."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.sleep(1.0)
+        x.register_hook(lambda gradient: self.clock.sleep(1.0))
+        return x
+
+
+def hidden(policy: Policy, widths: list[int], busy: float) -> float:
+    """The share of the transfers that a chain of such layers does not wait for, where the link is that busy."""
+    clock, batch = Clock(), 64
+    speed = batch * 4 * sum(widths) / (busy * len(widths))
+    link = LinkStore(HostStore(), speed, clock=clock, sleep=clock.sleep)
+    session = Session(policy, stores={"host": link}, min_nbytes=0)
+    layers = [
+        nn.Sequential(nn.Linear(before, width), nn.Tanh(), Slow(clock)) for before, width in pairwise([8, *widths])
+    ]
+    for _ in range(2):
+        stalled, moved = link.usage().stall_seconds, link.out_nbytes + link.back_nbytes
+        step(session, nn.Sequential(*layers), torch.randn(batch, 8))
+    stalled, moved = link.usage().stall_seconds - stalled, link.out_nbytes + link.back_nbytes - moved
+    assert moved >= 2 * batch * 4 * sum(widths)
+    return 1 - stalled / (moved / speed)
+
+
+@pytest.mark.parametrize("busy", [0.5, 0.8])
+@pytest.mark.parametrize("widths", [[64] * 32, [32, 32, 32, 256] * 8], ids=["even", "uneven"])
+def test_nine_tenths_of_what_could_be_hidden_is(widths: list[int], busy: float) -> None:
+    assert hidden(policies.offload(recompute=False), widths, busy) >= 0.9
+
+
+def test_one_value_ahead_hides_less_where_values_differ() -> None:
+    widths = [32, 32, 32, 256] * 8
+    assert hidden(policies.offload(recompute=False, ahead=1), widths, 0.8) < 0.8
+    assert hidden(policies.vdnn(), widths, 0.8) < 0.8
 
 
 def test_a_wrong_guess_costs_time_only() -> None:

@@ -15,7 +15,8 @@ from backstash.planning.record import record
 from backstash.planning.schedule import footprint, memory_footprint_ratio
 from backstash.planning.trace import Role, Trace
 from backstash.report.meter import CountedPeak
-from backstash.stores import DeviceStore
+from backstash.stores import DeviceStore, HostStore, Store
+from benchmarks.link import FarStore
 
 ALLOCATED: tuple[Role, ...] = ("stashed", "encoded", "decoded", "recomputed", "immediate", "workspace")
 CODECS = bs.policies.lossless(recompute=False)
@@ -150,6 +151,12 @@ def test_values_made_again_are_decoded_from_no_planes() -> None:
     again = [decode for decode in trace.decodes if not decode.planes]
     assert max(decode.nbytes for decode in again) == 32 * 16 * 30 * 30 * 4
     assert trace.by_definition().peak_nbytes <= trace.peak_nbytes
+
+
+@pytest.mark.parametrize("store", [HostStore, FarStore])
+def test_what_is_read_where_it_has_arrived_is_encoded(step: Callable[[], object], store: type[Store]) -> None:
+    trace = record(step, bs.policies.vdnn(), stores={"host": store()})
+    assert nbytes(trace, "encoded") > 0 == nbytes(trace, "recomputed")
 
 
 def test_the_model_is_resident() -> None:

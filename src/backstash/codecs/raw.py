@@ -46,21 +46,38 @@ class Raw:
         """One copy."""
         return Encoded(self.id, require(self, x), {"values": flat(x).clone()})
 
+    def adopt(self, x: Tensor) -> Encoded:
+        """The same without a copy, where ``x`` is all that holds its memory and will not be written to."""
+        return Encoded(self.id, require(self, x), {"values": flat(x)})
+
+    def view(self, encoded: Encoded) -> Tensor:
+        """As ``decode`` without a copy: a view of the plane, which nobody may write to.
+
+        Raises:
+            DamagedPlanesError: the plane has another length.
+        """
+        values, spec = self._values(encoded), encoded.spec
+        return values.as_strided(spec.shape, spec.stride)
+
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Every bit of the original.
 
         Raises:
             DamagedPlanesError: the plane has another length.
         """
+        values = self._values(encoded)
+        out = like(encoded.spec, out)
+        flat(out).copy_(values)
+        return out
+
+    def _values(self, encoded: Encoded) -> Tensor:
         values, spec = encoded.planes["values"], encoded.spec
         if values.numel() != spec.numel or values.dtype is not spec.dtype:
             raise DamagedPlanesError(
                 f"codec 'raw' was asked to decode {spec}, got {TensorSpec.of(values)}. The stash was overwritten or "
                 f"cut short; compute the step again."
             )
-        out = like(spec, out)
-        flat(out).copy_(values)
-        return out
+        return values
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """All of them."""

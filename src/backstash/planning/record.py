@@ -259,11 +259,14 @@ def _read(roots: list[Any], device: str) -> _Log:
             if not awaited:  # read as they are
                 log.decodings.append(_Decoding(doing, 0, log.ticks, log.ticks + 1, None))
             log.decodings[-1].planes = _found(open_now, json.loads(event.name.removeprefix(_GOT))["planes"])
+            for plane in log.decodings[-1].planes:  # those that have come back from another store
+                plane.role = plane.role or "encoded"
             awaited = False
         elif event.name.startswith(_READ):
             facts = json.loads(event.name.removeprefix(_READ))
             memory = open_now.get(facts["whole"])
-            if memory is not None and facts["made"] and memory not in latest:  # made again, in memory of its own
+            own = memory is not None and facts["made"] and memory not in latest  # made again, in memory of its own
+            if memory is not None and own and memory.role != "encoded":  # and not read where its planes are
                 memory.role = "decoded"
                 latest[memory] = _Decoding(doing, memory.nbytes, memory.start, log.ticks, memory)
                 log.decodings.append(latest[memory])
