@@ -30,8 +30,10 @@ SETTINGS = {
     "keep": KEEP,
     "huge pages": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
     "keep, huge pages": {**KEEP, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+    "give back": {"MALLOC_MMAP_THRESHOLD_": "1048576", "THP_MEM_ALLOC_ENABLE": "1"},
 }
-"""Environments: the C library's own, freed memory kept, and huge pages asked for."""
+"""Environments: the C library's own, freed memory kept, huge pages asked for, and freed memory given back at once: each
+tensor of 1 MiB or more in a mapping of its own, of huge pages, which torch asks for."""
 
 PEERS = (Plain(), Stashing("lossless"))
 

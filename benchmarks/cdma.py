@@ -30,7 +30,9 @@ from benchmarks.results import Results
 from benchmarks.rounds import Deadline, mib, table
 from benchmarks.training import Schedule, Training, train
 
-NETWORKS = ("alexnet", "vgg16", "googlenet", "resnet18", "resnet50")
+NETWORKS = ("alexnet", "overfeat", "nin", "vgg16", "squeezenet1_0", "googlenet", "resnet18", "resnet50")
+"""The six of the paper, and two with batch norm."""
+
 CODECS = ("rle", "zvc", "deflate")
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 SCHEDULE = Schedule(steps=24, batch=8, size=64)

@@ -35,7 +35,9 @@ CHUNK = 8 << 20
 ROWS = 64
 """Of a slice, a multiple."""
 
-_LINEAR = ("AddmmBackward0", "MmBackward0")
+LINEAR = ("AddmmBackward0", "MmBackward0")
+"""Nodes of linear layers."""
+
 _proven: dict[tuple[Any, ...], bool] = {}
 
 
@@ -148,14 +150,10 @@ def mm(aten: Callable[..., Any], a: Tensor, b: Tensor) -> Tensor:
     return made
 
 
-KERNELS = {"mm": mm}
-"""The ops that are taken over."""
-
-
 def _destination(a: Tensor, b: Tensor) -> Tensor | None:
     """The weight to whose ``.grad`` the product of ``a`` and ``b`` is going to be added, and nothing else."""
     node = torch._C._current_autograd_node()
-    if node is None or type(node).__name__ not in _LINEAR or a.dtype not in (torch.float32, torch.float64):
+    if node is None or type(node).__name__ not in LINEAR or a.dtype not in (torch.float32, torch.float64):
         return None
     transposition: Any = node.next_functions[-1][0]
     if type(transposition).__name__ != "TBackward0":
@@ -170,14 +168,14 @@ def _destination(a: Tensor, b: Tensor) -> Tensor | None:
     if weight._backward_hooks or torch.is_anomaly_enabled() or weight.device.type != "cpu":
         return None
     of_input = b.untyped_storage()._cdata == weight.untyped_storage()._cdata
-    if of_input or grad.requires_grad or not _accumulates(leaf):
+    if of_input or grad.requires_grad or not will_run(leaf):
         return None
     return weight  # type: ignore[no-any-return]
 
 
-def _accumulates(leaf: Any) -> bool:
-    """Whether the engine is going to run the node that accumulates: not under ``autograd.grad``."""
+def will_run(node: Any) -> bool:
+    """Whether the engine is certain to run that node: not, as far as it tells, under ``autograd.grad``."""
     try:
-        return bool(torch._C._will_engine_execute_node(leaf))
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # it says that autograd.grad asked for the leaf
         return False

@@ -7,7 +7,7 @@ to be read once. Here the formulas' own ops are taken over: for a reader named i
 the dispatcher, in front of ATen's - takes from the stash what it needs, when it needs it:
 
 * a convolution computes the gradients of weight and bias first, lets go of its decoded input, and computes the input's
-  gradient from the input's shape;
+  gradient from the input's shape; a linear layer, whose formula asks for the input's gradient first, does alike;
 * relu, threshold and hardtanh read the mask's bits, a max pooling its window codes: nothing is decoded;
 * pointwise formulas write over the incoming gradient when nobody else holds it.
 
@@ -72,6 +72,8 @@ KERNELS: dict[str, str] = {
 
 READERS: dict[tuple[str, str], str] = {
     ("Convolution", "input"): "convolution_backward",
+    ("Addmm", "mat1"): "mm",
+    ("Mm", "self"): "mm",
     ("Relu", "result"): "threshold_backward",
     ("Threshold", "self"): "threshold_backward",
     ("Hardtanh", "self"): "hardtanh_backward",
@@ -119,6 +121,23 @@ class _Counts:
     storage: int
 
 
+@dataclass(slots=True)
+class _Linear:
+    """A linear layer's node that runs, whose input was unpacked as a claim.
+
+    Attributes:
+        node: its sequence number.
+        stashed: the input.
+        grad: the gradient of the output, and
+        made: that of the weight, where it has been made already.
+    """
+
+    node: int
+    stashed: weakref.ref[Any]
+    grad: Tensor | None = None
+    made: Tensor | None = None
+
+
 class _Probe:
     """What the tiny steps of :func:`_examine` see."""
 
@@ -135,6 +154,7 @@ _claims: dict[int, tuple[StorageWeakRef, weakref.ref[Any]]] = {}
 _exclusive: _Counts | None = None
 _works: frozenset[str] | None = None
 _examining = threading.local()  # .probe, where the tiny steps run: other threads train meanwhile
+_running = threading.local()  # .linear
 
 
 # -- claims ----------------------------------------------------------------------------------------------------------
@@ -148,6 +168,7 @@ def can_claim(op: str, role: str, spec: TensorSpec) -> bool:
         and _works is not None
         and kernel in _works
         and spec.device.type == "cpu"
+        and not spec.dtype.is_complex  # the conjugate view of a claim would be redeemed as the claim
         and is_dense(spec.shape, spec.stride)
     )
 
@@ -167,6 +188,8 @@ def claim(stashed: Stashed, spec: TensorSpec, node: int) -> Tensor | None:
     running = torch._C._current_autograd_node()
     if running is None or running._sequence_nr() != node:
         return None
+    if type(running).__name__ in accumulation.LINEAR:
+        _running.linear = _Linear(node, weakref.ref(stashed))
     return _hand_out(stashed, spec)
 
 
@@ -258,6 +281,56 @@ def _sliced_convolution(
     if of_input and at_once:
         input_grad, _, _ = aten(grad, x, weight, bias, *geometry, [True, False, False])
     return input_grad, weight_grad, bias_grad
+
+
+def _mm(aten: Aten, a: Tensor, b: Tensor) -> Tensor:
+    """A linear layer's weight gradient, then let go of its input, then the input's gradient.
+
+    The formula asks for them the other way round: [rows, out] times [out, in], and then [out, rows] times [rows, in].
+    """
+    linear: _Linear | None = getattr(_running, "linear", None)
+    stashed, of_a = _redeem(b), None
+    if stashed is None:
+        stashed = of_a = _redeem(a)
+    if stashed is not None:
+        _running.linear = None
+        if linear is not None and linear.made is not None and linear.stashed() is stashed:
+            grad, made = linear.grad, linear.made
+            if grad is not None and of_a is None and _is_transposed(a, grad):
+                return made
+        whole = stashed.whole()
+        if of_a is None:
+            b = _seen_as(whole, b)
+        else:
+            a = _seen_as(whole, a)
+        made = accumulation.mm(aten, a, b)
+        del whole, a, b
+        stashed.settle()
+        return made
+    if linear is not None:
+        node = torch._C._current_autograd_node()
+        stashed = linear.stashed()
+        if node is None or node._sequence_nr() != linear.node or stashed is None or linear.made is not None:
+            _running.linear = None
+        elif b.is_contiguous() and accumulation.will_run(node.next_functions[-1][0]):
+            # b is the weight, so the formula will ask for the product of these two next.
+            whole = stashed.whole()
+            if whole.shape == (a.shape[0], b.shape[1]):
+                linear.made, linear.grad = accumulation.mm(aten, a.t(), whole), a
+                del whole
+                stashed.settle()
+    return accumulation.mm(aten, a, b)
+
+
+def _is_transposed(a: Tensor, grad: Tensor) -> bool:
+    """Whether ``a`` is ``grad.t()``."""
+    sizes = a.shape == grad.shape[::-1] and a.stride() == grad.stride()[::-1]
+    return sizes and a.data_ptr() == grad.data_ptr() and a.dtype is grad.dtype
+
+
+def _seen_as(whole: Tensor, claim: Tensor) -> Tensor:
+    """The tensor through the view that a formula made of the claim for it."""
+    return whole.as_strided(claim.shape, claim.stride(), whole.storage_offset() + claim.storage_offset())
 
 
 def _threshold_backward(aten: Aten, grad: Tensor, x: Tensor, threshold: Any) -> Tensor:
@@ -428,7 +501,7 @@ def _register() -> None:
         "threshold_backward": _threshold_backward,
         "hardtanh_backward": _hardtanh_backward,
         "max_pool2d_with_indices_backward": _max_pool2d_with_indices_backward,
-        **accumulation.KERNELS,
+        "mm": _mm,
     }
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():  # torch says once that a kernel is overridden
@@ -489,6 +562,8 @@ def _examine() -> None:
     functional = torch.nn.functional
     steps: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
         ("Convolution", "input"): lambda x: functional.conv2d(x, weight),
+        ("Addmm", "mat1"): lambda x: functional.linear(x[0, 0, :, :2], weight.view(2, 2), torch.zeros(2, device="cpu")),
+        ("Mm", "self"): lambda x: x[0, 0, :, :2].mm(weight.view(2, 2).t()),
         ("Relu", "result"): functional.relu,
         ("Threshold", "self"): lambda x: functional.threshold(x, 1.0, 0.0),
         ("Hardtanh", "self"): lambda x: functional.hardtanh(x, -1.0, 1.5),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Session, consumers
+from backstash import Session, accumulation, buffers, consumers, policies
 from backstash.errors import NeedNotMetError
 from backstash.ops import cpu
 from backstash.policy import Action, Outcome, Stash
@@ -43,7 +43,9 @@ def network() -> nn.Module:
         nn.Softmax(-1),
         nn.SiLU(),
         nn.Flatten(),
-        nn.LazyLinear(5),
+        nn.LazyLinear(96),
+        nn.ReLU(),
+        nn.Linear(96, 5, bias=False),
         nn.Tanh(),
     )
 
@@ -109,6 +111,64 @@ def test_every_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with Session(min_nbytes=0):
         gradients(model, batch())
     assert set(redeemed) == {op for op, _ in consumers.READERS}
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64))
+
+
+@native
+def test_a_linear_layers_input_is_gone_before_its_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = perceptron(), torch.randn(8192, 64)
+    products: list[tuple[int, int]] = []
+    original = accumulation.mm
+
+    def mm(aten: Any, a: Tensor, b: Tensor) -> Tensor:
+        products.append((a.shape[0], buffers.held_nbytes()))
+        return original(aten, a, b)
+
+    monkeypatch.setattr(accumulation, "mm", mm)
+    buffers.release()
+    with Session(policies.lossless(recompute=False), min_nbytes=0):
+        loss = model(x).square().mean()
+    products.clear()
+    loss.backward()
+    decoded = 8192 * 64 * 4  # a relu's output, the only input that is stored in another form
+    assert products == [(64, decoded), (8192, 0), (64, 0), (8192, 0), (64, 0)]
+
+
+@native
+@pytest.mark.parametrize("shape", [(96, 64), (4, 24, 64), (64, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("wanted", ["all", "input", "weight", "frozen weight", "no input", "twice", "transposed"])
+def test_linear_layers_in_every_way(shape: tuple[int, ...], dtype: torch.dtype, wanted: str) -> None:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1)).clamp(min=0).to(dtype)
+    if wanted == "transposed":
+        x = x.mT.contiguous().mT
+    if x.shape[-1] != 64:
+        x = x.mT.contiguous() if wanted != "transposed" else x.mT
+    model = perceptron().to(dtype)
+    x.requires_grad_(wanted != "no input")
+    if wanted == "frozen weight":
+        model[2].weight.requires_grad_(False)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        x.grad = None
+        y = model(x)
+        loss = (y.square().sum() + model[2](y).sum()) if wanted == "twice" else y.square().sum()
+        if wanted == "input":
+            return list(torch.autograd.grad(loss, [x]))
+        if wanted == "weight":
+            return list(torch.autograd.grad(loss, [model[2].weight]))
+        loss.backward()
+        return [one.grad for one in (*model.parameters(), x) if one.grad is not None]
+
+    expected = [one.clone() for one in step()]
+    with Session(policies.lossless(recompute=False), min_nbytes=0):
+        for _ in range(2):
+            assert not differences(expected, step())
 
 
 @native

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._C._profiler import RecordScope, _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from backstash.accumulation import LINEAR
 from backstash.buffers import Buffers, release
 from backstash.codecs.base import Encoded
 from backstash.errors import MeasureError
@@ -33,7 +34,8 @@ from backstash.stores import Store, Ticket
 
 _PUT, _GOT, _TAKEN, _READ, _SETTLED = (f"backstash {what} " for what in ("put", "got", "taken", "read", "settled"))
 _NODE = "autograd::engine::evaluate_function: "
-_KERNEL = "aten::convolution_backward"
+_HALVED = ("ConvolutionBackward0", *LINEAR)
+"""Nodes that make the weight's gradient, let go of their input, and make the input's gradient (backstash.consumers)."""
 
 
 def record(
@@ -228,7 +230,7 @@ def _read(roots: list[Any], device: str) -> _Log:
     log, open_now = _Log(), dict[int, _Memory]()
     read: set[_Decoding] = set()  # by the node that runs
     latest: dict[_Memory, _Decoding] = {}
-    doing, node_ends, awaited, again = "", 0, False, False
+    doing, node_ends, awaited = "", 0, False
     for event, is_op in sorted(_walk(roots), key=lambda pair: pair[0].start_time_ns):
         if read and event.start_time_ns > node_ends:
             for decoding in read:
@@ -277,14 +279,11 @@ def _read(roots: list[Any], device: str) -> _Log:
             if settled in read:
                 read.discard(settled)
                 settled.end = log.ticks - 1
-        elif event.name == _KERNEL and event.start_time_ns <= node_ends:
-            if again:  # first the gradients of weight and bias, then the input's (backstash.consumers)
-                log.ops.append(Op(f"{doing} (input)", log.ticks))
-            again = True
+                if doing in _HALVED:
+                    log.ops.append(Op(f"{doing} (input)", log.ticks))
         elif is_op:
             doing = event.name.removeprefix(_NODE)
             log.ops.append(Op(doing, log.ticks))
-            again = False
             if event.name.startswith(_NODE):
                 node_ends = event.end_time_ns
                 if log.backward is None:

@@ -59,7 +59,7 @@ class Buffer:
 class Op:
     """One operation: a torch function of the forward pass, or a node of the backward pass.
 
-    Where a convolution's gradients are computed by two calls of its kernel, each of them is one.
+    Where a convolution's or linear layer's node lets go of its input halfway, each half is one.
 
     Attributes:
         name: as torch's profiler has it.
