@@ -133,6 +133,15 @@ def resnet(
     return _resnet(stem, stages, channels, num_classes)
 
 
+def _blocks_per_stage(depth: int, others: int) -> int:
+    """The n of a network of 6n layers and ``others``."""
+    count, rest = divmod(depth - others, 6)
+    if rest or count < 1:
+        nearest = 6 * max(count, 1) + others
+        raise ValueError(f"a depth of {depth} was asked for; it is not 6n + {others}; use, for instance, {nearest}")
+    return count
+
+
 def resnet_cifar(depth: int, num_classes: int = 10, in_channels: int = 3) -> nn.Sequential:
     """Builds the ResNet of 6n + 2 layers that the paper trains on CIFAR-10.
 
@@ -151,10 +160,7 @@ def resnet_cifar(depth: int, num_classes: int = 10, in_channels: int = 3) -> nn.
     Raises:
         ValueError: `depth` is not 6n + 2 with n at least 1.
     """
-    count, rest = divmod(depth - 2, 6)
-    if rest or count < 1:
-        nearest = 6 * max(count, 1) + 2
-        raise ValueError(f"a depth of {depth} was asked for; it is not 6n + 2; use, for instance, {nearest}")
+    count = _blocks_per_stage(depth, 2)
     widths = (16, 32, 64)
     stem = nn.Sequential(*_convolution(in_channels, widths[0], 3), nn.ReLU(inplace=True))
     stages = nn.Sequential()
@@ -187,10 +193,7 @@ def wide_resnet(depth: int = 28, widening: int = 10, num_classes: int = 10, in_c
     Raises:
         ValueError: `depth` is not 6n + 4 with n at least 1.
     """
-    count, rest = divmod(depth - 4, 6)
-    if rest or count < 1:
-        nearest = 6 * max(count, 1) + 4
-        raise ValueError(f"a depth of {depth} was asked for; it is not 6n + 4; use, for instance, {nearest}")
+    count = _blocks_per_stage(depth, 4)
     stages = nn.Sequential()
     channels = 16
     for index in range(3):
