@@ -9,7 +9,7 @@ the dispatcher, in front of ATen's - takes from the stash what it needs, when it
 * a convolution computes the gradients of weight and bias first, lets go of its decoded input, and computes the input's
   gradient from the input's shape; a linear layer, whose formula asks for the input's gradient first, does alike;
 * relu, threshold and hardtanh read the mask's bits, a max pooling its window codes: nothing is decoded;
-* pointwise formulas write over the incoming gradient when nobody else holds it.
+* pointwise formulas and norms (norms.py) write over the incoming gradient when nobody else holds it.
 
 Every bit is what ATen's kernels make of the decoded tensors. The graph is autograd's own: names, hooks, checkpoint and
 double backward are untouched, as nothing is replaced before backward runs.
@@ -24,7 +24,7 @@ Note: [exclusive gradients]
     A gradient may be overwritten when only the node that received it holds it: not the sum that sent it both ways, a
     hook's list, ``autograd.grad`` for a tensor in between, or the caller of backward. All of them hold the tensor, its
     Python object or its storage, so three counts tell. What they are when nobody else holds it is measured, on a tiny
-    step, not known.
+    step, not known; apart for formulas that call ``grad.contiguous()`` first, which hold it once more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from backstash import accumulation
+from backstash import accumulation, norms
 from backstash.codecs.base import Encoded, flat, is_dense
 from backstash.codecs.narrow import Narrow
 from backstash.codecs.shape import stand_in
@@ -67,6 +67,9 @@ KERNELS: dict[str, str] = {
     "hardsigmoid_backward": "Hardsigmoid",
     "_softmax_backward_data": "Softmax",
     "_log_softmax_backward_data": "LogSoftmax",
+    "native_batch_norm_backward": "NativeBatchNorm",
+    "native_layer_norm_backward": "NativeLayerNorm",
+    "native_group_norm_backward": "NativeGroupNorm",
 }
 """The ops that are taken over, and the autograd nodes on whose behalf they do anything of their own."""
 
@@ -81,7 +84,13 @@ READERS: dict[tuple[str, str], str] = {
 }
 """Saved tensors, by node and role, that are unpacked as claims, and the op that redeems them."""
 
-_NOT_POINTWISE = ("convolution_backward", "max_pool2d_with_indices_backward")
+_NOT_POINTWISE = (
+    "convolution_backward",
+    "max_pool2d_with_indices_backward",
+    "native_batch_norm_backward",
+    "native_layer_norm_backward",
+    "native_group_norm_backward",
+)
 _IN_PLACE = {
     op: "out" if op.endswith("softmax_backward_data") else "grad_input" for op in KERNELS if op not in _NOT_POINTWISE
 }
@@ -151,7 +160,7 @@ _library: torch.library.Library | None = None
 _entered = 0
 _waiting = 0
 _claims: dict[int, tuple[StorageWeakRef, weakref.ref[Any]]] = {}
-_exclusive: _Counts | None = None
+_exclusive: dict[bool, _Counts | None] = {}
 _works: frozenset[str] | None = None
 _examining = threading.local()  # .probe, where the tiny steps run: other threads train meanwhile
 _running = threading.local()  # .linear
@@ -335,12 +344,14 @@ def _seen_as(whole: Tensor, claim: Tensor) -> Tensor:
 
 def _threshold_backward(aten: Aten, grad: Tensor, x: Tensor, threshold: Any) -> Tensor:
     """Zeroes the gradient where a bit is clear."""
-    return _masked(aten, "threshold_backward", grad, x, (threshold,), _is_exclusive(grad))
+    exclusive = _is_exclusive(grad)
+    return _masked(aten, "threshold_backward", grad, x, (threshold,), exclusive)
 
 
 def _hardtanh_backward(aten: Aten, grad: Tensor, x: Tensor, low: Any, high: Any) -> Tensor:
     """Zeroes the gradient where a bit is clear."""
-    return _masked(aten, "hardtanh_backward", grad, x, (low, high), _is_exclusive(grad))
+    exclusive = _is_exclusive(grad)
+    return _masked(aten, "hardtanh_backward", grad, x, (low, high), exclusive)
 
 
 def _masked(aten: Aten, op: str, grad: Tensor, x: Tensor, scalars: tuple[Any, ...], exclusive: bool) -> Tensor:
@@ -421,11 +432,77 @@ def _max_pool2d_with_indices_backward(
     return result
 
 
+def _native_batch_norm_backward(
+    aten: Aten,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    invstd: Tensor | None,
+    train: bool,
+    eps: float,
+    mask: list[bool],
+) -> _Gradients:
+    """As ATen's; writes over the gradient on behalf of NativeBatchNorm, if nobody else holds it."""
+    exclusive = _is_exclusive(grad)
+    if train and mask[0] and mean is not None and invstd is not None and not torch.is_grad_enabled():
+        written = norms.batch_norm(aten, grad, x, weight, mean, invstd, eps, mask, exclusive)
+        if written is not None:
+            return written
+    made: _Gradients = aten(grad, x, weight, running_mean, running_var, mean, invstd, train, eps, mask)
+    return made
+
+
+def _native_layer_norm_backward(
+    aten: Aten,
+    grad: Tensor,
+    x: Tensor,
+    shape: list[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: list[bool],
+) -> _Gradients:
+    """Writes over the gradient on behalf of NativeLayerNorm, if nobody else holds it."""
+    if _is_exclusive(grad) and mask[0]:
+        written = norms.layer_norm(aten, grad, x, shape, mean, rstd, weight, bias, mask)
+        if written is not None:
+            return written
+    made: _Gradients = aten(grad, x, shape, mean, rstd, weight, bias, mask)
+    return made
+
+
+def _native_group_norm_backward(
+    aten: Aten,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    images: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    mask: list[bool],
+) -> _Gradients:
+    """Writes over the gradient on behalf of NativeGroupNorm, if nobody else holds it."""
+    if _is_exclusive(grad, made_contiguous=True) and mask[0]:
+        written = norms.group_norm(aten, grad, x, mean, rstd, weight, (images, channels, pixels), groups, mask)
+        if written is not None:
+            return written
+    made: _Gradients = aten(grad, x, mean, rstd, weight, images, channels, pixels, groups, mask)
+    return made
+
+
 def _in_place_kernel(op: str) -> Callable[..., Tensor]:
     nodes = KERNELS[op].split()
 
     def kernel(aten: Aten, grad: Tensor, x: Tensor, *rest: Any, **named: Any) -> Tensor:
-        return _pointwise(aten, op, grad, x, rest, _is_exclusive(grad), named)
+        exclusive = _is_exclusive(grad)
+        return _pointwise(aten, op, grad, x, rest, exclusive, named)
 
     kernel.__name__ = f"_{op}"
     kernel.__doc__ = f"Writes over the gradient on behalf of {' and '.join(nodes)}, if nobody else holds it."
@@ -435,15 +512,22 @@ def _in_place_kernel(op: str) -> Callable[..., Tensor]:
 _NODES = {f"{node}Backward{number}" for names in KERNELS.values() for node in names.split() for number in range(3)}
 
 
-def _is_exclusive(grad: Tensor) -> bool:
-    """Whether nobody but the node that runs holds ``grad``, a kernel's argument (Note: [exclusive gradients])."""
+def _is_exclusive(grad: Tensor, made_contiguous: bool = False) -> bool:
+    """Whether nobody but the node that runs holds ``grad``, a kernel's argument (Note: [exclusive gradients]).
+
+    To be called before anything else, in a statement of its own: what is on the interpreter's stack counts.
+    """
     tensors = grad._use_count()  # type: ignore[attr-defined]
     counts = _Counts(sys.getrefcount(grad), tensors, torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
     probe = getattr(_examining, "probe", None)
     if probe is not None:
         probe.counts.append(counts)
         return False
-    if counts != _exclusive or not is_dense(tuple(grad.shape), grad.stride()) or torch.is_grad_enabled():
+    if (
+        counts != _exclusive.get(made_contiguous)
+        or not is_dense(tuple(grad.shape), grad.stride())
+        or torch.is_grad_enabled()
+    ):
         return False
     if grad.untyped_storage().nbytes() != grad.numel() * grad.element_size():
         return False
@@ -501,6 +585,9 @@ def _register() -> None:
         "threshold_backward": _threshold_backward,
         "hardtanh_backward": _hardtanh_backward,
         "max_pool2d_with_indices_backward": _max_pool2d_with_indices_backward,
+        "native_batch_norm_backward": _native_batch_norm_backward,
+        "native_layer_norm_backward": _native_layer_norm_backward,
+        "native_group_norm_backward": _native_group_norm_backward,
         "mm": _mm,
     }
     library = torch.library.Library("aten", "IMPL")
@@ -556,7 +643,7 @@ def _probing() -> Iterator[_Probe]:
 
 def _examine() -> None:
     """Find out, on tiny steps, which nodes pass claims on to their kernel, and what exclusive gradients look like."""
-    global _works, _exclusive
+    global _works
     x = torch.tensor([[[[0.5, -1.0, 2.0], [7.0, -3.0, 0.0], [1.0, 4.0, -2.0]]]], device="cpu", requires_grad=True)
     weight = torch.tensor([[[[1.0, -2.0], [0.5, 3.0]]]], device="cpu", requires_grad=True)
     functional = torch.nn.functional
@@ -581,7 +668,8 @@ def _examine() -> None:
             )
             if not (probe.redeemed and same):
                 failed.add(READERS[node, role])
-        _exclusive = _what_exclusive_is(x)
+        _exclusive[False] = _what_exclusive_is(torch.relu, x)
+        _exclusive[True] = _what_exclusive_is(lambda x: functional.group_norm(x, 1), x)
     _works = frozenset(READERS.values()) - failed
 
 
@@ -598,21 +686,21 @@ def _with_claims(step: Callable[[Tensor], Tensor], x: Tensor, role: str) -> Tens
     return y.square().sum()
 
 
-def _what_exclusive_is(x: Tensor) -> _Counts | None:
+def _what_exclusive_is(function: Callable[[Tensor], Tensor], x: Tensor) -> _Counts | None:
     """The counts of a gradient that nobody else holds; None where they do not tell it from one that somebody holds."""
     kept: list[Tensor] = []
 
     def shared(x: Tensor) -> Tensor:
-        y = x * 1.0
-        return y.relu() + (x * 2.0).tanh()
+        other = (x * 2.0).tanh()
+        return function(x * 1.0) + other  # what was made last runs first
 
     def hooked(x: Tensor) -> Tensor:
-        y = x.relu()
+        y = function(x)
         y.register_hook(kept.append)
         return y
 
     seen = []
-    for step in (torch.relu, shared, hooked):
+    for step in (function, shared, hooked):
         with _probing() as probe:
             (step(x) * 2.0).sum().backward(inputs=[x])
         seen.append(probe.counts[0])  # the first kernel: later ones may be the last to hold what was shared

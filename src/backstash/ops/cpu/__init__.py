@@ -31,6 +31,7 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.blockquant import blockquant_decode, blockquant_encode
 from backstash.ops.cpu.dct import dct_decode, dct_encode
 from backstash.ops.cpu.library import available, build_info, isa, set_isa
+from backstash.ops.cpu.norm import batch_norm_channels, batch_norm_pixels
 from backstash.ops.cpu.sz import sz_decode, sz_encode, sz_range, sz_survey
 from backstash.ops.cpu.szp import szp_decode, szp_encode, szp_range
 from backstash.ops.formats import FORMATS, SCALED, Format, groups
@@ -40,6 +41,8 @@ __all__ = [
     "advise_huge",
     "affine",
     "available",
+    "batch_norm_channels",
+    "batch_norm_pixels",
     "binary_decode",
     "binary_encode",
     "bitmask_decode",

@@ -27,6 +27,8 @@ _SIGNATURES = {
     "bs_advise_huge": (c_int, [c_void_p, c_int64]),
     "bs_look": (None, [c_void_p, c_int, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "bs_affine": (None, [c_void_p] * 7 + [c_int64] * 3 + [c_int, c_void_p, c_int]),
+    "bs_batch_norm_channels": (c_int64, [c_void_p] * 5 + [c_int64] * 3 + [c_void_p] * 3 + [c_int]),
+    "bs_batch_norm_pixels": (None, [c_void_p] * 7 + [c_int64] * 2 + [c_void_p, c_int]),
     "bs_bitmask_encode": (None, [c_void_p, c_int64, c_int, c_int, c_double, c_double, c_void_p, c_int]),
     "bs_binary_encode": (c_int64, [c_void_p, c_int64, c_int, c_uint64, c_uint64, c_void_p, c_int]),
     "bs_mask_decode": (None, [c_void_p, c_void_p, c_int64, c_int, c_uint64, c_uint64, c_int]),
