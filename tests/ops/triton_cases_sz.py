@@ -1,0 +1,226 @@
+"""The Triton kernels of sz against the reference, equal bytes. Run by test_triton.py; triton_cases.py has the terms.
+
+Chunks are small here, for the interpreter's sake: blocks are whatever the caller says.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backstash.codecs import Codec, Signed, Sz
+from backstash.errors import DamagedPlanesError
+from backstash.ops import backends, reference, sz
+from backstash.ops import triton as launchers
+from tests.ops.triton_cases import FLOATS, bits, contents, expected, filled, on_device
+from tests.ops.triton_cases import poisoned as poisoned
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in the interpreter
+
+NAMES = ("stream", "index", "places", "values")
+BLOCKS = [5, 20, 60, 240]
+"""Of a tensor [..., 3, 4, 5], four of these in a chunk."""
+
+Planes = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def relu(dtype: torch.dtype, n: int) -> Tensor:
+    """What a relu leaves, and a few outliers."""
+    x = torch.randn(n).relu()
+    x[::97] = torch.tensor([math.nan, 1e4, -math.inf])[torch.arange(len(x[::97])) % 3]
+    return x.to(dtype)
+
+
+def modelled(x: Tensor, step: float, bound: float, low: int, blocks: list[int], offset: float) -> tuple[Tensor, int]:
+    """The table and the base for ``x``; the launcher's survey is compared with the reference's."""
+    counts = reference.sz_survey(x, step, bound, low, blocks, offset)
+    assert torch.equal(launchers.sz_survey(on_device(x), step, bound, low, blocks, offset).cpu(), counts)
+    model = sz.model(counts.view(-1, sz.BINS).numpy(), step, low, 8 * x.element_size())
+    return torch.from_numpy(model.table), model.base
+
+
+def check(x: Tensor, bound: float, low: int, axes: int, blocks: list[int], offset: float = 0.0) -> Planes:
+    """Compare both directions with the reference; returns the planes."""
+    step = 2 * bound
+    table, base = modelled(x, step, bound, low, blocks, offset)
+    parameters = base, low, axes, blocks
+    planes = launchers.sz_encode(on_device(x), on_device(table), step, bound, *parameters, offset)
+    wanted = reference.sz_encode(x, table, step, bound, *parameters, offset)
+    for name, got, want in zip(NAMES, planes, wanted, strict=True):
+        assert got.dtype == want.dtype, name
+        assert torch.equal(bits(got), bits(want)), (name, x.numel(), bound, parameters, offset)
+    arguments = table, *wanted, step, *parameters
+    got = filled(x.numel(), x.dtype, lambda *given: launchers.sz_decode(*given, offset), *arguments)
+    want = expected(x.numel(), x.dtype, lambda *given: reference.sz_decode(*given, offset), *arguments)
+    assert torch.equal(bits(got), bits(want)), (x.numel(), bound, parameters, offset)
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_range(dtype: torch.dtype) -> None:
+    for x in (contents(dtype, 3), relu(dtype, 300), contents(dtype, 1)[:0]):
+        got = launchers.sz_range(on_device(x))
+        assert got.dtype == torch.float64
+        assert torch.equal(got.cpu(), reference.sz_range(x))
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_lengths_and_axes(dtype: torch.dtype) -> None:
+    for i, n in enumerate((0, 1, 2, 31, 32, 33, 60, 63, 239, 240, 241, 272, 479, 505)):
+        planes = check(relu(dtype, n), (0.3, 0.02)[i % 2], (0, 1, 0, 3)[i % 4], (3 * i) % 8, BLOCKS, (0.0, 0.5)[i % 2])
+        coded = planes[1][1::4].diff(prepend=torch.zeros(1, dtype=torch.int64)) > 0
+        assert n < 239 or dtype != torch.float32 or coded[0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_any_numbers(dtype: torch.dtype) -> None:
+    """Bounds of all sizes: what is an outlier, rounds to even, or to 16 bits, is so in the same places."""
+    some = torch.randint(-(2**31), 2**31, (200,)).to(torch.int32 if dtype == torch.float32 else torch.int16).view(dtype)
+    ties = (torch.arange(-100, 100) / 8).to(dtype)
+    for i, bound in enumerate((1e-320, 1e-9, 2.0**-8, 0.125, 0.3, 1e4, 1e300)):
+        for x in (contents(dtype, 250), torch.cat([some, ties])):
+            check(x, bound, 0, i, BLOCKS, (0.0, 0.5)[i % 2])
+
+
+@pytest.mark.parametrize("axes", range(8))
+def test_low_bits_and_escapes(axes: int) -> None:
+    """Numbers that are wide apart, and a walk, of which every axis leaves something else."""
+    x = torch.cat([torch.randn(480).cumsum(0), 1e3 * torch.randn(20)])
+    for low in (0, 1, 4, 12):
+        stream, *_ = check(x, 1e-4, low, axes, [20, 100, 300, 300])
+        assert stream.numel() > 64
+
+
+def test_long_lines() -> None:
+    """Prefix sums of more elements than one program takes at once, next to each other and not."""
+    x = torch.linspace(0, 9, 2600)
+    for blocks in ([2500, 2500, 2500, 2500], [2, 2600, 2600, 2600], [1, 1, 2600, 2600], [2, 4, 2600, 2600]):
+        for axes in (1, 7):
+            check(x, 1e-3, 0, axes, blocks)
+
+
+def test_places_past_32767() -> None:
+    x = torch.zeros(33000)
+    x[32990], x[5] = math.nan, math.inf
+    places = check(x, 0.1, 0, 0, sz.blocks([33000]))[2]
+    assert (places.int() & 0xFFFF).tolist() == [5, 32990]
+
+
+def test_survey_of_a_large_tensor() -> None:
+    x = torch.randn(sz.SURVEYED + 1).cumsum(0)
+    modelled(x, 0.2, 0.1, 0, [7, 70, 700, 65100], 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nonzero", [False, True])
+def test_codecs_on_these_kernels(nonzero: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec: Codec = Signed(Sz(0.05, nonzero=True)) if nonzero else Sz(0.02, "rel")
+    x = relu(dtype, 1200).view(2, 3, 10, 20).nan_to_num(0.5, 3.0, 1.0)
+    monkeypatch.setattr(backends, "implementation", lambda device: reference)
+    want = codec.encode(x)
+    decoded = codec.decode(want)
+    monkeypatch.setattr(backends, "implementation", lambda device: launchers)
+    got = codec.encode(on_device(x.flatten()).view(x.shape))
+    assert codec.declines(on_device(x.flatten())) == codec.declines(x)
+    assert got.meta == want.meta
+    assert got.planes.keys() == want.planes.keys()
+    for name, plane in want.planes.items():
+        assert torch.equal(bits(got.planes[name]), bits(plane)), name
+    assert torch.equal(bits(codec.decode(got)), bits(decoded))
+
+
+class Stash:
+    """Planes of three chunks, one of them dense and two with outliers."""
+
+    blocks = [5, 20, 60, 480]
+    step = 0.5
+
+    def __init__(self, dtype: torch.dtype, low: int = 0, axes: int = 1) -> None:
+        x = relu(dtype, 1400)
+        x[480:960] = torch.randn(480) * 1e5
+        x[961] = 1000.0 if low else x[961]
+        table, base = modelled(x, self.step, 0.25, low, self.blocks, 0.0)
+        self.n, self.dtype, self.parameters = x.numel(), dtype, (base, low, axes, self.blocks)
+        stream, index, places, values = reference.sz_encode(x, table, self.step, 0.25, *self.parameters)
+        self.planes = {"table": table, "stream": stream, "index": index, "places": places, "values": values}
+
+    def with_checksums(self, planes: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The planes with checksums that are right for what is there."""
+        index, nothing = planes["index"].clone(), planes["values"][:0]
+        index[0] = reference.sz.check(-1, planes["table"], nothing, nothing)
+        begin = [0, 0, 0]
+        for i in range((index.numel() - 1) // 4):
+            ends = index[1 + 4 * i : 4 + 4 * i].tolist()
+            parts = [planes[name][a:b] for name, a, b in zip(("stream", "places", "values"), begin, ends, strict=True)]
+            index[4 + 4 * i] = reference.sz.check(i, *parts)
+            begin = ends
+        return {**planes, "index": index}
+
+    def decode(self, planes: dict[str, Tensor]) -> Tensor:
+        """By the launcher."""
+        arguments = *planes.values(), self.step, *self.parameters
+        return filled(self.n, self.dtype, launchers.sz_decode, *arguments)
+
+    def reference(self, planes: dict[str, Tensor]) -> Tensor:
+        """Likewise, by the reference."""
+        return expected(self.n, self.dtype, reference.sz_decode, *planes.values(), self.step, *self.parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_damage_is_found_before_anything_is_written(dtype: torch.dtype) -> None:
+    stash = Stash(dtype)
+    assert torch.equal(bits(stash.decode(stash.planes)), bits(stash.reference(stash.planes)))
+    out = torch.full((stash.n,), 7.0, dtype=dtype)
+    target = on_device(out)
+
+    def found(planes: dict[str, Tensor]) -> None:
+        moved = [on_device(plane) for plane in planes.values()]
+        with pytest.raises(DamagedPlanesError, match="compute the step again"):
+            launchers.sz_decode(*moved, stash.step, *stash.parameters, target)
+        assert torch.equal(target.cpu(), out)
+
+    for name, plane in stash.planes.items():
+        for place in {0, plane.nbytes // 3, plane.nbytes - 1} | {8 * i for i in range(13) if name == "index"}:
+            other = plane.clone()
+            other.view(torch.uint8)[place] ^= 1 << place % 8
+            found({**stash.planes, name: other})
+        for other in (plane[:0], plane[: plane.numel() // 2], torch.cat([plane, plane.new_ones(1)])):
+            found({**stash.planes, name: other})
+    index = stash.planes["index"]
+    for place, value in ((1, -1), (1, 2**62), (5, 2**40), (6, -(2**62)), (7, 2**31), (9, 0)):
+        other = index.clone()
+        other[place] = value
+        found({**stash.planes, "index": other})
+    swapped = index[[0, 1, 2, 3, 8, 5, 6, 7, 4, 9, 10, 11, 12]]
+    found({**stash.planes, "index": swapped})
+
+
+@pytest.mark.parametrize("low", [0, 3])
+def test_damage_behind_right_checksums_stays_inside_the_planes(low: int) -> None:
+    """Whatever the words are, decoding ends, writes to nothing but its output, and raises where the reference does."""
+    stash = Stash(torch.float32, low)
+    verdicts = set()
+    for i in range(12):
+        planes = {name: plane.clone() for name, plane in stash.planes.items()}
+        name = ("stream", "table", "values", "stream")[i % 4]
+        view = planes[name].view(torch.int16)
+        where = torch.randint(view.numel(), (1 + i,))
+        view[where] = torch.randint(-(2**15), 2**15, where.shape).to(torch.int16)
+        if i == 3:
+            planes["stream"].zero_()
+        planes = stash.with_checksums(planes)
+        results: list[Any] = []
+        for decode in (stash.decode, stash.reference):
+            try:
+                results.append(decode(planes))
+            except DamagedPlanesError:
+                results.append(None)
+        got, want = results
+        assert (got is None) == (want is None), name
+        assert got is None or torch.equal(bits(got), bits(want))
+        verdicts.add(got is None)
+    assert verdicts == {True, False}
