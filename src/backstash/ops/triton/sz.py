@@ -34,7 +34,8 @@ def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int],
     counts = x.new_zeros(len(sz.AXES) * sz.BINS, dtype=torch.int64)
     programs = triton._blocks(min(x.numel(), sz.SURVEYED), sz.RUN)
     arguments = triton._bits_of(x), counts, x.numel(), *blocks[:3], low, *_numbers(step, bound, offset)
-    _launch("sz_survey_kernel", programs, *arguments, HALF=x.dtype == torch.float16, BLOCK=sz.RUN)
+    constants = {"SURVEYED": sz.SURVEYED, "HALF": x.dtype == torch.float16, "BLOCK": sz.RUN}
+    _launch("sz_survey_kernel", programs, *arguments, **constants)
     return counts
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from backstash.ops import sz
-from backstash.ops.reference.sz import _PLACES, _SEED, _VALUES, _signed
+from backstash.ops.reference.sz import CHECK_PLACES, CHECK_SEED, CHECK_VALUES, signed
 from backstash.ops.triton.elements import rounded_bits, single_bits
 
 LANES = tl.constexpr(sz.LANES)
@@ -22,10 +22,9 @@ SLOTS = tl.constexpr(1 << sz.PRECISION)
 LIMIT = tl.constexpr(float(sz.LIMIT))
 WINDOW = tl.constexpr(sz.WINDOW)
 BINS = tl.constexpr(sz.BINS)
-SURVEYED = tl.constexpr(sz.SURVEYED)
-SEED = tl.constexpr(_signed(_SEED))
-PLACES = tl.constexpr(_signed(_PLACES))
-VALUES = tl.constexpr(_signed(_VALUES))
+SEED = tl.constexpr(signed(CHECK_SEED))
+PLACES = tl.constexpr(signed(CHECK_PLACES))
+VALUES = tl.constexpr(signed(CHECK_VALUES))
 INTEGER = tl.constexpr(1.5 * 2**52)  # added to a float64 below 2**51: the processor rounds it to nearest, ties to even
 
 
@@ -121,6 +120,18 @@ def tally(counts_ptr, code, there, low):
 
 
 @triton.jit
+def run_start(numel, SURVEYED: tl.constexpr, RUN: tl.constexpr):
+    """Where this program's run of a survey begins: see ops/sz.starts."""
+    if numel <= SURVEYED:
+        start = tl.program_id(0).to(tl.int64) * RUN
+    else:  # a product of 32 and 64 bits, without its lowest 32
+        share = tl.program_id(0).to(tl.uint64) * 0x9E3779B9 & 0xFFFFFFFF
+        starts = (numel - RUN + 1).to(tl.uint64)
+        start = (share * (starts >> 32) + (share * (starts & 0xFFFFFFFF) >> 32)).to(tl.int64)
+    return start
+
+
+@triton.jit
 def sz_survey_kernel(
     x_ptr,
     counts_ptr,
@@ -133,16 +144,12 @@ def sz_survey_kernel(
     step: tl.float64,
     bound: tl.float64,
     offset: tl.float64,
+    SURVEYED: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Adds the symbols of a run of elements to the counts, along each of AXES in ops/sz.py, in that order."""
-    if numel <= SURVEYED:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
-    else:  # a product of 32 and 64 bits, without its lowest 32
-        share = tl.program_id(0).to(tl.uint64) * 0x9E3779B9 & 0xFFFFFFFF
-        starts = (numel - BLOCK + 1).to(tl.uint64)
-        start = (share * (starts >> 32) + (share * (starts & 0xFFFFFFFF) >> 32)).to(tl.int64)
+    start = run_start(numel, SURVEYED, BLOCK)
     offs_x = start + tl.arange(0, BLOCK)
     there = offs_x < numel
     left, up, before = offs_x % row >= 1, offs_x % plane >= row, offs_x % tile >= plane
@@ -302,7 +309,7 @@ def sz_collect_kernel(
     elif places_end > place:
         for first in range(0, n, BLOCK):
             offs = first + block
-            code, outlier = quantised(x_ptr, offs, offs < n, inverse, step, bound, offset, HALF)
+            outlier = quantised(x_ptr, offs, offs < n, inverse, step, bound, offset, HALF)[1]
             flags = outlier.to(tl.int32)
             ranks = tl.cumsum(flags, axis=0) - flags
             tl.store(places_ptr + place + ranks, offs.to(tl.int16), mask=outlier)
@@ -340,7 +347,7 @@ def sz_check_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A chunk's checksum: to the index, or, if VERIFY, compared with it, after its parts of the planes were found sound.
+    """A chunk's checksum: to the index, or, if VERIFY, compared with it, if its parts of the planes are inside them.
 
     ``values`` points to words, WIDTH of them for each of the ``stored``.
     """
