@@ -76,7 +76,7 @@ def calls() -> Iterator[Call]:
         yield launchers.szp_encode_staged, (flat(dtype), flat(torch.float32, 3))
         yield launchers.szp_compact, (flat(torch.int32), offsets, flat(torch.int64, 1), words)
         yield launchers.szp_decode, (mask, offsets, words, flat(torch.float32, 1), flat(dtype))
-    table, ends = flat(torch.int16, 9), torch.empty((1, 3), dtype=torch.int64, device="meta")
+    table = flat(torch.int16, 9)
     for dtype, axes, low in (
         (torch.float32, 0, 0),
         (torch.float32, 7, 2),
@@ -93,7 +93,7 @@ def calls() -> Iterator[Call]:
         staging = torch.empty((1, N * dtype.itemsize // 2), dtype=torch.int16, device="meta")
         yield launchers.sz_survey, (x, *step, low, blocks, 0.5)
         yield launchers.sz_encode_staged, (x, table, *step, -3, low, axes, blocks)
-        yield launchers.sz_collect, (x, table, *step, blocks, 0.0, staging, ends, stream, places, values)
+        yield launchers.sz_collect, (x, *step, blocks, 0.0, staging, index, stream, places, values)
         yield launchers.sz_decode_flagged, (table, stream, index, places, values, 0.2, -3, low, axes, blocks, x)
     for dtype, bits in itertools.product((torch.float32, torch.float16, torch.bfloat16), (1, 2, 4, 8)):
         yield launchers.blockquant_encode, (flat(dtype), bits, 256, bits != 4, 2**32 - 1)

@@ -128,12 +128,11 @@ def test_places_past_32767() -> None:
     n, flag = 40000, torch.zeros(1, dtype=torch.int32, device=DEVICE)
     x = torch.zeros(n)
     x[[5, 32768, 39999]] = torch.tensor([math.inf, math.nan, 1e9])
-    table = torch.tensor([4095, 1], dtype=torch.int16)
-    staging, ends = torch.ones(1, 2 * n, dtype=torch.int16), torch.tensor([[64, 3, 3]])
+    staging, index = torch.ones(1, 2 * n, dtype=torch.int16), torch.tensor([0, 64, 3, 3, 0]).to(DEVICE)
     planes = [torch.empty(size, dtype=dtype) for size, dtype in ((64, torch.int16), (3, torch.int16), (3, x.dtype))]
     stream, places, values = (plane.to(DEVICE) for plane in planes)
-    given = on_device(x), on_device(table), 0.2, 0.1, [1, 1, 1, sz.CHUNK], 0.0, staging.to(DEVICE), ends.to(DEVICE)
-    index = launchers.sz_collect(*given, stream, places, values)
+    given = on_device(x), 0.2, 0.1, [1, 1, 1, sz.CHUNK], 0.0, staging.to(DEVICE), index
+    launchers.sz_collect(*given, stream, places, values)
     assert (places.cpu().int() & 0xFFFF).tolist() == [5, 32768, 39999]
     assert torch.equal(bits(values), bits(x[[5, 32768, 39999]]))
     assert index[4].cpu() == reference.sz.check(0, *(plane.cpu() for plane in (stream, places, values)))
@@ -146,6 +145,12 @@ def test_places_past_32767() -> None:
 
     assert torch.equal(bits(filled(n, x.dtype, decode)), bits(x))
     assert not flag.item()
+
+
+def test_a_table_of_wrong_size_is_refused() -> None:
+    for count in (0, 1, 2051):
+        with pytest.raises(ValueError, match=f"2 to 2,050 symbols, got {count} frequencies"):
+            launchers.sz_encode(torch.zeros(3), torch.ones(count, dtype=torch.int16), 0.2, 0.1, 0, 0, 0, BLOCKS)
 
 
 def test_survey_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,10 @@ from backstash.ops.triton.sz_kernels import sz_collect_kernel as sz_collect_kern
 from backstash.ops.triton.sz_kernels import sz_decode_kernel as sz_decode_kernel
 from backstash.ops.triton.sz_kernels import sz_dequantise_kernel as sz_dequantise_kernel
 from backstash.ops.triton.sz_kernels import sz_encode_kernel as sz_encode_kernel
+from backstash.ops.triton.sz_kernels import sz_entries_kernel as sz_entries_kernel
 from backstash.ops.triton.sz_kernels import sz_outliers_kernel as sz_outliers_kernel
 from backstash.ops.triton.sz_kernels import sz_quantise_kernel as sz_quantise_kernel
+from backstash.ops.triton.sz_kernels import sz_slots_kernel as sz_slots_kernel
 from backstash.ops.triton.sz_kernels import sz_sum_kernel as sz_sum_kernel
 from backstash.ops.triton.sz_kernels import sz_survey_kernel as sz_survey_kernel
 from backstash.ops.triton.szp_kernels import szp_compact_kernel as szp_compact_kernel

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops import reference, sz, triton
-from backstash.ops.reference.sz import check, sz_damage
+from backstash.ops.reference.sz import sz_damage
 from backstash.ops.triton.szp import szp_range
 
 PIECE = 1024
@@ -53,49 +53,45 @@ def sz_encode_staged(
     """The part of :func:`sz_encode` before the sizes of the planes are known; never waits for the device.
 
     Returns:
-        staging int16 [chunks, slot], where every chunk's words stay in a slot as large as its elements; ends int64
-        [chunks, 3], where its words, its places and its values end in their planes.
+        staging int16 [chunks, slot], where every chunk's words stay in a slot as large as its elements; and the index
+        without the chunks' checksums.
     """
     chunks, pieces = _pieces(x.numel(), blocks[3])
     codes = x.new_empty(x.numel(), dtype=torch.int32)
     outliers = x.new_zeros(chunks, dtype=torch.int32)
     arguments = triton._bits_of(x), codes, outliers, x.numel(), *blocks, pieces, *_numbers(step, bound, offset)
     _launch("sz_quantise_kernel", chunks * pieces, *arguments, AXES=axes, HALF=x.dtype == torch.float16, BLOCK=PIECE)
-    frequencies = table.long()
-    begins = frequencies.cumsum(0) - frequencies
-    entries = torch.where(frequencies == 0, 0, frequencies << 16 | begins).int()
+    entries = x.new_empty(table.numel(), dtype=torch.int32)
+    index = x.new_empty(1 + 4 * chunks, dtype=torch.int64)
+    _launch("sz_entries_kernel", 1, table, entries, index, table.numel(), num_warps=triton.ZVC_WARPS)
     slot = min(x.numel(), blocks[3]) * x.element_size() // 2
     staging = x.new_empty((chunks, slot), dtype=torch.int16)
     sizes = x.new_empty((chunks, 3), dtype=torch.int64)
     coded = codes, entries, outliers, staging, sizes, x.numel(), blocks[3], slot, table.numel(), base, low
     _launch("sz_encode_kernel", chunks, *coded, HAS_LOW=low > 0, WIDTH=x.element_size(), num_warps=1)
-    return staging, sizes.cumsum(0)
+    index[1:].view(chunks, 4)[:, :3] = sizes.cumsum(0)
+    return staging, index
 
 
 def sz_collect(
     x: Tensor,
-    table: Tensor,
     step: float,
     bound: float,
     blocks: list[int],
     offset: float,
     staging: Tensor,
-    ends: Tensor,
+    index: Tensor,
     stream: Tensor,
     places: Tensor,
     values: Tensor,
-) -> Tensor:
-    """Fill the planes, which have room for it, with what :func:`sz_encode_staged` has found; returns the index."""
-    chunks, chunk = ends.shape[0], blocks[3]
-    index = x.new_empty(1 + 4 * chunks, dtype=torch.int64)
-    index[0] = check(-1, table, values[:0], values[:0])
-    index[1:].view(chunks, 4)[:, :3] = ends
+) -> None:
+    """Fill the planes, which have room for it, with what :func:`sz_encode_staged` has found, and the checksums."""
+    chunks, chunk = staging.shape[0], blocks[3]
     planes = stream, places, triton._bits_of(values)
     arguments = triton._bits_of(x), staging, index, *planes, x.numel(), chunk, staging.shape[1]
     numbers = _numbers(step, bound, offset)
     _launch("sz_collect_kernel", chunks, *arguments, *numbers, HALF=x.dtype == torch.float16, BLOCK=PIECE)
     _check_chunks(stream, places, values, index, index, x.numel(), chunk, verify=False)
-    return index
 
 
 def sz_encode(
@@ -111,16 +107,25 @@ def sz_encode(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Error-bounded lossy coding. See ``reference.sz_encode``.
 
-    **Waits for the device**, once, before the planes are allocated: their sizes depend on the data. Until the end 4
-    bytes per element are allocated for codes, and as many bytes as ``x`` has for words.
+    **Waits for the device**, once, before the planes are allocated: their sizes depend on the data. Until then 4 bytes
+    per element are allocated for codes, and until the end as many bytes as ``x`` has for words. What the table says is
+    not checked, which would wait.
+
+    Raises:
+        ValueError: the table has not 2 to 2,050 frequencies.
     """
     if x.dtype not in _FLOATS:
         return reference.sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
-    staging, ends = sz_encode_staged(x, table, step, bound, base, low, axes, blocks, offset)
-    words, outliers, stored = ends[-1].tolist() if x.numel() else (0, 0, 0)
+    if not 2 <= table.numel() <= 2 + sz.WINDOW:
+        raise ValueError(
+            f"sz_encode asked for frequencies of 2 to {2 + sz.WINDOW:,} symbols, got {table.numel()} frequencies. Make "
+            f"them with ops.sz.model."
+        )
+    staging, index = sz_encode_staged(x, table, step, bound, base, low, axes, blocks, offset)
+    words, outliers, stored = index[-4:-1].tolist() if x.numel() else (0, 0, 0)
     stream, places = (x.new_empty(size, dtype=torch.int16) for size in (words, outliers))
     values = x.new_empty(stored)
-    index = sz_collect(x, table, step, bound, blocks, offset, staging, ends, stream, places, values)
+    sz_collect(x, step, bound, blocks, offset, staging, index, stream, places, values)
     return stream, index, places, values
 
 
@@ -151,8 +156,10 @@ def sz_decode_flagged(
     sized = 2 <= table.numel() <= 2 + sz.WINDOW and 0 <= low <= sz.MAX_LOW and index.numel() == 1 + 4 * chunks
     if not sized or (chunks == 0 and stream.numel() + places.numel() + values.numel() > 0):
         raise DamagedPlanesError(sz_damage())
-    slots, sound = _slots(table, base, low)
-    damaged = (~sound | (index[0] != check(-1, table, values[:0], values[:0]))).int().reshape(1)
+    slots = out.new_empty(1 << sz.PRECISION, dtype=torch.int64)
+    damaged = out.new_empty(1, dtype=torch.int32)
+    tables = table, index, slots, damaged, table.numel(), base, low
+    _launch("sz_slots_kernel", 1, *tables, num_warps=triton.ZVC_WARPS)
     _check_chunks(stream, places, values, index, damaged, n, chunk, verify=True)
     bits = triton._bits_of(out)
     codes = bits if bits.dtype == torch.int32 else out.new_empty(n, dtype=torch.int32)
@@ -194,25 +201,6 @@ def sz_decode(
         return reference.sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out, offset)
     if sz_decode_flagged(table, stream, index, places, values, step, base, low, axes, blocks, out, offset).item():
         raise DamagedPlanesError(sz_damage())
-
-
-def _slots(table: Tensor, base: int, low: int) -> tuple[Tensor, Tensor]:
-    """By slot, what a decoder needs of its symbol, int64; and whether the frequencies are some, bool [].
-
-    From bit 0 on the frequency - 1, from 12 the slot's place among the symbol's, 24: it is an escape, 25: it has low
-    bits, from 32 the code, its low bits 0. Whatever the frequencies are, there are 4,096 of these.
-    """
-    frequencies = table.long()
-    ends = frequencies.cumsum(0)
-    slot = torch.arange(1 << sz.PRECISION, device=table.device)
-    symbol = torch.searchsorted(ends, slot, right=True).clamp_(max=table.numel() - 1)
-    frequency = frequencies[symbol]
-    place = slot - (ends[symbol] - frequency)
-    plain = symbol >= 2
-    code = torch.where(plain, symbol - 2 + base << low, 0)
-    flags = (symbol == 1).long() << 24 | plain.long() << 25
-    sound = (frequencies >= 0).all() & (ends[-1] == 1 << sz.PRECISION)
-    return (frequency - 1 & 0xFFF) | (place & 0xFFF) << 12 | flags | code << 32, sound
 
 
 def _check_chunks(

@@ -18,7 +18,7 @@ LANES = tl.constexpr(sz.LANES)
 STATES = tl.constexpr(2 * sz.LANES)  # words
 LEAST = tl.constexpr(sz.LEAST)
 PRECISION = tl.constexpr(sz.PRECISION)
-SLOTS = tl.constexpr(1 << sz.PRECISION)
+SLOTS = tl.constexpr(1 << sz.PRECISION)  # no fewer than there may be symbols
 LIMIT = tl.constexpr(float(sz.LIMIT))
 WINDOW = tl.constexpr(sz.WINDOW)
 BINS = tl.constexpr(sz.BINS)
@@ -81,7 +81,7 @@ def sz_quantise_kernel(
 ):
     """What is left of a piece of a chunk after prediction; adds to ``outliers`` how many of the chunk there are.
 
-    Neighbours are quantised again, up to seven of each element, which takes less than to write and read codes would.
+    Neighbours are quantised again, up to seven of each element, so that there is one pass, and no codes but the result.
     """
     which = tl.program_id(0) // pieces
     place = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
@@ -172,8 +172,53 @@ def sz_survey_kernel(
 
 
 @triton.jit
+def frequencies_of(table_ptr, symbols):
+    """Of up to SLOTS symbols: these, their frequencies, where their slots end; and the table's checksum."""
+    symbol = tl.arange(0, SLOTS)
+    frequency = tl.load(table_ptr + symbol, mask=symbol < symbols, other=0).to(tl.int32)
+    check = SEED + tl.sum((frequency & 0xFFFF).to(tl.int64) * (2 * symbol + 1))
+    return symbol, frequency, tl.cumsum(frequency, axis=0), check
+
+
+@triton.jit
+def sz_entries_kernel(table_ptr, entries_ptr, index_ptr, symbols):
+    """Of each symbol what a coder needs of it, frequency << 16 | begin of its slots, 0 if it does not occur.
+
+    The table's checksum goes to the index.
+    """
+    symbol, frequency, end, check = frequencies_of(table_ptr, symbols)
+    entry = tl.where(frequency == 0, 0, (frequency << 16) | (end - frequency))
+    tl.store(entries_ptr + symbol, entry, mask=symbol < symbols)
+    tl.store(index_ptr, check)
+
+
+@triton.jit
+def sz_slots_kernel(table_ptr, index_ptr, slots_ptr, damaged_ptr, symbols, base, low):
+    """Of each slot what a decoder needs of its symbol; whether the table is ``damaged``.
+
+    From bit 0 on the frequency - 1, from 12 the slot's place among the symbol's, 24: it is an escape, 25: it has low
+    bits, from 32 the code, its low bits 0. Whatever the table says, there are SLOTS of these.
+    """
+    slot, frequency, end, check = frequencies_of(table_ptr, symbols)
+    sound = (tl.min(frequency) >= 0) & (tl.sum(frequency) == SLOTS) & (check == tl.load(index_ptr))
+    tl.store(damaged_ptr, tl.where(sound, 0, 1))
+    symbol = slot * 0  # how many symbols' slots end before this one
+    for bit in tl.static_range(1, PRECISION + 1):
+        probe = symbol + (SLOTS >> bit)
+        symbol = tl.where(tl.gather(end, probe - 1, axis=0) <= slot, probe, symbol)
+    symbol = tl.minimum(symbol, symbols - 1)
+    frequency = tl.gather(frequency, symbol, axis=0)
+    place = slot - (tl.gather(end, symbol, axis=0) - frequency)
+    plain = symbol >= 2
+    code = tl.where(plain, (symbol - 2 + base) << low, 0)
+    flags = ((symbol == 1).to(tl.int32) << 24) | (plain.to(tl.int32) << 25)
+    packed = ((frequency - 1) & 0xFFF) | ((place & 0xFFF) << 12) | flags
+    tl.store(slots_ptr + slot, packed.to(tl.int64) | (code.to(tl.int64) << 32))
+
+
+@triton.jit
 def entry_of(entries_ptr, code, escape, symbols, base, low):
-    """What a coder needs of each code's symbol: frequency << 16 | begin of its slots."""
+    """The entry of each code's symbol."""
     index = (code >> low) - base
     inside = (index >= 0) & (index < symbols - 2)
     symbol = tl.where(code == 0, 0, tl.where(inside, 2 + index, 1))
