@@ -244,7 +244,8 @@ def sz_encode_kernel(
 ):
     """A chunk's words in a slot of the staging buffer; ``sizes``: its words, places and values, 0, 0, n if it is dense.
 
-    A chunk is dense where its slot, as large as its elements, would overflow: that much is not written.
+    It is dense where what is stored would not be smaller than its elements. A slot is as large as these: words past its
+    end are counted and not written.
     """
     pid = tl.program_id(0).to(tl.int64)
     n = tl.minimum(chunk, numel - pid * chunk).to(tl.int32)
