@@ -19,6 +19,7 @@ from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.ops import cpu, reference, sz
 from backstash.ops.cpu import library
 from backstash.ops.reference.sz import predicted, restored
+from backstash.saved import TensorSpec
 from backstash.testing import equal_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -69,6 +70,7 @@ def test_arguments() -> None:
 def test_what_it_refuses() -> None:
     with pytest.raises(CodecRefusedError, match="it takes float32, bfloat16 and float16 only, not float64"):
         Sz().encode(torch.zeros(3, dtype=torch.float64))
+    assert Sz().accepts(TensorSpec((3,), (1,), torch.bfloat16, torch.device("cuda"), 6)) is None
     assert Sz().declines(torch.zeros(0)) == "it is empty"
     assert "of its bits" in str(Sz(1e-30).declines(torch.randn(4096, generator=generator())))
     assert Sz(0.1).declines(activations(4096)) is None

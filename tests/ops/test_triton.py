@@ -1,6 +1,6 @@
 """The Triton kernels against the reference: under Triton's interpreter everywhere, on the GPU where there is one.
 
-The cases are in triton_cases.py, which a process of its own runs: whether Triton interprets or compiles is decided by
+The cases are in triton_cases*.py, which a process of its own runs: whether Triton interprets or compiles is decided by
 an environment variable when it is imported, for the whole process.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = Path(__file__).with_name("triton_cases.py")
+CASES = [str(Path(__file__).with_name(name)) for name in ("triton_cases.py", "triton_cases_sz.py")]
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 
@@ -38,7 +38,7 @@ def run(*arguments: str, interpret: bool) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_kernels_equal_the_reference(interpret: bool) -> None:
-    done = run("-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", str(CASES), interpret=interpret)
+    done = run("-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", *CASES, interpret=interpret)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 

@@ -76,6 +76,16 @@ def calls() -> Iterator[Call]:
         yield launchers.szp_encode_staged, (flat(dtype), flat(torch.float32, 3))
         yield launchers.szp_compact, (flat(torch.int32), offsets, flat(torch.int64, 1), words)
         yield launchers.szp_decode, (mask, offsets, words, flat(torch.float32, 1), flat(dtype))
+    table = flat(torch.int16, 9)
+    for dtype, axes, low in ((torch.float32, 7, 2), (torch.float16, 2, 0), (torch.bfloat16, 0, 2)):
+        x, step, blocks = flat(dtype), (0.2, 0.1), [16, 256, 1024, 65536]
+        index, values = flat(torch.int64, 5), flat(dtype, 9)
+        stream, places = flat(torch.int16, 999), flat(torch.int16, 9)
+        staging = torch.empty((1, N * dtype.itemsize // 2), dtype=torch.int16, device="meta")
+        yield launchers.sz_survey, (x, *step, low, blocks, 0.5)
+        yield launchers.sz_encode_staged, (x, table, *step, -3, low, axes, blocks)
+        yield launchers.sz_collect, (x, *step, blocks, 0.0, staging, index, stream, places, values)
+        yield launchers.sz_decode_flagged, (table, stream, index, places, values, 0.2, -3, low, axes, blocks, x)
     for dtype, bits in itertools.product((torch.float32, torch.float16, torch.bfloat16), (1, 2, 4, 8)):
         yield launchers.blockquant_encode, (flat(dtype), bits, 256, bits != 4, 2**32 - 1)
         planes = flat(torch.uint8, bytes_for(N, bits)), flat(dtype, 2 * N // 256)
@@ -95,6 +105,13 @@ def calls() -> Iterator[Call]:
         yield launchers.zvc_decode, (*planes, flat(torch.float32, n))
         yield launchers.narrow_encode, (flat(torch.int64, n), 4, 2**40)
         yield launchers.window_encode, (flat(torch.int64, n), *POOL_3X3)
+    for n in (1, HUGE):
+        blocks = [min(n, 100), min(n, 1000), min(n, 1000), 65000]
+        yield launchers.sz_survey, (flat(torch.float32, n), 0.2, 0.1, 0, blocks)
+        yield launchers.sz_encode_staged, (flat(torch.float32, n), table, 0.2, 0.1, 1, 1, 3, blocks)
+        index = flat(torch.int64, 1 + 4 * -(-n // 65000))
+        planes = table, flat(torch.int16, 999), index, flat(torch.int16, 9), flat(torch.float32, 9)
+        yield launchers.sz_decode_flagged, (*planes, 0.2, 1, 1, 3, blocks, flat(torch.float32, n))
 
 
 CALLS = list(calls())

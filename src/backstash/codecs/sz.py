@@ -99,11 +99,8 @@ class Sz:
         return ErrorBound(abs=self.error) if self.mode == "abs" else ErrorBound(rel=self.error)
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16 or 32 bits, on CPU."""
-        refused = refuses_singles(spec)
-        if refused is None and spec.device.type not in ("cpu", "meta"):
-            return f"it has kernels for CPU only, and the tensor is on {spec.device}"
-        return refused
+        """Dense floating tensors of 16 or 32 bits."""
+        return refuses_singles(spec)
 
     def declines(self, x: Tensor) -> str | None:
         """Declines where a sample would stay about as large (see codecs.sample)."""
@@ -114,7 +111,10 @@ class Sz:
         return None if 1.0 - bits >= self.min_saving else f"a sample of it takes {bits:.0%} of its bits"
 
     def encode(self, x: Tensor) -> Encoded:
-        """A look at a sample, and a pass over ``x``; with ``mode="rel"`` one before, for the range."""
+        """A look at a sample, and a pass over ``x``; with ``mode="rel"`` one before, for the range.
+
+        On CUDA the host waits for the range, for each survey, from which it makes the table, and for the planes' sizes.
+        """
         spec = require(self, x)
         x, blocks = flat(x), _blocks(spec)
         model, error = self._model(x, blocks)
@@ -125,7 +125,7 @@ class Sz:
         return Encoded(self.id, spec, planes, {"step": model.step, "parameters": parameters})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        """Multiples of the step in the original dtype, and the outliers.
+        """Multiples of the step in the original dtype, and the outliers. On CUDA the host waits, to know of damage.
 
         Raises:
             DamagedPlanesError: the planes do not fit together, or a checksum is another one.

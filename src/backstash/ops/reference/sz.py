@@ -17,7 +17,8 @@ from backstash.ops.sz import AXES, BINS, LANES, LEAST, LIMIT, MAX_LOW, PRECISION
 
 _TOTAL = 1 << PRECISION
 _STATES = 2 * LANES  # words
-_SEED, _PLACES, _VALUES = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+CHECK_SEED, CHECK_PLACES, CHECK_VALUES = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+"""What a chunk's number, its places' sum and its values' sum are multiplied with in its checksum."""
 
 
 def sz_range(x: Tensor) -> Tensor:
@@ -82,11 +83,11 @@ def _sum(words: Tensor) -> Tensor:
 
 def check(index: int, stream: Tensor, places: Tensor, values: Tensor) -> Tensor:
     """The checksum of the chunk ``index``, whose parts of the planes these are; of the table as chunk -1's stream."""
-    apart = _signed(_PLACES) * _sum(places) + _signed(_VALUES) * _sum(values)
-    return _signed(_SEED * (index + 2)) + _sum(stream) + apart
+    apart = signed(CHECK_PLACES) * _sum(places) + signed(CHECK_VALUES) * _sum(values)
+    return signed(CHECK_SEED * (index + 2)) + _sum(stream) + apart
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 that has the lowest 64 bits of ``value``."""
     return (value + 2**63) % 2**64 - 2**63
 

@@ -3,10 +3,10 @@
 Signatures and planes are those of ``ops/reference``, byte for byte. Importing this module imports neither Triton nor
 CUDA's runtime; the first launch does. Under ``TRITON_INTERPRET=1`` the same launchers run on CPU tensors, for tests.
 
-Nothing here waits for the device, except :func:`zvc_encode` and :func:`csr_encode`, whose results have a size that only
-the device knows (:func:`zvc_encode_staged` does without). For the same reason decoding cannot raise for planes of the
-right size and wrong contents: their sizes are checked here, on the host; the kernels keep every access inside its
-plane.
+Nothing here waits for the device, except :func:`zvc_encode` and the other encoders whose results have a size that only
+the device knows (:func:`zvc_encode_staged` does without), and :func:`sz_decode`. For the same reason decoding cannot
+raise for planes of the right size and wrong contents, but for that one: their sizes are checked here, on the host; the
+kernels keep every access inside its plane.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ from backstash.ops.formats import FORMATS, Format, groups, scale_ceiling
 from backstash.ops.reference import dct_decode as dct_decode  # a baseline: the reference serves
 from backstash.ops.reference import dct_encode as dct_encode
 from backstash.ops.reference.rle import rle_decode, rle_encode  # noqa: F401  no kernels of their own: plain torch serves
-from backstash.ops.reference.sz import sz_decode, sz_encode, sz_range, sz_survey  # noqa: F401  no kernels of sz yet
 from backstash.ops.schema import CSR_ROW, ZVC_CHUNK, bytes_for, csr_rows, window_bits, zvc_chunks
 from backstash.ops.triton.blockquant import blockquant_decode as blockquant_decode
 from backstash.ops.triton.blockquant import blockquant_encode as blockquant_encode
+from backstash.ops.triton.sz import sz_collect as sz_collect
+from backstash.ops.triton.sz import sz_decode as sz_decode
+from backstash.ops.triton.sz import sz_decode_flagged as sz_decode_flagged
+from backstash.ops.triton.sz import sz_encode as sz_encode
+from backstash.ops.triton.sz import sz_encode_staged as sz_encode_staged
+from backstash.ops.triton.sz import sz_range as sz_range
+from backstash.ops.triton.sz import sz_survey as sz_survey
 from backstash.ops.triton.szp import szp_compact as szp_compact
 from backstash.ops.triton.szp import szp_decode as szp_decode
 from backstash.ops.triton.szp import szp_encode as szp_encode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from backstash.ops.triton.elements import element_bits, row_tile, single_bits
+from backstash.ops.triton.elements import element_bits, rounded_bits, row_tile, single_bits
 
 
 @triton.jit
@@ -14,22 +14,6 @@ def mixed(word):
     word = (word ^ (word >> 16)) * 0x7FEB352D
     word = (word ^ (word >> 15)) * 0x846CA68B
     return word ^ (word >> 16)
-
-
-@triton.jit
-def rounded_bits(word, WIDE: tl.constexpr, HALF: tl.constexpr):
-    """The bits of any float32 but NaN, int32, to the nearest element, ties to even."""
-    if WIDE:
-        x = word
-    elif HALF:
-        rest = word & 0x7FFFFFFF
-        normal = tl.minimum((rest + 0xFFF + ((rest >> 13) & 1) - (112 << 23)) >> 13, 0x7C00)
-        # The last bit of 0.5 is the smallest subnormal.
-        small = (rest.to(tl.float32, bitcast=True) + 0.5).to(tl.int32, bitcast=True) - 0x3F000000
-        x = (tl.where(rest < 0x38800000, small, normal) | ((word >> 16) & 0x8000)).to(tl.int16)
-    else:
-        x = ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).to(tl.int16)
-    return x
 
 
 @triton.jit

@@ -68,3 +68,19 @@ def element_bits(word, WIDE: tl.constexpr, HALF: tl.constexpr):
     else:
         x = (word >> 16).to(tl.int16)
     return x
+
+
+@triton.jit
+def rounded_bits(word, WIDE: tl.constexpr, HALF: tl.constexpr):
+    """The bits of any float32 but NaN, int32, to the nearest element, ties to even."""
+    if WIDE:
+        x = word
+    elif HALF:
+        rest = word & 0x7FFFFFFF
+        normal = tl.minimum((rest + 0xFFF + ((rest >> 13) & 1) - (112 << 23)) >> 13, 0x7C00)
+        # The last bit of 0.5 is the smallest subnormal.
+        small = (rest.to(tl.float32, bitcast=True) + 0.5).to(tl.int32, bitcast=True) - 0x3F000000
+        x = (tl.where(rest < 0x38800000, small, normal) | ((word >> 16) & 0x8000)).to(tl.int16)
+    else:
+        x = ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).to(tl.int16)
+    return x

@@ -22,6 +22,17 @@ from backstash.ops.triton.elements import (
     to_bytes,
     to_flags,
 )
+from backstash.ops.triton.sz_kernels import sz_check_kernel as sz_check_kernel
+from backstash.ops.triton.sz_kernels import sz_collect_kernel as sz_collect_kernel
+from backstash.ops.triton.sz_kernels import sz_decode_kernel as sz_decode_kernel
+from backstash.ops.triton.sz_kernels import sz_dequantise_kernel as sz_dequantise_kernel
+from backstash.ops.triton.sz_kernels import sz_encode_kernel as sz_encode_kernel
+from backstash.ops.triton.sz_kernels import sz_entries_kernel as sz_entries_kernel
+from backstash.ops.triton.sz_kernels import sz_outliers_kernel as sz_outliers_kernel
+from backstash.ops.triton.sz_kernels import sz_quantise_kernel as sz_quantise_kernel
+from backstash.ops.triton.sz_kernels import sz_slots_kernel as sz_slots_kernel
+from backstash.ops.triton.sz_kernels import sz_sum_kernel as sz_sum_kernel
+from backstash.ops.triton.sz_kernels import sz_survey_kernel as sz_survey_kernel
 from backstash.ops.triton.szp_kernels import szp_compact_kernel as szp_compact_kernel
 from backstash.ops.triton.szp_kernels import szp_decode_kernel as szp_decode_kernel
 from backstash.ops.triton.szp_kernels import szp_encode_kernel as szp_encode_kernel

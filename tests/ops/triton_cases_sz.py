@@ -1,0 +1,281 @@
+"""The Triton kernels of sz against the reference, equal bytes. Run by test_triton.py; triton_cases.py has the terms.
+
+Chunks are small here, for the interpreter's sake: blocks are whatever the caller says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backstash.codecs import Codec, Signed, Sz
+from backstash.errors import DamagedPlanesError
+from backstash.ops import backends, reference, sz
+from backstash.ops import triton as launchers
+from backstash.ops.triton.sz_kernels import run_start
+from tests.ops.triton_cases import DEVICE, FLOATS, bits, contents, expected, filled, on_device
+from tests.ops.triton_cases import poisoned as poisoned
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in the interpreter
+
+NAMES = ("stream", "index", "places", "values")
+BLOCKS = [5, 20, 60, 240]
+"""Of a tensor [..., 3, 4, 5], four of these in a chunk."""
+
+Planes = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def relu(dtype: torch.dtype, n: int) -> Tensor:
+    """What a relu leaves, and a few outliers."""
+    x = torch.randn(n).relu()
+    x[::97] = torch.tensor([math.nan, 1e4, -math.inf])[torch.arange(len(x[::97])) % 3]
+    return x.to(dtype)
+
+
+def modelled(
+    x: Tensor, step: float, bound: float, low: int, axes: int, blocks: list[int], offset: float
+) -> tuple[Tensor, int]:
+    """The table and the base for ``x`` along ``axes``; the launcher's survey is compared with the reference's."""
+    counts = reference.sz_survey(x, step, bound, low, blocks, offset)
+    assert torch.equal(launchers.sz_survey(on_device(x), step, bound, low, blocks, offset).cpu(), counts)
+    row = sz.AXES.index(axes) if axes in sz.AXES else 0
+    model = sz.model(counts.view(-1, sz.BINS)[row : row + 1].numpy(), step, low, 8 * x.element_size())
+    return torch.from_numpy(model.table), model.base
+
+
+def check(x: Tensor, bound: float, low: int, axes: int, blocks: list[int], offset: float = 0.0) -> Planes:
+    """Compare both directions with the reference; returns the planes."""
+    step = 2 * bound
+    table, base = modelled(x, step, bound, low, axes, blocks, offset)
+    parameters = base, low, axes, blocks
+    planes = launchers.sz_encode(on_device(x), on_device(table), step, bound, *parameters, offset)
+    wanted = reference.sz_encode(x, table, step, bound, *parameters, offset)
+    for name, got, want in zip(NAMES, planes, wanted, strict=True):
+        assert got.dtype == want.dtype, name
+        assert torch.equal(bits(got), bits(want)), (name, x.numel(), bound, parameters, offset)
+    arguments = table, *wanted, step, *parameters
+    got = filled(x.numel(), x.dtype, lambda *given: launchers.sz_decode(*given, offset), *arguments)
+    want = expected(x.numel(), x.dtype, lambda *given: reference.sz_decode(*given, offset), *arguments)
+    assert torch.equal(bits(got), bits(want)), (x.numel(), bound, parameters, offset)
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_range(dtype: torch.dtype) -> None:
+    for x in (contents(dtype, 3), relu(dtype, 300), contents(dtype, 1)[:0]):
+        got = launchers.sz_range(on_device(x))
+        assert got.dtype == torch.float64
+        assert torch.equal(got.cpu(), reference.sz_range(x))
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_lengths_and_axes(dtype: torch.dtype) -> None:
+    for i, n in enumerate((0, 1, 31, 33, 63, 239, 240, 241, 505)):
+        planes = check(relu(dtype, n), (0.3, 0.02)[i % 2], (0, 1, 0, 3)[i % 4], (3 * i) % 8, BLOCKS, (0.0, 0.5)[i % 2])
+        assert planes[0].numel() > 0 or n < 239 or dtype != torch.float32
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_any_numbers(dtype: torch.dtype) -> None:
+    """Bounds of all sizes: what is an outlier, rounds to even, or to 16 bits, is so in the same places."""
+    patterns = torch.randint(-(2**31), 2**31, (80,)).to(torch.int32 if dtype == torch.float32 else torch.int16)
+    ties = (torch.arange(-40, 40) / 8).to(dtype)
+    for i, bound in enumerate((1e-320, 1e-9, 2.0**-8, 0.125, 0.3, 1e4, 1e300)):
+        x = torch.cat([contents(dtype, 80), patterns.view(dtype), ties])
+        check(x[torch.randperm(240)], bound, 0, i, BLOCKS, (0.0, 0.5)[i % 2])
+
+
+@pytest.mark.parametrize("axes", range(8))
+def test_low_bits_and_escapes(axes: int) -> None:
+    """A walk, of which every axis leaves something else, and numbers that are far apart."""
+    x = torch.cat([torch.randn(480).cumsum(0), 1e3 * torch.randn(20)])
+    stream, *_ = check(x, 1e-2, (0, 1, 4, 12)[(axes + axes // 4) % 4], axes, [20, 100, 300, 300])
+    assert stream.numel() > 64 or axes not in sz.AXES  # a model of other axes is no good one
+
+
+@pytest.mark.parametrize("sizes", [[7, 5, 3], [3000], [2, 1500], [2, 3, 1100], [1200, 3], [1], [33, 40, 2]], ids=str)
+def test_sums_undo_the_prediction(sizes: list[int]) -> None:
+    """Of lines that are longer than one program takes at once, next to each other and not, and cut off at the end."""
+    *blocks, _ = sz.blocks(sizes)
+    codes = torch.randint(-(2**27), 2**27, (2 * math.prod(sizes) + 11,))
+    for stride, block in zip([1, *blocks], blocks, strict=False):
+        less = codes.clone()
+        for first in range(0, less.numel(), block):
+            part = codes[first : first + block]
+            less[first : first + block] -= torch.cat([part.new_zeros(stride), part])[: part.numel()]
+        for damaged, want in ((0, codes), (1, less)):
+            flag = torch.tensor([damaged], dtype=torch.int32, device=DEVICE)
+            got = filled(less.numel(), torch.int32, summed(less.int(), flag, stride, block))
+            assert torch.equal(got, want.int()), (stride, block, damaged)
+
+
+def summed(codes: Tensor, damaged: Tensor, stride: int, block: int) -> Callable[[Tensor], None]:
+    def decode(out: Tensor) -> None:
+        out.copy_(codes)
+        launchers.sz._sum(out, damaged, stride, block)
+
+    return decode
+
+
+def test_places_past_32767() -> None:
+    n, flag = 40000, torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    x = torch.zeros(n)
+    x[[5, 32768, 39999]] = torch.tensor([math.inf, math.nan, 1e9])
+    staging, index = torch.ones(1, 2 * n, dtype=torch.int16), torch.tensor([0, 64, 3, 3, 0]).to(DEVICE)
+    planes = [torch.empty(size, dtype=dtype) for size, dtype in ((64, torch.int16), (3, torch.int16), (3, x.dtype))]
+    stream, places, values = (plane.to(DEVICE) for plane in planes)
+    given = on_device(x), 0.2, 0.1, [1, 1, 1, sz.CHUNK], 0.0, staging.to(DEVICE), index
+    launchers.sz_collect(*given, stream, places, values)
+    assert (places.cpu().int() & 0xFFFF).tolist() == [5, 32768, 39999]
+    assert torch.equal(bits(values), bits(x[[5, 32768, 39999]]))
+    assert index[4].cpu() == reference.sz.check(0, *(plane.cpu() for plane in (stream, places, values)))
+
+    def decode(out: Tensor) -> None:
+        out.zero_()
+        launchers.sz._check_chunks(stream, places, values, index, flag, n, sz.CHUNK, verify=True)
+        words = launchers._bits_of(values), flag, launchers._bits_of(out)
+        launchers.sz._launch("sz_outliers_kernel", 1, index, places, *words, n, sz.CHUNK, BLOCK=launchers.sz.PIECE)
+
+    assert torch.equal(bits(filled(n, x.dtype, decode)), bits(x))
+    assert not flag.item()
+
+
+def test_a_table_of_wrong_size_is_refused() -> None:
+    for count in (0, 1, 2051):
+        with pytest.raises(ValueError, match=f"2 to 2,050 symbols, got {count} frequencies"):
+            launchers.sz_encode(torch.zeros(3), torch.ones(count, dtype=torch.int16), 0.2, 0.1, 0, 0, 0, BLOCKS)
+
+
+def test_survey_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sz, "SURVEYED", 8 * sz.RUN)
+    modelled(torch.randn(3001).cumsum(0), 0.2, 0.1, 0, 0, [7, 70, 700, 65100], 0.0)
+
+
+@triton.jit
+def starts_kernel(out_ptr, numel, surveyed: tl.constexpr, run: tl.constexpr):
+    tl.store(out_ptr + tl.program_id(0), run_start(numel, surveyed, run))
+
+
+@pytest.mark.parametrize("n", [sz.SURVEYED + 1, 2**31, 2**40 + 12345])
+def test_where_runs_begin(n: int) -> None:
+    begins, run = sz.starts(n)
+    out = torch.empty(len(begins), dtype=torch.int64, device=DEVICE)
+    starts_kernel[(len(begins),)](out, n, surveyed=sz.SURVEYED, run=run)
+    assert out.tolist() == begins
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nonzero", [False, True])
+def test_codecs_on_these_kernels(nonzero: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec: Codec = Signed(Sz(0.05, nonzero=True)) if nonzero else Sz(0.02, "rel")
+    x = relu(dtype, 600).view(2, 3, 10, 10).nan_to_num(0.5, 3.0, 1.0)
+    monkeypatch.setattr(backends, "implementation", lambda device: reference)
+    want = codec.encode(x)
+    decoded, declined = codec.decode(want), codec.declines(x)
+    monkeypatch.setattr(backends, "implementation", lambda device: launchers)
+    got = codec.encode(on_device(x.flatten()).view(x.shape))
+    assert codec.declines(on_device(x.flatten())) == declined
+    assert got.meta == want.meta
+    assert got.planes.keys() == want.planes.keys()
+    for name, plane in want.planes.items():
+        assert torch.equal(bits(got.planes[name]), bits(plane)), name
+    assert torch.equal(bits(codec.decode(got)), bits(decoded))
+
+
+class Stash:
+    """Planes of three chunks, one of them dense and two with outliers."""
+
+    blocks: ClassVar[list[int]] = [5, 20, 60, 480]
+    step: ClassVar[float] = 0.5
+
+    def __init__(self, dtype: torch.dtype, low: int = 0, axes: int = 1) -> None:
+        x = relu(dtype, 1400)
+        x[480:960] = torch.randn(480) * 1e5
+        x[961] = 1000.0 if low else x[961]
+        table, base = modelled(x, self.step, 0.25, low, axes, self.blocks, 0.0)
+        self.n, self.dtype, self.parameters = x.numel(), dtype, (base, low, axes, self.blocks)
+        stream, index, places, values = reference.sz_encode(x, table, self.step, 0.25, *self.parameters)
+        self.planes = {"table": table, "stream": stream, "index": index, "places": places, "values": values}
+
+    def with_checksums(self, planes: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The planes with checksums that are right for what is there."""
+        index, nothing = planes["index"].clone(), planes["values"][:0]
+        index[0] = reference.sz.check(-1, planes["table"], nothing, nothing)
+        begin = [0, 0, 0]
+        for i in range((index.numel() - 1) // 4):
+            ends = index[1 + 4 * i : 4 + 4 * i].tolist()
+            parts = [planes[name][a:b] for name, a, b in zip(("stream", "places", "values"), begin, ends, strict=True)]
+            index[4 + 4 * i] = reference.sz.check(i, *parts)
+            begin = ends
+        return {**planes, "index": index}
+
+    def decode(self, planes: dict[str, Tensor]) -> Tensor:
+        """By the launcher."""
+        arguments = *planes.values(), self.step, *self.parameters
+        return filled(self.n, self.dtype, launchers.sz_decode, *arguments)
+
+    def reference(self, planes: dict[str, Tensor]) -> Tensor:
+        """Likewise, by the reference."""
+        return expected(self.n, self.dtype, reference.sz_decode, *planes.values(), self.step, *self.parameters)
+
+
+def test_damage_is_found_before_anything_is_written() -> None:
+    stash, dtype = Stash(torch.float16), torch.float16
+    assert torch.equal(bits(stash.decode(stash.planes)), bits(stash.reference(stash.planes)))
+    out = torch.full((stash.n,), 7.0, dtype=dtype)
+    target = on_device(out)
+
+    def found(planes: dict[str, Tensor]) -> None:
+        moved = [on_device(plane) for plane in planes.values()]
+        with pytest.raises(DamagedPlanesError, match="compute the step again"):
+            launchers.sz_decode(*moved, stash.step, *stash.parameters, target)
+        assert torch.equal(target.cpu(), out)
+
+    for name, plane in stash.planes.items():
+        for place in {0, plane.nbytes // 3, plane.nbytes - 1} | {8 * i for i in range(0, 13, 3) if name == "index"}:
+            other = plane.clone()
+            other.view(torch.uint8)[place] ^= 1 << place % 8
+            found({**stash.planes, name: other})
+        for other in (plane[: plane.numel() // 2], torch.cat([plane, plane.new_ones(1)])):
+            found({**stash.planes, name: other})
+    index = stash.planes["index"]
+    for place, value in ((1, -1), (1, 2**62), (5, 2**40), (6, -(2**62)), (7, 2**31), (9, 0)):
+        other = index.clone()
+        other[place] = value
+        found({**stash.planes, "index": other})
+    swapped = index[[0, 1, 2, 3, 8, 5, 6, 7, 4, 9, 10, 11, 12]]
+    found({**stash.planes, "index": swapped})
+
+
+@pytest.mark.parametrize("low", [0, 3])
+def test_damage_behind_right_checksums_stays_inside_the_planes(low: int) -> None:
+    """Whatever the words are, decoding ends, writes to nothing but its output, and raises where the reference does."""
+    stash = Stash(torch.float32, low)
+    verdicts = set()
+    for i in range(8):
+        planes = {name: plane.clone() for name, plane in stash.planes.items()}
+        name = ("stream", "table", "values", "stream")[i % 4]
+        view = planes[name].view(torch.int16)
+        where = torch.randint(view.numel(), (1 + i,))
+        view[where] = torch.randint(-(2**15), 2**15, where.shape).to(torch.int16)
+        if i == 3:
+            planes["stream"].zero_()
+        planes = stash.with_checksums(planes)
+        results: list[Any] = []
+        for decode in (stash.decode, stash.reference):
+            try:
+                results.append(decode(planes))
+            except DamagedPlanesError:
+                results.append(None)
+        got, want = results
+        assert (got is None) == (want is None), name
+        assert got is None or torch.equal(bits(got), bits(want))
+        verdicts.add(got is None)
+    assert verdicts == {True, False}
