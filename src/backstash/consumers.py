@@ -182,8 +182,7 @@ _library: torch.library.Library | None = None
 _entered = 0
 _waiting = 0
 _claims: dict[int, tuple[StorageWeakRef, weakref.ref[Any]]] = {}
-_exclusive: _Counts | None = None
-_exclusive_in_product: _Counts | None = None
+_exclusive: dict[str, _Counts | None] = {}
 _works: frozenset[str] | None = None
 _examining = threading.local()  # .probe, where the tiny steps run: other threads train meanwhile
 _running = threading.local()  # .linear
@@ -275,8 +274,8 @@ class _Factor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         with torch._C.DisableTorchFunction():
-            if func is torch.ops.aten.mul.Tensor and type(args[0]) is Tensor:
-                return _multiplied(args[1], args[0], _is_exclusive(args[0], in_product=True))
+            if func is torch.ops.aten.mul.Tensor and type(args[0]) is Tensor and args[0].layout is torch.strided:
+                return _multiplied(args[1], args[0], _is_exclusive(args[0], "product"))
             args, kwargs = tree_map_only(_Factor, lambda factor: factor.stashed.whole(), (args, kwargs or {}))
             return func(*args, **kwargs)
 
@@ -287,7 +286,7 @@ def _multiplied(factor: _Factor, grad: Tensor, exclusive: bool) -> Tensor:
     probe = getattr(_examining, "probe", None)
     if probe is not None:
         probe.redeemed = True
-    alike = grad.layout is torch.strided and grad.dtype is factor.dtype and _same_order(grad, factor)
+    alike = grad.dtype is factor.dtype and _same_order(grad, factor)
     if encoded is not None and alike:
         made = _scaled(grad, encoded.planes["mask"], encoded.planes["pair"], exclusive)
         if made is not None:
@@ -554,7 +553,7 @@ def _in_place_kernel(op: str) -> Callable[..., Tensor]:
 
     def kernel(aten: Aten, grad: Tensor, *args: Any, **named: Any) -> Tensor:
         x, rest = (args[-1], args[:-1]) if op in _LAST else (args[0], args[1:])
-        return _coded(aten, op, grad, x, rest, _is_exclusive(grad), named)
+        return _coded(aten, op, grad, x, rest, _is_exclusive(grad, "named" if named else "positional"), named)
 
     kernel.__name__ = f"_{op}"
     kernel.__doc__ = f"Writes over the gradient on behalf of {' and '.join(nodes)}, if nobody else holds it."
@@ -564,10 +563,13 @@ def _in_place_kernel(op: str) -> Callable[..., Tensor]:
 _NODES = {f"{node}Backward{number}" for names in KERNELS.values() for node in names.split() for number in range(3)}
 
 
-def _is_exclusive(grad: Tensor, in_product: bool = False) -> bool:
+def _is_exclusive(grad: Tensor, call: str = "positional") -> bool:
     """Whether nobody but the node that runs holds ``grad``, a kernel's argument (Note: [exclusive gradients]).
 
-    With ``in_product`` it is what a ``_Factor`` is multiplied by, and the node must not multiply it by another as well.
+    Args:
+        grad: the argument.
+        call: how it was given: to a kernel without or with ``"named"`` arguments, or to a ``_Factor``'s ``"product"``,
+            whose node must not multiply it by another factor as well.
     """
     tensors = grad._use_count()  # type: ignore[attr-defined]
     counts = _Counts(sys.getrefcount(grad), tensors, torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
@@ -575,13 +577,12 @@ def _is_exclusive(grad: Tensor, in_product: bool = False) -> bool:
     if probe is not None:
         probe.counts.append(counts)
         return False
-    alone = _exclusive_in_product if in_product else _exclusive
-    if counts != alone or not is_dense(tuple(grad.shape), grad.stride()) or torch.is_grad_enabled():
+    if counts != _exclusive.get(call) or not is_dense(tuple(grad.shape), grad.stride()) or torch.is_grad_enabled():
         return False
     if grad.untyped_storage().nbytes() != grad.numel() * grad.element_size():
         return False
     running = torch._C._current_autograd_node()
-    if in_product:
+    if call == "product":
         only = running is not None and sum(node is not None for node, _ in running.next_functions) == 1
         return only and type(running).__name__ == _PRODUCT
     return running is not None and type(running).__name__ in _NODES
@@ -692,7 +693,7 @@ def _probing() -> Iterator[_Probe]:
 
 def _examine() -> None:
     """Find out, on tiny steps, which nodes pass claims on to their kernel, and what exclusive gradients look like."""
-    global _works, _exclusive, _exclusive_in_product
+    global _works
     x = torch.tensor([[[[0.5, -1.0, 2.0], [7.0, -3.0, 0.0], [1.0, 4.0, -2.0]]]], device="cpu", requires_grad=True)
     weight = torch.tensor([[[[1.0, -2.0], [0.5, 3.0]]]], device="cpu", requires_grad=True)
     factor = (x.detach() > 0) * 1.25
@@ -729,8 +730,9 @@ def _examine() -> None:
             )
             if not (probe.redeemed and same):
                 failed.add(READERS[node, role])
-        _exclusive = _what_exclusive_is(x, torch.relu)
-        _exclusive_in_product = _what_exclusive_is(x, lambda x: _claimed(x * factor, "other"))
+        _exclusive["positional"] = _what_exclusive_is(x, torch.relu)
+        _exclusive["named"] = _what_exclusive_is(x, lambda x: functional.gelu(x, approximate="tanh"))
+        _exclusive["product"] = _what_exclusive_is(x, lambda x: _claimed(x * factor, "other"))
     _works = frozenset(READERS.values()) - failed
 
 

@@ -98,7 +98,8 @@ def test_every_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this version of torch every reader hands its claim on to its kernel."""
     with Session():
         assert consumers._works == frozenset(consumers.READERS.values())
-        assert consumers._exclusive is not None
+        assert set(consumers._exclusive) == {"positional", "named", "product"}
+        assert None not in consumers._exclusive.values()
     redeemed: list[str] = []
     original = consumers._redeem
 
