@@ -31,8 +31,8 @@ Note: [factors]
 Note: [exclusive gradients]
     A gradient may be overwritten when only the node that received it holds it: not the sum that sent it both ways, a
     hook's list, ``autograd.grad`` for a tensor in between, or the caller of backward. All of them hold the tensor, its
-    Python object or its storage, so three counts tell. What they are when nobody else holds it is measured, on a tiny
-    step, not known.
+    Python object or its storage, so three counts tell. A gradient that a reshape made is a view that holds its base, of
+    which two more tell. What they are when nobody else holds it is measured, on tiny steps, not known.
 """
 
 from __future__ import annotations
@@ -145,11 +145,13 @@ class Stashed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Who holds a tensor: Python references, tensor references, storage references."""
+    """Who holds a tensor: Python references, tensor references, storage references; and who the base of a view."""
 
     python: int
     tensor: int
     storage: int
+    base_python: int
+    base_tensor: int
 
 
 @dataclass(slots=True)
@@ -182,7 +184,7 @@ _library: torch.library.Library | None = None
 _entered = 0
 _waiting = 0
 _claims: dict[int, tuple[StorageWeakRef, weakref.ref[Any]]] = {}
-_exclusive: dict[str, _Counts | None] = {}
+_exclusive: dict[str, frozenset[_Counts]] = {}
 _works: frozenset[str] | None = None
 _examining = threading.local()  # .probe, where the tiny steps run: other threads train meanwhile
 _running = threading.local()  # .linear
@@ -572,12 +574,17 @@ def _is_exclusive(grad: Tensor, call: str = "positional") -> bool:
             whose node must not multiply it by another factor as well.
     """
     tensors = grad._use_count()  # type: ignore[attr-defined]
-    counts = _Counts(sys.getrefcount(grad), tensors, torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
+    storages = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    base: Any = grad._base
+    of_base = (0, 0) if base is None else (sys.getrefcount(base), base._use_count())
+    counts = _Counts(sys.getrefcount(grad), tensors, storages, *of_base)
     probe = getattr(_examining, "probe", None)
     if probe is not None:
         probe.counts.append(counts)
         return False
-    if counts != _exclusive.get(call) or not is_dense(tuple(grad.shape), grad.stride()) or torch.is_grad_enabled():
+    if counts not in _exclusive.get(call, ()) or torch.is_grad_enabled():
+        return False
+    if not is_dense(tuple(grad.shape), grad.stride()):
         return False
     if grad.untyped_storage().nbytes() != grad.numel() * grad.element_size():
         return False
@@ -752,24 +759,38 @@ def _claimed(y: Tensor, role: str) -> Tensor:
     return y
 
 
-def _what_exclusive_is(x: Tensor, function: Callable[[Tensor], Tensor]) -> _Counts | None:
-    """The counts of a gradient that nobody else holds; None where they do not tell it from one that somebody holds."""
+def _what_exclusive_is(x: Tensor, function: Callable[[Tensor], Tensor]) -> frozenset[_Counts]:
+    """The counts of a gradient that nobody else holds, and of a view like that; without those of one that is held.
+
+    The function is called last, so that its kernel is the first: a later one may be the last to hold what was shared.
+    """
     kept: list[Tensor] = []
 
     def shared(x: Tensor) -> Tensor:
         other = (x * 2.0).tanh()
-        return other + function(x * 1.0)  # made last, so its kernel is the first: later ones may be the last to hold it
+        return other + function(x * 1.0)
 
-    def hooked(x: Tensor) -> Tensor:
-        y = function(x)
+    def shared_base(x: Tensor) -> Tensor:
+        other = (x * 2.0).tanh().view(-1)
+        return other + function(x * 1.0).view(-1)
+
+    def hooked(y: Tensor) -> Tensor:
         y.register_hook(kept.append)
         return y
 
-    seen = []
-    for step in (function, shared, hooked):
+    def counts(step: Callable[[Tensor], Tensor]) -> _Counts:
         with _probing() as probe:
             (step(x) * 2.0).sum().backward(inputs=[x])
-        seen.append(probe.counts[0])
+        return probe.counts[0]
+
+    alone = counts(function), counts(lambda x: function(x).view(-1))
+    held = (
+        counts(shared),
+        counts(lambda x: hooked(function(x))),
+        counts(lambda x: shared(x).view(-1)),
+        counts(lambda x: hooked(function(x)).view(-1)),
+        counts(shared_base),
+        counts(lambda x: hooked(function(x).view(-1))),
+    )
     x.grad = None
-    alone, *held = seen
-    return None if alone in held else alone
+    return frozenset(alone) - frozenset(held)

@@ -300,6 +300,61 @@ def test_the_callers_gradient_and_those_in_between_are_not_written_over() -> Non
     assert not differences(run(torch.enable_grad()), run(Session(STORED, min_nbytes=0)))
 
 
+def hook(z: Tensor, keep: list[Any], take: Callable[[Tensor], Any]) -> None:
+    z.register_hook(lambda grad: keep.append(take(grad)))
+
+
+BASES: dict[str, Callable[[Tensor, list[Any]], Any]] = {
+    "nobody": lambda z, keep: None,
+    "hook": lambda z, keep: hook(z, keep, lambda grad: grad),
+    "detached": lambda z, keep: hook(z, keep, lambda grad: grad.detach()),
+    "part": lambda z, keep: hook(z, keep, lambda grad: grad[:3]),
+    "numpy": lambda z, keep: hook(z, keep, lambda grad: torch.from_numpy(grad.numpy())),
+    "dlpack": lambda z, keep: hook(z, keep, lambda grad: torch.from_dlpack(grad)),
+    "retained": lambda z, keep: (z.retain_grad(), keep.append(z)),
+    "node": lambda z, keep: z.grad_fn.register_hook(lambda after, before: keep.extend((after[0], *before))),  # type: ignore[union-attr]
+    "node before": lambda z, keep: z.grad_fn.register_prehook(keep.extend),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("shape", [(-1,), (4, 2, 128), (8, 128)])
+@pytest.mark.parametrize("name", ["dropout", "gelu", "gelu_tanh", "relu"])
+def test_who_holds_the_base_of_a_view(name: str, shape: tuple[int, ...], base: str) -> None:
+    """A gradient that comes out of a reshape is a view of one that others may hold."""
+    function = {**FUNCTIONS, "dropout": DROPOUTS["dropout"], "relu": F.relu}[name]
+
+    def run(session: Any) -> list[Tensor]:
+        x, keep = random(32, 32).requires_grad_(), []  # type: ignore[var-annotated]
+        torch.manual_seed(3)
+        with session:
+            z = function(x * 1.5).view(8, 128).view(shape)
+            BASES[base](z, keep)
+            other = x.sin().view(shape)
+            other.retain_grad()
+            loss = (z * 3.0).cos().sum() + (z + other).square().sum()
+            between = torch.autograd.grad((z + other).sin().sum(), [z, x], retain_graph=True)
+            loss.backward()
+        held = [one.grad if one.requires_grad else one for one in keep]
+        return [x.grad, other.grad, *between, *held]  # type: ignore[list-item]
+
+    assert not differences(run(torch.enable_grad()), run(Session(STORED, min_nbytes=0)))
+
+
+@native
+@pytest.mark.parametrize("base", BASES)
+def test_a_view_whose_base_nobody_holds_is_written_over(base: str, scaled: list[bool]) -> None:
+    keep: list[Any] = []
+
+    def function(x: Tensor) -> Tensor:
+        z = F.dropout(x, 0.3).view(-1)
+        BASES[base](z, keep)
+        return z
+
+    step(function, random(32, 32))
+    assert scaled == [base in ("nobody", "retained")]  # what is retained is a copy
+
+
 # -- ways to run it ----------------------------------------------------------------------------------------------------
 
 
