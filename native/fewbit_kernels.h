@@ -136,7 +136,8 @@ inline void values_of(const uint8_t* packed, int64_t n, int bits, const U* table
     }
 }
 
-// The product goes through a buffer: where `out` is x, compilers would not make vector code of a loop from one to the other.
+// The product goes through a buffer: where `out` is x, compilers would not make vector code of a loop from one to the
+// other.
 template <bool stream, class F, class U>
 inline void scale_range(const ScaleJob& job, int64_t begin, int64_t end) {
     constexpr int64_t line = 64 / sizeof(U);
