@@ -1,4 +1,5 @@
-// C interface of few-bit codes of an activation's derivative. Layout: ops/reference.
+// C interface of few-bit codes of an activation's derivative, and of what is multiplied by a code's value. Layout:
+// ops/reference.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -29,6 +30,16 @@ struct FewbitDecodeJob {
     bool stream;
 };
 
+struct ScaleJob {
+    const void* x;
+    const uint8_t* packed;
+    int bits;           // 1 to 4
+    const void* table;  // 2**bits values of the type of x, none of which is NaN
+    void* out;          // may be x
+    int width;
+    bool stream;
+};
+
 }  // namespace bs
 
 #define BS_KERNELS "fewbit_kernels.h"
@@ -53,4 +64,12 @@ BS_EXPORT void bs_fewbit_decode(const uint8_t* packed, int bits, const uint32_t*
     const bs::FewbitDecodeJob job{packed, bits, values, out, width, bs::should_stream(out, n * width)};
     const auto decode = BS_PICK(decode_derivative);
     bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { decode(job, begin, end); });
+}
+
+// out[i] = x[i] * table[code i], n float32 or float64. `out` may be x.
+BS_EXPORT void bs_scale_by_codes(const void* x, const uint8_t* packed, int bits, const void* table, void* out, int64_t n,
+                                 int width, int threads) {
+    const bs::ScaleJob job{x, packed, bits, table, out, width, out != x && bs::should_stream(out, n * width)};
+    const auto scale = BS_PICK(scale_by_codes);
+    bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { scale(job, begin, end); });
 }

@@ -115,3 +115,63 @@ void decode_derivative(const FewbitDecodeJob& job, int64_t begin, int64_t end) {
     if (job.width == 2) decode_derivative_as<uint16_t>(job, begin, end);
     else decode_derivative_as<uint32_t>(job, begin, end);
 }
+
+// The values of n codes, at most kRun. A bit chooses between two registers; doubles, which no few-bit code stands for,
+// are looked up one by one.
+template <class U>
+inline void values_of(const uint8_t* packed, int64_t n, int bits, const U* table, U* values) {
+    if (bits == 1) {
+        int64_t i = 0;
+        for (; i + kWord <= n; i += kWord) blend<false, U>(load_word(packed, i), table[1], table[0], values + i);
+        if (i < n) blend<false, U>(load_last_word(packed, i, n - i), table[1], table[0], values + i);
+        return;
+    }
+    uint8_t codes[kRun];
+    if (bits == 3) unpack_threes(packed, n, codes);
+    else decode_fields(packed, n, bits, 0, codes);
+    if constexpr (sizeof(U) == 4) {
+        look_up<U>(codes, n, table, values);
+    } else {
+        for (int64_t i = 0; i < n; ++i) values[i] = table[codes[i]];
+    }
+}
+
+// The product goes through a buffer: where `out` is x, compilers would not make vector code of a loop from one to the
+// other.
+template <bool stream, class F, class U>
+inline void scale_range(const ScaleJob& job, int64_t begin, int64_t end) {
+    constexpr int64_t line = 64 / sizeof(U);
+    const F* x = static_cast<const F*>(job.x);
+    U* out = static_cast<U*>(job.out);
+    U table[16], values[kRun];
+    for (int j = 0; j < 16; ++j) table[j] = static_cast<const U*>(job.table)[j & ((1 << job.bits) - 1)];
+    for (int64_t i = begin; i < end; i += kRun) {
+        const int64_t count = std::min(end - i, kRun);
+        prefetch_ahead(x + i, count);
+        values_of<U>(job.packed + i / 8 * job.bits, count, job.bits, table, values);
+        for (int64_t k = 0; k < count; ++k) {
+            F value;
+            std::memcpy(&value, values + k, sizeof value);
+            value = x[i + k] * value;
+            std::memcpy(values + k, &value, sizeof value);
+        }
+        int64_t k = 0;
+        for (; stream && k + line <= count; k += line) copy_line<stream>(values + k, out + i + k);
+        std::memcpy(out + i + k, values + k, size_t(count - k) * sizeof(U));
+    }
+}
+
+template <class F, class U>
+inline void scale_as(const ScaleJob& job, int64_t begin, int64_t end) {
+    if (kStreams && job.stream) {
+        scale_range<true, F, U>(job, begin, end);
+        fence();
+    } else {
+        scale_range<false, F, U>(job, begin, end);
+    }
+}
+
+void scale_by_codes(const ScaleJob& job, int64_t begin, int64_t end) {
+    if (job.width == 4) scale_as<float, uint32_t>(job, begin, end);
+    else scale_as<double, uint64_t>(job, begin, end);
+}

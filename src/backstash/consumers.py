@@ -9,6 +9,8 @@ the dispatcher, in front of ATen's - takes from the stash what it needs, when it
 * a convolution computes the gradients of weight and bias first, lets go of its decoded input, and computes the input's
   gradient from the input's shape; a linear layer, whose formula asks for the input's gradient first, does alike;
 * relu, threshold and hardtanh read the mask's bits, a max pooling its window codes: nothing is decoded;
+* where the gradient is multiplied by one of a few factors, dropout's noise or what few-bit codes stand for, it is
+  multiplied by the factor of each code: nothing is decoded either;
 * pointwise formulas and norms (norms.py) write over the incoming gradient when nobody else holds it.
 
 Every bit is what ATen's kernels make of the decoded tensors. The graph is autograd's own: names, hooks, checkpoint and
@@ -20,11 +22,18 @@ Note: [claims]
     without dispatch modes or functorch, and only for nodes that in this version of torch pass it on to the kernel and
     to nothing else, which a tiny step of each proves before the first one is handed out.
 
+Note: [factors]
+    The gradient of a product is a product, and ``aten::mul`` is everybody's: taken over, it would stand in the way of
+    every step, and a kernel in Python is not told which of its arguments were numbers. So the claim for a factor is a
+    tensor of a class of its own, without data, that is asked when it is multiplied. Whatever else is asked of it runs
+    on the decoded tensor.
+
 Note: [exclusive gradients]
     A gradient may be overwritten when only the node that received it holds it: not the sum that sent it both ways, a
     hook's list, ``autograd.grad`` for a tensor in between, or the caller of backward. All of them hold the tensor, its
-    Python object or its storage, so three counts tell. What they are when nobody else holds it is measured, on a tiny
-    step, not known; apart for formulas that call ``grad.contiguous()`` first, which hold it once more.
+    Python object or its storage, so three counts tell. A gradient that a reshape made is a view that holds its base, of
+    which two more tell; a formula that calls ``grad.contiguous()`` first holds it once more. What the counts are when
+    nobody else holds it is measured, on tiny steps, not known.
 """
 
 from __future__ import annotations
@@ -44,9 +53,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_map_only
 
 from backstash import accumulation, norms
 from backstash.codecs.base import Encoded, flat, is_dense
+from backstash.codecs.bitmask import Binary, Bitmask
+from backstash.codecs.fewbit import FewBit
 from backstash.codecs.narrow import Narrow
 from backstash.codecs.shape import stand_in
 from backstash.codecs.sliced import Sliced
@@ -61,6 +73,7 @@ KERNELS: dict[str, str] = {
     "leaky_relu_backward": "LeakyRelu",
     "gelu_backward": "Gelu",
     "silu_backward": "Silu",
+    "elu_backward": "Elu",
     "tanh_backward": "Tanh",
     "sigmoid_backward": "Sigmoid",
     "softplus_backward": "Softplus",
@@ -81,6 +94,17 @@ READERS: dict[tuple[str, str], str] = {
     ("Threshold", "self"): "threshold_backward",
     ("Hardtanh", "self"): "hardtanh_backward",
     ("MaxPool2DWithIndices", "result1"): "max_pool2d_with_indices_backward",
+    ("LeakyRelu", "self"): "leaky_relu_backward",
+    ("LeakyRelu", "result"): "leaky_relu_backward",
+    ("Gelu", "self"): "gelu_backward",
+    ("Silu", "self"): "silu_backward",
+    ("Elu", "self"): "elu_backward",
+    ("Elu", "result"): "elu_backward",
+    ("Tanh", "result"): "tanh_backward",
+    ("Sigmoid", "result"): "sigmoid_backward",
+    ("Softplus", "self"): "softplus_backward",
+    ("Mul", "self"): "mul",
+    ("Mul", "other"): "mul",
 }
 """Saved tensors, by node and role, that are unpacked as claims, and the op that redeems them."""
 
@@ -96,6 +120,11 @@ _IN_PLACE = {
 }
 """Formulas whose overload of this name may write over the gradient that they read."""
 
+_LAST = ("elu_backward",)
+"""Formulas that take what was saved as their last argument, and not behind the gradient."""
+
+_PRODUCT = "MulBackward0"
+
 Aten = Callable[..., Any]
 """ATen's own kernel for the op, for the dispatch keys of the call."""
 
@@ -103,6 +132,9 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 _SELECTED = (torch.float32, torch.float64, torch.float16)
 """Where zeroing leaves a NaN in the gradient as it is: for bfloat16 ATen's vectors give it other bits."""
+
+_SCALED = (torch.float32, torch.float64)
+"""Where a product is one multiplication."""
 
 
 class Stashed(Protocol):
@@ -123,11 +155,13 @@ class Stashed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Who holds a tensor: Python references, tensor references, storage references."""
+    """Who holds a tensor: Python references, tensor references, storage references; and who the base of a view."""
 
     python: int
     tensor: int
     storage: int
+    base_python: int
+    base_tensor: int
 
 
 @dataclass(slots=True)
@@ -160,7 +194,7 @@ _library: torch.library.Library | None = None
 _entered = 0
 _waiting = 0
 _claims: dict[int, tuple[StorageWeakRef, weakref.ref[Any]]] = {}
-_exclusive: dict[bool, _Counts | None] = {}
+_exclusive: dict[str, frozenset[_Counts]] = {}
 _works: frozenset[str] | None = None
 _examining = threading.local()  # .probe, where the tiny steps run: other threads train meanwhile
 _running = threading.local()  # .linear
@@ -199,6 +233,9 @@ def claim(stashed: Stashed, spec: TensorSpec, node: int) -> Tensor | None:
         return None
     if type(running).__name__ in accumulation.LINEAR:
         _running.linear = _Linear(node, weakref.ref(stashed))
+    if type(running).__name__ == _PRODUCT:
+        known = stashed.encoded()
+        return _Factor(stashed, spec, known[1]) if known is not None and isinstance(known[0], Binary) else None
     return _hand_out(stashed, spec)
 
 
@@ -222,6 +259,53 @@ def _redeem(tensor: Tensor) -> Any:
     if stashed is not None and probe is not None:
         probe.redeemed = True
     return stashed
+
+
+class _Factor(Tensor):
+    """A claim for a stored factor of a product (Note: [factors]).
+
+    Args:
+        stashed: what it stands for.
+        spec: its layout.
+        encoded: its planes, where codecs.Binary stored it.
+    """
+
+    stashed: Stashed
+    encoded: Encoded | None
+
+    @staticmethod
+    def __new__(cls, stashed: Stashed, spec: TensorSpec, encoded: Encoded | None) -> _Factor:
+        made: _Factor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=spec.device
+        )
+        made.stashed, made.encoded = stashed, encoded
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        with torch._C.DisableTorchFunction():
+            if func is torch.ops.aten.mul.Tensor and type(args[0]) is Tensor and args[0].layout is torch.strided:
+                return _multiplied(args[1], args[0], _is_exclusive(args[0], "product"))
+            args, kwargs = tree_map_only(_Factor, lambda factor: factor.stashed.whole(), (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+
+def _multiplied(factor: _Factor, grad: Tensor, exclusive: bool) -> Tensor:
+    """The gradient times the factor."""
+    stashed, encoded = factor.stashed, factor.encoded
+    probe = getattr(_examining, "probe", None)
+    if probe is not None:
+        probe.redeemed = True
+    alike = grad.dtype is factor.dtype and _same_order(grad, factor)
+    if encoded is not None and alike:
+        made = _scaled(grad, encoded.planes["mask"], encoded.planes["pair"], exclusive)
+        if made is not None:
+            stashed.settle()
+            return made
+    whole = stashed.whole()
+    return torch.mul(grad, whole, out=grad) if exclusive and alike else torch.mul(grad, whole)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -373,6 +457,51 @@ def _masked(aten: Aten, op: str, grad: Tensor, x: Tensor, scalars: tuple[Any, ..
     return result
 
 
+def _coded(
+    aten: Aten,
+    op: str,
+    grad: Tensor,
+    x: Tensor,
+    rest: tuple[Any, ...],
+    exclusive: bool,
+    named: Mapping[str, Any],
+) -> Tensor:
+    """The gradient times the derivative at what each code stands for, where the derivative depends on the code alone.
+
+    It is rounded as ATen rounds the derivative and then the product. Where ATen multiplies in another order (silu,
+    sigmoid), few-bit codes differ from decoding first by that rounding; the bits of leaky_relu do not.
+    """
+    stashed = _redeem(x)
+    if stashed is None:
+        return _pointwise(aten, op, grad, x, rest, exclusive, named)
+    alike = grad.dtype is x.dtype and grad.dtype in _SCALED and _same_order(grad, x)
+    known = stashed.encoded() if alike else None
+    if known is not None:
+        codec, encoded = known
+        packed = encoded.planes.get("packed" if isinstance(codec, FewBit) else "mask")
+        if packed is not None and isinstance(codec, (FewBit, Bitmask)):
+            at = torch.tensor(codec.stand_ins, dtype=grad.dtype, device="cpu")
+            made = _scaled(grad, packed, aten(*_arguments(op, torch.ones_like(at), at, rest), **named), exclusive)
+            if made is not None:
+                stashed.settle()
+                return made
+    return _pointwise(aten, op, grad, stashed.whole(), rest, exclusive, named)
+
+
+def _scaled(grad: Tensor, packed: Tensor, table: Tensor, exclusive: bool) -> Tensor | None:
+    """The gradient times what each code stands for; None where the bits might not be those of ATen's product."""
+    if grad.dtype not in _SCALED or table.isnan().any():  # of two NaN either may stay
+        return None
+    out = grad if exclusive else torch.empty_like(grad)
+    if not exclusive:
+        cpu.advise_huge(out)
+    return out if cpu.scale_by_codes(flat(grad), packed, table, flat(out)) else None
+
+
+def _arguments(op: str, grad: Tensor, x: Tensor, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (grad, *rest, x) if op in _LAST else (grad, x, *rest)
+
+
 def _pointwise(
     aten: Aten,
     op: str,
@@ -386,9 +515,10 @@ def _pointwise(
         exclusive &= rest[0] in (-1, grad.dim() - 1) and rest[1] is grad.dtype
     if exclusive and _same_order(grad, x) and grad.dtype is x.dtype:
         overload = getattr(getattr(torch.ops.aten, op), _IN_PLACE[op])
-        written: Tensor = overload(grad, x, *rest, **named, **{overload._schema.arguments[-1].name: grad})
+        out = {overload._schema.arguments[-1].name: grad}
+        written: Tensor = overload(*_arguments(op, grad, x, rest), **named, **out)
         return written
-    made: Tensor = aten(grad, x, *rest, **named)
+    made: Tensor = aten(*_arguments(op, grad, x, rest), **named)
     return made
 
 
@@ -489,7 +619,7 @@ def _native_group_norm_backward(
     mask: list[bool],
 ) -> _Gradients:
     """Writes over the gradient on behalf of NativeGroupNorm, if nobody else holds it."""
-    if _is_exclusive(grad, made_contiguous=True) and mask[0]:
+    if _is_exclusive(grad, "contiguous") and mask[0]:
         written = norms.group_norm(aten, grad, x, mean, rstd, weight, (images, channels, pixels), groups, mask)
         if written is not None:
             return written
@@ -500,9 +630,10 @@ def _native_group_norm_backward(
 def _in_place_kernel(op: str) -> Callable[..., Tensor]:
     nodes = KERNELS[op].split()
 
-    def kernel(aten: Aten, grad: Tensor, x: Tensor, *rest: Any, **named: Any) -> Tensor:
-        exclusive = _is_exclusive(grad)
-        return _pointwise(aten, op, grad, x, rest, exclusive, named)
+    def kernel(aten: Aten, grad: Tensor, *args: Any, **named: Any) -> Tensor:
+        x, rest = (args[-1], args[:-1]) if op in _LAST else (args[0], args[1:])
+        exclusive = _is_exclusive(grad, "named" if named else "positional")
+        return _coded(aten, op, grad, x, rest, exclusive, named)
 
     kernel.__name__ = f"_{op}"
     kernel.__doc__ = f"Writes over the gradient on behalf of {' and '.join(nodes)}, if nobody else holds it."
@@ -512,26 +643,36 @@ def _in_place_kernel(op: str) -> Callable[..., Tensor]:
 _NODES = {f"{node}Backward{number}" for names in KERNELS.values() for node in names.split() for number in range(3)}
 
 
-def _is_exclusive(grad: Tensor, made_contiguous: bool = False) -> bool:
+def _is_exclusive(grad: Tensor, call: str = "positional") -> bool:
     """Whether nobody but the node that runs holds ``grad``, a kernel's argument (Note: [exclusive gradients]).
 
     To be called before anything else, in a statement of its own: what is on the interpreter's stack counts.
+
+    Args:
+        grad: the argument.
+        call: how it was given: to a kernel without or with ``"named"`` arguments, to one whose formula makes it
+            ``"contiguous"`` first, or to a ``_Factor``'s ``"product"``, whose node must not multiply it by another
+            factor as well.
     """
     tensors = grad._use_count()  # type: ignore[attr-defined]
-    counts = _Counts(sys.getrefcount(grad), tensors, torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
+    storages = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    base: Any = grad._base
+    of_base = (0, 0) if base is None else (sys.getrefcount(base), base._use_count())
+    counts = _Counts(sys.getrefcount(grad), tensors, storages, *of_base)
     probe = getattr(_examining, "probe", None)
     if probe is not None:
         probe.counts.append(counts)
         return False
-    if (
-        counts != _exclusive.get(made_contiguous)
-        or not is_dense(tuple(grad.shape), grad.stride())
-        or torch.is_grad_enabled()
-    ):
+    if counts not in _exclusive.get(call, ()) or torch.is_grad_enabled():
+        return False
+    if not is_dense(tuple(grad.shape), grad.stride()):
         return False
     if grad.untyped_storage().nbytes() != grad.numel() * grad.element_size():
         return False
     running = torch._C._current_autograd_node()
+    if call == "product":
+        only = running is not None and sum(node is not None for node, _ in running.next_functions) == 1
+        return only and type(running).__name__ == _PRODUCT
     return running is not None and type(running).__name__ in _NODES
 
 
@@ -646,6 +787,7 @@ def _examine() -> None:
     global _works
     x = torch.tensor([[[[0.5, -1.0, 2.0], [7.0, -3.0, 0.0], [1.0, 4.0, -2.0]]]], device="cpu", requires_grad=True)
     weight = torch.tensor([[[[1.0, -2.0], [0.5, 3.0]]]], device="cpu", requires_grad=True)
+    factor = (x.detach() > 0) * 1.25
     functional = torch.nn.functional
     steps: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
         ("Convolution", "input"): lambda x: functional.conv2d(x, weight),
@@ -655,55 +797,85 @@ def _examine() -> None:
         ("Threshold", "self"): lambda x: functional.threshold(x, 1.0, 0.0),
         ("Hardtanh", "self"): lambda x: functional.hardtanh(x, -1.0, 1.5),
         ("MaxPool2DWithIndices", "result1"): lambda x: functional.max_pool2d(x, 2, 1),
+        ("LeakyRelu", "self"): lambda x: functional.leaky_relu(x, 0.2),
+        ("LeakyRelu", "result"): lambda x: functional.leaky_relu_(x * 1.0, 0.2),
+        ("Gelu", "self"): functional.gelu,
+        ("Silu", "self"): functional.silu,
+        ("Elu", "self"): functional.elu,
+        ("Elu", "result"): lambda x: functional.elu_(x * 1.0),
+        ("Tanh", "result"): torch.tanh,
+        ("Sigmoid", "result"): torch.sigmoid,
+        ("Softplus", "self"): functional.softplus,
+        ("Mul", "self"): lambda x: factor * x,
+        ("Mul", "other"): lambda x: x * factor,
     }
     failed = set()
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for (node, role), step in steps.items():
             expected = torch.autograd.grad(step(x).square().sum(), (x, weight), allow_unused=True)
             with _probing() as probe:
-                got = torch.autograd.grad(_with_claims(step, x, role), (x, weight), allow_unused=True)
+                got = torch.autograd.grad(_claimed(step(x), role).square().sum(), (x, weight), allow_unused=True)
             same = all(
                 (a is None) == (b is None) and (a is None or torch.equal(a, b))
                 for a, b in zip(expected, got, strict=True)
             )
             if not (probe.redeemed and same):
                 failed.add(READERS[node, role])
-        _exclusive[False] = _what_exclusive_is(torch.relu, x)
-        _exclusive[True] = _what_exclusive_is(lambda x: functional.group_norm(x, 1), x)
+        _exclusive["positional"] = _what_exclusive_is(x, torch.relu)
+        _exclusive["named"] = _what_exclusive_is(x, lambda x: functional.gelu(x, approximate="tanh"))
+        _exclusive["contiguous"] = _what_exclusive_is(x, lambda x: functional.group_norm(x, 1))
+        _exclusive["product"] = _what_exclusive_is(x, lambda x: _claimed(x * factor, "other"))
     _works = frozenset(READERS.values()) - failed
 
 
-def _with_claims(step: Callable[[Tensor], Tensor], x: Tensor, role: str) -> Tensor:
-    """The step, with a claim in place of what its node saved as ``role``."""
-    y = step(x)
+def _claimed(y: Tensor, role: str) -> Tensor:
+    """The tensor, whose node will be given a claim in place of what it saved as ``role``."""
     samples: list[_Sample] = []
 
     def pack(x: Tensor) -> _Sample:
         samples.append(_Sample(x))
         return samples[-1]
 
-    getattr(y.grad_fn, f"_raw_saved_{role}").register_hooks(pack, lambda sample: _hand_out(sample, sample.spec))
-    return y.square().sum()
+    def unpack(sample: _Sample) -> Tensor:
+        product = type(y.grad_fn).__name__ == _PRODUCT
+        return _Factor(sample, sample.spec, None) if product else _hand_out(sample, sample.spec)
+
+    getattr(y.grad_fn, f"_raw_saved_{role}").register_hooks(pack, unpack)
+    return y
 
 
-def _what_exclusive_is(function: Callable[[Tensor], Tensor], x: Tensor) -> _Counts | None:
-    """The counts of a gradient that nobody else holds; None where they do not tell it from one that somebody holds."""
+def _what_exclusive_is(x: Tensor, function: Callable[[Tensor], Tensor]) -> frozenset[_Counts]:
+    """The counts of a gradient that nobody else holds, and of a view like that; without those of one that is held.
+
+    The function is called last, so that its kernel is the first: a later one may be the last to hold what was shared.
+    """
     kept: list[Tensor] = []
 
     def shared(x: Tensor) -> Tensor:
         other = (x * 2.0).tanh()
-        return function(x * 1.0) + other  # what was made last runs first
+        return other + function(x * 1.0)
 
-    def hooked(x: Tensor) -> Tensor:
-        y = function(x)
+    def shared_base(x: Tensor) -> Tensor:
+        other = (x * 2.0).tanh().view(-1)
+        return other + function(x * 1.0).view(-1)
+
+    def hooked(y: Tensor) -> Tensor:
         y.register_hook(kept.append)
         return y
 
-    seen = []
-    for step in (function, shared, hooked):
+    def counts(step: Callable[[Tensor], Tensor]) -> _Counts:
         with _probing() as probe:
             (step(x) * 2.0).sum().backward(inputs=[x])
-        seen.append(probe.counts[0])  # the first kernel: later ones may be the last to hold what was shared
+        return probe.counts[0]
+
+    alone = counts(function), counts(lambda x: function(x).view(-1))
+    held = (
+        counts(shared),
+        counts(lambda x: hooked(function(x))),
+        counts(lambda x: shared(x).view(-1)),
+        counts(lambda x: hooked(function(x)).view(-1)),
+        counts(shared_base),
+        counts(lambda x: hooked(function(x).view(-1))),
+    )
     x.grad = None
-    alone, *held = seen
-    return None if alone in held else alone
+    return frozenset(alone) - frozenset(held)

@@ -43,7 +43,8 @@ from torch.utils.hooks import RemovableHandle
 from backstash import consumers, needs, policies, producers
 from backstash.buffers import Buffers
 from backstash.codecs.base import Codec, Encoded, is_dense
-from backstash.codecs.bitmask import Bitmask
+from backstash.codecs.bitmask import Binary, Bitmask
+from backstash.codecs.fewbit import FewBit
 from backstash.codecs.narrow import Narrow
 from backstash.codecs.raw import Raw
 from backstash.codecs.shape import Shape, stand_in
@@ -208,7 +209,7 @@ class _Saved:
             form = value.form
             if form is None or form.mask != self.mask or not _same_layout(form.spec, spec):
                 return None
-            if not isinstance(form.codec, Bitmask if self.need is Need.SIGN else (Narrow, Sliced)):
+            if not isinstance(form.codec, Bitmask if self.need is Need.SIGN else (Binary, FewBit, Narrow, Sliced)):
                 return None
             return form.codec, _planes(value, form)
 

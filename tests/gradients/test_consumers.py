@@ -5,22 +5,25 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from gradient_checks import differences
+from gradient_checks import Everything, differences
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Session, accumulation, buffers, consumers, norms, policies
+from backstash.codecs import Binary
+from backstash.codecs.bitmask import FLOATS
 from backstash.errors import NeedNotMetError
 from backstash.ops import cpu
 from backstash.policy import Action, Outcome, Stash
 from backstash.report.meter import CountedPeak
-from backstash.saved import SavedTensor
+from backstash.saved import Need, SavedTensor
 
 native = pytest.mark.skipif(not cpu.available(), reason="the native kernels are not built")
 
@@ -95,7 +98,8 @@ def test_every_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this version of torch every reader hands its claim on to its kernel."""
     with Session():
         assert consumers._works == frozenset(consumers.READERS.values())
-        assert None not in consumers._exclusive.values()
+        assert set(consumers._exclusive) == {"positional", "named", "contiguous", "product"}
+        assert all(len(counts) == 2 for counts in consumers._exclusive.values())
     redeemed: list[str] = []
     original = consumers._redeem
 
@@ -106,11 +110,29 @@ def test_every_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         return stashed
 
     monkeypatch.setattr(consumers, "_redeem", redeem)
+    multiplied = consumers._multiplied
+    monkeypatch.setattr(
+        consumers, "_multiplied", lambda *args: (redeemed.append(args[0].stashed.tensor.op), multiplied(*args))[1]
+    )
     model = network()
     gradients(model, batch())
-    with Session(min_nbytes=0):
+    with Session(Everything(), min_nbytes=0):
         gradients(model, batch())
+    x = torch.randn(37, 53, requires_grad=True)
+    with Session(BinaryFirst(), min_nbytes=0):
+        for function in (*POINTWISE.values(), F.dropout):
+            (function(x * 2.0) * 3.0).sin().sum().backward()
     assert set(redeemed) == {op for op, _ in consumers.READERS}
+
+
+@dataclass(frozen=True)
+class BinaryFirst(Everything):
+    """Encodes all that can be encoded, what has two values in a bit per element."""
+
+    def decide(self, saved: SavedTensor) -> Action:
+        action = super().decide(saved)
+        assert isinstance(action, Stash)
+        return Stash((Binary(), *action.codecs)) if Need.VALUE is saved.need and saved.spec.dtype in FLOATS else action
 
 
 def perceptron() -> nn.Module:

@@ -1110,6 +1110,46 @@ def test_mask_select_refuses_other_sizes() -> None:
     assert not cpu.mask_select(x.to(torch.uint8), torch.zeros(13, dtype=torch.uint8), x)
 
 
+SCALES = [-0.0, 1.25, 0.0, -2.0, math.inf, 1e-30, -1e30, 1 / 3, 1.0, -1.0, 5e-324, 2.0, 0.1, -math.inf, 1e-3, 7.0]
+
+
+@pytest.mark.parametrize("threads", [1, 3], indirect=True)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scale_by_codes(dtype: torch.dtype, bits: int, isa: str, threads: int) -> None:
+    table = torch.tensor(SCALES[: 2**bits], dtype=dtype)
+    for n in (*(TAILS if threads == 1 else ()), 1023, 1024, 1025, 4096, 200_001):
+        x = contents(n, dtype, density=0.9)
+        packed = torch.randint(0, 256, (bytes_for(n, bits),), dtype=torch.uint8, generator=generator(n))
+        expected = reference.scale_by_codes(x, packed, table)
+        out, intact = poisoned(n, dtype, offset=n % 3)
+        assert cpu.scale_by_codes(x, packed, table, out)
+        assert same(out, expected), n
+        assert intact(), n
+        assert cpu.scale_by_codes(x, packed, table, x)
+        assert same(x, expected), n
+
+
+def test_scale_by_codes_past_the_caches(isa: str) -> None:
+    x = contents((24 << 20) // 4 + 77, torch.float32)
+    packed = torch.randint(0, 256, (bytes_for(x.numel(), 1),), dtype=torch.uint8, generator=generator())
+    table, out = torch.tensor([0.0, 1.25]), torch.full_like(x, math.nan)
+    assert cpu.scale_by_codes(x, packed, table, out)
+    assert same(out, reference.scale_by_codes(x, packed, table))
+
+
+def test_scale_by_codes_refuses_other_sizes() -> None:
+    x, table = torch.ones(100), torch.ones(4)
+    with pytest.raises(DamagedPlanesError, match="scale_by_codes asked for 25 elements in the plane 'packed', got 24"):
+        cpu.scale_by_codes(x, torch.zeros(24, dtype=torch.uint8), table, x)
+    for values, of in ((0, 2), (1, 2), (3, 2), (5, 4), (32, 16)):
+        with pytest.raises(DamagedPlanesError, match=rf"asked for {of} elements in the plane 'table', got {values}"):
+            cpu.scale_by_codes(x, torch.zeros(25, dtype=torch.uint8), torch.ones(values), x)
+    for dtype in (torch.bfloat16, torch.float16, torch.int32):
+        assert not cpu.scale_by_codes(x.to(dtype), torch.zeros(25, dtype=torch.uint8), table.to(dtype), x.to(dtype))
+    assert not cpu.scale_by_codes(x, torch.zeros(25, dtype=torch.uint8), table.double(), x)
+
+
 POOLINGS = {
     "halved": ((4, 3, 12, 10), 2, 2, 0, 1),
     "overlapping": ((3, 5, 13, 11), 3, 2, 1, 1),

@@ -48,6 +48,11 @@ class Bitmask:
     preserves: ClassVar[frozenset[Need]] = frozenset({Need.SHAPE, Need.SIGN})
     bound: ClassVar[ErrorBound | None] = None
 
+    @property
+    def stand_ins(self) -> tuple[float, float]:
+        """What a clear and a set bit are decoded to, unless the sign has three values."""
+        return self.mask.if_clear, self.mask.if_set
+
     def accepts(self, spec: TensorSpec) -> str | None:
         """Dense floating tensors of 16, 32 or 64 bits."""
         if spec.dtype not in FLOATS:

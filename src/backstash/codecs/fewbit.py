@@ -141,6 +141,11 @@ class FewBit:
         return frozenset({self.function})
 
     @property
+    def stand_ins(self) -> tuple[float, ...]:
+        """What each code is decoded to."""
+        return TABLE[self.function, self.bits][1]
+
+    @property
     def derivative_error(self) -> DerivativeError:
         """The error on the derivative, from a fine grid of inputs."""
         return _derivative_error(self.function, self.bits)
@@ -177,7 +182,7 @@ class FewBit:
                 f"bytes. The stash was overwritten or cut short; compute the step again."
             )
         out = like(encoded.spec, out)
-        _ops.fewbit_decode(packed, list(TABLE[self.function, self.bits][1]), self.bits, flat(out))
+        _ops.fewbit_decode(packed, list(self.stand_ins), self.bits, flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:

@@ -67,6 +67,7 @@ __all__ = [
     "narrow_encode",
     "rle_decode",
     "rle_encode",
+    "scale_by_codes",
     "set_isa",
     "sz_decode",
     "sz_encode",
@@ -387,6 +388,25 @@ def fewbit_decode(packed: Tensor, values: list[float], bits: int, out: Tensor) -
     _check_plane("fewbit_decode", "packed", packed, bytes_for(n, bits))
     table = _table(tuple(values), out.dtype)
     _lib.bs_fewbit_decode(packed.data_ptr(), bits, table, out.data_ptr(), n, width, _threads(n * width))
+
+
+def scale_by_codes(x: Tensor, packed: Tensor, table: Tensor, out: Tensor) -> bool:
+    """See :func:`backstash.ops.reference.scale_by_codes`; flat, ``out`` may be ``x``.
+
+    Returns:
+        Whether it could: there is a native library, and ``x`` and the table are both float32 or both float64.
+
+    Raises:
+        DamagedPlanesError: the plane is not of the size that ``x`` needs, or the table has not 2, 4, 8 or 16 values.
+    """
+    n, width, bits = x.numel(), x.element_size(), table.numel().bit_length() - 1
+    if _lib is None or x.dtype not in (torch.float32, torch.float64) or table.dtype is not x.dtype:
+        return False
+    _check_plane("scale_by_codes", "table", table, 2 ** min(max(bits, 1), 4))
+    _check_plane("scale_by_codes", "packed", packed, bytes_for(n, bits))
+    pointers = packed.data_ptr(), bits, table.data_ptr(), out.data_ptr()
+    _lib.bs_scale_by_codes(x.data_ptr(), *pointers, n, width, _threads(n * width))
+    return True
 
 
 def _takes(form: Format, dtype: torch.dtype) -> bool:

@@ -44,6 +44,7 @@ _SIGNATURES = {
     "bs_csr_decode": (c_int, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int]),
     "bs_fewbit_encode": (c_int64, [c_void_p, c_int64, c_int, c_int, c_int, c_void_p, c_void_p, c_int]),
     "bs_fewbit_decode": (None, [c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int, c_int]),
+    "bs_scale_by_codes": (None, [c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int, c_int]),
     "bs_minifloat_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int, c_void_p, c_int]),
     "bs_minifloat_decode": (None, [c_void_p, c_int, c_void_p, c_int64, c_int, c_int]),
     "bs_minifloat_scaled_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int64, c_void_p, c_void_p, c_int]),

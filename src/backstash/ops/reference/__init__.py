@@ -228,6 +228,14 @@ def fewbit_decode(packed: Tensor, values: list[float], bits: int, out: Tensor) -
     out.copy_(table[unpack(packed, bits, out.numel())])
 
 
+def scale_by_codes(x: Tensor, packed: Tensor, table: Tensor) -> Tensor:
+    """``x`` [n] times ``table[field]``; there are 2, 4, 8 or 16 values, none of which is NaN.
+
+    Which of two NaN stays is up to the compiler.
+    """
+    return x * table[unpack(packed, table.numel().bit_length() - 1, x.numel())]
+
+
 def _minifloat_codes(x: Tensor, form: Format, nonzero: bool, negative: Tensor) -> Tensor:
     """Codes int64 [n], one each; see :func:`minifloat_encode`."""
     single = x.float()
