@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from threading import Lock
 
 import numpy as np
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import Encoded
-from backstash.stores import Store, Ticket, Usage
-from backstash.stores.base import Account, DropLock
+from backstash.stores import HostStore, Store, Ticket, Usage
 
 PCIE = 12.8e9
 """Bytes per second of the link that vDNN, cDMA and Layrub were measured with: 16 lanes of PCIe 3."""
@@ -147,47 +145,33 @@ class FarStore:
     """
 
     def __init__(self) -> None:
-        self._account = Account(type(self).__name__)
-        self._values: dict[int, Encoded] = {}
+        self._store = HostStore()
         self._back: dict[int, Encoded] = {}
-        self._numbers = count()
-        self._lock = DropLock(self._forget)
 
     def put(self, encoded: Encoded) -> Ticket:
         """Take a copy."""
-        value = replace(encoded, planes={name: _uncounted(plane) for name, plane in encoded.planes.items()})
-        with self._lock:
-            ticket = Ticket(next(self._numbers), encoded.nbytes)
-            self._account.add(encoded, ticket.nbytes)
-            self._values[ticket.number] = value
-        return ticket
+        return self._store.put(
+            replace(encoded, planes={name: _uncounted(plane) for name, plane in encoded.planes.items()})
+        )
 
     def prefetch(self, ticket: Ticket) -> None:
         """Copy it back."""
-        with self._lock:
-            value = self._values.get(ticket.number)
-            if value is not None and ticket.number not in self._back:
-                self._back[ticket.number] = _copy(value)
+        if ticket.number not in self._back:
+            self._back[ticket.number] = _copy(self._store.get(ticket))
 
     def get(self, ticket: Ticket) -> Encoded:
         """The copy that was prefetched, or one."""
-        with self._lock:
-            fetched = self._back.pop(ticket.number, None)
-            return _copy(self._values[ticket.number]) if fetched is None else fetched
+        fetched = self._back.pop(ticket.number, None)
+        return _copy(self._store.get(ticket)) if fetched is None else fetched
 
     def drop(self, ticket: Ticket) -> None:
         """Forget the value."""
-        self._lock.drop(ticket)
+        self._back.pop(ticket.number, None)
+        self._store.drop(ticket)
 
     def usage(self) -> Usage:
         """What is held there."""
-        with self._lock:
-            return self._account.usage()
-
-    def _forget(self, ticket: Ticket) -> None:
-        self._back.pop(ticket.number, None)
-        if self._values.pop(ticket.number, None) is not None:
-            self._account.remove(ticket.nbytes)
+        return self._store.usage()
 
 
 def _uncounted(plane: Tensor) -> Tensor:

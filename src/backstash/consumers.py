@@ -231,8 +231,8 @@ def claim(stashed: Stashed, spec: TensorSpec, node: int) -> Tensor | None:
     running = torch._C._current_autograd_node()
     if running is None or running._sequence_nr() != node:
         return None
-    if type(running).__name__ in accumulation.LINEAR:
-        _running.linear = _Linear(node, weakref.ref(stashed))
+    is_linear = type(running).__name__ in accumulation.LINEAR
+    _running.linear = _Linear(node, weakref.ref(stashed)) if is_linear else None
     if type(running).__name__ == _PRODUCT:
         known = stashed.encoded()
         return _Factor(stashed, spec, known[1]) if known is not None and isinstance(known[0], Binary) else None
@@ -707,6 +707,7 @@ def uninstall(waits: bool) -> None:
             _library._destroy()
             _library = None
             _claims.clear()
+            _running.linear = None
 
 
 def finished() -> None:

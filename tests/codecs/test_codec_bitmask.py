@@ -98,5 +98,5 @@ def test_a_plane_too_long_is_damage(plane: str) -> None:
     encoded = Bitmask(SIGN).encode(torch.ones(64))
     planes = {**encoded.planes, plane: torch.zeros(9, dtype=torch.uint8)}
     damaged = type(encoded)(encoded.codec, encoded.spec, planes)
-    with pytest.raises(DamagedPlanesError, match=rf"plane '{plane}' has 8 bytes, got 9\. .* compute the step again"):
+    with pytest.raises(DamagedPlanesError, match=rf"plane '{plane}' has 8 elements, got 9\. .* compute the step again"):
         Bitmask(SIGN).decode(damaged, torch.empty(64))

@@ -137,7 +137,7 @@ class BinaryFirst(Everything):
 
 def perceptron() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64))
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64))
 
 
 @native
@@ -156,20 +156,18 @@ def test_a_linear_layers_input_is_gone_before_its_gradient_is_made(monkeypatch: 
         loss = model(x).square().mean()
     products.clear()
     loss.backward()
-    decoded = 8192 * 64 * 4  # a relu's output, the only input that is stored in another form
-    assert products == [(64, decoded), (8192, 0), (64, 0), (8192, 0), (64, 0)]
+    decoded = 8192 * 64 * 4  # a relu's output, which is stored in another form; the batch is not
+    assert products == [(64, decoded), (8192, 0), (64, decoded), (8192, 0), (64, 0)]
 
 
 @native
-@pytest.mark.parametrize("shape", [(96, 64), (4, 24, 64), (64, 96)])
+@pytest.mark.parametrize("shape", [(96, 64), (4, 24, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("wanted", ["all", "input", "weight", "frozen weight", "no input", "twice", "transposed"])
 def test_linear_layers_in_every_way(shape: tuple[int, ...], dtype: torch.dtype, wanted: str) -> None:
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(1)).clamp(min=0).to(dtype)
     if wanted == "transposed":
         x = x.mT.contiguous().mT
-    if x.shape[-1] != 64:
-        x = x.mT.contiguous() if wanted != "transposed" else x.mT
     model = perceptron().to(dtype)
     x.requires_grad_(wanted != "no input")
     if wanted == "frozen weight":

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, refuses_layout, require
+from backstash.codecs.base import EXACT, Encoded, ErrorBound, check_planes, flat, like, refuses_layout, require
 from backstash.codecs.sample import look, sample
-from backstash.errors import CodecRefusedError, DamagedPlanesError
+from backstash.errors import CodecRefusedError
 from backstash.ops.reference import bits_of
 from backstash.ops.schema import bytes_for
 from backstash.saved import Mask, Need, TensorSpec, Test
@@ -86,10 +86,9 @@ class Bitmask:
         A bool is a quarter of a float32, but backward kernels on CPU that are given one make a floating copy of it
         first: measured at 2.5 times the time of relu's backward. So a Session asks for floats there.
         """
-        _check_length(encoded, "mask")
+        check_planes(encoded, dict.fromkeys(encoded.planes, bytes_for(encoded.spec.numel, 1)))
         out = like(encoded.spec, out, None if self.mask.ternary else torch.bool)
         if self.mask.ternary:
-            _check_length(encoded, "negative")
             _ops.bitmask_decode(encoded.planes["mask"], flat(out), 1.0, 0.0)
             negative = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
             _ops.bitmask_decode(encoded.planes["negative"], negative, 1.0, 0.0)
@@ -99,7 +98,6 @@ class Bitmask:
         else:
             _ops.bitmask_decode(encoded.planes["mask"], flat(out), self.mask.if_set, self.mask.if_clear)
         if "nan" in encoded.planes and out.dtype != torch.bool:
-            _check_length(encoded, "nan")
             nan = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
             _ops.bitmask_decode(encoded.planes["nan"], nan, 1.0, 0.0)
             flat(out).masked_fill_(nan, float("nan"))
@@ -167,12 +165,7 @@ class Binary:
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Every bit of the original."""
-        _check_length(encoded, "mask")
-        if encoded.planes["pair"].numel() != 2:
-            raise DamagedPlanesError(
-                f"codec 'binary' was asked to decode {encoded.spec} from two values, got "
-                f"{encoded.planes['pair'].numel()}. The stash was overwritten or cut short; compute the step again."
-            )
+        check_planes(encoded, {"mask": bytes_for(encoded.spec.numel, 1), "pair": 2})
         out = like(encoded.spec, out)
         _ops.binary_decode(encoded.planes["mask"], encoded.planes["pair"], flat(out))
         return out
@@ -187,12 +180,3 @@ def _first_two(x: Tensor) -> Tensor:
     bits = bits_of(x)
     other = int((bits != bits[0]).to(torch.uint8).argmax())
     return torch.stack((x[0], x[other]))
-
-
-def _check_length(encoded: Encoded, plane: str) -> None:
-    got, expected = encoded.planes[plane].numel(), bytes_for(encoded.spec.numel, 1)
-    if got != expected:
-        raise DamagedPlanesError(
-            f"codec {encoded.codec!r} was asked to decode {encoded.spec}, whose plane {plane!r} has {expected} bytes, "
-            f"got {got}. The stash was overwritten or cut short; compute the step again."
-        )

@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_singles, require
+from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require
 from backstash.codecs.fewbit_table import TABLE
-from backstash.errors import CodecRefusedError, DamagedPlanesError
+from backstash.errors import CodecRefusedError
 from backstash.ops.schema import bytes_for
 from backstash.saved import Need, TensorSpec
 
@@ -175,14 +175,9 @@ class FewBit:
         Raises:
             DamagedPlanesError: the plane is too short or too long.
         """
-        packed = encoded.planes["packed"]
-        if packed.numel() != bytes_for(encoded.spec.numel, self.bits):
-            raise DamagedPlanesError(
-                f"codec 'fewbit' was asked to decode {encoded.spec} of {self.bits} bits each, got {packed.numel()} "
-                f"bytes. The stash was overwritten or cut short; compute the step again."
-            )
+        check_planes(encoded, {"packed": bytes_for(encoded.spec.numel, self.bits)})
         out = like(encoded.spec, out)
-        _ops.fewbit_decode(packed, list(self.stand_ins), self.bits, flat(out))
+        _ops.fewbit_decode(encoded.planes["packed"], list(self.stand_ins), self.bits, flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, refuses_layout, require
-from backstash.errors import CodecRefusedError, DamagedPlanesError
+from backstash.codecs.base import EXACT, Encoded, ErrorBound, check_planes, flat, like, refuses_layout, require
+from backstash.errors import CodecRefusedError
 from backstash.ops.schema import bytes_for, window_bits
 from backstash.saved import Need, PoolWindow, TensorSpec
 
@@ -90,11 +90,7 @@ class Narrow:
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """The original integers."""
         packed, bits = encoded.planes["packed"], int(encoded.meta["bits"])  # type: ignore[arg-type]
-        if packed.numel() != bytes_for(encoded.spec.numel, bits):
-            raise DamagedPlanesError(
-                f"codec 'narrow' was asked to decode {encoded.spec} of {bits} bits each, got {packed.numel()} bytes. "
-                f"The stash was overwritten or cut short; compute the step again."
-            )
+        check_planes(encoded, {"packed": bytes_for(encoded.spec.numel, bits)})
         out = like(encoded.spec, out)
         if self.window is None:
             _ops.narrow_decode(packed, bits, encoded.meta["base"], flat(out))

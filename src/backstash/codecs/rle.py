@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, flat, like, refuses_layout, require
+from backstash.codecs.base import EXACT, Encoded, check_planes, flat, like, refuses_layout, require
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.sample import sample
-from backstash.errors import DamagedPlanesError
 from backstash.ops.reference import bits_of
 from backstash.ops.schema import zvc_chunks
 from backstash.saved import Need, TensorSpec
@@ -86,11 +85,7 @@ class Rle:
             DamagedPlanesError: the planes do not fit together.
         """
         planes, numel = encoded.planes, encoded.spec.numel
-        if planes["starts"].numel() != 2 * zvc_chunks(numel):
-            raise DamagedPlanesError(
-                f"codec 'rle' was asked to decode {encoded.spec}, got {planes['starts'].numel()} starts. The stash was "
-                f"overwritten or cut short; compute the step again."
-            )
+        check_planes(encoded, {"starts": 2 * zvc_chunks(numel)})
         out = like(encoded.spec, out)
         _ops.rle_decode(planes["tokens"], planes["starts"], planes["values"], flat(out))
         return out

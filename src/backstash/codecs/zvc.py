@@ -8,11 +8,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, ErrorBound, asks_for_sign, flat, like, refuses_layout, require
+from backstash.codecs.base import (
+    EXACT,
+    Encoded,
+    ErrorBound,
+    asks_for_sign,
+    check_planes,
+    flat,
+    like,
+    refuses_layout,
+    require,
+)
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.sample import look
-from backstash.errors import DamagedPlanesError
 from backstash.ops.schema import bytes_for, zvc_chunks
 from backstash.saved import Mask, Need, TensorSpec, Test
 
@@ -126,11 +135,7 @@ class Zvc:
             DamagedPlanesError: the planes do not fit together.
         """
         planes, numel = encoded.planes, encoded.spec.numel
-        if planes["mask"].numel() != bytes_for(numel, 1) or planes["offsets"].numel() != zvc_chunks(numel):
-            raise DamagedPlanesError(
-                f"codec 'zvc' was asked to decode {encoded.spec}, got a mask of {planes['mask'].numel()} bytes and "
-                f"{planes['offsets'].numel()} offsets. The stash was overwritten or cut short; compute the step again."
-            )
+        check_planes(encoded, {"mask": bytes_for(numel, 1), "offsets": zvc_chunks(numel)})
         out = like(encoded.spec, out)
         if self.values is None:
             _ops.zvc_decode(planes["mask"], planes["offsets"], planes["values"], flat(out))
