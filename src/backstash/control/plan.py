@@ -66,16 +66,20 @@ def plan(values: Mapping[str, Value]) -> Plan:
         for source, gain in value.gains.items():
             for origin, further in origins.get(source, {source: 1.0}).items():
                 squares[origin] += (gain * further) ** 2
-        gains = {origin: math.sqrt(square) for origin, square in squares.items() if origin in bounds and square > 0.0}
+        gains = {origin: math.sqrt(square) for origin, square in squares.items() if origin in bounds}
+        if not gains:  # made again of exact values
+            del bounds[key]
+            origins[key] = gains
+            continue
         asked = _allotted(value.bound, gains, bounds)
         cost = sum(values[origin].numel * math.log2(bounds[origin] / bound) for origin, bound in asked.items())
         # What is not zero takes a step's entropy, by which a normal number's half is coded: log2(spread / bound).
         saving = value.numel * value.share * math.log2(max(value.spread / value.bound, 1.0))
-        if gains and saving > cost:
+        if saving > cost:
             del bounds[key]
             origins[key] = gains
             bounds.update(asked)
-    return Plan(bounds, {key: frozenset(gains) for key, gains in origins.items()})
+    return Plan(bounds, {key: frozenset(gains) for key, gains in origins.items() if gains})
 
 
 def _allotted(bound: float, gains: Mapping[str, float], bounds: Mapping[str, float]) -> dict[str, float]:
@@ -83,11 +87,12 @@ def _allotted(bound: float, gains: Mapping[str, float], bounds: Mapping[str, flo
 
     Each may have the same part of it, and those that need less leave it to the others.
     """
-    left, asked = bound**2, {}
+    left, asked = bound**2, {origin: bounds[origin] for origin in gains}
     by_size = sorted(gains, key=lambda origin: bounds[origin] * gains[origin])
     for number, origin in enumerate(by_size):
         fair = math.sqrt(left / (len(by_size) - number))
         error = min(bounds[origin] * gains[origin], fair)
-        asked[origin] = min(bounds[origin], error / gains[origin])
+        if error == fair:
+            asked[origin] = error / gains[origin]
         left = max(left - error**2, 0.0)
     return asked
