@@ -91,8 +91,8 @@ def _allotted(bound: float, gains: Mapping[str, float], bounds: Mapping[str, flo
     by_size = sorted(gains, key=lambda origin: bounds[origin] * gains[origin])
     for number, origin in enumerate(by_size):
         fair = math.sqrt(left / (len(by_size) - number))
-        error = min(bounds[origin] * gains[origin], fair)
-        if error == fair:
-            asked[origin] = error / gains[origin]
-        left = max(left - error**2, 0.0)
+        error = bounds[origin] * gains[origin]
+        if error > fair:
+            asked[origin], error = fair / gains[origin], fair
+        left -= error**2
     return asked
