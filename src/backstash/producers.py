@@ -227,7 +227,7 @@ def _batch_norm(
         return (), given, None
     given["running_mean"] = given["running_var"] = None
     node = result.grad_fn
-    if type(node).__name__ != "NativeBatchNormBackward0":
+    if type(node).__name__ not in ("NativeBatchNormBackward0", "CudnnBatchNormBackward0"):
         return (), given, None
     mean, scale = (_statistic(getattr(node, f"_raw_saved_{role}").data) for role in ("result1", "result2"))
     return (), given, None if mean is None or scale is None else (mean, scale)

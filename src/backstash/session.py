@@ -815,7 +815,8 @@ class Session:
         Note: [proven recipes]
             Whether an op repeats itself bit for bit depends on the device, its library, shapes and layouts, and is
             nowhere documented. So a recipe runs once when it is first used, on the very data, and is trusted only if
-            the bits are the same: with fused kernels, or else op by op.
+            the bits are the same: with fused kernels, or else op by op. One that begins from bounded values has to
+            come as near as their bounds allow.
         """
         content = value.content
         if content is None or content.version != strongest.version:
@@ -1034,7 +1035,7 @@ def _apply(form: _Form, encoded: Encoded, made: Tensor) -> None:
     made.clamp_(min=tiny)
     x, bits = flat(made), encoded.planes["mask"]
     if made.device.type != "cpu" or not cpu.mask_select(x, bits, x):
-        x.masked_fill_(~form.codec.decode(encoded).view_as(made).as_strided((x.numel(),), (1,)), 0.0)
+        x.masked_fill_(~flat(form.codec.decode(encoded)), 0.0)
 
 
 def _fetch(leaf: Leaf) -> Tensor:
