@@ -17,6 +17,9 @@ from backstash.policies_offload import LOSSES, Cdma, Layrub, Vdnn, VdnnDyn
 from backstash.policy import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.saved import Need, SavedTensor
 
+STATISTICS = frozenset({"mean", "rstd", "result1", "result2"})
+"""What normalisations save their mean and their scale as: batch, layer, group and RMS norms, on CPU and CUDA."""
+
 
 @dataclass(frozen=True)
 class Lossless:
@@ -206,8 +209,9 @@ class Quantized:
     """Values in a few bits each between the extremes of their group, after ActNN (ICML 2021); the rest is exact.
 
     What a relu reads as well has a bit per element more, by which it decides as it did; where a formula asks for
-    another threshold than zero, the value is exact. So is what a loss saves. What is read by others than layers' weight
-    gradients is rounded, so unlike under control.Comet the errors of layers do add up.
+    another threshold than zero, the value is exact. So is what a loss saves, and the mean and scale of a normalisation:
+    they are one number for thousands of elements, and backward multiplies by them. What is read by others than layers'
+    weight gradients is rounded, so unlike under control.Comet the errors of layers do add up.
 
     Args:
         bits: of codecs.BlockQuant: 1, 2, 4 or 8.
@@ -232,6 +236,8 @@ class Quantized:
         """A few bits for a value, else an exact form."""
         exact = Lossless(recompute=self.recompute).decide(saved)
         if saved.need is not Need.VALUE or saved.spec.dtype not in SINGLES or saved.op in LOSSES:
+            return exact
+        if "Norm" in saved.op and saved.role in STATISTICS:
             return exact
         rounded = Stash((Binary(), BlockQuant(self.bits), Signed(BlockQuant(self.bits)), Zvc()))
         return Recompute(rounded) if self.recompute else rounded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +13,9 @@ from backstash import codecs as codec_registry
 from backstash.codecs.base import Codec
 from backstash.codecs.sliced import Sliced
 from backstash.saved import SavedTensor
+
+MAX_DEPTH = 6
+"""The longest chain of recomputed values that begin from each other, unless a policy asks for another one."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,22 @@ class Stash:
 class Recompute:
     """Hold nothing; make the value again in backward, bit for bit, by the cheap functions that made it.
 
+    Bit for bit, unless ``within`` names values.
+
     Args:
         otherwise: what is done where it cannot be made again: what made it is not cheap or draws numbers that nobody
             noted, an input is not held, or the proof failed.
         max_depth: the longest chain of recomputed values that begin from each other.
         max_inputs: how many stored values it may begin from; None for any number.
+        within: keys of values that are stored within a bound from which it may begin nevertheless, through relu, sums
+            and batch norm: it is made again within what these do to the bounds, and who reads its sign has that exact,
+            a bit per element that is stored.
     """
 
     otherwise: Keep | Stash = Keep()
-    max_depth: int = 6
+    max_depth: int = MAX_DEPTH
     max_inputs: int | None = None
+    within: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         most = 1 if self.max_inputs is None else self.max_inputs
@@ -127,9 +136,12 @@ class Outcome:
 class Policy(Protocol):
     """Decides what is done with each saved tensor.
 
-    Three more methods are optional, for policies that learn from training (see control.Comet): :class:`DecidesTogether`
+    Four more methods are optional, for policies that learn from training (see control.Comet): :class:`DecidesTogether`
     has one; ``begin_step()`` is called before a forward pass saves its first tensor; ``watch(saved, node, x)`` whenever
-    one of torch's own autograd nodes has saved ``x``, of which nothing may be kept but a copy.
+    one of torch's own autograd nodes has saved ``x``, of which nothing may be kept but a copy; ``trace(saved, readers,
+    sources)`` before a value is decided on, where ``sources()`` tells from which values that are held it could be made
+    again: by the keys with which these were decided on, by how much an error of theirs is multiplied, channel by
+    channel (see producers.gains); None where that is not known.
     """
 
     def decide(self, saved: SavedTensor) -> Action:
@@ -186,6 +198,16 @@ class Rules:
         """Passed on to ``otherwise``, if it wants it."""
         if hasattr(self.otherwise, "watch"):
             self.otherwise.watch(saved, node, x)
+
+    def trace(
+        self,
+        saved: SavedTensor,
+        readers: Sequence[SavedTensor],
+        sources: Callable[[], dict[str, Tensor] | None],
+    ) -> None:
+        """Passed on to ``otherwise``, if it wants it."""
+        if hasattr(self.otherwise, "trace"):
+            self.otherwise.trace(saved, readers, sources)
 
     def observe(self, outcome: Outcome) -> None:
         """Passed on to ``otherwise``."""

@@ -6,7 +6,8 @@ and begins another. When a saved value is to be recomputed, its content's call i
 something that is held anyway: another saved value, a parameter, or a small tensor. That tree is the :class:`Recipe`.
 
 A recipe is proven before it is trusted: the first time a value is recomputed rather than stored, the recipe runs at
-once and its bits are compared with the value (Note: [proven recipes] in session.py).
+once and its bits are compared with the value (Note: [proven recipes] in session.py). A recipe may also begin from
+values that are stored within a bound: :func:`gains` tells what it does to their errors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -225,12 +226,22 @@ def _batch_norm(
     if not given.get("training"):
         return (), given, None
     given["running_mean"] = given["running_var"] = None
-    node, statistics = result.grad_fn, None
-    if type(node).__name__ == "NativeBatchNormBackward0":
-        raw = [getattr(node, f"_raw_saved_{role}").data for role in ("result1", "result2")]
-        if all(isinstance(one, tuple) for one in raw):  # held as they are, being small
-            statistics = (Held(*raw[0]), Held(*raw[1]))
-    return (), given, statistics
+    node = result.grad_fn
+    if type(node).__name__ not in ("NativeBatchNormBackward0", "CudnnBatchNormBackward0"):
+        return (), given, None
+    mean, scale = (_statistic(getattr(node, f"_raw_saved_{role}").data) for role in ("result1", "result2"))
+    return (), given, None if mean is None or scale is None else (mean, scale)
+
+
+def _statistic(packed: Any) -> Held | None:
+    """What a Session has packed, held as it is for being small, or a copy of what it has yet to store."""
+    if isinstance(packed, tuple):
+        return Held(*packed)
+    dense: Tensor | None = getattr(packed, "dense", None)
+    if dense is None:
+        return None
+    copy = dense.clone()
+    return Held(copy, copy._version)
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------
@@ -254,11 +265,13 @@ class Recipe:
         inputs: for each tensor argument in the order of ``call.inputs()``: a Leaf, what is Held, or the recipe of what
             the argument is a view of, with that view.
         fused: whether batch norm, add and relu may run as one kernel.
+        settled: whether batch norm takes the statistics that it saved, and not those of what it is given now.
     """
 
     call: Call
     inputs: tuple[Leaf | Held | tuple[Recipe, View], ...]
     fused: bool = True
+    settled: bool = False
 
     def __str__(self) -> str:
         inner = [str(one[0]) for one in self.inputs if isinstance(one, tuple)]
@@ -287,6 +300,8 @@ class Recipe:
             if made is not None:
                 return made
         tensors = [self._input(index, fetch, out) for index in range(len(self.inputs))]
+        if self.settled and self.call.statistics is not None:
+            return _settled_norm(self.call, tensors)
         first, call = self.inputs[0] if self.inputs else None, self.call
         temporary = isinstance(first, tuple) and tensors[0].shape == call.spec.shape
         if temporary and tensors[0].dtype == call.spec.dtype and call.name in _OVERWRITE:
@@ -296,7 +311,12 @@ class Recipe:
     def unfused(self) -> Recipe:
         """The same calls, each on its own."""
         inputs = tuple((one[0].unfused(), one[1]) if isinstance(one, tuple) else one for one in self.inputs)
-        return Recipe(self.call, inputs, fused=False)
+        return replace(self, inputs=inputs, fused=False)
+
+    def settle(self) -> Recipe:
+        """The same calls, for inputs that are off: batch norm's statistics are exact nevertheless."""
+        inputs = tuple((one[0].settle(), one[1]) if isinstance(one, tuple) else one for one in self.inputs)
+        return replace(self, inputs=inputs, settled=True)
 
     def _input(self, index: int, fetch: Callable[[Leaf], Tensor], out: Memory | None) -> Tensor:
         one = self.inputs[index]
@@ -332,6 +352,17 @@ def _replay(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> 
     with cast, _Generator(call):
         made: Tensor = function(*args, **kwargs)
     return made
+
+
+def _settled_norm(call: Call, tensors: list[Tensor]) -> Tensor:
+    assert call.statistics is not None
+    given = dict(
+        zip((name for name, arg in call.kwargs.items() if isinstance(arg, (View, Held))), tensors, strict=True)
+    )
+    mean, invstd = (one.get() for one in call.statistics)
+    eps = call.kwargs.get("eps", 1e-5)
+    variance = (invstd.double().pow(-2) - eps).clamp_(min=0.0).to(invstd.dtype)
+    return F.batch_norm(given["input"], mean, variance, given.get("weight"), given.get("bias"), eps=eps)
 
 
 class _Generator:
@@ -396,6 +427,71 @@ def build(content: Content, leaf: Callable[[View], Leaf | str | None], budget: i
 
 def _calls(recipe: Recipe) -> int:
     return 1 + sum(_calls(one[0]) for one in recipe.inputs if isinstance(one, tuple))
+
+
+# -- what becomes of errors --------------------------------------------------------------------------------------------
+
+
+def gains(recipe: Recipe) -> dict[Any, Tensor] | None:
+    """By how much an error in each value that the recipe begins from is multiplied, by channel: [C] or [1].
+
+    Errors of several add up. None where that is not known: it is of batch norm with the batch's statistics, which are
+    stored apart, of relu, of sums, and of what is put together by channels.
+    """
+    call, inputs = recipe.call, recipe.inputs
+    if call.name == "relu" and len(inputs) == 1:
+        return _gains_of(recipe, 0)
+    if call.name == "batch_norm" and call.statistics is not None:
+        factor = call.statistics[1].get()
+        weight = call.kwargs.get("weight")
+        if isinstance(weight, Held):
+            factor = factor * weight.get().detach().to(factor.dtype)
+        return _scaled(_gains_of(recipe, 0), factor.abs())
+    if call.name == "add" and len(inputs) == 2 == len(call.args) and not call.kwargs:
+        first, second = _gains_of(recipe, 0), _gains_of(recipe, 1)
+        if first is None or second is None:
+            return None
+        for one, gain in second.items():
+            first[one] = first[one] + gain if one in first else gain
+        return first
+    if call.name == "cat" and (call.args[1:] == (1,) or call.kwargs == {"dim": 1}):
+        return _gains_of_parts(recipe)
+    return None
+
+
+def _gains_of_parts(recipe: Recipe) -> dict[Any, Tensor] | None:
+    """Of a cat: each part's in its own channels."""
+    total: dict[Any, Tensor] = {}
+    begin, spec = 0, recipe.call.spec
+    for index, one in enumerate(recipe.inputs):
+        part = _gains_of(recipe, index, but=1)
+        if part is None or isinstance(one, Held):
+            return None
+        end = begin + (one.spec if isinstance(one, Leaf) else one[1].spec).shape[1]
+        for value, gain in part.items():
+            channels = total.setdefault(value, torch.zeros(spec.shape[1], device=spec.device))
+            channels[begin:end] += gain
+        begin = end
+    return total
+
+
+def _gains_of(recipe: Recipe, index: int, but: int | None = None) -> dict[Any, Tensor] | None:
+    """Those of one input, where it has the shape of the result, ``but`` for one dimension."""
+    one, spec = recipe.inputs[index], recipe.call.spec
+    if isinstance(one, Held):
+        return None
+    given = (one if isinstance(one, Leaf) else one[1]).spec
+    if len(given.shape) != len(spec.shape):
+        return None
+    if any(a != b for dim, (a, b) in enumerate(zip(given.shape, spec.shape, strict=True)) if dim != but):
+        return None
+    if isinstance(one, Leaf):
+        return {one.value: torch.ones(1, device=spec.device)}
+    return gains(one[0]) if _fills(one) else None
+
+
+def _scaled(given: dict[Any, Tensor] | None, factor: Tensor) -> dict[Any, Tensor] | None:
+    return None if given is None else {value: gain * factor for value, gain in given.items()}
 
 
 # -- batch norm, add and relu in one pass ------------------------------------------------------------------------------

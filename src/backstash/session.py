@@ -31,6 +31,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -42,7 +43,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backstash import consumers, needs, policies, producers
 from backstash.buffers import Buffers
-from backstash.codecs.base import Codec, Encoded, is_dense
+from backstash.codecs.base import Codec, Encoded, flat, is_dense
 from backstash.codecs.bitmask import Binary, Bitmask
 from backstash.codecs.fewbit import FewBit
 from backstash.codecs.narrow import Narrow
@@ -57,17 +58,19 @@ from backstash.errors import (
     UnknownNameError,
 )
 from backstash.ledger import Entry, PeakRow, Report, Step
+from backstash.ops import cpu
 from backstash.ops.reference import bits_of
-from backstash.policy import DecidesTogether, Keep, Outcome, Policy, Recompute, Slice, Stash
+from backstash.policy import MAX_DEPTH, DecidesTogether, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.prefetch import Prefetcher, Tag
 from backstash.producers import Content, Held, Leaf, Recipe, View
-from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, is_odd
+from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, Test, is_odd
 from backstash.stores import DeviceStore, HostStore, Store, Ticket
 
 MIN_NBYTES = 16 * 1024
 """Tensors smaller than this are kept: naming and encoding them costs more than they hold."""
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_Sources = Callable[[], dict[str, Tensor] | None]
 _active = threading.local()
 
 
@@ -88,10 +91,12 @@ class _Form:
 class _Value:
     """The data of one storage, owned by the saved tensors that view it and by the recipes that begin from it.
 
-    At most one of ``form``, ``recipe`` and dense members holds it. ``made`` is what the recipe made, as long as a saved
-    tensor has yet to read it, ``bits`` the mask of what was decoded or made, as long as nobody reads more of it than
-    that. ``guard`` is a member of its own: it keeps the data that recipes need, and its version.
-    ``height`` is the length of the longest chain of recipes above it.
+    At most one of ``form``, ``recipe`` and dense members holds it; but with a recipe that begins from bounded values,
+    ``form`` holds the mask that its readers of signs read. ``made`` is what the recipe made, as long as a saved tensor
+    has yet to read it, ``bits`` the mask of what was decoded or made, as long as nobody reads more of it than that.
+    ``guard`` is a member of its own: it keeps the data that recipes need, and its version.
+    ``height`` is the length of the longest chain of recipes above it. ``key`` is the one that it was decided on with,
+    ``errors`` are those of the bounded values whose errors it has, its own among them.
     """
 
     __slots__ = (
@@ -100,9 +105,11 @@ class _Value:
         "buffers",
         "content",
         "entry",
+        "errors",
         "form",
         "guard",
         "height",
+        "key",
         "live",
         "made",
         "members",
@@ -123,6 +130,8 @@ class _Value:
         self.made: Tensor | None = None
         self.guard: _Saved | None = None
         self.height = 0
+        self.key = ""
+        self.errors: frozenset[str] = frozenset()
 
     @property
     def depth(self) -> int:
@@ -380,6 +389,9 @@ class Session:
         self._together = self.policy if isinstance(self.policy, DecidesTogether) else None
         self._begun: Callable[[], None] | None = getattr(self.policy, "begin_step", None)
         self._watch: Callable[[SavedTensor, Any, Tensor], None] | None = getattr(self.policy, "watch", None)
+        self._trace: Callable[[SavedTensor, list[SavedTensor], _Sources], None] | None = getattr(
+            self.policy, "trace", None
+        )
         self._contents: dict[int, tuple[StorageWeakRef, Content]] = {}
         self._proven: dict[tuple[str, str, str], str] = {}
         self._buffers = self._live.buffers
@@ -653,10 +665,12 @@ class Session:
         if whole is None or any(saved.spec.dtype != facts.spec.dtype for saved in fresh if saved.spec):
             self._kept(value, facts, "its storage is seen as different types")
             return
+        value.key = facts.key
+        readers = [saved.tensor for saved in fresh if saved.tensor is not None]
+        if self._trace is not None:
+            self._trace(facts, readers, lambda: self._sources(value, strongest))
         if self._together is not None:
-            action = self._together.decide_together(
-                facts, [saved.tensor for saved in fresh if saved.tensor is not None]
-            )
+            action = self._together.decide_together(facts, readers)
         else:
             action = self.policy.decide(facts)
         value.buffers = self._buffers
@@ -664,11 +678,16 @@ class Session:
         why = ""
         if isinstance(action, Recompute):
             recipe = self._recipe(value, strongest, whole, action)
+            if isinstance(recipe, Recipe) and recipe.settled:
+                value.errors = frozenset().union(*(leaf.errors for leaf in recipe.leaves()))
+                value.form = self._mask(whole, facts, fresh)
             if isinstance(recipe, Recipe):
                 value.recipe, value.guard = recipe, None
                 for leaf in recipe.leaves():
                     leaf.raise_to(value.height + 1)
-                self._released(value, fresh, facts, "recompute", 0, str(recipe), started)
+                nbytes = 0 if value.form is None else value.form.ticket.nbytes
+                label = "recompute within" if recipe.settled else "recompute"
+                self._released(value, fresh, facts, label, nbytes, str(recipe), started)
                 return
             action, why = action.otherwise, f"; not recomputed: {recipe}"
         if isinstance(action, Keep):
@@ -682,6 +701,8 @@ class Session:
             self._kept(value, facts, reason + why)
             return
         value.form, value.guard = form, None
+        if form.codec.bound is not None:
+            value.errors = frozenset((facts.key,))
         if action.store != "device":
             self._live.prefetcher.put(form, facts.key)
         label = getattr(form.codec, "label", form.codec.id)
@@ -795,27 +816,50 @@ class Session:
         Note: [proven recipes]
             Whether an op repeats itself bit for bit depends on the device, its library, shapes and layouts, and is
             nowhere documented. So a recipe runs once when it is first used, on the very data, and is trusted only if
-            the bits are the same: with fused kernels, or else op by op.
+            the bits are the same: with fused kernels, or else op by op. One that begins from bounded values has to
+            come as near as their bounds allow.
         """
         content = value.content
         if content is None or content.version != strongest.version:
             return "what made it is not known"
-        recipe = producers.build(content, lambda view: _leaf(view, value, action.max_depth))
+        recipe = producers.build(content, lambda view: _leaf(view, value, action.max_depth, action.within))
         if isinstance(recipe, str):
             return recipe
         inputs = len(set(recipe.leaves()))
         if action.max_inputs is not None and inputs > action.max_inputs:
             return f"it would begin from {inputs} stored values"
         assert strongest.tensor is not None
-        key = (strongest.tensor.key, str(recipe), str(TensorSpec.of(whole)))
+        bounded = any(leaf.errors for leaf in recipe.leaves())
+        if bounded and not _keeps_signs(recipe, value, whole):
+            return "its sign is read in another way than a relu does"
+        key = (strongest.tensor.key, str(recipe), f"{TensorSpec.of(whole)}{' within' * bounded}")
         if key not in self._proven:
-            self._proven[key] = _prove(recipe, whole)
+            self._proven[key] = _prove_within(recipe.settle(), whole) if bounded else _prove(recipe, whole)
         proof = self._proven[key]
         if not proof:
-            return f"{recipe} does not repeat itself bit for bit"
+            return f"{recipe} does not repeat itself {'within its bounds' if bounded else 'bit for bit'}"
         for leaf in recipe.leaves():
             _guard(leaf)
+        if bounded:
+            return recipe.settle()
         return recipe if proof == "fused" else recipe.unfused()
+
+    def _mask(self, whole: Tensor, facts: SavedTensor, readers: list[_Saved]) -> _Form | None:
+        """What who reads signs reads, exactly, of a value that is made again within bounds; None where nobody does."""
+        mask = next((saved.mask for saved in readers if saved.need is Need.SIGN), None)
+        if mask is None:
+            return None
+        form, _ = self._stash(whole, replace(facts, need=Need.SIGN, mask=mask), Stash(Bitmask(mask)), readers)
+        return form
+
+    def _sources(self, value: _Value, strongest: _Saved) -> dict[str, Tensor] | None:
+        """See ``trace`` of :class:`backstash.policy.Policy`."""
+        content = value.content
+        if content is None or content.version != strongest.version:
+            return None
+        recipe = producers.build(content, lambda view: _leaf(view, value, MAX_DEPTH, None))
+        found = producers.gains(recipe) if isinstance(recipe, Recipe) else None
+        return None if found is None else {leaf.key: gain for leaf, gain in found.items() if leaf.key}
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
@@ -882,6 +926,17 @@ def _decode(saved: _Saved, spec: TensorSpec, value: _Value) -> Tensor:
     return whole.as_strided(spec.shape, spec.stride, saved.offset)
 
 
+def _keeps_signs(recipe: Recipe, value: _Value, whole: Tensor) -> bool:
+    """Whether who reads a value's sign can have it in a bit each, with a relu's zero where it is clear."""
+    masks = {saved.mask for saved in value.saved() if saved.need is Need.SIGN and saved.dense is not None}
+    if not masks:
+        return True
+    mask = masks.pop()
+    if masks or mask is None or mask.test not in (Test.NOT_LE, Test.GT) or mask.lo != 0.0:
+        return False
+    return recipe.call.name == "relu" and Bitmask(mask).accepts(TensorSpec.of(whole)) is None
+
+
 def _settle(value: _Value) -> None:
     """Let go of what was decoded or made. Of what its other readers have yet to read, keep the mask if that is all."""
     buffers = value.buffers
@@ -899,7 +954,8 @@ def _settle(value: _Value) -> None:
             or codec.accepts(TensorSpec.of(whole)) is not None
         ):
             return
-        if value.bits is None or value.bits[0] != mask:
+        stored = value.form is not None and value.form.mask == mask
+        if not stored and (value.bits is None or value.bits[0] != mask):
             value.bits = mask, codec, codec.encode(whole)
     if not unread:
         value.bits = None
@@ -945,12 +1001,22 @@ def _dense(value: _Value, ahead: bool = False, borrows: bool = False) -> Tensor:
     for member in value.saved():
         member.read = False
     started = time.perf_counter()
-    if form is not None and borrows and isinstance(form.codec, Raw):
+    if value.recipe is not None:
+        spec = value.recipe.call.spec
+        whole = value.recipe.run(_fetch, lambda: buffers.take(spec, spec.dtype))
+        if form is not None:
+            _apply(form, _planes(value, form), whole)
+        if not ahead or value.live.has_room(whole.untyped_storage().nbytes()):
+            value.hold(whole.detach())
+        if any(leaf.recipe is not None and leaf.made is None for leaf in value.recipe.leaves()):
+            buffers.shrink()  # there was no room for them
+    elif form is not None and borrows and isinstance(form.codec, Raw):
         encoded = _planes(value, form)
         started = time.perf_counter()
         whole = form.codec.view(encoded)
         buffers.lend(owner, whole)
-    elif form is not None:
+    else:
+        assert form is not None
         # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
         one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
         dtype = torch.bool if one_bit and form.spec.device.type != "cpu" else form.spec.dtype
@@ -958,18 +1024,19 @@ def _dense(value: _Value, ahead: bool = False, borrows: bool = False) -> Tensor:
         encoded = _planes(value, form)
         started = time.perf_counter()  # what was waited for is counted apart
         form.codec.decode(encoded, whole)
-    else:
-        assert value.recipe is not None
-        spec = value.recipe.call.spec
-        whole = value.recipe.run(_fetch, lambda: buffers.take(spec, spec.dtype))
-        if not ahead or value.live.has_room(whole.untyped_storage().nbytes()):
-            value.hold(whole.detach())
-        if any(leaf.recipe is not None and leaf.made is None for leaf in value.recipe.leaves()):
-            buffers.shrink()  # there was no room for them
     buffers.filled(owner, whole)
     value.entry.decode_seconds += time.perf_counter() - started
     value.entry.decodes += 1
     return whole
+
+
+def _apply(form: _Form, encoded: Encoded, made: Tensor) -> None:
+    """Where the mask is clear a relu's result becomes zero, elsewhere the smallest positive number if it is less."""
+    tiny = torch.finfo(made.dtype).tiny
+    made.clamp_(min=tiny)
+    x, bits = flat(made), encoded.planes["mask"]
+    if made.device.type != "cpu" or not cpu.mask_select(x, bits, x):
+        x.masked_fill_(~flat(form.codec.decode(encoded)), 0.0)
 
 
 def _fetch(leaf: Leaf) -> Tensor:
@@ -990,19 +1057,24 @@ def _fetch(leaf: Leaf) -> Tensor:
     return whole.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)
 
 
-def _leaf(view: View, root: _Value, max_depth: int) -> Leaf | str | None:
-    """The stored value that holds what a recipe for ``root`` would begin from; None without one, or why it may not."""
+def _leaf(view: View, root: _Value, max_depth: int, within: frozenset[str] | None) -> Leaf | str | None:
+    """The stored value that holds what a recipe for ``root`` would begin from; None without one, or why it may not.
+
+    It is exact, or has the errors of no values but those ``within``; None for any.
+    """
     value = view.content.value() if view.content.value is not None else None
     if value is None or value is root or value.content is not view.content:
         return None
     dtype: torch.dtype | None = None
-    if value.form is not None:
-        if Need.VALUE in value.form.codec.preserves and value.form.codec.bound is None:
-            dtype = value.form.spec.dtype
-    elif value.recipe is not None:
+    if within is not None and not value.errors <= within:
+        return None
+    if value.recipe is not None:
         if value.depth + root.height >= max_depth:
             return f"it would begin from a chain of {value.depth} recomputed values"
         dtype = value.recipe.call.spec.dtype
+    elif value.form is not None:
+        if Need.VALUE in value.form.codec.preserves:
+            dtype = value.form.spec.dtype
     else:
         member = _holder(value)
         if member is not None and member.dense is not None and member.dense._version == view.content.version:
@@ -1040,6 +1112,40 @@ def _prove(recipe: Recipe, whole: Tensor) -> str:
             if torch.equal(bits_of(flat), bits_of(expected)):
                 return proof
     return ""
+
+
+def _prove_within(recipe: Recipe, whole: Tensor) -> str:
+    """Whether the recipe makes ``whole`` within what its bounds allow, and rounding: "within", or "" (not)."""
+    off = _off_by(recipe)
+    if off is None:
+        return ""
+    made = recipe.run(_first_fetch)
+    if TensorSpec.of(made) != recipe.call.spec:
+        return ""
+    error = (made - whole.as_strided(made.shape, made.stride(), 0)).abs_()
+    by_channel = error.amax([dim for dim in range(made.dim()) if dim != 1])
+    rounding = 8 * torch.finfo(made.dtype).eps * made.abs().max()
+    return "within" if bool((by_channel <= off * 1.001 + rounding).all()) else ""
+
+
+def _off_by(recipe: Recipe) -> Tensor | None:
+    """How far what the recipe makes may be off, by channel; None where that is not known."""
+    found = producers.gains(recipe)
+    if found is None:
+        return None
+    total = torch.zeros(1, device=recipe.call.spec.device)
+    for leaf, gain in found.items():
+        if leaf.recipe is not None and leaf.recipe.settled:
+            off = _off_by(leaf.recipe)
+        else:
+            bound = leaf.form.codec.bound if leaf.form is not None and leaf.recipe is None else None
+            off = torch.zeros(1, device=total.device)
+            if bound is not None:
+                off = None if bound.abs is None else off + bound.abs
+        if off is None:
+            return None
+        total = total + gain * off
+    return total
 
 
 def _first_fetch(leaf: Leaf) -> Tensor:

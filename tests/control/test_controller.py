@@ -447,10 +447,69 @@ def test_a_batch_norm_is_off_by_what_was_predicted() -> None:
     assert norms < set(policy.bounds)
     rows = {row.key: row.codec.split("+")[0] for row in session.report().rows}
     assert {rows[key] for key in norms} == {"sz"}
-    assert rows["3/Convolution#0:input"] == "signed sz"
+    assert rows["3/Convolution#0:input"] == "recompute within"
     ratios = [one.measured / one.predicted for one in policy.history if one.key in norms and one.measured]  # type: ignore[operator]
     assert len(ratios) > 10
     assert 0.8 < sorted(ratios)[len(ratios) // 2] < 1.2
+
+
+class Residual(nn.Module):
+    """Batch norms' results with a relu, and with a sum that the next one's goes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.Linear(16, 10)
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norms[0](self.stem(x)))
+        for number in (0, 2):
+            y = F.relu(self.norms[number + 1](self.convs[number](x)))
+            x = F.relu(self.norms[number + 2](self.convs[number + 1](y)) + x)
+        logits: Tensor = self.head(x.mean([2, 3]))
+        return logits
+
+
+@pytest.mark.parametrize("codec", ["szp", "sz"])
+def test_a_convolution_is_off_by_what_was_predicted_of_what_is_made_again(codec: str) -> None:
+    plain, _ = train(model := Residual(), sgd(model), "keep", 60)
+    model = Residual()
+    optimizer = sgd(model)
+    policy = comet("conv+norm", every=5, codec=codec, optimizer=optimizer, samples=4)
+    losses, session = train(model, optimizer, policy, 60)
+    assert sum(losses[-20:]) == pytest.approx(sum(plain[-20:]), abs=1.0)
+    inputs = {f"convs.{number}/Convolution#0:input" for number in range(4)}
+    rows = {row.key: row.codec for row in session.report().rows}
+    assert {rows[key] for key in inputs} == {"recompute within"}
+    assert set(policy.plan.within) == inputs
+    norms = {key: bound for key, bound in policy.plan.bounds.items() if "BatchNorm" in key}
+    assert all(bound <= policy.bounds[key] for key, bound in norms.items())
+    assert any(bound < policy.bounds[key] for key, bound in norms.items())
+    measured = [one for one in policy.history if one.key in inputs and one.measured and one.predicted]
+    ratios = sorted(one.measured / one.predicted for one in measured)  # type: ignore[operator]
+    assert len(ratios) > 8
+    assert 0.8 < ratios[len(ratios) // 2] < 1.2
+    wanted = sorted(one.measured / one.target for one in measured)  # type: ignore[operator]
+    assert wanted[len(wanted) // 2] < 1.3
+
+
+def test_without_batch_norms_bounds_their_results_are_made_again_exactly() -> None:
+    model = Residual()
+    policy = comet("conv", every=4, codec="sz")
+    _, session = train(model, sgd(model), policy, 16)
+    rows = {row.key: row.codec for row in session.report().rows}
+    assert {rows[f"convs.{number}/Convolution#0:input"] for number in range(4)} == {"recompute"}
+    assert policy.plan.within == {}
+
+
+def test_without_recomputation_nothing_is_made_again() -> None:
+    model = Residual()
+    policy = comet("conv+norm", every=4, codec="sz", recompute=False)
+    _, session = train(model, sgd(model), policy, 16)
+    assert {row.codec.split("+")[0] for row in session.report().rows if "convs" in row.key} == {"signed sz"}
+    assert policy.plan.within == {}
 
 
 def test_a_batch_norms_input_gradient_is_off_by_no_more_than_the_share() -> None:

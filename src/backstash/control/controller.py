@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from backstash.codecs import Codec, Signed, Sz, Szp
 from backstash.control.bound import bound_for, channel_norms, coverage
+from backstash.control.plan import Plan, Value, plan
 from backstash.errors import UnknownNameError
 from backstash.needs import op_of
 from backstash.policies import Lossless
@@ -75,6 +76,9 @@ class _Reading:
     """A layer in a collecting step. A module that runs twice adds up, as its weight gradients do."""
 
     parameter: nn.Parameter
+    shares: Tensor  # of the input's elements that are not zero, by channel
+    spread: Tensor
+    applied: float = 0.0  # the bound that the input was stored or made again within
     coarsest: Tensor | float = math.inf  # bound
     energy: Tensor | None = None  # by channel: what the error's variance is 3 / bound**2 times, [channels]
     magnitude: Tensor | float = 0.0  # mean magnitude of the weight gradient
@@ -110,6 +114,9 @@ class Comet:
     gradient has per element: its bound is also so small that this is no more than the share ``sigma`` of the gradient.
     It goes on to the layers below, where such errors add up as the root of their squares.
 
+    A convolution's input that a batch norm and a relu made of a bounded value, and perhaps a sum, is made again from
+    it, with the relu's mask exact in a bit per element, where that takes less: then the one bound serves both layers.
+
     Everything else is exact as with the policy ``lossless``: what is read by others than the layers and relus, layers
     whose weight is no parameter itself, a layer of which nothing is known, and all of the first steps. What can be
     made again from what is held is not stored at all.
@@ -134,6 +141,7 @@ class Comet:
 
     Attributes:
         history: what was found and decided, a Record for each layer and collection, the latest 4,096.
+        plan: by keys of values what is stored within which bound, and what is made again from it.
 
     Raises:
         ValueError: a number is out of its range, or there are no such layers or codec.
@@ -183,6 +191,9 @@ class Comet:
         self._exact = Lossless(recompute=recompute)
         self._readers = frozenset().union(*(LAYERS[kind] for kind in kinds))
         self._known: dict[str, _Known] = {}
+        self.plan = Plan()
+        self._made: dict[str, tuple[tuple[str, ...], Value]] = {}  # in the collecting step: keys of readers, and value
+        self._applied: dict[str, float] = {}
         self._readings: dict[str, _Reading] = {}
         self._sampled: frozenset[str] = frozenset()
         self._step = 0
@@ -195,7 +206,7 @@ class Comet:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The bounds in use, by the key of the layer's input."""
+        """The bounds that layers ask for, by the key of the layer's input; what several read has the smallest."""
         return {key: layer.bound for key, layer in self._known.items() if layer.bound is not None}
 
     # -- what a Session asks -------------------------------------------------------------------------------------------
@@ -205,7 +216,7 @@ class Comet:
         return self.decide_together(saved, (saved,))
 
     def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
-        """A bound where all who read the value are layers that have one: the smallest of these."""
+        """A bound where all who read the value are layers that have one: the smallest of these, or a smaller one."""
         exact = self._exact.decide(saved)
         bounds = [self._bound(reader.key) for reader in readers if reader.need is Need.VALUE]
         smallest = min((bound for bound in bounds if bound is not None), default=None)
@@ -214,11 +225,46 @@ class Comet:
         stash = exact.otherwise if isinstance(exact, Recompute) else exact
         if not isinstance(stash, Stash):
             return exact
+        smallest = min(smallest, self.plan.bounds.get(saved.key, smallest))
+        if self._collecting:
+            self._apply(saved.key, smallest)
         bounded = Stash((*CODECS[self.codec](smallest), *stash.codecs), stash.store)
-        return replace(exact, otherwise=bounded) if isinstance(exact, Recompute) else bounded
+        if not isinstance(exact, Recompute):
+            return bounded
+        return replace(exact, otherwise=bounded, within=self.plan.within.get(saved.key, frozenset()))
 
     def observe(self, outcome: Outcome) -> None:
-        """Learns nothing: what a bound does is seen in the gradients."""
+        """In a collecting step, note how far a value that was made again may be off."""
+        key = outcome.saved.key
+        if not self._collecting or key not in self._applied:
+            return
+        if outcome.codec == "recompute":
+            self._apply(key, 0.0)
+        elif outcome.codec == "recompute within":
+            gains = self._made[key][1].gains
+            self._apply(key, math.hypot(*(gain * self._applied.get(source, 0.0) for source, gain in gains.items())))
+
+    def trace(
+        self,
+        saved: SavedTensor,
+        readers: Sequence[SavedTensor],
+        sources: Callable[[], dict[str, Tensor] | None],
+    ) -> None:
+        """In a collecting step, find out from which others a value could be made again."""
+        if not self._collecting:
+            return
+        keys = tuple(reader.key for reader in readers if reader.need is Need.VALUE)
+        reading = self._readings.get(keys[0]) if keys else None
+        if reading is None or not all(key in self._readings for key in keys):
+            return
+        gains = {source: _mean_gain(gain, reading.shares) for source, gain in (sources() or {}).items()}
+        value = Value(saved.spec.numel, float(reading.shares.mean()), float(reading.spread), None, gains)
+        self._made[saved.key] = keys, value
+
+    def _apply(self, key: str, bound: float) -> None:
+        self._applied[key] = bound
+        for reader in self._made[key][0] if key in self._made else ():
+            self._readings[reader].applied = bound
 
     def begin_step(self) -> None:
         """Take in what the last step has collected, and see whether this one has to."""
@@ -228,6 +274,8 @@ class Comet:
         self._collecting = self._step >= self._due
         bounded = sorted(self.bounds, key=lambda key: self._known[key].sampled)
         self._sampled = frozenset(bounded[: self.samples] if self._collecting else ())
+        if self._collecting:
+            self._made, self._applied = {}, {}
 
     def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
         """In a collecting step, have the node tell of its gradients when it runs."""
@@ -238,10 +286,11 @@ class Comet:
         if parameter is None or by_running_statistics:
             self._known.pop(saved.key, None)
             return
-        reading = self._readings.setdefault(saved.key, _Reading(parameter))
         with torch.no_grad():
             layer = _layer(node, x)
-            reading.keep_below(_COARSEST * layer.spread(x))
+            spread = layer.spread(x)
+            reading = self._readings.setdefault(saved.key, _Reading(parameter, layer.shares, spread))
+            reading.keep_below(_COARSEST * spread)
             exact = x.detach().clone() if saved.key in self._sampled else None
         node.register_hook(_collector(reading, layer, self.sigma, _WEIGHTS[saved.op], exact))
 
@@ -250,6 +299,11 @@ class Comet:
     def _bound(self, key: str) -> float | None:
         layer = self._known.get(key)
         return None if layer is None else layer.bound
+
+    def _asked(self, readers: Sequence[str]) -> float | None:
+        """The smallest bound of these readers, if all have one."""
+        bounds = [bound for key in readers if (bound := self._bound(key)) is not None]
+        return min(bounds) if bounds and len(bounds) == len(readers) else None
 
     def _take_in(self) -> None:
         readings, self._readings = self._readings, {}
@@ -263,6 +317,7 @@ class Comet:
             caution = layer.caution
             self.history.append(self._update(key, layer, reading))
             doubted |= layer.caution < caution
+        self.plan = plan({key: replace(value, bound=self._asked(keys)) for key, (keys, value) in self._made.items()})
         moves = [max(bound / before[key], before[key] / bound) for key, bound in self.bounds.items() if key in before]
         if not moves or doubted:  # the first bounds, or smaller ones: see at once what they do
             self._due = self._step + 1
@@ -281,8 +336,8 @@ class Comet:
         record = Record(self._step, key, layer.bound, target)
         if not (math.isfinite(norm) and math.isfinite(target)):
             return replace(record, note="its gradients are not finite: the bound stays")
-        if layer.bound is not None:
-            record = replace(record, predicted=layer.bound * norm / math.sqrt(3))
+        if reading.applied:
+            record = replace(record, predicted=reading.applied * norm / math.sqrt(3))
         if reading.error is not None:
             layer.sampled = self._step
             record = self._compare(layer, record, math.sqrt(float(reading.error)), float(reading.cosine))
@@ -360,11 +415,16 @@ class _Linear:
 
     Attributes:
         shape: of the input.
-        share: of the input's elements that are not zero.
+        shares: of the input's elements that are not zero, by channel.
     """
 
     shape: tuple[int, ...]
-    share: Tensor
+    shares: Tensor
+
+    @property
+    def share(self) -> Tensor:
+        """Of all."""
+        return self.shares.mean()
 
     def spread(self, x: Tensor) -> Tensor:
         """How large the numbers are that the codec has to tell apart."""
@@ -451,13 +511,22 @@ class _BatchNorm(_Linear):
         return limit
 
 
+def _mean_gain(gain: Tensor, shares: Tensor) -> float:
+    """In the root mean square over what is not zero."""
+    square = gain.square()
+    if square.numel() != shares.numel():  # seen through another view
+        return float(square.mean().sqrt())
+    return float(((square * shares).sum() / shares.sum().clamp(min=torch.finfo(shares.dtype).tiny)).sqrt())
+
+
 def _layer(node: Any, x: Tensor) -> _Linear:
     op, shape = op_of(node), tuple(x.shape)
-    share = x.count_nonzero() / max(x.numel(), 1)
+    others = [dim for dim in range(x.dim()) if dim != 1]
+    shares = x.count_nonzero(others) / max(x.numel() // max(x.shape[1], 1), 1)
     if op == "Convolution":
         return _Convolution(
             shape,
-            share,
+            shares,
             tuple(node._saved_stride),
             tuple(node._saved_padding),
             tuple(node._saved_dilation),
@@ -468,8 +537,8 @@ def _layer(node: Any, x: Tensor) -> _Linear:
     if "BatchNorm" in op:
         eps = node._saved_epsilon if op == "CudnnBatchNorm" else node._saved_eps
         variance, mean = torch.var_mean(x.float(), [0, *range(2, x.dim())], correction=0)
-        return _BatchNorm(shape, share, mean, (variance + eps).rsqrt())
-    return _Linear(shape, share)
+        return _BatchNorm(shape, shares, mean, (variance + eps).rsqrt())
+    return _Linear(shape, shares)
 
 
 def _collector(
