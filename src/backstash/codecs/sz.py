@@ -107,6 +107,8 @@ class Sz:
         if x.numel() == 0:
             return "it is empty"
         some = sample(flat(x))
+        if self.mode == "abs" and some.dtype == torch.float32 and self._is_coarse(some):
+            return None
         bits = self._model(some, [1, 1, 1, sz.CHUNK])[0].bits / (8 * some.nbytes)
         return None if 1.0 - bits >= self.min_saving else f"a sample of it takes {bits:.0%} of its bits"
 
@@ -141,6 +143,12 @@ class Sz:
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """As if no chunk became smaller, and all symbols were used."""
         return spec.nbytes + 8 * (1 + 4 * sz.chunks(spec.numel, _blocks(spec)[3])) + 2 * (2 + sz.WINDOW)
+
+    def _is_coarse(self, some: Tensor) -> bool:
+        """Whether so few multiples of the step lie between the extremes that their numbers alone would be smaller."""
+        low, high = torch.aminmax(some)
+        steps = float(high - low) / (2 * self.error)
+        return steps < sz.WINDOW // 4 and math.log2(steps + 2.0) + 1.0 < (1.0 - self.min_saving) * 8 * some.itemsize
 
     def _model(self, x: Tensor, blocks: list[int]) -> tuple[sz.Model, float]:
         """How the elements of the flat tensor ``x`` are coded, and the largest error."""
