@@ -93,7 +93,7 @@ def graph(case: Case, images: int, session: AbstractContextManager[object]) -> t
         y = case.function(x.neg())
         name = type(y.grad_fn).__name__
         z = y.neg()
-    del y
+        del y  # or the Session keeps it, as the program does
     return z, torch.randn(z.shape, generator=torch.Generator().manual_seed(1)).contiguous(memory_format=layout), name
 
 
