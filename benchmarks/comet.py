@@ -447,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--network", choices=sorted(NETWORKS), default="small_vgg", help="default: small_vgg")
     parser.add_argument("--variants", help=f"comma-separated, plain is always one (default: {','.join(VARIANTS)})")
     parser.add_argument("--seeds", type=int, help="how many (default: 3, of the large networks 1)")
-    parser.add_argument("--size", type=int, help="of the images: few of them then, for times and peaks, not accuracy")
+    parser.add_argument("--size", type=int, help="of the images; 8 a step then, and few, for times and peaks only")
     parser.add_argument("--quick", action="store_true", help="a few steps on small images: shows that everything runs")
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's files (default: where Debian puts them)")
     asked = parser.parse_args(arguments)
@@ -461,7 +461,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.seeds is not None:
         schedule = replace(schedule, seeds=tuple(range(1, asked.seeds + 1)))
     if asked.size is not None:
-        schedule = replace(schedule, size=asked.size, train_images=640, test_images=64)
+        schedule = replace(schedule, size=asked.size, batch=8, train_images=640, test_images=64)
     data = datasets.load(None, schedule.size, asked.data, max(schedule.train_images, schedule.test_images))
     data = replace(
         data, test_images=data.test_images[: schedule.test_images], test_labels=data.test_labels[: schedule.test_images]

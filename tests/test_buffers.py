@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backstash.buffers import SMALLEST, Buffers
+from backstash.buffers import LARGE, SMALLEST, Buffers
 from backstash.saved import TensorSpec
 
 
@@ -79,7 +79,8 @@ def test_memory_is_free_when_its_last_reader_is_gone(trusted: bool) -> None:
     whole = fill(pool, spec, 1, trusted)
     address, view = whole.data_ptr(), whole.detach()
     del whole
-    assert take(pool, spec).data_ptr() != address
+    other = take(pool, spec)
+    assert other.data_ptr() != address
     del view
     assert take(pool, spec).data_ptr() == address
 
@@ -196,3 +197,27 @@ def test_what_is_lent_is_found_until_the_next_decoding() -> None:
         assert buffers.holding(owner) is not None
         end()
         assert buffers.holding(owner) is None
+
+
+def test_what_somebody_has_yet_to_read_may_stay_in_the_place_of_what_was_released() -> None:
+    pool, source, made = Buffers(), form(LARGE // 4), form(LARGE // 4)
+    leaf = fill(pool, source, 1).detach()
+    fill(pool, made, 2)
+    del leaf
+    pool.settle(made)
+    assert held(pool, source) is not None and pool.nbytes == LARGE
+    pool.settle(object())  # who held nothing takes nothing away
+    assert held(pool, source) is not None
+    del source  # its node has run
+    pool.shrink()
+    assert pool.nbytes == 0
+
+
+def test_what_nobody_reads_is_overwritten_first() -> None:
+    pool, awaited = Buffers(), form()
+    leaf = fill(pool, awaited, 1).detach()
+    other = form()
+    fill(pool, other, 2)
+    del leaf, other
+    fill(pool, form(), 3)
+    assert held(pool, awaited) is not None

@@ -40,6 +40,14 @@ class _Buffer:
     def free(self) -> bool:
         return _use_count(self.cdata) == 2 + (self.whole is not None)
 
+    @property
+    def awaited(self) -> bool:
+        """Whether its contents are whole and belong to somebody."""
+        whole = self.whole
+        return (
+            whole is not None and self.owner is not None and self.owner() is not None and whole._version == self.version
+        )
+
 
 class Buffers:
     """A small pool of decode buffers on CPU; elsewhere torch's own allocator is one already.
@@ -52,6 +60,7 @@ class Buffers:
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []
         self._lent: tuple[weakref.ref[object], Tensor, int] | None = None
+        self._keeps = 0  # released since memory was taken last
         _pools.add(self)
 
     def holding(self, owner: object) -> Tensor | None:
@@ -71,12 +80,13 @@ class Buffers:
     def take(self, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
         """Memory laid out like ``spec``, of elements of ``dtype``, contents undefined."""
         self._lent = None
+        self._keeps = 0
         nbytes = spec.numel * dtype.itemsize
         if spec.device.type != "cpu" or nbytes < SMALLEST:
             return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=spec.device)
         fitting = [b for b in self._buffers if nbytes <= b.memory.numel() and b.free]
         if fitting:
-            buffer = min(fitting, key=lambda b: b.memory.numel())
+            buffer = min(fitting, key=lambda b: (b.awaited, b.memory.numel()))
         else:
             self.clear()
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -103,9 +113,14 @@ class Buffers:
             self._lent = None
 
     def settle(self, owner: object) -> None:
-        """What was made for ``owner`` has been read by everybody."""
+        """What was made for ``owner`` has been read by everybody.
+
+        Its memory is given back. What it was made of, if that has yet to be read itself, may stay instead of it.
+        """
+        released = sum(b.memory.numel() for b in self._buffers if b.owner is not None and b.owner() is owner)
+        self._keeps = max(self._keeps, released)
         self.forget(owner)
-        self.shrink()
+        self.shrink(self._keeps)
 
     def adopt(self, dead: Tensor) -> None:
         """Take over the memory of a tensor that its last holder is about to let go, for what is decoded next.
@@ -121,10 +136,21 @@ class Buffers:
         self.clear()
         self._buffers.append(_Buffer(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)))  # type: ignore[call-overload]
 
-    def shrink(self) -> None:
-        """Give back every large buffer that nobody reads: what is allocated next is as large."""
+    def shrink(self, keeps: int = 0) -> None:
+        """Give back every large buffer that nobody reads: what is allocated next is as large.
+
+        But up to ``keeps`` bytes of those whose contents somebody has yet to read.
+        """
         self._lent = None
-        self._buffers = [b for b in self._buffers if b.memory.numel() < LARGE or not b.free]
+        staying = []
+        for buffer in self._buffers:
+            nbytes = buffer.memory.numel()
+            if nbytes >= LARGE and buffer.free:
+                if not buffer.awaited or nbytes > keeps:
+                    continue
+                keeps -= nbytes
+            staying.append(buffer)
+        self._buffers = staying
 
     def clear(self) -> None:
         """Give back every buffer that nobody reads."""
