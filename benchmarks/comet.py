@@ -447,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--network", choices=sorted(NETWORKS), default="small_vgg", help="default: small_vgg")
     parser.add_argument("--variants", help=f"comma-separated, plain is always one (default: {','.join(VARIANTS)})")
     parser.add_argument("--seeds", type=int, help="how many (default: 3, of the large networks 1)")
-    parser.add_argument("--size", type=int, help="of the images; 8 a step then, and few, for times and peaks only")
+    parser.add_argument("--size", type=int, help="of the images; 16 steps of 8 then, for times and peaks only")
     parser.add_argument("--quick", action="store_true", help="a few steps on small images: shows that everything runs")
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's files (default: where Debian puts them)")
     asked = parser.parse_args(arguments)
@@ -460,13 +460,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     schedule = QUICK if asked.quick else SCHEDULES[asked.network]
     if asked.seeds is not None:
         schedule = replace(schedule, seeds=tuple(range(1, asked.seeds + 1)))
+    every = EVERY
     if asked.size is not None:
-        schedule = replace(schedule, size=asked.size, batch=8, train_images=640, test_images=64)
+        schedule, every = replace(schedule, size=asked.size, batch=8, steps=16, train_images=128, test_images=64), 4
     data = datasets.load(None, schedule.size, asked.data, max(schedule.train_images, schedule.test_images))
     data = replace(
         data, test_images=data.test_images[: schedule.test_images], test_labels=data.test_labels[: schedule.test_images]
     )
-    if not asked.quick:
+    if not asked.quick and asked.size is None:
         schedule = fit(asked.network, variants, schedule, data, deadline.left())
     about = (
         f"{asked.network} on {data.name} at {schedule.size}x{schedule.size}: {len(data.train_labels)} training images, "
@@ -479,8 +480,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     equations: list[Equation] = []
     for index, seed in enumerate(schedule.seeds):  # seed by seed: what is there when it is stopped can be compared
         part = deadline.part(0.85 / (len(schedule.seeds) - index))  # the tests come after
-        runs = train(asked.network, variants, data, schedule, seed, deadline=None if asked.quick else part)
-        trainings += [outcome(run, runs[0], data, schedule, seed) for run in runs]
+        runs = train(asked.network, variants, data, schedule, seed, every, None if asked.quick else part)
+        trainings += [outcome(run, runs[0], data, schedule, seed, every) for run in runs]
         if not equations:
             runs[0].model.train()
             equations = equation(runs[0], data.train_images[: schedule.batch], data.train_labels[: schedule.batch])
