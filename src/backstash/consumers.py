@@ -550,10 +550,10 @@ def _max_pool2d_with_indices_backward(
             geometry = codec.geometry(encoded.spec)
             channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
             if x.is_contiguous() if geometry[0] == 1 else channels_last:
+                stashed.settle()  # gives back decode buffers, for a gradient that is larger than these
                 out = torch.empty_strided(x.shape, x.stride(), dtype=grad.dtype, device="cpu")
                 cpu.advise_huge(out)
                 if cpu.window_scatter(encoded.planes["packed"], geometry, flat(grad), flat(out)):
-                    stashed.settle()
                     return out
     whole = stashed.whole()
     result: Tensor = aten(grad, x, kernel, stride, padding, dilation, ceil, whole)
