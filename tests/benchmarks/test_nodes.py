@@ -21,4 +21,4 @@ def test_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_norm_writes_over_its_gradient() -> None:
     row = nodes.measure("batch_norm", 1, Effort(1))
-    assert row.ours_peak_nbytes < row.plain_peak_nbytes
+    assert row.ours_peak_nbytes <= 2 * row.nbytes  # a third one would be the norm's own
