@@ -66,9 +66,8 @@ class Buffers:
     def holding(self, owner: object) -> Tensor | None:
         """What was made for ``owner`` last, if it is still there and nothing has written to it."""
         for buffer in self._buffers:
-            whole = buffer.whole
-            if whole is not None and buffer.owner is not None and buffer.owner() is owner:
-                return whole if whole._version == buffer.version else None
+            if buffer.awaited and buffer.owner is not None and buffer.owner() is owner:
+                return buffer.whole
         if self._lent is not None and self._lent[0]() is owner and self._lent[1]._version == self._lent[2]:
             return self._lent[1]
         return None

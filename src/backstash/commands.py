@@ -49,6 +49,7 @@ BENCHES = {
     "layrub": "memory and time when activations are moved, and networks too deep for their memory",
     "cdma": "bytes that would cross the link, by codec",
     "comet": "accuracy and ratios under a bound that follows the gradients",
+    "nodes": "time of single nodes of the backward pass, plain and under a Session",
     "sz_table": "ratio and speed of the error-bounded coder, beside others",
 }
 """Modules of the repository's folder benchmarks that are programs, and what they measure."""

@@ -108,13 +108,10 @@ READERS: dict[tuple[str, str], str] = {
 }
 """Saved tensors, by node and role, that are unpacked as claims, and the op that redeems them."""
 
-_NOT_POINTWISE = (
-    "convolution_backward",
-    "max_pool2d_with_indices_backward",
-    "native_batch_norm_backward",
-    "native_layer_norm_backward",
-    "native_group_norm_backward",
-)
+_NORMS = {f"native_{norm}_backward": norm for norm in ("batch_norm", "layer_norm", "group_norm")}
+"""Ops that functions of norms.py of these names compute."""
+
+_NOT_POINTWISE = ("convolution_backward", "max_pool2d_with_indices_backward", *_NORMS)
 _IN_PLACE = {
     op: "out" if op.endswith("softmax_backward_data") else "grad_input" for op in KERNELS if op not in _NOT_POINTWISE
 }
@@ -562,69 +559,19 @@ def _max_pool2d_with_indices_backward(
     return result
 
 
-def _native_batch_norm_backward(
-    aten: Aten,
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    mean: Tensor | None,
-    invstd: Tensor | None,
-    train: bool,
-    eps: float,
-    mask: list[bool],
-) -> _Gradients:
-    """As ATen's; writes over the gradient on behalf of NativeBatchNorm, if nobody else holds it."""
-    exclusive = _is_exclusive(grad)
-    if train and mask[0] and mean is not None and invstd is not None and not torch.is_grad_enabled():
-        written = norms.batch_norm(aten, grad, x, weight, mean, invstd, eps, mask, exclusive)
-        if written is not None:
-            return written
-    made: _Gradients = aten(grad, x, weight, running_mean, running_var, mean, invstd, train, eps, mask)
-    return made
+def _norm_kernel(op: str) -> Callable[..., _Gradients]:
+    def kernel(aten: Aten, grad: Tensor, *rest: Any) -> _Gradients:
+        exclusive = _is_exclusive(grad, "contiguous" if op == "native_group_norm_backward" else "positional")
+        if not torch.is_grad_enabled():
+            written: _Gradients | None = getattr(norms, _NORMS[op])(aten, exclusive, grad, *rest)
+            if written is not None:
+                return written
+        made: _Gradients = aten(grad, *rest)
+        return made
 
-
-def _native_layer_norm_backward(
-    aten: Aten,
-    grad: Tensor,
-    x: Tensor,
-    shape: list[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: list[bool],
-) -> _Gradients:
-    """Writes over the gradient on behalf of NativeLayerNorm, if nobody else holds it."""
-    if _is_exclusive(grad) and mask[0]:
-        written = norms.layer_norm(aten, grad, x, shape, mean, rstd, weight, bias, mask)
-        if written is not None:
-            return written
-    made: _Gradients = aten(grad, x, shape, mean, rstd, weight, bias, mask)
-    return made
-
-
-def _native_group_norm_backward(
-    aten: Aten,
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    images: int,
-    channels: int,
-    pixels: int,
-    groups: int,
-    mask: list[bool],
-) -> _Gradients:
-    """Writes over the gradient on behalf of NativeGroupNorm, if nobody else holds it."""
-    if _is_exclusive(grad, "contiguous") and mask[0]:
-        written = norms.group_norm(aten, grad, x, mean, rstd, weight, (images, channels, pixels), groups, mask)
-        if written is not None:
-            return written
-    made: _Gradients = aten(grad, x, mean, rstd, weight, images, channels, pixels, groups, mask)
-    return made
+    kernel.__name__ = f"_{op}"
+    kernel.__doc__ = f"Writes over the gradient on behalf of {KERNELS[op]}, if nobody else holds it."
+    return kernel
 
 
 def _in_place_kernel(op: str) -> Callable[..., Tensor]:
@@ -723,13 +670,11 @@ def _register() -> None:
         return
     own: dict[str, Callable[..., Any]] = {
         **{op: _in_place_kernel(op) for op in _IN_PLACE},
+        **{op: _norm_kernel(op) for op in _NORMS},
         "convolution_backward": _convolution_backward,
         "threshold_backward": _threshold_backward,
         "hardtanh_backward": _hardtanh_backward,
         "max_pool2d_with_indices_backward": _max_pool2d_with_indices_backward,
-        "native_batch_norm_backward": _native_batch_norm_backward,
-        "native_layer_norm_backward": _native_layer_norm_backward,
-        "native_group_norm_backward": _native_group_norm_backward,
         "mm": _mm,
     }
     library = torch.library.Library("aten", "IMPL")

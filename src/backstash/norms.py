@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,98 +41,105 @@ _EXAMPLE = 1 << 10
 _LANES = 8
 """Channels that ATen's kernel for channels last takes at a time; it treats what is left over otherwise."""
 
-_SERIAL_BELOW = 1 << 16
-"""Elements below which waking a second thread costs more than it saves."""
-
 _proven: dict[Hashable, bool] = {}
 
 
 # -- batch norm --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _BatchNorm:
+    """What a batch norm's node has saved, and ATen's kernel for it."""
+
+    aten: Aten
+    x: Tensor
+    weight: Tensor | None
+    mean: Tensor
+    invstd: Tensor
+    eps: float
+
+    def run(self, grad: Tensor, mask: list[bool]) -> Gradients:
+        """ATen's gradients."""
+        made: Gradients = self.aten(grad, self.x, self.weight, None, None, self.mean, self.invstd, True, self.eps, mask)
+        return made
+
+    def of(self, channels: Tensor) -> _BatchNorm:
+        """These channels of it."""
+        x, weight = self.x[:, channels].contiguous(), None if self.weight is None else self.weight[channels]
+        return replace(self, x=x, weight=weight, mean=self.mean[channels], invstd=self.invstd[channels])
+
+
 def batch_norm(
     aten: Aten,
+    over: bool,
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    invstd: Tensor | None,
+    train: bool,
     eps: float,
     mask: list[bool],
-    over: bool,
 ) -> Gradients | None:
-    """Gradients of input, weight and bias; ``over``: the first one in the memory of ``grad``.
+    """Gradients of input, weight and bias, as ``aten::native_batch_norm_backward``.
+
+    Args:
+        aten: that.
+        over: whether the input's is to be in the memory of ``grad``.
 
     Returns:
         None, with ``grad`` untouched, where the kernels here do not take these tensors.
     """
-    if not cpu.available():
+    if not (train and mask[0] and cpu.available()) or mean is None or invstd is None or not x.numel():
         return None
-    channels = x.shape[1] if x.dim() > 1 else 0
+    channels = x.shape[1]
     vectors = [one for one in (weight, mean, invstd) if one is not None]
-    if not channels or not x.numel() or grad.shape != x.shape or grad.stride() != x.stride():
+    if grad.shape != x.shape or grad.stride() != x.stride():
         return None
     if any(one.dtype is not torch.float32 or one.device.type != "cpu" for one in (grad, x, *vectors)):
         return None
     if any(one.shape != (channels,) or not one.is_contiguous() for one in vectors):
         return None
-    inner = math.prod(x.shape[2:])
-    by_channel = x.is_contiguous() and inner > 1
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if not by_channel and (channels_last is None or not x.is_contiguous(memory_format=channels_last)):
+    _, inner = cpu.images(x) or (0, 0)
+    example: tuple[int, ...]
+    if inner > 1 and x.stride(1) == inner:
+        kernel, example = _by_channel, (3, max(8, _EXAMPLE // inner), inner)
+    elif inner == 1 and x.dim() == 4 and over and channels % _LANES == 0:
+        pixels = (1, 1) if x.is_contiguous() else (5, 3)  # which is both layouts at once, or one
+        kernel, example = _by_pixel, (max(2, _EXAMPLE // channels), channels, *pixels)
+    else:
         return None
-    if not by_channel and (not over or channels % _LANES):  # no faster than ATen's, or other bits than its last ones
-        return None
-    kernel = _by_channel if by_channel else _by_pixel
-    example = (3, max(8, _EXAMPLE // inner), inner) if by_channel else (2, channels, 5, max(3, _EXAMPLE // channels))
-    if not _is_proven((kernel, example[1:], weight is None), lambda: _proof(aten, kernel, example, weight is None)):
+    if not _is_proven((kernel, example, weight is None), lambda: _proof(aten, kernel, example, weight is None)):
         return None
     out = grad
     if not over:
         cpu.advise_huge(out := torch.empty_like(grad))
-    return kernel(aten, grad, x, weight, mean, invstd, eps, mask, out)
+    return kernel(_BatchNorm(aten, x, weight, mean, invstd, eps), grad, out, mask)
 
 
-def _by_channel(
-    aten: Aten,
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-    mask: list[bool],
-    out: Tensor,
-) -> Gradients:
+def _by_channel(norm: _BatchNorm, grad: Tensor, out: Tensor, mask: list[bool]) -> Gradients:
     """Contiguous images: the kernel here adds up and writes a channel while it is in the cache."""
-    weight_grad, bias_grad, left = cpu.batch_norm_channels(grad, x, mean, invstd, weight, out, _threads(x))
+    weight_grad, bias_grad, left = cpu.batch_norm_channels(grad, norm.x, norm.mean, norm.invstd, norm.weight, out)
     if left:  # infinities and NaNs: which of them comes out is ATen's to say
         some = weight_grad.isnan().nonzero().flatten()
-        part = [None if one is None else one[some] for one in (weight, None, None, mean, invstd)]
-        made = aten(grad[:, some].contiguous(), x[:, some].contiguous(), *part, True, eps, [True, True, True])
+        made: Any = norm.of(some).run(grad[:, some].contiguous(), [True, True, True])
         out[:, some], weight_grad[some], bias_grad[some] = made
     return out, weight_grad if mask[1] else None, bias_grad if mask[2] else None
 
 
-def _by_pixel(
-    aten: Aten,
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-    mask: list[bool],
-    out: Tensor,
-) -> Gradients:
-    """Channels last: ATen adds up, as the order depends on its threads, and the kernel here writes."""
-    one = torch.ones_like(invstd)  # what ATen multiplies the sum with for the weight's gradient
-    _, dot, sums = aten(grad, x, weight, None, None, mean, one, True, eps, [False, True, True])
-    count = x.numel() // x.shape[1]
+def _by_pixel(norm: _BatchNorm, grad: Tensor, out: Tensor, mask: list[bool]) -> Gradients:
+    """Channels last: ATen adds up, as the order depends on its threads, and the kernel here writes. No faster."""
+    invstd = norm.invstd
+    # The weight's gradient is the sum times invstd, so with ones it is the sum.
+    found: Any = replace(norm, invstd=torch.ones_like(invstd)).run(grad, [False, True, True])
+    _, dot, sums = found
+    count = grad.numel() // grad.shape[1]
     k, grad_mean = dot * invstd * invstd / count, sums / count
     if not bool((k + grad_mean).isfinite().all()):
-        return aten(grad, x, weight, None, None, mean, invstd, True, eps, mask)  # type: ignore[no-any-return]
-    cpu.batch_norm_pixels(grad, x, mean, invstd, weight, k, grad_mean, out, _threads(x))
+        return norm.run(grad, mask)
+    cpu.batch_norm_pixels(grad, norm.x, norm.mean, invstd, norm.weight, k, grad_mean, out)
     return out, dot * invstd if mask[1] else None, sums if mask[2] else None
 
 
@@ -140,14 +148,9 @@ def _proof(aten: Aten, kernel: Callable[..., Gradients], shape: tuple[int, ...],
     layout = torch.channels_last if kernel is _by_pixel else torch.contiguous_format
     x, grad = (_example(shape, phase).contiguous(memory_format=layout) for phase in (0.0, 1.0))
     mean, invstd, weight = (_example(shape[1:2], phase).abs() for phase in (2.0, 3.0, 4.0))
-    given = x, None if bare else weight
-    every = [True, True, True]
-    expected = aten(grad, *given, None, None, mean, invstd, True, 1e-5, every)
-    return _same(expected, kernel(aten, grad, *given, mean, invstd, 1e-5, every, grad))
-
-
-def _threads(x: Tensor) -> int:
-    return 1 if x.numel() < _SERIAL_BELOW else torch.get_num_threads()
+    norm, every = _BatchNorm(aten, x, None if bare else weight, mean, invstd, 1e-5), [True, True, True]
+    expected = norm.run(grad, every)
+    return _same(expected, kernel(norm, grad, grad, every))
 
 
 # -- layer norm and group norm -----------------------------------------------------------------------------------------
@@ -155,6 +158,7 @@ def _threads(x: Tensor) -> int:
 
 def layer_norm(
     aten: Aten,
+    over: bool,
     grad: Tensor,
     x: Tensor,
     shape: list[int],
@@ -164,10 +168,10 @@ def layer_norm(
     bias: Tensor | None,
     mask: list[bool],
 ) -> Gradients | None:
-    """Gradients of input, weight and bias, the first one in the memory of ``grad``; None as in :func:`batch_norm`."""
+    """As :func:`batch_norm`, for ``aten::native_layer_norm_backward``; None unless it is ``over`` the gradient."""
     width = math.prod(shape)
     rows = x.numel() // width if width else 0
-    if not _takes(grad, x, mean, rstd) or mean.numel() != rows or rstd.numel() != rows:
+    if not over or not _takes(grad, x, mean, rstd) or mean.numel() != rows or rstd.numel() != rows:
         return None
     one = (1,) * len(shape)
     given = grad.view(rows, *shape), x.view(rows, *shape), mean.view(rows, *one), rstd.view(rows, *one)
@@ -177,34 +181,33 @@ def layer_norm(
         return made
 
     made = _in_parts(some, given, mask, ("layer_norm", *shape, weight is None, bias is None))
-    return None if made is None else (grad, *made[1:])
+    return None if made is None else (grad, *made)
 
 
 def group_norm(
     aten: Aten,
+    over: bool,
     grad: Tensor,
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    sizes: tuple[int, int, int],
+    images: int,
+    channels: int,
+    pixels: int,
     groups: int,
     mask: list[bool],
 ) -> Gradients | None:
-    """Gradients of input, weight and bias, the first one in the memory of ``grad``; None as in :func:`batch_norm`.
-
-    Args:
-        sizes: images, channels, pixels of one.
-    """
-    images, channels, pixels = sizes
-    if not _takes(grad, x, mean, rstd) or mean.shape != (images, groups):
+    """As :func:`batch_norm`, for ``aten::native_group_norm_backward``; None unless it is ``over`` the gradient."""
+    if not over or not _takes(grad, x, mean, rstd) or mean.shape != (images, groups):
         return None
 
     def some(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, mask: list[bool]) -> Gradients:
         made: Gradients = aten(grad, x, mean, rstd, weight, x.shape[0], channels, pixels, groups, mask)
         return made
 
-    return _in_parts(some, (grad, x, mean, rstd), mask, ("group_norm", *x.shape[1:], groups, weight is None))
+    made = _in_parts(some, (grad, x, mean, rstd), mask, ("group_norm", *x.shape[1:], groups, weight is None))
+    return None if made is None else (grad, *made)
 
 
 def _takes(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> bool:
@@ -219,16 +222,16 @@ def _in_parts(
     given: tuple[Tensor, Tensor, Tensor, Tensor],
     mask: list[bool],
     facts: tuple[Hashable, ...],
-) -> Gradients | None:
-    """The gradients of weight and bias, then the input's written over the first of ``given``, part by part."""
+) -> tuple[Tensor | None, Tensor | None] | None:
+    """The gradients of weight and bias; then the input's are written over the first of ``given``, part by part."""
     x = given[1]
     rows = x.shape[0]
     step = max(1, _CHUNK // (x[0].numel() * x.element_size()))
-    if x.nbytes < _LARGE or step >= rows:
+    if not mask[0] or x.nbytes < _LARGE or step >= rows:
         return None
     facts = (*facts, x.dtype, given[2].dtype, torch.get_num_threads())
 
-    def run(given: tuple[Tensor, ...], step: int, mask: list[bool]) -> Gradients:
+    def run(given: tuple[Tensor, ...], step: int) -> tuple[Tensor | None, Tensor | None]:
         weight_grad = bias_grad = None
         if mask[1] or mask[2]:
             _, weight_grad, bias_grad = some(*given, [False, mask[1], mask[2]])
@@ -236,16 +239,15 @@ def _in_parts(
             part = [one[begin : begin + step] for one in given]
             made: Any = some(*part, [True, False, False])[0]
             part[0].copy_(made)
-        return given[0], weight_grad, bias_grad
+        return weight_grad, bias_grad
 
     def proof() -> bool:
         few = [_example((min(rows, 6), *one.shape[1:]), phase).to(one.dtype) for phase, one in enumerate(given)]
         expected = some(*few, mask)
-        return _same(expected, run(tuple(few), 2, mask))
+        made = run(tuple(few), 2)
+        return _same(expected, (few[0], *made))
 
-    if not _is_proven((facts, *mask), proof):
-        return None
-    return run(given, step, mask)
+    return run(given, step) if _is_proven((facts, *mask), proof) else None
 
 
 # -- proofs ------------------------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_the_needs_table_and_the_codec_know_the_same_functions() -> None:
 def test_a_plane_of_another_size_is_damage(wrong: int) -> None:
     encoded = FewBit("gelu").encode(torch.zeros(999))
     encoded.planes["packed"].resize_(375 + wrong)  # type: ignore[attr-defined]
-    with pytest.raises(DamagedPlanesError, match="plane .packed. has .* elements"):
+    with pytest.raises(DamagedPlanesError, match=r"plane 'packed' has 375 elements, got 37[46]\. "):
         FewBit("gelu").decode(encoded)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gradient_checks import Everything, differences
+from gradient_checks import Everything, Keeps, differences
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -281,23 +281,6 @@ def node_hooked_before(x: Tensor, keep: list[Tensor]) -> Tensor:
     y = x.relu()
     y.grad_fn.register_prehook(lambda outputs: keep.extend(outputs))  # type: ignore[union-attr]
     return y
-
-
-class Keeps(torch.autograd.Function):
-    """Hands on a gradient of which it keeps a view."""
-
-    kept: list[Tensor]
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: list[Tensor]) -> Tensor:
-        ctx.keep = keep
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0] * 2.0
-        ctx.keep.append(grad.view(-1))
-        return grad, None
 
 
 def viewed(x: Tensor, keep: list[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gradient_checks import differences
+from gradient_checks import Keeps, differences
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -203,21 +203,6 @@ def node_hooked_before(x: Tensor, keep: list[Any]) -> Tensor:
     y = F.dropout(x, 0.3)
     y.grad_fn.register_prehook(lambda outputs: keep.extend(outputs))  # type: ignore[union-attr]
     return y
-
-
-class Keeps(torch.autograd.Function):
-    """Hands on a gradient of which it keeps a view."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: list[Any]) -> Tensor:
-        ctx.keep = keep
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0] * 2.0
-        ctx.keep.append(grad.view(-1))
-        return grad, None
 
 
 def viewed(x: Tensor, keep: list[Any]) -> Tensor:

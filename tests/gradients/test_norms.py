@@ -47,8 +47,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     for name in ("batch_norm", "layer_norm", "group_norm"):
         original = getattr(norms, name)
 
-        def watched(aten: Any, grad: Tensor, *rest: Any, name: str = name, original: Any = original) -> Any:
-            made = original(aten, grad, *rest)
+        def watched(aten: Any, over: bool, grad: Tensor, *rest: Any, name: str = name, original: Any = original) -> Any:
+            made = original(aten, over, grad, *rest)
             if made is not None:
                 seen.append((name, made[0].data_ptr() == grad.data_ptr()))
             return made
@@ -74,7 +74,7 @@ def step(
 
 
 SHAPES = [(5, 8, 3), (3, 7, 8), (4, 6, 9, 5), (2, 16, 16, 16), (3, 40, 7, 7), (1, 4, 1, 2), (33, 5, 1, 1)]
-SHAPES += [(9, 4, 130), (4, 24, 5, 3)]
+SHAPES += [(9, 4, 130), (4, 24, 5, 3), (33, 16, 1, 1), (7, 2048, 1, 1), (4, 1, 9, 5), (5, 8, 7, 1)]
 
 
 @pytest.mark.parametrize("affine", [True, False])

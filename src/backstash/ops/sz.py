@@ -63,6 +63,11 @@ def blocks(sizes: Sequence[int]) -> list[int]:
     return [row, plane, tile, tile * (CHUNK // tile)]
 
 
+def fits(symbols: int, low: int) -> bool:
+    """Whether a table may have so many symbols, and a code so many low bits."""
+    return 2 <= symbols <= 2 + WINDOW and 0 <= low <= MAX_LOW
+
+
 def chunks(numel: int, chunk: int) -> int:
     """How many chunks ``numel`` elements make."""
     return -(-numel // chunk)

@@ -56,6 +56,7 @@ __all__ = [
     "dct_encode",
     "fewbit_decode",
     "fewbit_encode",
+    "images",
     "isa",
     "look",
     "mask_select",
@@ -155,6 +156,16 @@ def look(x: Tensor, runs: int, run: int, step: int) -> tuple[int, int]:
     return nonzeros.value, patterns.value
 
 
+def images(x: Tensor) -> tuple[int, int] | None:
+    """How [N, C, ...] lies in memory, as (outer, inner) of [outer, C, inner]; inner is 1 in channels last. Else None."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if x.is_contiguous():
+        return x.shape[0], math.prod(x.shape[2:])
+    if channels_last is not None and x.is_contiguous(memory_format=channels_last):
+        return x.numel() // x.shape[1], 1
+    return None
+
+
 def affine(
     x: Tensor,
     mean: Tensor,
@@ -182,13 +193,10 @@ def affine(
         v.dtype is not torch.float32 or v.shape != (channels,) or not v.is_contiguous() for v in vectors
     ):
         return False
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if x.is_contiguous():
-        outer, inner = x.shape[0], math.prod(x.shape[2:])
-    elif channels_last is not None and x.is_contiguous(memory_format=channels_last):
-        outer, inner = x.numel() // channels, 1
-    else:
+    layout = images(x)
+    if layout is None:
         return False
+    outer, inner = layout
     scratch = torch.empty(2 * channels, dtype=torch.float32, device="cpu")
     pointers = [None if one is None else one.data_ptr() for one in (x, residual, mean, invstd, weight, bias, scratch)]
     _lib.bs_affine(*pointers, outer, channels, inner, relu, out.data_ptr(), _threads(x.numel() * 4))

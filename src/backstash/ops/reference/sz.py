@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops.sz import AXES, BINS, LANES, LEAST, LIMIT, MAX_LOW, PRECISION, WINDOW, chunks, starts
+from backstash.ops.sz import AXES, BINS, LANES, LEAST, LIMIT, PRECISION, WINDOW, chunks, fits, starts
 
 _TOTAL = 1 << PRECISION
 _STATES = 2 * LANES  # words
@@ -255,8 +255,7 @@ def sz_decode(
 
 
 def _fits(table: Tensor, low: int) -> bool:
-    sized = 2 <= table.numel() <= 2 + WINDOW and 0 <= low <= MAX_LOW
-    return sized and bool((table >= 0).all()) and int(table.long().sum()) == _TOTAL
+    return fits(table.numel(), low) and bool((table >= 0).all()) and int(table.long().sum()) == _TOTAL
 
 
 def _decoded(streams: list[Tensor], table: Tensor, base: int, low: int, axes: int, blocks: list[int], n: int) -> Tensor:
