@@ -111,7 +111,7 @@ class Buffers:
         if self._lent is not None and self._lent[0]() is owner:
             self._lent = None
 
-    def settle(self, owner: object) -> None:
+    def release(self, owner: object) -> None:
         """What was made for ``owner`` has been read by everybody.
 
         Its memory is given back. What it was made of, if that has yet to be read itself, may stay instead of it.

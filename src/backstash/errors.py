@@ -56,3 +56,7 @@ class ScriptError(BackstashError, FileNotFoundError):
 
 class ScriptFailedError(BackstashError, RuntimeError):
     """A script that was to be measured ended with an error."""
+
+
+class RecomputedDifferentlyError(BackstashError, RuntimeError):
+    """A value that was computed again has other bits than it had in the forward pass."""

@@ -90,6 +90,9 @@ class Report:
         parameter_nbytes: parameters and buffers that were saved by reference; not counted elsewhere.
         peak_stash_nbytes: the most that the device held at any moment since the Session was made.
         peak: what was alive when the recorded step took most; empty where none was (planning.record).
+        notes: what a reader should know before the numbers.
+        proofs: recipes that were compared with their value in this step for the first time.
+        repeated_proofs: recipes that were compared once more.
     """
 
     policy: str
@@ -98,6 +101,9 @@ class Report:
     parameter_nbytes: int
     peak_stash_nbytes: int
     peak: tuple[PeakRow, ...] = ()
+    notes: tuple[str, ...] = ()
+    proofs: int = 0
+    repeated_proofs: int = 0
 
     @property
     def saved_nbytes(self) -> int:
@@ -176,9 +182,12 @@ class Report:
                 "decode_seconds",
                 "moved_nbytes",
                 "stall_seconds",
+                "proofs",
+                "repeated_proofs",
             )
         }
         totals["ratio"] = self.ratio if math.isfinite(self.ratio) else None
+        totals["notes"] = list(self.notes)
         totals["by_codec"] = [asdict(total) for total in self.by_codec()]
         totals["peak"] = [asdict(row) for row in self.peak]
         totals["rows"] = [asdict(row) for row in self.rows]
@@ -189,7 +198,13 @@ class Report:
         lines = [
             f"policy {self.policy}: saved {mib(self.saved_nbytes)}, stashed as {mib(self.stash_nbytes)}, "
             f"ratio {self.ratio:.2f} (step {self.steps}; {mib(self.parameter_nbytes)} of parameters by reference)",
+            *(f"note: {note}" for note in self.notes),
             *([f"{mib(self.moved_nbytes)} of it in other stores"] if self.moved_nbytes else []),
+            *(
+                [f"recipes: {self.proofs} proven for the first time in this step, {self.repeated_proofs} once more"]
+                if self.proofs or self.repeated_proofs
+                else []
+            ),
             *([f"waited {_ms(self.stall_seconds)} for other stores"] if stalled else []),
             "",
             *_table(
@@ -260,6 +275,8 @@ class Step:
         self.entries: list[Entry] = []
         self.small = Entry("(below min_nbytes, per save)", "", "", 0, reason="small")
         self.parameters: dict[int, int] = {}
+        self.proofs = 0
+        self.repeated_proofs = 0
 
     def rows(self) -> tuple[Entry, ...]:
         """Copies of the entries, so that a report does not change later."""

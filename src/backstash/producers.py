@@ -71,15 +71,17 @@ class Content:
         call: how it was made; None where that is not known or not cheap.
         value: the stored value that holds it, once one does.
         before: the content that an in-place op may have read to make this one.
+        escaped: whether something may change it without a new version: a pointer was taken, or its ``.data``.
     """
 
-    __slots__ = ("before", "call", "value", "version")
+    __slots__ = ("before", "call", "escaped", "value", "version")
 
     def __init__(self, version: int, before: Content | None = None) -> None:
         self.version = version
         self.before = before
         if before is not None:
             before.before = None
+        self.escaped: bool = before is not None and before.escaped
         self.call: Call | None = None
         self.value: weakref.ref[Any] | None = None
 
@@ -160,14 +162,14 @@ def call_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Tensor,
-    view: Callable[[Tensor], View | Held],
+    view: Callable[[Tensor], View | Held | None],
     before: Tensor | None,
 ) -> Call | None:
     """The call that made ``result``, or None where it cannot be repeated from its arguments.
 
     Args:
         function, args, kwargs, result: what was called with what, and what it returned.
-        view: makes View or Held of a tensor argument.
+        view: makes View or Held of a tensor argument; None where a call that reads it cannot be repeated.
         before: what :func:`random_state` returned.
     """
     spec = TensorSpec.of(result)
@@ -179,8 +181,7 @@ def call_of(
         in_place, kwargs = True, {**kwargs, "inplace": False}
     if kwargs.get("out") is not None or kwargs.get("generator") is not None:
         return None
-    given = [one for arg in (*args, *kwargs.values()) for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    tensors = [one for one in given if isinstance(one, Tensor)]
+    tensors = _tensors_in((*args, *kwargs.values()))
     if not all(type(one) in PLAIN and one.layout is torch.strided and not is_odd(one) for one in tensors):
         return None
     aliased = [one for one in tensors if one.untyped_storage()._cdata == storage._cdata]
@@ -191,7 +192,7 @@ def call_of(
         args, kwargs, statistics = _batch_norm(args, kwargs, result)
     device = spec.device.type
     autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-    return Call(
+    call = Call(
         name,
         getattr(Tensor, name) if function in _IN_PLACE else function,
         tuple(_each_tensor(arg, view) for arg in args),
@@ -202,6 +203,12 @@ def call_of(
         before,
         statistics,
     )
+    return call if sum(1 for _ in call.inputs()) == len(_tensors_in((*args, *kwargs.values()))) else None
+
+
+def _tensors_in(given: Sequence[Any]) -> list[Tensor]:
+    flat = [one for arg in given for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    return [one for one in flat if isinstance(one, Tensor)]
 
 
 def _each_tensor(arg: Any, change: Callable[[Any], Any]) -> Any:
@@ -530,7 +537,7 @@ def _affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None)
     mean, invstd = (one.get() for one in norm.call.statistics)
     weight, bias = (one.get() if isinstance(one, Held) else None for one in (given.get("weight"), given.get("bias")))
     made = out() if out is not None else None
-    if made is None or made.stride() != spec.stride or made.shape != spec.shape:
+    if made is None or TensorSpec.of(made) != spec:  # memory for what a later call converts it to
         made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
     done = _kernels(norm).affine(x, mean, invstd, weight, bias, y, relu, made)
     return made if done else None

@@ -1,4 +1,4 @@
-"""The Session: the only file that installs autograd hooks.
+"""The Session: what happens to a tensor from the moment autograd saves it until backward asks for it.
 
 A saved tensor passes through it as the package's top level reads: it is *packed* when autograd saves it, *named* when
 the op that saved it has returned (the autograd node tells the op and the role, the role tells the need), *encoded* when
@@ -9,15 +9,17 @@ The unit that is encoded is a storage: however many saved tensors view it, it is
 their needs, and what only reads a shape holds nothing at all.
 
 Note: [encode when orphaned]
-    A tensor is not encoded when it is saved but when its storage's use count says that only autograd's saves are left,
-    which is looked at before each torch function runs. Until then encoding gains nothing (the program holds the memory
-    anyway), after that nobody can save or change the tensor again. So a storage is never encoded twice, values that the
-    program keeps are kept by reference, buffers that an op writes after saving are complete, and no pointer is ever
-    looked up after its memory is gone.
+    A tensor is not encoded when it is saved but when its storage's use count says that only autograd's saves are left.
+    Until then encoding gains nothing (the program holds the memory anyway), after that nobody can save or change the
+    tensor again. So a storage is never encoded twice, values that the program keeps are kept by reference, buffers that
+    an op writes after saving are complete, and no pointer is ever looked up after its memory is gone.
+
+    The count is looked at before the next torch function, and then before every further one that makes the value an
+    eighth older: a program that keeps thousands of tensors pays for a few looks at each.
 
 Note: [version guard]
     Hooks switch off autograd's check for in-place changes. What is held by reference is therefore held with its version
-    and compared at unpack.
+    and compared at unpack; of what is held for its shape only, the version is held without the memory.
 
 Note: [ownership]
     Autograd owns the packed object, which owns the value; autograd frees it when its node has run. There is no table of
@@ -26,11 +28,12 @@ Note: [ownership]
 
 from __future__ import annotations
 
-import threading
+import sys
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -38,18 +41,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
-from backstash import consumers, needs, policies, producers
-from backstash.buffers import Buffers
-from backstash.codecs.base import Codec, Encoded, flat, is_dense
-from backstash.codecs.bitmask import Binary, Bitmask
-from backstash.codecs.fewbit import FewBit
-from backstash.codecs.narrow import Narrow
+from backstash import needs, policies, producers
+from backstash.backward import accumulation, claims, linear, table
+from backstash.capture import modules
+from backstash.capture.effects import Effect, tensors_in
+from backstash.capture.naming import find, weight_copies
+from backstash.capture.observer import Observer
+from backstash.codecs.base import Codec, is_dense
+from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.raw import Raw
 from backstash.codecs.shape import Shape, stand_in
-from backstash.codecs.sliced import Sliced
 from backstash.errors import (
     CodecRefusedError,
     NeedNotMetError,
@@ -58,272 +60,42 @@ from backstash.errors import (
     UnknownNameError,
 )
 from backstash.ledger import Entry, PeakRow, Report, Step
-from backstash.ops import cpu
-from backstash.ops.reference import bits_of
 from backstash.policy import MAX_DEPTH, DecidesTogether, Keep, Outcome, Policy, Recompute, Slice, Stash
-from backstash.prefetch import Prefetcher, Tag
-from backstash.producers import Content, Held, Leaf, Recipe, View
-from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, Test, is_odd
-from backstash.stores import DeviceStore, HostStore, Store, Ticket
+from backstash.producers import Content, Held, Recipe, View
+from backstash.saved import PLAIN, Need, SavedTensor, TensorSpec, is_odd
+from backstash.stash import recipes
+from backstash.stash.decode import StashedTensor, check_version, decode, follow_original, modified_message, remake
+from backstash.stash.live import Live
+from backstash.stash.sample import Sample
+from backstash.stash.value import Form, Saved, Value, version_of
+from backstash.stores import DeviceStore, HostStore, Store
+from backstash.torch_internals import (
+    in_backward,
+    no_torch_function,
+    running_node,
+    saved_tensor_hooks,
+    storage_use_count,
+)
 
 MIN_NBYTES = 16 * 1024
 """Tensors smaller than this are kept: naming and encoding them costs more than they hold."""
 
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+SNAPSHOT_NBYTES = 1 << 20
+"""A parameter or buffer up to this size is copied for a recipe that reads it; a larger one has no recipes."""
+
+REPEAT = 32
+"""A recipe is proven again at every so many of its uses, on the numbers of that step; each at another step."""
+
 _Sources = Callable[[], dict[str, Tensor] | None]
-_active = threading.local()
 
 
-class _Form:
-    """One encoding of a value: the planes' ticket and how to decode them. With a tag they are not on the device."""
+class _Proof:
+    """What is known of a recipe: how it makes the value ("" for not at all), and how often it was asked for."""
 
-    __slots__ = ("__weakref__", "codec", "mask", "planes", "spec", "store", "tag", "ticket")
+    __slots__ = ("how", "uses")
 
-    def __init__(self, codec: Codec, mask: Mask | None, spec: TensorSpec, store: Store, ticket: Ticket) -> None:
-        self.codec, self.mask, self.spec, self.store, self.ticket = codec, mask, spec, store, ticket
-        self.tag: Tag | None = None
-        self.planes: Encoded | None = None  # fetched for one reader and held for the next
-
-    def __del__(self) -> None:
-        self.store.drop(self.ticket)
-
-
-class _Value:
-    """The data of one storage, owned by the saved tensors that view it and by the recipes that begin from it.
-
-    At most one of ``form``, ``recipe`` and dense members holds it; but with a recipe that begins from bounded values,
-    ``form`` holds the mask that its readers of signs read. ``made`` is what the recipe made, as long as a saved tensor
-    has yet to read it, ``bits`` the mask of what was decoded or made, as long as nobody reads more of it than that.
-    ``guard`` is a member of its own: it keeps the data that recipes need, and its version.
-    ``height`` is the length of the longest chain of recipes above it. ``key`` is the one that it was decided on with,
-    ``errors`` are those of the bounded values whose errors it has, its own among them.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "bits",
-        "buffers",
-        "content",
-        "entry",
-        "errors",
-        "form",
-        "guard",
-        "height",
-        "key",
-        "live",
-        "made",
-        "members",
-        "recipe",
-        "storage",
-    )
-
-    def __init__(self, storage: torch.UntypedStorage, entry: Entry, live: _Live) -> None:
-        self.storage: torch.UntypedStorage | None = storage
-        self.members: list[weakref.ref[_Saved]] = []
-        self.entry = entry
-        self.form: _Form | None = None
-        self.bits: tuple[Mask, Bitmask, Encoded] | None = None
-        self.buffers: Buffers | None = None
-        self.live = live
-        self.content: Content | None = None
-        self.recipe: Recipe | None = None
-        self.made: Tensor | None = None
-        self.guard: _Saved | None = None
-        self.height = 0
-        self.key = ""
-        self.errors: frozenset[str] = frozenset()
-
-    @property
-    def depth(self) -> int:
-        """How many recomputed values have to be made before it is there, itself included."""
-        return 0 if self.recipe is None else 1 + max((leaf.depth for leaf in self.recipe.leaves()), default=0)
-
-    def raise_to(self, height: int) -> None:
-        """Note that a chain of that many recipes begins here."""
-        if height > self.height:
-            self.height = height
-            for leaf in self.recipe.leaves() if self.recipe is not None else ():
-                leaf.raise_to(height + 1)
-
-    def saved(self) -> Iterator[_Saved]:
-        """Those of its saved tensors that are still alive."""
-        return (saved for member in self.members if (saved := member()) is not None)
-
-    def hold(self, whole: Tensor | None) -> None:
-        """Keep what was made for who reads it next; None: no longer."""
-        if self.made is not None:
-            self.live.made_nbytes -= self.made.untyped_storage().nbytes()
-        self.made = whole
-        if whole is not None:
-            self.live.made_nbytes += whole.untyped_storage().nbytes()
-
-    def __del__(self) -> None:
-        self.hold(None)
-        if self.buffers is not None and self.form is not None:
-            self.buffers.forget(self.form)
-        self.live.nbytes -= self.entry.device_nbytes
-
-
-class _Saved:
-    """The packed object: one tensor that autograd saved."""
-
-    __slots__ = (
-        "__weakref__",
-        "builtin",
-        "dense",
-        "live",
-        "mask",
-        "modified",
-        "need",
-        "node",
-        "offset",
-        "read",
-        "spec",
-        "tensor",
-        "value",
-        "version",
-    )
-
-    def __init__(self, x: Tensor, live: _Live) -> None:
-        self.live = live
-        live.saved += 1
-        self.dense: Tensor | None = x.detach()
-        self.version: int = x._version
-        self.tensor: SavedTensor | None = None
-        self.spec: TensorSpec | None = None
-        self.value: _Value | None = None
-        self.mask: Mask | None = None
-        self.need = Need.VALUE
-        self.offset = 0
-        self.modified: int | None = None
-        self.builtin = False
-        self.read = False
-        self.node: int | None = None
-
-    # What a kernel of consumers.py, to which it was unpacked as a claim, takes of it.
-
-    def whole(self) -> Tensor:
-        """The tensor, decoded or made again."""
-        assert self.value is not None and self.spec is not None
-        with torch.no_grad(), self.live.lock:
-            return _decode(self, self.spec, self.value)
-
-    def encoded(self) -> tuple[Any, Encoded] | None:
-        """Codec and planes of exactly what its reader needs; None where something else is stored."""
-        value, spec = self.value, self.spec
-        assert value is not None and spec is not None
-        with self.live.lock:
-            if value.bits is not None and value.bits[0] == self.mask:
-                return value.bits[1:] if _same_layout(value.bits[2].spec, spec) else None
-            form = value.form
-            if form is None or form.mask != self.mask or not _same_layout(form.spec, spec):
-                return None
-            if not isinstance(form.codec, Bitmask if self.need is Need.SIGN else (Binary, FewBit, Narrow, Sliced)):
-                return None
-            return form.codec, _planes(value, form)
-
-    def settle(self) -> None:
-        """Its reader is done: let go of what was decoded, but for the bits that others will read."""
-        assert self.value is not None
-        self.read = True
-        with torch.no_grad(), self.live.lock:
-            _settle(self.value)
-
-    def adopt(self, dead: Tensor) -> None:
-        """Decode into that memory from now on."""
-        assert self.value is not None and self.value.buffers is not None
-        with self.live.lock:
-            self.value.buffers.adopt(dead)
-
-    def __del__(self) -> None:
-        live = self.live
-        live.saved -= 1
-        if live.saved == 0:
-            live.buffers.clear()
-            if live.waits:
-                live.waits = False
-                consumers.finished()
-
-
-class _Live:
-    """What is alive now; shared by a Session and its values, so that either may die first."""
-
-    __slots__ = (
-        "buffers",
-        "lock",
-        "made_nbytes",
-        "nbytes",
-        "peak_nbytes",
-        "prefetcher",
-        "saved",
-        "stashed_nbytes",
-        "unpacked",
-        "waits",
-    )
-
-    def __init__(self, ahead: int | None) -> None:
-        self.buffers = Buffers()
-        self.prefetcher = Prefetcher(ahead)
-        self.lock = threading.RLock()
-        self.saved = 0
-        self.nbytes = 0  # on the device
-        self.made_nbytes = 0
-        self.stashed_nbytes = 0  # when backward began
-        self.peak_nbytes = 0
-        self.unpacked = False
-        self.waits = False  # left, with graphs whose backward is yet to come
-
-    @property
-    def below_peak(self) -> int:
-        """How much less is held than at the peak."""
-        return self.peak_nbytes - self.nbytes
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether so much more that was made again would still take no more than backward has freed."""
-        return self.nbytes + self.made_nbytes + nbytes <= self.stashed_nbytes
-
-    def add(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-
-
-class _Observer(TorchFunctionMode):
-    """Tells the session when a torch function begins and ends. It changes nothing (Note: [observe only]).
-
-    Note: [observe only]
-        Replacing ops here would break non-reentrant checkpoint, whose recomputation does not see the mode.
-    """
-
-    def __init__(self, session: Session) -> None:
-        super().__init__()
-        self.session = session
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        session = self.session
-        if torch.compiler.is_compiling():  # traced: the compiled function saves its tensors in one op of its own
-            return func(*args, **(kwargs or {}))
-        if session._pending:
-            with torch._C.DisableTorchFunction():
-                session._sweep()
-        if not torch.is_grad_enabled():
-            return func(*args, **(kwargs or {}))
-        cheap = session._depth == 0 and session._recomputes and func in producers.CHEAP
-        before = producers.random_state(func, args) if cheap else None
-        session._depth += 1
-        result = None
-        try:
-            result = func(*args, **(kwargs or {}))
-        finally:
-            session._depth -= 1
-            if session._unnamed and session._depth == 0:
-                with torch._C.DisableTorchFunction():
-                    session._name(result)
-        if cheap and type(result) is Tensor:
-            with torch._C.DisableTorchFunction():
-                session._note(func, args, kwargs or {}, result, before)
-        return result
+    def __init__(self, how: str) -> None:
+        self.how, self.uses = how, 1
 
 
 class _Frame:
@@ -344,6 +116,9 @@ class Session:
         model: the module that paths in keys start from; without it, whichever module is called outermost.
         stores: stores by name, beside ``"device"`` and ``"host"``, which are there already.
         min_nbytes: smaller tensors are kept.
+        check: ``"full"`` compares a checksum of every value that is remade with the one that it had; by default a
+            sample of its bits is compared (Note: [samples]).
+        overwrite_gradients: whether backward may write a gradient over one that nobody else holds.
 
     Raises:
         UnknownNameError: no policy has that name.
@@ -369,23 +144,33 @@ class Session:
         model: nn.Module | None = None,
         stores: Mapping[str, Store] | None = None,
         min_nbytes: int = MIN_NBYTES,
+        check: str = "sample",
+        overwrite_gradients: bool = True,
     ) -> None:
         self.policy = policies.get(policy)
+        if check not in ("sample", "full"):
+            raise ValueError(f"Session was asked for check={check!r}, but it takes 'sample' or 'full'.")
+        self.check = check
         self.min_nbytes = min_nbytes
         self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore(), **(stores or {})}
+        self.depth = 0
+        self.recomputes: bool = getattr(self.policy, "recomputes", True)
         self._model = model
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._parameters: set[int] = set()
-        self._live = _Live(getattr(self.policy, "ahead", None))
+        self._live = Live(getattr(self.policy, "ahead", None), overwrite_gradients)
         self._step = Step()
         self._steps = 0
+        self._elsewhere = False
         self._seen: dict[int, tuple[StorageWeakRef, Entry]] = {}
-        self._pending: dict[int, weakref.ref[_Value]] = {}
-        self._unnamed: list[_Saved] = []
-        self._depth = 0
+        self._clock = 0  # torch functions and packed tensors so far
+        self._pending: dict[int, weakref.ref[Value]] = {}  # by storage
+        self._due: dict[int, list[weakref.ref[Value]]] = {}  # by when to look at them
+        self._leaning: dict[int, list[weakref.ref[Value]]] = {}  # by a leaf's storage, what is remade from it
+        self._snapshots: dict[tuple[Any, ...], tuple[StorageWeakRef, Tensor]] = {}
+        self._unnamed: list[Saved] = []
         self._frames: list[_Frame] = [_Frame("")]
-        self._recomputes: bool = getattr(self.policy, "recomputes", True)
         self._together = self.policy if isinstance(self.policy, DecidesTogether) else None
         self._begun: Callable[[], None] | None = getattr(self.policy, "begin_step", None)
         self._watch: Callable[[SavedTensor, Any, Tensor], None] | None = getattr(self.policy, "watch", None)
@@ -393,78 +178,90 @@ class Session:
             self.policy, "trace", None
         )
         self._contents: dict[int, tuple[StorageWeakRef, Content]] = {}
-        self._proven: dict[tuple[str, str, str], str] = {}
+        self._proven: dict[tuple[str, ...], _Proof] = {}
         self._buffers = self._live.buffers
         self._lock = self._live.lock
-        self._installed: list[Any] = []
+        self._installed: ExitStack | None = None
         self._peak: tuple[PeakRow, ...] = ()
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
         _refuse_other_hooks()
-        if self._installed:
+        if self._installed is not None:
             raise SessionError(
                 "a Session was entered that is in use already, by another thread. Make a Session for each thread."
             )
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        observer = _Observer(self)
-        consumers.install()
-        hooks.__enter__()
-        observer.__enter__()
-        self._installed = [
-            nn.modules.module.register_module_forward_pre_hook(self._enter_module),
-            nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
-            observer,
-            hooks,
-        ]
-        self._thread = threading.get_ident()
-        _active.session = self
+        table.prepare()
+        with ExitStack() as installed:
+            installed.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            installed.enter_context(Observer(self))
+            installed.callback(modules.listen(self))
+            self._elsewhere = False
+            self._installed = installed.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _active.session = None
-        for installed in self._installed:
-            if isinstance(installed, RemovableHandle):
-                installed.remove()
-            else:
-                installed.__exit__(kind, error, trace)
-        self._installed = []
-        self._depth = 0
+        with ExitStack() as last:
+            last.callback(self._forget)
+            last.callback(self._finish)
+            installed, self._installed = self._installed, None
+            if installed is not None:
+                installed.close()
+
+    def _finish(self) -> None:
+        """Decide about everything that is pending: from now on nobody watches what the program does to it."""
+        self.depth = 0
         del self._frames[1:]
-        try:
-            self._name(None)
-            self._sweep()
-        finally:
-            self._pending.clear()
-            self._seen.clear()
-            self._contents.clear()
-            self._roots.clear()
-            self._parameters.clear()
-            with self._lock:
-                waits = self._live.saved > 0 and not self._live.waits
-                self._live.waits |= waits
-                consumers.uninstall(waits)
+        self._name(None)
+        self._sweep()
+        with self._lock:
+            for cdata in list(self._leaning):
+                self._store_leaning(cdata)
+
+    def _forget(self) -> None:
+        self._pending.clear()
+        self._due.clear()
+        self._leaning.clear()
+        self._snapshots.clear()
+        self._seen.clear()
+        self._contents.clear()
+        self._roots.clear()
+        self._parameters.clear()
 
     def report(self) -> Report:
         """The accounts of the last step that saved anything."""
         with self._lock:
+            step = self._step
+            notes = []
+            if self._elsewhere:
+                notes.append(
+                    "a module ran with grad mode on another thread, which this Session does not see: open a Session on "
+                    "that thread"
+                )
+            if not step.entries and not step.small.saved_nbytes:
+                notes.append(
+                    "nothing was saved: no forward pass with grad mode ran inside the Session, on the thread that "
+                    "entered it, outside of compiled functions"
+                )
             return Report(
                 repr(self.policy),
                 self._steps,
-                self._step.rows(),
-                sum(self._step.parameters.values()),
+                step.rows(),
+                sum(step.parameters.values()),
                 self._live.peak_nbytes,
                 self._peak,
+                tuple(notes),
+                step.proofs,
+                step.repeated_proofs,
             )
 
     # -- which module is running ---------------------------------------------------------------------------------
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
-            return
+    def enter_module(self, module: nn.Module) -> None:
+        """A module's forward is about to run."""
         if len(self._frames) == 1:
             self._enter_root(self._model or module)
         name = self._names.get(module)
@@ -473,18 +270,21 @@ class Session:
             name = self._names[module]
         self._frames.append(_Frame(name))
 
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if threading.get_ident() == self._thread and len(self._frames) > 1:
+    def leave_module(self) -> None:
+        """It has returned or raised."""
+        if len(self._frames) > 1:
             self._frames.pop()
+
+    def ran_elsewhere(self) -> None:
+        """A module ran with grad mode on a thread that has no Session."""
+        self._elsewhere = True
 
     def _enter_root(self, module: nn.Module) -> None:
         if module not in self._names:
             self._learn_names(module)
         self._roots[module] = set(_state_storages(module))
         self._parameters = set().union(*self._roots.values())
-        if self._live.unpacked and torch.is_grad_enabled() and not _in_backward():
+        if self._live.unpacked and torch.is_grad_enabled() and not in_backward():
             self._begin_step()
 
     def _learn_names(self, module: nn.Module, prefix: str = "") -> None:
@@ -499,15 +299,54 @@ class Session:
             self._begun()
         self._step = Step()
         self._seen.clear()
+        self._snapshots.clear()
         self._live.prefetcher.begin_step()
         self._frames[0].counts.clear()
+        self._pending = {cdata: value for cdata, value in self._pending.items() if value() is not None}
         self._contents = {cdata: known for cdata, known in self._contents.items() if not known[0].expired()}
         for _, content in self._contents.values():  # else a running average would remember all of its steps
             content.call = None
 
+    # -- what the observer tells ---------------------------------------------------------------------------------
+
+    def before_function(self) -> None:
+        """A torch function is about to run: encode what nobody holds any more."""
+        self._clock += 1
+        due = self._due.pop(self._clock, None)
+        if due is not None:
+            with no_torch_function(), self._lock:
+                self._look_at(due)
+
+    def after_function(self, result: Any) -> None:
+        """A torch function has returned: name what it has saved."""
+        if self._unnamed and self.depth == 0:
+            with no_torch_function():
+                self._name(result)
+
+    def before_backward(self) -> None:
+        """Backward is about to begin: encode everything that nobody holds."""
+        with no_torch_function():
+            self._sweep()
+
+    def before_effect(self, effect: Effect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A function is about to change its arguments, or to hand their memory on to who changes it unseen."""
+        with self._lock:
+            for x in tensors_in(args, kwargs):
+                if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
+                    continue
+                storage = x.untyped_storage()
+                if storage._cdata in self._leaning:
+                    self._store_leaning(storage._cdata)
+                if effect is Effect.ESCAPES:
+                    if storage._cdata in self._parameters:
+                        self._snapshots.clear()
+                    elif storage.nbytes() >= self.min_nbytes:
+                        content = self._content(x)
+                        content.escaped, content.call = True, None
+
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def _pack(self, x: Tensor) -> _Saved | tuple[Tensor, int]:
+    def _pack(self, x: Tensor) -> Saved | tuple[Tensor, int]:
         if type(x) in PLAIN and x.layout is torch.strided:
             storage = x.untyped_storage()
             if storage._cdata in self._parameters:
@@ -523,15 +362,15 @@ class Session:
                 self._steps = 1
                 if self._begun is not None:
                     self._begun()
-            if self._live.saved == 0 and self._step.entries and not _in_backward():  # the last graph is gone
+            if self._step.entries and self._live.saved == 0 and not in_backward():  # the last graph is gone
                 self._begin_step()
-            saved = _Saved(x, self._live)
+            saved = Saved(x, self._live)
             self._unnamed.append(saved)
             # Outside any torch function (a custom Function, an extension's op), or inside backward, which is one long
             # torch function: what a reentrant checkpoint recomputes must not wait for its end.
-            if self._depth == 0 or _in_backward():
-                with torch._C.DisableTorchFunction():
-                    self._sweep()
+            if self.depth == 0 or in_backward():
+                self.before_function()
+                with no_torch_function():
                     self._name(None)
         return saved
 
@@ -543,14 +382,14 @@ class Session:
             if not large:
                 return
             wanted = {id(saved): saved for saved in large}
-            for node, found in _find(result, wanted):
+            for node, found in find(result, wanted):
                 op = needs.op_of(node)
                 frame = self._frames[-1]
                 number = frame.counts[op]
                 frame.counts[op] += 1
                 specs = {role: saved.spec for role, saved in found if saved.spec is not None}
                 builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
-                copies = _weight_copies(node) if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled() else ()
+                copies = weight_copies(node) if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled() else ()
                 for role, saved in found:
                     assert saved.spec is not None
                     if role in ("weight", "mat2") and sorted(saved.spec.shape) in copies:
@@ -562,14 +401,15 @@ class Session:
                     if builtin and self._watch is not None and saved.tensor is not None and dense is not None:
                         self._watch(saved.tensor, node, dense)
                     del dense
-                    if builtin and saved.spec is not None and consumers.can_claim(op, role, saved.spec):
+                    if builtin:
                         saved.node = node._sequence_nr()
+                        saved.claimable = saved.spec is not None and table.can_claim(op, role, saved.spec)
             for saved in wanted.values():
                 number = self._frames[-1].counts["?"]
                 self._frames[-1].counts["?"] += 1
                 self._take(saved, "?", "saved", number, needs.VALUE, False)
 
-    def _specify(self, saved: _Saved) -> bool:
+    def _specify(self, saved: Saved) -> bool:
         """Fill in the spec; False for what is kept without a further look (and then it is accounted for)."""
         dense = saved.dense
         if dense is None or type(dense) not in PLAIN or dense.layout is not torch.strided or is_odd(dense):
@@ -577,7 +417,7 @@ class Session:
         saved.spec = TensorSpec.of(dense)
         return True
 
-    def _take(self, saved: _Saved, op: str, role: str, number: int, reading: needs.Reading, builtin: bool) -> None:
+    def _take(self, saved: Saved, op: str, role: str, number: int, reading: needs.Reading, builtin: bool) -> None:
         """Account for a named tensor, and queue its storage for encoding unless backward reads nothing of it."""
         dense, spec = saved.dense, saved.spec
         assert dense is not None and spec is not None
@@ -591,20 +431,21 @@ class Session:
         storage = dense.untyped_storage()
         entry = self._entry(saved.tensor, storage)
         if reading.need is Need.SHAPE and self._allows(saved.tensor, Shape.id):
-            saved.dense = None
+            saved.counter, saved.dense = version_of(dense), None
             return
         pending = self._pending.get(storage._cdata)
         value = pending() if pending is not None else None
         if value is None:
-            value = _Value(storage, entry, self._live)
-            self._pending[storage._cdata] = weakref.ref(value)
+            value = Value(storage, entry, self._live, self._clock)
+            self._pending[storage._cdata] = reference = weakref.ref(value)
+            self._due.setdefault(self._clock + 1, []).append(reference)
             entry.stash_nbytes = entry.saved_nbytes
             entry.reason = "held by the program, kept by reference"
             entry.codec = "kept"
             self._live.add(entry.stash_nbytes)
         value.members.append(weakref.ref(saved))
         saved.value = value
-        if self._recomputes:
+        if self.recomputes:
             value.content = self._content(dense)
             value.content.value = weakref.ref(value)
 
@@ -633,22 +474,40 @@ class Session:
     def _sweep(self) -> None:
         """Encode every pending storage that only autograd's saves hold (Note: [encode when orphaned])."""
         with self._lock:
-            for cdata, pending in list(self._pending.items()):
-                value = pending()
-                if value is None:  # its graph is gone
-                    del self._pending[cdata]
-                    continue
-                count = _use_count(cdata) - 1  # value.storage
-                if count <= len(value.members) and count == sum(saved.dense is not None for saved in value.saved()):
-                    del self._pending[cdata]
-                    with torch.no_grad():
-                        self._encode(value)
-                    value.storage = None
+            self._look_at(list(self._pending.values()), again=False)
 
-    def _encode(self, value: _Value) -> None:
+    def _look_at(self, values: list[weakref.ref[Value]], again: bool = True) -> None:
+        """Encode those of these values that nobody else holds; look at the others later."""
+        for reference in values:
+            value = reference()
+            if value is None or value.storage is None:  # its graph is gone, or it was encoded
+                continue
+            if self._is_orphaned(value):
+                cdata = value.storage._cdata
+                del self._pending[cdata]
+                self._leaning.pop(cdata, None)  # nobody can change it any more
+                with torch.no_grad():
+                    self._encode(value)
+                value.storage = None
+            elif again:
+                later = self._clock + max(1, (self._clock - value.born) // 8)
+                self._due.setdefault(later, []).append(reference)
+
+    def _is_orphaned(self, value: Value) -> bool:
+        """Whether only autograd's saves hold the storage of a value."""
+        assert value.storage is not None  # no variable of its own: it would count
+        count = storage_use_count(value.storage._cdata) - 1  # its Python object
+        if count > len(value.members) or count != sum(saved.dense is not None for saved in value.saved()):
+            return False
+        return _references(value) <= _OWN_REFERENCES  # the program may hold the storage's Python object as well
+
+    def _encode(self, value: Value) -> None:
         fresh = []
         for saved in value.saved():
+            follow_original(saved)
             dense = saved.dense
+            if saved.value is not value:
+                continue
             if dense is not None and dense._version != saved.version:
                 saved.modified, saved.dense = dense._version, None
             elif dense is not None:
@@ -665,7 +524,7 @@ class Session:
         if whole is None or any(saved.spec.dtype != facts.spec.dtype for saved in fresh if saved.spec):
             self._kept(value, facts, "its storage is seen as different types")
             return
-        value.key = facts.key
+        value.key, value.facts = facts.key, facts
         readers = [saved.tensor for saved in fresh if saved.tensor is not None]
         if self._trace is not None:
             self._trace(facts, readers, lambda: self._sources(value, strongest))
@@ -677,6 +536,7 @@ class Session:
         started = time.perf_counter()
         why = ""
         if isinstance(action, Recompute):
+            value.otherwise = action.otherwise
             recipe = self._recipe(value, strongest, whole, action)
             if isinstance(recipe, Recipe) and recipe.settled:
                 value.errors = frozenset().union(*(leaf.errors for leaf in recipe.leaves()))
@@ -711,8 +571,8 @@ class Session:
 
     def _released(
         self,
-        value: _Value,
-        fresh: list[_Saved],
+        value: Value,
+        fresh: list[Saved],
         facts: SavedTensor,
         codec: str,
         nbytes: int,
@@ -724,17 +584,17 @@ class Session:
         for saved in fresh:
             saved.dense = None
         entry, live = value.entry, value.live
-        live.nbytes -= entry.device_nbytes
+        live.add(-entry.device_nbytes)
         entry.stash_nbytes, entry.codec, entry.reason, entry.store = nbytes, codec, note, store
         live.add(entry.device_nbytes)
         entry.encode_seconds += time.perf_counter() - started
         self.policy.observe(Outcome(facts, codec, nbytes))
 
-    def _kept(self, value: _Value, facts: SavedTensor, reason: str) -> None:
+    def _kept(self, value: Value, facts: SavedTensor, reason: str) -> None:
         value.entry.codec, value.entry.reason = "kept", reason
         self.policy.observe(Outcome(facts, None, value.entry.stash_nbytes, reason))
 
-    def _stash(self, x: Tensor, facts: SavedTensor, action: Stash, readers: list[_Saved]) -> tuple[_Form | None, str]:
+    def _stash(self, x: Tensor, facts: SavedTensor, action: Stash, readers: list[Saved]) -> tuple[Form | None, str]:
         """Encode with the first codec of the action that takes ``x``; else None and the last reason."""
         if action.store not in self.stores:
             raise UnknownNameError(
@@ -761,13 +621,15 @@ class Session:
                 else:
                     mask = facts.mask if facts.need is Need.SIGN else None
                     store = self.stores[action.store]
-                    return _Form(codec, mask, encoded.spec, store, store.put(encoded)), ""
+                    return Form(codec, mask, encoded.spec, store, store.put(encoded)), ""
             reason = f"{getattr(codec, 'label', codec.id)}: {refusal}"
         return None, reason
 
     # -- recompute -----------------------------------------------------------------------------------------------
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, before: Any) -> None:
+    def made(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, random_state: Tensor | None
+    ) -> None:
         """Remember how the content of the result's storage was made."""
         if (
             result.layout is not torch.strided
@@ -777,24 +639,40 @@ class Session:
         ):
             return
         with self._lock:
-            call = producers.call_of(func, args, kwargs, result, lambda x: self._look(x, result), before)
-            if call is not None:
-                self._content(result).call = call
+            call = producers.call_of(function, args, kwargs, result, lambda x: self._argument(x, result), random_state)
+            content = self._content(result)
+            if call is not None and not content.escaped:
+                content.call = call
 
-    def _look(self, x: Tensor, result: Tensor) -> View | Held:
+    def _argument(self, x: Tensor, result: Tensor) -> View | Held | None:
         """A tensor argument of the call that made ``result``."""
         storage = x.untyped_storage()
         cdata = storage._cdata
-        if cdata in self._parameters:
-            return Held(x.detach(), x._version)
-        if storage.nbytes() < self.min_nbytes:
-            return Held(small := x.detach().clone(), small._version)
+        if cdata in self._parameters or storage.nbytes() < self.min_nbytes:
+            return self._snapshot(x, storage)
         if cdata != result.untyped_storage()._cdata:
             content = self._content(x)
         else:  # an in-place op: it read the content before this one
             after = self._content(x)
             content, after.before = after.before or Content(x._version - 1), None
         return View(content, TensorSpec.of(x), int(x.storage_offset()))
+
+    def _snapshot(self, x: Tensor, storage: torch.UntypedStorage) -> Held | None:
+        """A copy of a parameter, a buffer, or something small, as it is now; None if it is large.
+
+        The program may change them before backward (a running average, an average of weights swapped in), also through
+        ``.data`` and so without a new version.
+        """
+        if x.nbytes < self.min_nbytes:
+            copy = x.detach().clone()
+            return Held(copy, copy._version)
+        if x.nbytes > SNAPSHOT_NBYTES:
+            return None
+        key = (storage._cdata, x._version, x.storage_offset(), x.shape, x.stride())
+        known = self._snapshots.get(key)
+        if known is None or known[0].expired():
+            self._snapshots[key] = known = StorageWeakRef(storage), x.detach().clone()
+        return Held(known[1], known[1]._version)
 
     def _content(self, x: Tensor) -> Content:
         """What the storage of ``x`` holds now."""
@@ -807,44 +685,117 @@ class Session:
         else:
             before = None
         content = Content(x._version, before)
+        content.escaped = known is not None and not known[0].expired() and known[1].escaped
         self._contents[storage._cdata] = (StorageWeakRef(storage), content)
         return content
 
-    def _recipe(self, value: _Value, strongest: _Saved, whole: Tensor, action: Recompute) -> Recipe | str:
+    def _recipe(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Recipe | str:
         """How to make ``whole`` again; else the reason why it cannot be.
 
         Note: [proven recipes]
             Whether an op repeats itself bit for bit depends on the device, its library, shapes and layouts, and is
             nowhere documented. So a recipe runs once when it is first used, on the very data, and is trusted only if
             the bits are the same: with fused kernels, or else op by op. One that begins from bounded values has to
-            come as near as their bounds allow.
+            come as near as their bounds allow. The proof is repeated now and then, on the numbers of another step.
         """
         content = value.content
         if content is None or content.version != strongest.version:
             return "what made it is not known"
-        recipe = producers.build(content, lambda view: _leaf(view, value, action.max_depth, action.within))
+        recipe = producers.build(content, lambda view: recipes.find_leaf(view, value, action.max_depth, action.within))
         if isinstance(recipe, str):
             return recipe
-        inputs = len(set(recipe.leaves()))
-        if action.max_inputs is not None and inputs > action.max_inputs:
-            return f"it would begin from {inputs} stored values"
+        leaves = set(recipe.leaves())
+        if action.max_inputs is not None and len(leaves) > action.max_inputs:
+            return f"it would begin from {len(leaves)} stored values"
         assert strongest.tensor is not None
-        bounded = any(leaf.errors for leaf in recipe.leaves())
-        if bounded and not _keeps_signs(recipe, value, whole):
+        bounded = any(leaf.errors for leaf in leaves)
+        if bounded and not recipes.keeps_signs(recipe, value, whole):
             return "its sign is read in another way than a relu does"
         key = (strongest.tensor.key, str(recipe), f"{TensorSpec.of(whole)}{' within' * bounded}")
-        if key not in self._proven:
-            self._proven[key] = _prove_within(recipe.settle(), whole) if bounded else _prove(recipe, whole)
-        proof = self._proven[key]
-        if not proof:
+        if key in self._live.distrusted:
+            return f"{recipe} has made other bits than the value had"
+        how = self._proof(key, recipe, whole, bounded)
+        if not how:
             return f"{recipe} does not repeat itself {'within its bounds' if bounded else 'bit for bit'}"
-        for leaf in recipe.leaves():
-            _guard(leaf)
+        for leaf in leaves:
+            recipes.guard(leaf)
+        recipe = recipe.settle() if bounded else recipe if how == "fused" else recipe.unfused()
+        self._lean(value, leaves)
+        tolerance = None
         if bounded:
-            return recipe.settle()
-        return recipe if proof == "fused" else recipe.unfused()
+            off = recipes.off_by(recipe)
+            tolerance = None if off is None else 1.001 * float(off.max()) + recipes.rounding(whole)
+        value.proof = key
+        value.sample = Sample.of(whole, self._steps, self.check == "full", tolerance)
+        return recipe
 
-    def _mask(self, whole: Tensor, facts: SavedTensor, readers: list[_Saved]) -> _Form | None:
+    def _proof(self, key: tuple[str, ...], recipe: Recipe, whole: Tensor, bounded: bool) -> str:
+        """How the recipe makes the value: "fused", "plain", "within", or "" where it does not."""
+        proof = self._proven.get(key)
+        if proof is not None:
+            proof.uses += 1
+            if not proof.how or (proof.uses + hash(key)) % REPEAT:
+                return proof.how
+        how = recipes.prove_within(recipe.settle(), whole) if bounded else recipes.prove(recipe, whole)
+        if proof is None:
+            self._step.proofs += 1
+            self._proven[key] = _Proof(how)
+        else:
+            self._step.repeated_proofs += 1
+            proof.how = how
+        return how
+
+    def _lean(self, value: Value, leaves: set[Value]) -> None:
+        """Watch those leaves that the program may still change (Note: [what a recipe begins from])."""
+        for leaf in leaves:
+            if leaf.is_dense and leaf.storage is not None:
+                self._leaning.setdefault(leaf.storage._cdata, []).append(weakref.ref(value))
+
+    def _store_leaning(self, cdata: int) -> None:
+        """Store what is to be remade from the storage at that address: it may change from now on."""
+        for reference in self._leaning.pop(cdata, ()):
+            value = reference()
+            if value is not None and value.recipe is not None:
+                with torch.no_grad():
+                    self._store_instead(value)
+        pending = self._pending.get(cdata)
+        leaf = pending() if pending is not None else None
+        if leaf is not None:
+            leaf.guard = None
+
+    def _store_instead(self, value: Value) -> None:
+        """Remake a value now and hold it in another form."""
+        recipe, facts, otherwise = value.recipe, value.facts, value.otherwise
+        assert recipe is not None and facts is not None and otherwise is not None
+        started = time.perf_counter()
+        whole = remake(value, fresh=True)
+        readers = list(value.saved())
+        form, reason = None, "the policy says so"
+        if isinstance(otherwise, Stash):
+            form, reason = self._stash(whole, facts, otherwise, readers)
+        value.hold(None)
+        self._buffers.forget(value if value.form is None else value.form)
+        value.recipe, value.sample, value.form = None, None, form
+        if form is not None:
+            if isinstance(otherwise, Stash) and otherwise.store != "device":
+                self._live.prefetcher.put(form, facts.key)
+            label, nbytes = getattr(form.codec, "label", form.codec.id), form.ticket.nbytes
+            store = otherwise.store if isinstance(otherwise, Stash) else "device"
+            note = "not recomputed: the program could change what it is made from"
+            self._released(value, readers, facts, label, nbytes, note, started, store)
+            return
+        for saved in readers:
+            assert saved.spec is not None
+            saved.dense = whole.as_strided(saved.spec.shape, saved.spec.stride, saved.offset)
+            saved.version = saved.dense._version
+        if value.height:  # others are remade from it
+            recipes.guard_with(value, whole)
+        self._live.add(-value.entry.device_nbytes)
+        value.entry.stash_nbytes, value.entry.store = whole.untyped_storage().nbytes(), "device"
+        self._live.add(value.entry.device_nbytes)
+        self._kept(value, facts, f"the program could change what it is made from; {reason}")
+
+    def _mask(self, whole: Tensor, facts: SavedTensor, readers: list[Saved]) -> Form | None:
         """What who reads signs reads, exactly, of a value that is made again within bounds; None where nobody does."""
         mask = next((saved.mask for saved in readers if saved.need is Need.SIGN), None)
         if mask is None:
@@ -852,52 +803,79 @@ class Session:
         form, _ = self._stash(whole, replace(facts, need=Need.SIGN, mask=mask), Stash(Bitmask(mask)), readers)
         return form
 
-    def _sources(self, value: _Value, strongest: _Saved) -> dict[str, Tensor] | None:
+    def _sources(self, value: Value, strongest: Saved) -> dict[str, Tensor] | None:
         """See ``trace`` of :class:`backstash.policy.Policy`."""
         content = value.content
         if content is None or content.version != strongest.version:
             return None
-        recipe = producers.build(content, lambda view: _leaf(view, value, MAX_DEPTH, None))
+        recipe = producers.build(content, lambda view: recipes.find_leaf(view, value, MAX_DEPTH, None))
         found = producers.gains(recipe) if isinstance(recipe, Recipe) else None
         return None if found is None else {leaf.key: gain for leaf, gain in found.items() if leaf.key}
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
-    def _unpack(self, saved: _Saved | tuple[Tensor, int]) -> Tensor:
+    def _unpack(self, saved: Saved | tuple[Tensor, int]) -> Tensor:
         live = self._live
-        first_order = not torch.is_grad_enabled()
-        if not live.unpacked and _in_backward():  # and not a look at grad_fn._saved_*
-            live.unpacked = True
-            live.stashed_nbytes = live.nbytes
-            with self._lock:
+        if not live.unpacked and in_backward():  # and not a look at grad_fn._saved_*
+            with no_torch_function(), self._lock:
+                self._sweep()
+                live.unpacked = True
+                live.stashed_nbytes = live.nbytes
                 live.prefetcher.begin_backward()
                 live.prefetcher.advance(live.below_peak)
         if isinstance(saved, tuple):
             small, version = saved
             if small._version != version:
-                raise SavedTensorModifiedError(_modified_message(TensorSpec.of(small), None, small._version, version))
-            return small
+                raise SavedTensorModifiedError(modified_message(TensorSpec.of(small), None, small._version, version))
+            return linear.claim_weight(small) if small.nbytes >= self.min_nbytes else small
         if saved.tensor is not None and not live.prefetcher.idle and not _is_moved(saved):
             with self._lock:
                 live.prefetcher.passed(saved.tensor.key, live.below_peak)
+        check_version(saved)
         if saved.dense is not None:
-            _check_version(saved)
+            follow_original(saved)
+            if saved.claimable and (saved.dense.nbytes >= table.LARGE or accumulation.awaits_large_weight()):
+                claim = self._claim(saved)
+                return saved.dense if claim is None else claim
             return saved.dense
         if saved.modified is not None:
-            raise SavedTensorModifiedError(_modified_message(saved.spec, saved.tensor, saved.modified, saved.version))
+            raise SavedTensorModifiedError(modified_message(saved.spec, saved.tensor, saved.modified, saved.version))
         assert saved.spec is not None
         value = saved.value
         if value is None:
             return stand_in(saved.spec)
-        with torch._C.DisableTorchFunction(), torch.no_grad(), self._lock:
-            if saved.node is not None and first_order:
-                claim = consumers.claim(saved, saved.spec, saved.node)
-                if claim is not None:
-                    return claim
-            return _decode(saved, saved.spec, value)
+        claim = self._claim(saved) if saved.claimable else None
+        if claim is not None:
+            return claim
+        with no_torch_function(), torch.no_grad(), self._lock:
+            return decode(saved, saved.spec, value)
+
+    def _claim(self, saved: Saved) -> Tensor | None:
+        """A claim for a saved tensor, where a kernel of the package backward is going to read it."""
+        if torch.is_grad_enabled() or saved.node is None or saved.spec is None or saved.value is None:
+            return None
+        stashed = StashedTensor(saved, saved.spec, saved.value)
+        claim = claims.claim(stashed, saved.spec, saved.node)
+        if claim is not None and type(running_node()).__name__ in accumulation.LINEAR:
+            linear.begin(stashed, saved.node)
+        return claim
 
 
-def _misreads(codec: Codec, readers: list[_Saved]) -> str | None:
+def _references(value: Value) -> int:
+    """How many references there are to the Python object of a value's storage."""
+    return sys.getrefcount(value.storage)
+
+
+def _references_of_nobody_else() -> int:
+    """The same where only the value and torch itself hold it."""
+    x = torch.empty(1, device="cpu")
+    return _references(Value(x.untyped_storage(), Entry("", "", "", 0), Live()))
+
+
+_OWN_REFERENCES = _references_of_nobody_else()
+
+
+def _misreads(codec: Codec, readers: list[Saved]) -> str | None:
     """Why a codec with an error does not do for everybody who reads the value; None where it does."""
     if codec.bound is None:
         return None
@@ -912,261 +890,12 @@ def _misreads(codec: Codec, readers: list[_Saved]) -> str | None:
     return None
 
 
-def _decode(saved: _Saved, spec: TensorSpec, value: _Value) -> Tensor:
-    whole = _dense(value, borrows=saved.builtin and _in_backward() and not torch.is_grad_enabled())
-    saved.read = True
-    if all(member.read for member in value.saved()):
-        value.hold(None)
-    if not saved.builtin:  # may write into it unseen
-        value.hold(None)
-        assert value.buffers is not None
-        value.buffers.forget(value if value.form is None else value.form)
-    if whole.shape == spec.shape and whole.stride() == spec.stride:
-        return whole.detach()
-    return whole.as_strided(spec.shape, spec.stride, saved.offset)
-
-
-def _keeps_signs(recipe: Recipe, value: _Value, whole: Tensor) -> bool:
-    """Whether who reads a value's sign can have it in a bit each, with a relu's zero where it is clear."""
-    masks = {saved.mask for saved in value.saved() if saved.need is Need.SIGN and saved.dense is not None}
-    if not masks:
-        return True
-    mask = masks.pop()
-    if masks or mask is None or mask.test not in (Test.NOT_LE, Test.GT) or mask.lo != 0.0:
-        return False
-    return recipe.call.name == "relu" and Bitmask(mask).accepts(TensorSpec.of(whole)) is None
-
-
-def _settle(value: _Value) -> None:
-    """Let go of what was decoded or made. Of what its other readers have yet to read, keep the mask if that is all."""
-    buffers = value.buffers
-    assert buffers is not None
-    owner: Any = value if value.form is None else value.form
-    whole = value.made if value.made is not None else buffers.holding(owner)
-    unread = [member for member in value.saved() if not member.read]
-    if whole is not None and unread:
-        mask = unread[0].mask
-        if mask is None:
-            return
-        codec = Bitmask(mask)
-        if (
-            any(member.need is not Need.SIGN or member.mask != mask for member in unread)
-            or codec.accepts(TensorSpec.of(whole)) is not None
-        ):
-            return
-        stored = value.form is not None and value.form.mask == mask
-        if not stored and (value.bits is None or value.bits[0] != mask):
-            value.bits = mask, codec, codec.encode(whole)
-    if not unread:
-        value.bits = None
-    del whole
-    value.hold(None)
-    buffers.settle(owner)
-
-
-def _is_moved(saved: _Saved) -> bool:
+def _is_moved(saved: Saved) -> bool:
     value = saved.value
     return value is not None and value.form is not None and value.form.tag is not None
 
 
-def _planes(value: _Value, form: _Form) -> Encoded:
-    """The planes of a value, from wherever they are."""
-    if form.tag is None:
-        return form.store.get(form.ticket)
-    encoded, seconds = value.live.prefetcher.read(form, value.live.below_peak)
-    value.entry.stall_seconds += seconds
-    return encoded
-
-
-def _same_layout(spec: TensorSpec, other: TensorSpec) -> bool:
-    return spec.shape == other.shape and spec.stride == other.stride
-
-
-def _dense(value: _Value, ahead: bool = False, borrows: bool = False) -> Tensor:
-    """All of a value that is not held dense, decoded or made again.
-
-    What was stored as it is need not be copied for a reader that ``borrows`` it: one that does not write into it.
-
-    Note: [made ahead]
-        What is made as the beginning of something else (``ahead``) will be read by nodes of its own soon, and is held
-        for them as long as there is room in what backward has freed already; else it is made once more then. So a chain
-        of recomputed values never takes more than storing would.
-    """
-    form, buffers = value.form, value.buffers
-    assert buffers is not None
-    owner: Any = form if form is not None else value
-    whole = value.made if value.made is not None else buffers.holding(owner)
-    if whole is not None:
-        return whole
-    for member in value.saved():
-        member.read = False
-    started = time.perf_counter()
-    if value.recipe is not None:
-        spec = value.recipe.call.spec
-        whole = value.recipe.run(_fetch, lambda: buffers.take(spec, spec.dtype))
-        if form is not None:
-            _apply(form, _planes(value, form), whole)
-        if not ahead or value.live.has_room(whole.untyped_storage().nbytes()):
-            value.hold(whole.detach())
-        if any(leaf.recipe is not None and leaf.made is None for leaf in value.recipe.leaves()):
-            buffers.shrink()  # there was no room for them
-    elif form is not None and borrows and isinstance(form.codec, Raw):
-        encoded = _planes(value, form)
-        started = time.perf_counter()
-        whole = form.codec.view(encoded)
-        buffers.lend(owner, whole)
-    else:
-        assert form is not None
-        # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
-        one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
-        dtype = torch.bool if one_bit and form.spec.device.type != "cpu" else form.spec.dtype
-        whole = buffers.take(form.spec, dtype)
-        encoded = _planes(value, form)
-        started = time.perf_counter()  # what was waited for is counted apart
-        form.codec.decode(encoded, whole)
-    buffers.filled(owner, whole)
-    value.entry.decode_seconds += time.perf_counter() - started
-    value.entry.decodes += 1
-    return whole
-
-
-def _apply(form: _Form, encoded: Encoded, made: Tensor) -> None:
-    """Where the mask is clear a relu's result becomes zero, elsewhere the smallest positive number if it is less."""
-    tiny = torch.finfo(made.dtype).tiny
-    made.clamp_(min=tiny)
-    x, bits = flat(made), encoded.planes["mask"]
-    if made.device.type != "cpu" or not cpu.mask_select(x, bits, x):
-        x.masked_fill_(~flat(form.codec.decode(encoded)), 0.0)
-
-
-def _fetch(leaf: Leaf) -> Tensor:
-    """What a recipe begins from."""
-    value: _Value = leaf.value
-    if value.form is None and value.recipe is None:
-        guard = value.guard
-        assert guard is not None
-        if guard.dense is None:
-            assert guard.modified is not None
-            raise SavedTensorModifiedError(_modified_message(guard.spec, guard.tensor, guard.modified, guard.version))
-        _check_version(guard)
-        whole = guard.dense
-    else:
-        whole = _dense(value, ahead=True, borrows=True)
-    if whole.shape == leaf.spec.shape and whole.stride() == leaf.spec.stride and whole.storage_offset() == leaf.offset:
-        return whole.detach()  # and not the pool's own tensor, which does not tell it that the memory is in use
-    return whole.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)
-
-
-def _leaf(view: View, root: _Value, max_depth: int, within: frozenset[str] | None) -> Leaf | str | None:
-    """The stored value that holds what a recipe for ``root`` would begin from; None without one, or why it may not.
-
-    It is exact, or has the errors of no values but those ``within``; None for any.
-    """
-    value = view.content.value() if view.content.value is not None else None
-    if value is None or value is root or value.content is not view.content:
-        return None
-    dtype: torch.dtype | None = None
-    if within is not None and not value.errors <= within:
-        return None
-    if value.recipe is not None:
-        if value.depth + root.height >= max_depth:
-            return f"it would begin from a chain of {value.depth} recomputed values"
-        dtype = value.recipe.call.spec.dtype
-    elif value.form is not None:
-        if Need.VALUE in value.form.codec.preserves:
-            dtype = value.form.spec.dtype
-    else:
-        member = _holder(value)
-        if member is not None and member.dense is not None and member.dense._version == view.content.version:
-            dtype = member.dense.dtype
-    if dtype is None:
-        return None
-    return Leaf(value, view.spec, view.offset) if dtype is view.spec.dtype else "its storage is seen as different types"
-
-
-def _holder(value: _Value) -> _Saved | None:
-    """A saved tensor by which a value that is neither encoded nor recomputed is held for its data."""
-    return next((one for one in value.saved() if one.need is Need.VALUE and one.dense is not None), None)
-
-
-def _guard(value: _Value) -> None:
-    """Make sure that a value that is held dense stays as long as a recipe begins from it."""
-    if value.form is not None or value.recipe is not None or value.guard is not None:
-        return
-    member = _holder(value)
-    assert member is not None and member.dense is not None
-    guard = _Saved(member.dense, value.live)
-    guard.version, guard.spec, guard.offset = member.version, member.spec, member.offset
-    guard.tensor, guard.read = member.tensor, True
-    value.guard = guard
-    value.members.append(weakref.ref(guard))
-
-
-def _prove(recipe: Recipe, whole: Tensor) -> str:
-    """Whether the recipe makes the bits of ``whole``: "fused", "plain" (op by op), or "" (not)."""
-    expected = whole.as_strided((whole.numel(),), (1,), 0)
-    for proof, candidate in (("fused", recipe), ("plain", recipe.unfused())):
-        made = candidate.run(_first_fetch)
-        if made.dtype == whole.dtype and made.untyped_storage().nbytes() == whole.untyped_storage().nbytes():
-            flat = made.as_strided((whole.numel(),), (1,), 0)
-            if torch.equal(bits_of(flat), bits_of(expected)):
-                return proof
-    return ""
-
-
-def _prove_within(recipe: Recipe, whole: Tensor) -> str:
-    """Whether the recipe makes ``whole`` within what its bounds allow, and rounding: "within", or "" (not)."""
-    off = _off_by(recipe)
-    if off is None:
-        return ""
-    made = recipe.run(_first_fetch)
-    if TensorSpec.of(made) != recipe.call.spec:
-        return ""
-    error = (made - whole.as_strided(made.shape, made.stride(), 0)).abs_()
-    by_channel = error.amax([dim for dim in range(made.dim()) if dim != 1])
-    rounding = 8 * torch.finfo(made.dtype).eps * made.abs().max()
-    return "within" if bool((by_channel <= off * 1.001 + rounding).all()) else ""
-
-
-def _off_by(recipe: Recipe) -> Tensor | None:
-    """How far what the recipe makes may be off, by channel; None where that is not known."""
-    found = producers.gains(recipe)
-    if found is None:
-        return None
-    total = torch.zeros(1, device=recipe.call.spec.device)
-    for leaf, gain in found.items():
-        if leaf.recipe is not None and leaf.recipe.settled:
-            off = _off_by(leaf.recipe)
-        else:
-            bound = leaf.form.codec.bound if leaf.form is not None and leaf.recipe is None else None
-            off = torch.zeros(1, device=total.device)
-            if bound is not None:
-                off = None if bound.abs is None else off + bound.abs
-        if off is None:
-            return None
-        total = total + gain * off
-    return total
-
-
-def _first_fetch(leaf: Leaf) -> Tensor:
-    """As :func:`_fetch`, before anything guards the leaf."""
-    value: _Value = leaf.value
-    if value.form is not None or value.recipe is not None or value.guard is not None:
-        return _fetch(leaf)
-    member = _holder(value)
-    assert member is not None and member.dense is not None
-    return member.dense.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)
-
-
-def _check_version(saved: _Saved) -> None:
-    dense = saved.dense
-    if dense is not None and dense._version != saved.version:
-        raise SavedTensorModifiedError(
-            _modified_message(TensorSpec.of(dense), saved.tensor, dense._version, saved.version)
-        )
-
-
-def _whole(saved: _Saved, storage: torch.UntypedStorage) -> Tensor | None:
+def _whole(saved: Saved, storage: torch.UntypedStorage) -> Tensor | None:
     """Everything in the storage of a saved tensor: the tensor itself where it fills it, else flat, [n]."""
     dense, spec = saved.dense, saved.spec
     assert dense is not None and spec is not None
@@ -1189,90 +918,14 @@ def _state_storages(module: nn.Module) -> Iterator[int]:
         modules += (child for child in module._modules.values() if child is not None)
 
 
-def _find(result: Any, wanted: dict[int, _Saved]) -> Iterator[tuple[Any, list[tuple[str, _Saved]]]]:
-    """The autograd nodes behind ``result`` that saved something wanted, and what under which role.
-
-    Found tensors are removed from ``wanted``. The walk is bounded: what a function returns may hang on a long graph
-    although the node that saved is not in it.
-    """
-    queue: deque[Any] = deque(node for tensor in _tensors(result) if (node := tensor.grad_fn) is not None)
-    budget = 16 + 8 * len(wanted)
-    while queue and wanted and budget:
-        budget -= 1
-        node = queue.popleft()
-        found = []
-        for attribute, role in _saved_attributes(type(node)):
-            try:
-                raw = getattr(node, attribute)
-            except RuntimeError:  # an older node, whose backward has run and freed what it saved
-                break
-            for variable in raw if isinstance(raw, (tuple, list)) else (raw,):
-                saved = wanted.pop(id(_packed(variable)), None)
-                if saved is not None:
-                    found.append((role, saved))
-        if found:
-            yield node, found
-        if wanted:
-            queue.extend(following for following, _ in node.next_functions if following is not None)
-
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            yield from _tensors(item)
-    elif isinstance(result, Mapping):
-        yield from _tensors(list(result.values()))
-
-
-_attributes: dict[type, tuple[tuple[str, str], ...]] = {}
-
-
-def _saved_attributes(node_type: type) -> tuple[tuple[str, str], ...]:
-    """Attribute and role of everything that nodes of this type save."""
-    known = _attributes.get(node_type)
-    if known is None:
-        prefix = "_raw_saved_"
-        known = tuple((name, name.removeprefix(prefix)) for name in dir(node_type) if name.startswith(prefix))
-        _attributes[node_type] = known
-    return known
-
-
-def _packed(variable: Any) -> Any:
-    """What the pack hook returned for a raw saved variable; None where it has none."""
-    try:
-        return variable.data
-    except (AttributeError, RuntimeError):  # None, or an undefined optional input
-        return None
-
-
-def _weight_copies(node: Any) -> list[list[int]]:
-    """Sorted shapes of the parameters that autocast has cast (and perhaps transposed) for ``node``."""
-    shapes = []
-    for following, _ in node.next_functions:
-        if type(following).__name__ == "TBackward0":
-            following = following.next_functions[0][0]
-        if type(following).__name__ == "ToCopyBackward0":
-            leaf = following.next_functions[0][0]
-            if type(leaf).__name__ == "AccumulateGrad":
-                shapes.append(sorted(leaf.variable.shape))
-    return shapes
-
-
-def _in_backward() -> bool:
-    """Whether autograd runs a node on this thread: what is packed then belongs to the step in progress."""
-    return torch._C._current_autograd_node() is not None
-
-
 def _refuse_other_hooks() -> None:
-    if getattr(_active, "session", None) is not None:
+    if modules.active() is not None:
         raise SessionError(
             "a Session was opened inside another one, but only the innermost hooks of autograd run, so the outer one "
             "would see nothing. Open one Session around the whole forward pass; for different treatment of parts of "
             "the model use backstash.policy.Rules."
         )
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = saved_tensor_hooks(True)
     if top is not None:
         where = getattr(top[0], "__qualname__", repr(top[0]))
         checkpointed = "checkpoint" in where or "checkpoint" in getattr(top[0], "__module__", "")
@@ -1281,12 +934,3 @@ def _refuse_other_hooks() -> None:
             f"a Session was opened inside {cause}, but only the innermost hooks of autograd run, so it would switch "
             f"them off. Open the Session outside: a checkpoint inside a Session works."
         )
-
-
-def _modified_message(spec: TensorSpec | None, saved: SavedTensor | None, version: int, expected: int) -> str:
-    where = f" ({saved.key})" if saved else ""
-    return (
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{spec}]{where} is at version {version}; expected version {expected} instead. Hint: do not change a "
-        f"tensor in place after an operation has saved it, or change a clone of it."
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Session, accumulation, buffers, consumers, norms, policies
+from backstash import Session, buffers, policies
+from backstash.backward import accumulation, claims, exclusive, norms, pointwise, table
 from backstash.codecs import Binary
 from backstash.codecs.bitmask import FLOATS
 from backstash.errors import NeedNotMetError
@@ -24,6 +25,8 @@ from backstash.ops import cpu
 from backstash.policy import Action, Outcome, Stash
 from backstash.report.meter import CountedPeak
 from backstash.saved import Need, SavedTensor
+from backstash.stash.decode import StashedTensor
+from backstash.torch_internals import saved_tensor_hooks
 
 native = pytest.mark.skipif(not cpu.available(), reason="the native kernels are not built")
 
@@ -97,23 +100,17 @@ def test_bits(policy: str, dtype: torch.dtype, layout: torch.memory_format) -> N
 def test_every_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this version of torch every reader hands its claim on to its kernel."""
     with Session():
-        assert consumers._works == frozenset(consumers.READERS.values())
-        assert set(consumers._exclusive) == {"positional", "named", "contiguous", "product"}
-        assert all(len(counts) == 2 for counts in consumers._exclusive.values())
-    redeemed: list[str] = []
-    original = consumers._redeem
+        assert set(exclusive._alone) == {(call, viewed) for call in exclusive.CALLS for viewed in (False, True)}
+    redeemed: set[str] = set()
+    for op, entry in claims._kernels.items():
 
-    def redeem(tensor: Tensor) -> Any:
-        stashed = original(tensor)
-        if stashed is not None:
-            redeemed.append(stashed.tensor.op)
-        return stashed
+        def kernel(claim: Any, *args: Any, original: Any = entry.kernel) -> Any:
+            if isinstance(claim.stashed, StashedTensor):
+                redeemed.add(claim.stashed.saved.tensor.op)
+            return original(claim, *args)
 
-    monkeypatch.setattr(consumers, "_redeem", redeem)
-    multiplied = consumers._multiplied
-    monkeypatch.setattr(
-        consumers, "_multiplied", lambda *args: (redeemed.append(args[0].stashed.tensor.op), multiplied(*args))[1]
-    )
+        monkeypatch.setitem(claims._kernels, op, replace(entry, kernel=kernel))
+    monkeypatch.setattr(table, "LARGE", 0)
     model = network()
     gradients(model, batch())
     with Session(Everything(), min_nbytes=0):
@@ -122,7 +119,11 @@ def test_every_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with Session(BinaryFirst(), min_nbytes=0):
         for function in (*POINTWISE.values(), F.dropout):
             (function(x * 2.0) * 3.0).sin().sum().backward()
-    assert set(redeemed) == {op for op, _ in consumers.READERS}
+    with Session("keep", min_nbytes=0):
+        for function in (lambda x: F.batch_norm(x, None, None, training=True), lambda x: F.group_norm(x, 1)):
+            (function(x[None] * 2.0) * 3.0).sin().sum().backward()
+        (F.layer_norm(x * 2.0, (53,)) * 3.0).sin().sum().backward()
+    assert redeemed == {op for op, _ in table.READERS}
 
 
 @dataclass(frozen=True)
@@ -237,21 +238,22 @@ def test_what_is_written_over_gradients(name: str, dtype: torch.dtype) -> None:
 
 
 def test_every_kernel_writes_over_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: set[str] = set()
-    original = consumers._pointwise
+    written: set[Any] = set()
+    for op, entry in claims._kernels.items():
 
-    def pointwise(keys: Any, op: str, grad: Tensor, x: Tensor, rest: Any, exclusive: bool, *named: Any) -> Tensor:
-        made = original(keys, op, grad, x, rest, exclusive, *named)
-        if made is grad:
-            written.add(op)
-        return made
+        def kernel(claim: Any, aten: Any, args: Any, *rest: Any, original: Any = entry.kernel) -> Any:
+            made = original(claim, aten, args, *rest)
+            if made is args[0]:
+                written.add(aten)
+            return made
 
-    monkeypatch.setattr(consumers, "_pointwise", pointwise)
+        monkeypatch.setitem(claims._kernels, op, replace(entry, kernel=kernel))
+    monkeypatch.setattr(table, "LARGE", 0)
     for activation in POINTWISE.values():
         x = torch.randn(37, 53, requires_grad=True)
         with Session("keep", min_nbytes=0):
             (activation(x * 2.0) * 3.0).sum().backward()
-    assert written == set(consumers._IN_PLACE)
+    assert written == set(pointwise._OUT)
 
 
 def sent_both_ways(x: Tensor, keep: list[Tensor]) -> Tensor:
@@ -429,68 +431,85 @@ def test_a_hook_that_looks_at_another_node_sees_data() -> None:
     assert torch.equal(seen[0] > 0, x * 2.0 > 0)
 
 
-def test_the_kernels_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stay as long as a graph that they serve, and claims are redeemed outside the ``with`` too."""
-    gc.collect()
-    monkeypatch.setattr(consumers, "_waiting", 0)  # graphs that other tests have left
+def test_nothing_is_registered_with_torch() -> None:
+    """Graphs of a Session that was left have their backward to come, and the dispatcher is as it always was."""
+    ops = ("mm", "mul.Tensor", "convolution_backward", "threshold_backward", "native_layer_norm_backward")
+    before = [torch._C._dispatch_dump(f"aten::{op}") for op in ops]
     model = network()
     expected = gradients(model, batch())
-    with Session():
-        pass  # graphs of other tests may have left them there
-    assert consumers._library is None
     with Session(min_nbytes=0) as session:
         loss = model(batch()).square().sum()
         with pytest.raises(Exception, match="inside another"), Session():
             pass
-        assert consumers._library is not None
-    assert consumers._library is not None
+        assert [torch._C._dispatch_dump(f"aten::{op}") for op in ops] == before
     model.zero_grad()
     loss.backward()
     assert not differences(expected, [parameter.grad for parameter in model.parameters()])
-    assert not consumers._waiting
-    del loss
-    with session:
-        pass
-    assert consumers._library is None
     with pytest.raises(ZeroDivisionError), session:
         1 / 0  # noqa: B018
-    assert consumers._library is None
+    assert [torch._C._dispatch_dump(f"aten::{op}") for op in ops] == before
 
 
-def test_an_error_on_leaving_takes_the_kernels_away() -> None:
-    """What is encoded last is encoded when the Session is left, and may be refused then."""
+def installed() -> tuple[int, ...]:
+    """How many hooks and modes of the kinds that a Session installs there are."""
+    module = nn.modules.module
+    hooks = len(module._global_forward_hooks), len(module._global_forward_pre_hooks)
+    return (*hooks, torch._C._len_torch_function_stack(), saved_tensor_hooks(True) is not None)
 
-    class Wrong:
-        def decide(self, saved: SavedTensor) -> Action:
-            return Stash("bitmask")
 
-        def observe(self, outcome: Outcome) -> None:
-            pass
+class Wrong:
+    """Its error shows when the last value is encoded, which is when the Session is left."""
 
-    entered = consumers._entered
+    def decide(self, saved: SavedTensor) -> Action:
+        return Stash("bitmask")
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
+
+
+def test_an_error_on_leaving_leaves_nothing_installed() -> None:
+    before = installed()
     x = torch.randn(64, 64, requires_grad=True)
     with pytest.raises(NeedNotMetError), Session(Wrong(), min_nbytes=0):
         y = (x * 2.0).tanh().sum()
-    assert consumers._entered == entered
+    assert installed() == before
     del y
-
-
-def test_a_plain_step_between_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Session that was left serves its own graphs' backward, and nothing after."""
-    seen: list[str] = []
-    original = consumers._pointwise
-    monkeypatch.setattr(consumers, "_pointwise", lambda *args: (seen.append(args[1]), original(*args))[1])
-    gc.collect()
-    monkeypatch.setattr(consumers, "_waiting", 0)  # graphs that other tests have left
-    x = torch.randn(64, 64, requires_grad=True)
     with Session(min_nbytes=0):
-        loss = F.gelu((x * 2.0).relu()).sum()
-    loss.backward()
-    assert "gelu_backward" in seen
-    del loss
-    seen.clear()
-    F.gelu((x * 2.0).relu()).sum().backward()
-    assert not seen
+        (x * 2.0).tanh().sum().backward()
+
+
+@pytest.mark.parametrize("failing", ["_learn_names", "_finish", "_sweep", "_name"])
+def test_an_error_inside_a_session_leaves_nothing_installed(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = installed()
+    session = Session(min_nbytes=0)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, failing, fail)
+        with pytest.raises(ZeroDivisionError), session:
+            network()(batch()).sum()
+    assert installed() == before
+    with session:
+        network()(batch()).sum().backward()
+
+
+@pytest.mark.parametrize("failing", ["backstash.session.Observer", "backstash.session.modules.listen"])
+def test_an_error_on_entering_leaves_nothing_installed(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = installed()
+    session = Session(min_nbytes=0)
+
+    def fail(*args: Any) -> Any:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(failing, fail)
+        with pytest.raises(ZeroDivisionError), session:
+            pass
+    assert installed() == before
+    with session:
+        network()(batch()).sum().backward()
 
 
 def test_backward_on_another_thread() -> None:
@@ -537,4 +556,4 @@ def test_nothing_is_held_after_backward() -> None:
         gradients(model, batch())
         gc.collect()
         assert session._buffers.nbytes == 0
-        assert session._live.made_nbytes == 0
+        assert session._live.remade_nbytes == 0

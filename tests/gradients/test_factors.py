@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Session, consumers
+from backstash import Session
+from backstash.backward import claims, pointwise
 from backstash.codecs import Binary, FewBit
 from backstash.codecs.fewbit import ACTIVATIONS, BITS
 from backstash.errors import DamagedPlanesError
@@ -23,7 +24,7 @@ from backstash.ops import cpu
 from backstash.policies import Lossless
 from backstash.policy import Action, Outcome, Stash
 from backstash.report.meter import CountedPeak
-from backstash.saved import SavedTensor
+from backstash.saved import SavedTensor, TensorSpec
 
 native = pytest.mark.skipif(not cpu.available(), reason="the native kernels are not built")
 
@@ -435,6 +436,8 @@ def test_other_questions_are_answered_with_data() -> None:
     """A claim of a factor that something else than the product reads is decoded for it."""
 
     class Stashed:
+        overwrites = True
+
         def __init__(self, x: Tensor) -> None:
             self.x = x
 
@@ -444,14 +447,14 @@ def test_other_questions_are_answered_with_data() -> None:
         def encoded(self) -> None:
             return None
 
-        def settle(self) -> None:
-            raise AssertionError
+        def release(self) -> None:
+            pass
 
         def adopt(self, dead: Tensor) -> None:
             raise AssertionError
 
     x, y = two_valued(random(8, 8)), random(8, 8, seed=1)
-    factor = consumers._Factor(Stashed(x), consumers.TensorSpec.of(x), None)
+    factor = claims.Claim(Stashed(x), TensorSpec.of(x))
     assert (factor.shape, factor.dtype, factor.stride()) == (x.shape, x.dtype, x.stride())
     questions: list[Callable[[Tensor], Tensor]] = [
         lambda one: one + y,
@@ -491,19 +494,6 @@ def test_damaged_planes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Binary, "encode", short)
     with Session(STORED, min_nbytes=0), pytest.raises(DamagedPlanesError, match="got 511"):
         F.dropout(x * 1.0, 0.3).cos().sum().backward()
-
-
-@pytest.mark.parametrize("failing", ["mul", "gelu_backward"])
-def test_where_the_route_does_not_work_it_is_not_taken(
-    failing: str, scaled: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Session():
-        assert consumers._works is not None
-    monkeypatch.setattr(consumers, "_works", consumers._works - {failing})
-    expected, _ = step(DROPOUTS["dropout"], random(64, 64), None)
-    got, _ = step(DROPOUTS["dropout"], random(64, 64))
-    assert not differences([expected], [got])
-    assert len(scaled) == (failing != "mul" and cpu.available())
 
 
 @native
@@ -560,7 +550,7 @@ class FewBits:
 def decoding_first(function: Callable[[Tensor], Tensor], x: Tensor, policy: Any) -> Tensor:
     """The gradient where nothing is read from codes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(consumers, "_scaled", lambda *args: None)
+        patch.setattr(pointwise, "scaled", lambda *args: None)
         return step(function, x, policy)[0]
 
 
@@ -636,6 +626,6 @@ def test_a_gradient_that_somebody_holds_is_not_scaled(
         return [x.grad, *[one.grad if one.requires_grad else one for one in keep]]  # type: ignore[list-item]
 
     got = run(Session(FewBits(), min_nbytes=0))
-    monkeypatch.setattr(consumers, "_scaled", lambda *args: None)
+    monkeypatch.setattr(pointwise, "scaled", lambda *args: None)
     for one, other in zip(run(Session(FewBits(), min_nbytes=0)), got, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

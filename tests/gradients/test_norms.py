@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from gradient_checks import differences
 from torch import Tensor, nn
 
-from backstash import Session, norms
+from backstash import Session
+from backstash.backward import norms, table
 from backstash.ops import cpu
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native kernels are not built")
@@ -38,6 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of small tensors too."""
     monkeypatch.setattr(norms, "_LARGE", 0)
     monkeypatch.setattr(norms, "_CHUNK", 256)
+    monkeypatch.setattr(table, "LARGE", 0)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._C._profiler import RecordScope, _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from backstash.accumulation import LINEAR
+from backstash.backward.accumulation import LINEAR
 from backstash.buffers import Buffers, release
 from backstash.codecs.base import Encoded
 from backstash.errors import MeasureError
@@ -35,7 +35,7 @@ from backstash.stores import Store, Ticket
 _PUT, _GOT, _TAKEN, _READ, _SETTLED = (f"backstash {what} " for what in ("put", "got", "taken", "read", "settled"))
 _NODE = "autograd::engine::evaluate_function: "
 _HALVED = ("ConvolutionBackward0", *LINEAR)
-"""Nodes that make the weight's gradient, let go of their input, and make the input's gradient (backstash.consumers)."""
+"""Nodes that make the weight's gradient, let go of their input, and make the input's gradient (backstash.backwards)."""
 
 
 def record(
@@ -131,12 +131,12 @@ class _WatchedBuffers(Buffers):
         _note(_TAKEN, whole=taken.untyped_storage().data_ptr(), nbytes=taken.numel() * taken.itemsize)
         return taken
 
-    def settle(self, owner: object) -> None:
+    def release(self, owner: object) -> None:
         whole = self.holding(owner)
         if whole is not None:
             _note(_SETTLED, whole=whole.untyped_storage().data_ptr())
         del whole
-        super().settle(owner)
+        super().release(owner)
 
 
 @contextmanager

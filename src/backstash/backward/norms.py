@@ -15,13 +15,14 @@ Note: [proven norms]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backstash.backward.claims import Claim, redeems
 from backstash.ops import cpu
 from backstash.ops.reference import bits_of
 
@@ -271,3 +272,41 @@ def _same(expected: Gradients, got: Gradients) -> bool:
         (a is None and b is None) or (a is not None and b is not None and torch.equal(bits_of(a), bits_of(b)))
         for a, b in zip(expected, got, strict=True)
     )
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+@redeems(torch.ops.aten.native_batch_norm_backward.default)
+def native_batch_norm_backward(
+    claim: Claim, aten: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
+) -> Gradients:
+    """A batch norm's gradients, by the kernels here where they take its tensors."""
+    return _run(batch_norm, claim, aten, args, alone)
+
+
+@redeems(torch.ops.aten.native_layer_norm_backward.default)
+def native_layer_norm_backward(
+    claim: Claim, aten: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
+) -> Gradients:
+    """A layer norm's gradients, written over the incoming one if nobody else holds that."""
+    return _run(layer_norm, claim, aten, args, alone)
+
+
+@redeems(torch.ops.aten.native_group_norm_backward.default, call="group_norm")
+def native_group_norm_backward(
+    claim: Claim, aten: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
+) -> Gradients:
+    """A group norm's gradients, written over the incoming one if nobody else holds that."""
+    return _run(group_norm, claim, aten, args, alone)
+
+
+def _run(
+    norm: Callable[..., Gradients | None], claim: Claim, aten: Any, args: tuple[Any, ...], alone: bool
+) -> Gradients:
+    grad, _, *rest = args
+    whole = claim.whole()
+    gradients: Gradients = norm(aten, alone, grad, whole, *rest) or aten(grad, whole, *rest)
+    del whole
+    claim.stashed.release()
+    return gradients

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from backstash.ops.reference import bits_of
 from backstash.saved import PLAIN
+from backstash.torch_internals import running_node, will_run_node
 
 LARGE = 16 << 20
 """Bytes of a gradient from which it is put off: below, it is no peak."""
@@ -107,6 +109,15 @@ class _Deferred(Tensor):
         return self.dense
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A hook of the program looks at it: it meets the numbers, in an ordinary tensor."""
+        with torch._C.DisableTorchFunction():
+            args, kwargs = tree_map_only(_Deferred, _Deferred.compute, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -152,7 +163,7 @@ def mm(aten: Callable[..., Any], a: Tensor, b: Tensor) -> Tensor:
 
 def _destination(a: Tensor, b: Tensor) -> Tensor | None:
     """The weight to whose ``.grad`` the product of ``a`` and ``b`` is going to be added, and nothing else."""
-    node = torch._C._current_autograd_node()
+    node = running_node()
     if node is None or type(node).__name__ not in LINEAR or a.dtype not in (torch.float32, torch.float64):
         return None
     transposition: Any = node.next_functions[-1][0]
@@ -173,9 +184,20 @@ def _destination(a: Tensor, b: Tensor) -> Tensor | None:
     return weight  # type: ignore[no-any-return]
 
 
+def awaits_large_weight() -> bool:
+    """Whether the node that runs is a linear layer's that makes the gradient of a large weight with a ``.grad``."""
+    node = running_node()
+    if node is None or type(node).__name__ not in LINEAR:
+        return False
+    following = node.next_functions[-1][0]
+    leaf = following.next_functions[0][0] if type(following).__name__ == "TBackward0" else None
+    weight = getattr(leaf, "variable", None)
+    return weight is not None and weight.nbytes >= LARGE and weight.grad is not None
+
+
 def will_run(node: Any) -> bool:
     """Whether the engine is certain to run that node: not, as far as it tells, under ``autograd.grad``."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(will_run_node(node))
     except RuntimeError:  # it says that autograd.grad asked for the leaf
         return False

@@ -1,0 +1,154 @@
+"""What a saved tensor is unpacked as when a backward kernel of ours is going to read it: a claim, without data.
+
+A saved tensor is unpacked before its node's formula begins, and what was unpacked lives until the formula is over. So
+a convolution's decoded input would lie beside both of its gradients, and a relu's mask would be written out as floats
+to be read once. A claim is unpacked instead: a tensor with a layout and no memory. The formula hands it to its backward
+op, the dispatcher hands that op to the claim, and the kernel registered for it here takes from the stash what it needs,
+when it needs it. The graph is autograd's own, and nothing is registered with torch: an op that was not given a claim
+never gets here.
+
+Note: [claims]
+    A claim has no memory, so nobody can read it by mistake: there are no zeros behind it. Whatever else is asked of it
+    through torch - a cast by autocast, a formula or a tensor subclass that computes by itself, an op that is not in the
+    table - runs on the decoded tensor, and its data pointer is an error. So a claim is right everywhere; where a kernel
+    of ours would not be asked anyway (grad mode, dispatch modes, functorch, a look at ``grad_fn._saved_self``), the
+    tensor is decoded at once because that is cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from backstash.backward import exclusive
+from backstash.codecs.base import Encoded
+from backstash.saved import TensorSpec
+from backstash.torch_internals import dispatch_mode, functorch_level, no_torch_function, running_node
+
+_aten = torch.ops.aten
+
+
+class Stashed(Protocol):
+    """A saved tensor as a backward kernel sees it."""
+
+    overwrites: bool
+    """Whether gradients may be overwritten at all."""
+
+    def whole(self) -> Tensor:
+        """The tensor in its original layout, decoded or remade."""
+
+    def encoded(self) -> tuple[Any, Encoded] | None:
+        """Codec and planes in which exactly this reader's need is stored; None where something else is stored."""
+
+    def release(self) -> None:
+        """The reader has what it needed: free what was decoded for it."""
+
+    def adopt(self, dead: Tensor) -> None:
+        """Memory that nobody will read any more, to decode into from now on."""
+
+
+Kernel = Callable[["Claim", Any, tuple[Any, ...], Mapping[str, Any], bool], Any]
+"""Runs an op for a claim: the claim, the op, its arguments, and whether nobody else holds the first of these."""
+
+
+class Claim(Tensor):
+    """A tensor whose data is in the stash (Note: [claims]).
+
+    Attributes:
+        stashed: what it stands for.
+        spec: the layout of that.
+        transposed: whether a formula has transposed it since, [rows, columns] to [columns, rows].
+    """
+
+    stashed: Stashed
+    spec: TensorSpec
+    transposed: bool
+
+    @staticmethod
+    def __new__(cls, stashed: Stashed, spec: TensorSpec, transposed: bool = False) -> Claim:
+        """A claim for the tensor with that layout, or for its transpose."""
+        shape, stride = (spec.shape[::-1], spec.stride[::-1]) if transposed else (spec.shape, spec.stride)
+        claim: Claim = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, strides=stride, dtype=spec.dtype, device=spec.device
+        )
+        claim.stashed, claim.spec, claim.transposed = stashed, spec, transposed
+        return claim
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def whole(self) -> Tensor:
+        """The tensor that it stands for."""
+        whole = self.stashed.whole()
+        return whole.t() if self.transposed else whole
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        with no_torch_function():
+            counts = None
+            if type(args[0]) is Tensor and args[0].layout is torch.strided:
+                counts = exclusive.count(args[0])
+            entry = _kernels.get(func)
+            if entry is not None and len(types) == 1:
+                claims = [arg for arg in args if type(arg) is Claim]
+                if len(claims) == 1 and (entry.position is None or args[entry.position] is claims[0]):
+                    claim = claims[0]
+                    alone = counts is not None and claim.stashed.overwrites
+                    alone = alone and exclusive.is_alone(args[0], counts, entry.call)  # type: ignore[arg-type]
+                    return entry.kernel(claim, func, args, kwargs or {}, alone)
+            elif func is _aten.detach.default:  # by the engine, for what it unpacks
+                return Claim(args[0].stashed, args[0].spec, args[0].transposed)
+            elif func is _aten.t.default:
+                return Claim(args[0].stashed, args[0].spec, not args[0].transposed)
+            args, kwargs = tree_map_only(Claim, Claim.whole, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A kernel, and how its op is called.
+
+    Attributes:
+        kernel: runs the op.
+        position: of the claim among the op's arguments; None: any.
+        call: how the formula calls it (see exclusive.CALLS).
+    """
+
+    kernel: Kernel
+    position: int | None
+    call: str
+
+
+_kernels: dict[Any, _Entry] = {}
+
+
+def redeems(op: Any, position: int | None = 1, call: str = "relu") -> Callable[[Kernel], Kernel]:
+    """Registers the decorated kernel for an op's overload; ``position`` and ``call`` as in :class:`_Entry`."""
+
+    def register(kernel: Kernel) -> Kernel:
+        _kernels[op] = _Entry(kernel, position, call)
+        return kernel
+
+    return register
+
+
+def claim(stashed: Stashed, spec: TensorSpec, node: int) -> Claim | None:
+    """A claim for a saved tensor whose node runs; None where decoding at once is as good or better.
+
+    Args:
+        stashed: what it stands for.
+        spec: its layout.
+        node: the sequence number of the node that saved it.
+    """
+    if torch.is_grad_enabled() or dispatch_mode() is not None:
+        return None
+    if functorch_level() is not None:
+        return None
+    running = running_node()
+    if running is None or running._sequence_nr() != node:
+        return None
+    return Claim(stashed, spec)

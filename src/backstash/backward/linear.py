@@ -1,0 +1,126 @@
+"""A linear layer's backward: the weight's gradient, then the input is freed, then the input's gradient.
+
+The formula asks for the two products the other way round: [rows, out] times [out, in], and then [out, rows] times
+[rows, in]. So the layer's weight is unpacked as a claim as well, to be asked for the first product; the second one is
+computed before it and kept for a moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.backward import accumulation, claims
+from backstash.backward.claims import Claim, redeems
+from backstash.codecs.base import Encoded
+from backstash.saved import TensorSpec
+from backstash.torch_internals import running_node
+
+
+@dataclass(slots=True)
+class _Layer:
+    """The linear layer's node that runs, whose input was unpacked as a claim.
+
+    Attributes:
+        node: its sequence number.
+        stashed: the input.
+        grad: the gradient of the output, and
+        made: that of the weight, where it has been made already.
+    """
+
+    node: int
+    stashed: weakref.ref[Any]
+    grad: Tensor | None = None
+    made: Tensor | None = None
+
+
+_running = threading.local()  # .layer
+
+
+class _Weight:
+    """A layer's weight in the place of a stashed tensor: it is held as it is."""
+
+    __slots__ = ("tensor",)
+
+    overwrites = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def whole(self) -> Tensor:
+        return self.tensor
+
+    def encoded(self) -> tuple[object, Encoded] | None:
+        return None
+
+    def release(self) -> None:
+        pass
+
+    def adopt(self, dead: Tensor) -> None:
+        pass
+
+
+def begin(stashed: Any, node: int) -> None:
+    """The input of the linear layer's node that runs was unpacked as a claim."""
+    _running.layer = _Layer(node, weakref.ref(stashed))
+
+
+def claim_weight(weight: Tensor) -> Tensor:
+    """A claim for the other matrix of a linear layer's node that runs, or the matrix itself."""
+    if weight.dim() != 2 or weight.is_complex() or torch.is_grad_enabled():
+        return weight
+    node = running_node()
+    if node is None or type(node).__name__ not in accumulation.LINEAR:
+        return weight
+    claim = claims.claim(_Weight(weight), TensorSpec.of(weight), node._sequence_nr())
+    return weight if claim is None else claim
+
+
+@redeems(torch.ops.aten.mm.default, position=None)
+def mm(claim: Claim, aten: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Tensor:
+    """A product with the layer's input or with its weight."""
+    layer: _Layer | None = getattr(_running, "layer", None)
+    a, b = args
+    if isinstance(claim.stashed, _Weight):
+        if a is claim:
+            a = claim.whole()
+        else:
+            b = claim.whole()
+            _make_weight_grad(aten, layer, a, b)
+        return accumulation.mm(aten, a, b)
+    _running.layer = None
+    known = layer if layer is not None and layer.stashed() is claim.stashed and b is claim else None
+    if known is not None and known.made is not None and known.grad is not None and _is_transposed(a, known.grad):
+        return known.made
+    whole = claim.whole()
+    made = accumulation.mm(aten, whole, b) if a is claim else accumulation.mm(aten, a, whole)
+    del whole
+    claim.stashed.release()
+    return made
+
+
+def _make_weight_grad(aten: Any, layer: _Layer | None, grad: Tensor, weight: Tensor) -> None:
+    """Computes the product that the formula will ask for next, and frees the layer's input."""
+    if layer is None or layer.made is not None:
+        return
+    node, stashed = running_node(), layer.stashed()
+    if node is None or node._sequence_nr() != layer.node or stashed is None:
+        _running.layer = None
+    elif weight.is_contiguous() and accumulation.will_run(node.next_functions[-1][0]):
+        whole = stashed.whole()
+        if whole.shape == (grad.shape[0], weight.shape[1]):
+            layer.made, layer.grad = accumulation.mm(aten, grad.t(), whole), grad
+            del whole
+            stashed.release()
+
+
+def _is_transposed(a: Tensor, grad: Tensor) -> bool:
+    """Whether ``a`` is ``grad.t()``."""
+    sizes = a.shape == grad.shape[::-1] and a.stride() == grad.stride()[::-1]
+    return sizes and a.data_ptr() == grad.data_ptr() and a.dtype is grad.dtype

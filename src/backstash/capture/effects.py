@@ -1,0 +1,106 @@
+"""What a torch function may do to its arguments' memory: nothing, change it, or hand it on to who changes it unseen."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Effect(Enum):
+    """What happens to the memory of a function's tensor arguments."""
+
+    NONE = 0
+    """Nothing."""
+    CHANGES = 1
+    """One of them, or of what they list, is changed in place."""
+    ESCAPES = 2
+    """Somebody may change it from now on without a new version of the tensor."""
+
+
+_ESCAPES: frozenset[Any] = frozenset(
+    {
+        Tensor.data.__get__,  # type: ignore[attr-defined]
+        Tensor.data.__set__,  # type: ignore[attr-defined]
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.data_ptr,
+        Tensor.untyped_storage,
+        Tensor.storage,
+        Tensor.__dlpack__,
+        Tensor.share_memory_,
+        Tensor.apply_,
+        Tensor.map_,
+        Tensor.map2_,
+        Tensor.resize_,
+        Tensor.set_,
+    }
+)
+_ESCAPES_BY_NAME = frozenset({"_typed_storage", "to_dlpack", "__cuda_array_interface__", "mutable_data_ptr"})
+_VISIBLE = frozenset({"requires_grad_", "retain_grad_"})
+
+_effects: dict[Any, Effect] = {}
+_inplace_at: dict[Any, int] = {}
+"""For functions with a parameter ``inplace``, its position."""
+
+
+def effect_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect:
+    """What a call does to its arguments' memory."""
+    try:
+        known = _effects.get(function)
+    except TypeError:  # it cannot be hashed
+        return _find_effect(function)
+    if known is None:
+        known = _find_effect(function)
+        if len(_effects) < 4096:
+            _effects[function] = known
+    if known is Effect.NONE:
+        if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
+            return Effect.CHANGES
+        position = _inplace_at.get(function)
+        if position is not None and len(args) > position and args[position]:
+            return Effect.CHANGES
+    return known
+
+
+def _find_effect(function: Callable[..., Any]) -> Effect:
+    if function in _ESCAPES:
+        return Effect.ESCAPES
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        overloads = (
+            [function]
+            if isinstance(function, torch._ops.OpOverload)
+            else [getattr(function, name) for name in function.overloads()]
+        )
+        if any(overload.namespace not in ("aten", "prims", "backstash") for overload in overloads):
+            return Effect.ESCAPES
+        return Effect.CHANGES if any(overload._schema.is_mutable for overload in overloads) else Effect.NONE
+    name = getattr(function, "__name__", "")
+    if name in _ESCAPES_BY_NAME:
+        return Effect.ESCAPES
+    if name in _VISIBLE:
+        return Effect.NONE
+    is_dunder = name.startswith("__") and name.endswith("__")
+    in_place_operator = is_dunder and name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
+    if name == "__setitem__" or in_place_operator:
+        return Effect.CHANGES
+    if name.endswith("_") and not is_dunder:
+        return Effect.CHANGES
+    if getattr(function, "__module__", "") == "torch.nn.functional":
+        parameters = list(inspect.signature(function).parameters)
+        if "inplace" in parameters:
+            _inplace_at[function] = parameters.index("inplace")
+    return Effect.NONE
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """All tensors among the arguments, one level of lists deep."""
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            yield from (item for item in arg if isinstance(item, Tensor))

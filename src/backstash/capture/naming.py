@@ -1,0 +1,82 @@
+"""Which autograd node saved a tensor, and under which role: read off the graph behind a function's result."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from backstash.stash.value import Saved
+
+
+def find(result: Any, wanted: dict[int, Saved]) -> Iterator[tuple[Any, list[tuple[str, Saved]]]]:
+    """The autograd nodes behind ``result`` that saved something wanted, and what under which role.
+
+    Found tensors are removed from ``wanted``. The walk is bounded: what a function returns may hang on a long graph
+    although the node that saved is not in it.
+    """
+    queue: deque[Any] = deque(node for tensor in _tensors(result) if (node := tensor.grad_fn) is not None)
+    budget = 16 + 8 * len(wanted)
+    while queue and wanted and budget:
+        budget -= 1
+        node = queue.popleft()
+        found = []
+        for attribute, role in _saved_attributes(type(node)):
+            try:
+                raw = getattr(node, attribute)
+            except RuntimeError:  # an older node, whose backward has run and freed what it saved
+                break
+            for variable in raw if isinstance(raw, (tuple, list)) else (raw,):
+                saved = wanted.pop(id(_packed(variable)), None)
+                if saved is not None:
+                    found.append((role, saved))
+        if found:
+            yield node, found
+        if wanted:
+            queue.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            yield from _tensors(item)
+    elif isinstance(result, Mapping):
+        yield from _tensors(list(result.values()))
+
+
+_attributes: dict[type, tuple[tuple[str, str], ...]] = {}
+
+
+def _saved_attributes(node_type: type) -> tuple[tuple[str, str], ...]:
+    """Attribute and role of everything that nodes of this type save."""
+    known = _attributes.get(node_type)
+    if known is None:
+        prefix = "_raw_saved_"
+        known = tuple((name, name.removeprefix(prefix)) for name in dir(node_type) if name.startswith(prefix))
+        _attributes[node_type] = known
+    return known
+
+
+def _packed(variable: Any) -> Any:
+    """What the pack hook returned for a raw saved variable; None where it has none."""
+    try:
+        return variable.data
+    except (AttributeError, RuntimeError):  # None, or an undefined optional input
+        return None
+
+
+def weight_copies(node: Any) -> list[list[int]]:
+    """Sorted shapes of the parameters that autocast has cast (and perhaps transposed) for ``node``."""
+    shapes = []
+    for following, _ in node.next_functions:
+        if type(following).__name__ == "TBackward0":
+            following = following.next_functions[0][0]
+        if type(following).__name__ == "ToCopyBackward0":
+            leaf = following.next_functions[0][0]
+            if type(leaf).__name__ == "AccumulateGrad":
+                shapes.append(sorted(leaf.variable.shape))
+    return shapes

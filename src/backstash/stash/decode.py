@@ -1,0 +1,264 @@
+"""How a value that is not held dense becomes a tensor again: decoded, or remade by its recipe."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.base import Encoded, flat
+from backstash.codecs.bitmask import Binary, Bitmask
+from backstash.codecs.fewbit import FewBit
+from backstash.codecs.narrow import Narrow
+from backstash.codecs.raw import Raw
+from backstash.codecs.sliced import Sliced
+from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
+from backstash.ops import cpu
+from backstash.producers import Leaf
+from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash.value import Form, Saved, Value, version_of
+from backstash.torch_internals import in_backward
+
+SMALL = 1 << 18
+"""Bytes below which what was decoded for one of several readers is held for the others: it is in no pool of buffers."""
+
+
+class StashedTensor:
+    """A saved tensor as the package backward sees it."""
+
+    __slots__ = ("__weakref__", "overwrites", "saved", "spec", "value")
+
+    def __init__(self, saved: Saved, spec: TensorSpec, value: Value) -> None:
+        self.saved, self.spec, self.value = saved, spec, value
+        self.overwrites = saved.live.overwrites
+
+    def whole(self) -> Tensor:
+        """The tensor, decoded or remade."""
+        saved = self.saved
+        if saved.dense is not None:
+            check_version(saved)
+            return saved.dense
+        with torch.no_grad(), saved.live.lock:
+            return decode(saved, self.spec, self.value)
+
+    def encoded(self) -> tuple[Any, Encoded] | None:
+        """Codec and planes of exactly what its reader needs; None where something else is stored."""
+        saved, value, spec = self.saved, self.value, self.spec
+        with saved.live.lock:
+            if value.bits is not None and value.bits[0] == saved.mask:
+                return value.bits[1:] if _same_layout(value.bits[2].spec, spec) else None
+            form = value.form
+            if form is None or form.mask != saved.mask or not _same_layout(form.spec, spec):
+                return None
+            if not isinstance(form.codec, Bitmask if saved.need is Need.SIGN else (Binary, FewBit, Narrow, Sliced)):
+                return None
+            return form.codec, planes(value, form)
+
+    def release(self) -> None:
+        """Its reader is done: free what was decoded, but for the bits that others will read."""
+        self.saved.has_read()
+        if self.saved.dense is None:
+            with torch.no_grad(), self.saved.live.lock:
+                release(self.value)
+
+    def adopt(self, dead: Tensor) -> None:
+        """Decode into that memory from now on."""
+        with self.saved.live.lock:
+            self.saved.live.buffers.adopt(dead)
+
+
+def decode(saved: Saved, spec: TensorSpec, value: Value) -> Tensor:
+    """The saved tensor in its own layout."""
+    whole = dense(value, borrows=saved.builtin and in_backward() and not torch.is_grad_enabled())
+    saved.has_read()
+    if value.unread <= 0:
+        value.hold(None)
+    if not saved.builtin:  # may write into it
+        value.hold(None)
+        assert value.buffers is not None
+        value.buffers.forget(value if value.form is None else value.form)
+        value.written.append((version_of(whole), whole._version))
+    if whole.shape == spec.shape and whole.stride() == spec.stride:
+        return whole.detach()
+    return whole.as_strided(spec.shape, spec.stride, saved.offset)
+
+
+def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
+    """Returns the whole of a value that is not held dense, by decoding or remaking it.
+
+    What was stored as it is need not be copied for a reader that ``borrows`` it: one that does not write into it.
+
+    Note: [made ahead]
+        What is made as the beginning of something else (``ahead``) will be read by nodes of its own soon, and is held
+        for them as long as there is room in what backward has freed already; else it is made once more then. So a chain
+        of recomputed values never takes more than storing would.
+    """
+    form, buffers = value.form, value.buffers
+    assert buffers is not None
+    owner: Any = form if form is not None else value
+    whole = value.remade if value.remade is not None else buffers.holding(owner)
+    if whole is not None:
+        return whole
+    value.begin_round()
+    started = time.perf_counter()
+    if value.recipe is not None:
+        whole = remake(value)
+        if not ahead or value.live.has_room(whole.untyped_storage().nbytes()):
+            value.hold(whole.detach())
+        if any(leaf.recipe is not None and leaf.remade is None for leaf in value.recipe.leaves()):
+            buffers.shrink()  # there was no room for them
+    elif form is not None and borrows and isinstance(form.codec, Raw):
+        encoded = planes(value, form)
+        started = time.perf_counter()
+        whole = form.codec.view(encoded)
+        buffers.lend(owner, whole)
+    else:
+        assert form is not None
+        # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
+        one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
+        dtype = torch.bool if one_bit and form.spec.device.type != "cpu" else form.spec.dtype
+        whole = buffers.take(form.spec, dtype)
+        encoded = planes(value, form)
+        started = time.perf_counter()  # what was waited for is counted apart
+        form.codec.decode(encoded, whole)
+        if value.unread > 1 and whole.nbytes < SMALL:
+            value.hold(whole.detach())
+    buffers.filled(owner, whole)
+    value.entry.decode_seconds += time.perf_counter() - started
+    value.entry.decodes += 1
+    return whole
+
+
+def remake(value: Value, fresh: bool = False) -> Tensor:
+    """Computes a value again, in a pooled buffer or in ``fresh`` memory.
+
+    Raises:
+        RecomputedDifferentlyError: it has other bits than it had (Note: [samples]).
+    """
+    recipe, form, buffers = value.recipe, value.form, value.buffers
+    assert recipe is not None and buffers is not None
+    spec = recipe.call.spec
+    whole = recipe.run(fetch, None if fresh else lambda: buffers.take(spec, spec.dtype))
+    if form is not None:
+        _apply(form, planes(value, form), whole)
+    if value.sample is not None and value.sample.differs(whole):
+        value.live.distrusted.add(value.proof)
+        raise RecomputedDifferentlyError(
+            f"backward needs {value.key} ({spec}), which was to be computed again by {recipe}, but the result has "
+            f"other bits than the value had in the forward pass: what it is computed from, or the value itself, was "
+            f"changed where the Session could not see it (through a pointer, by an extension, outside of the Session). "
+            f"No gradient was computed from it. Change a copy instead, or use a policy without recomputation, such as "
+            f"backstash.policies.lossless(recompute=False); from the next step on this value is stored."
+        )
+    return whole
+
+
+def release(value: Value) -> None:
+    """Frees the decoded or remade tensor. If the remaining readers only need its mask, keeps the mask."""
+    buffers = value.buffers
+    assert buffers is not None
+    owner: Any = value if value.form is None else value.form
+    whole = value.remade if value.remade is not None else buffers.holding(owner)
+    if whole is not None and value.unread > 0:
+        if value.unread > MANY:
+            return
+        unread = [member for member in value.saved() if member.round != value.round]
+        mask = unread[0].mask if unread else None
+        if mask is None:
+            return
+        codec = Bitmask(mask)
+        if (
+            any(member.need is not Need.SIGN or member.mask != mask for member in unread)
+            or codec.accepts(TensorSpec.of(whole)) is not None
+        ):
+            return
+        stored = value.form is not None and value.form.mask == mask
+        if not stored and (value.bits is None or value.bits[0] != mask):
+            value.bits = mask, codec, codec.encode(whole)
+    if value.unread <= 0:
+        value.bits = None
+    del whole
+    value.hold(None)
+    buffers.release(owner)
+
+
+MANY = 8
+"""Readers to come of which it is not asked whether a mask would be enough for all of them."""
+
+
+def planes(value: Value, form: Form) -> Encoded:
+    """The planes of a value, from wherever they are."""
+    if form.tag is None:
+        return form.store.get(form.ticket)
+    encoded, seconds = value.live.prefetcher.read(form, value.live.below_peak)
+    value.entry.stall_seconds += seconds
+    return encoded
+
+
+def fetch(leaf: Leaf) -> Tensor:
+    """What a recipe begins from."""
+    value: Value = leaf.value
+    if value.is_dense:
+        guard = value.guard
+        assert guard is not None
+        if guard.dense is None:
+            assert guard.modified is not None
+            raise SavedTensorModifiedError(modified_message(guard.spec, guard.tensor, guard.modified, guard.version))
+        check_version(guard)
+        whole = guard.dense
+    else:
+        whole = dense(value, ahead=True, borrows=True)
+    if whole.shape == leaf.spec.shape and whole.stride() == leaf.spec.stride and whole.storage_offset() == leaf.offset:
+        return whole.detach()  # and not the pool's own tensor, which does not tell it that the memory is in use
+    return whole.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)
+
+
+def _apply(form: Form, encoded: Encoded, remade: Tensor) -> None:
+    """Where the mask is clear a relu's result becomes zero, elsewhere the smallest positive number if it is less."""
+    tiny = torch.finfo(remade.dtype).tiny
+    remade.clamp_(min=tiny)
+    x, bits = flat(remade), encoded.planes["mask"]
+    if remade.device.type != "cpu" or not cpu.mask_select(x, bits, x):
+        x.masked_fill_(~flat(form.codec.decode(encoded)), 0.0)
+
+
+def _same_layout(spec: TensorSpec, other: TensorSpec) -> bool:
+    return spec.shape == other.shape and spec.stride == other.stride
+
+
+def check_version(saved: Saved) -> None:
+    """Raises plain PyTorch's error if a tensor that is held by reference was changed since it was saved."""
+    held = saved.dense if saved.dense is not None else saved.counter
+    if held is not None and held._version != saved.version:
+        spec = saved.spec or TensorSpec.of(held)
+        raise SavedTensorModifiedError(modified_message(spec, saved.tensor, held._version, saved.version))
+    for counter, version in saved.value.written if saved.value is not None else ():
+        if counter._version != version:  # plain PyTorch would have handed out the saved tensor itself
+            now = saved.version + counter._version - version
+            raise SavedTensorModifiedError(modified_message(saved.spec, saved.tensor, now, saved.version))
+
+
+def follow_original(saved: Saved) -> None:
+    """Follow the program's own tensor where its ``.data`` was assigned: plain PyTorch has saved that very tensor."""
+    original = saved.original() if saved.original is not None else None
+    dense = saved.dense
+    if original is None or dense is None or original.layout is not torch.strided:
+        return
+    if original.untyped_storage()._cdata != dense.untyped_storage()._cdata:
+        saved.dense = original.detach()
+        saved.version = saved.dense._version
+        saved.spec, saved.offset = TensorSpec.of(saved.dense), int(saved.dense.storage_offset())
+        saved.value = None
+        saved.claimable = False
+
+
+def modified_message(spec: TensorSpec | None, saved: SavedTensor | None, version: int, expected: int) -> str:
+    """What plain PyTorch says of a tensor that was changed in place after an op had saved it."""
+    where = f" ({saved.key})" if saved else ""
+    return (
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{spec}]{where} is at version {version}; expected version {expected} instead. Hint: do not change a "
+        f"tensor in place after an operation has saved it, or change a clone of it."
+    )

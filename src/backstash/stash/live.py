@@ -1,0 +1,104 @@
+"""What is alive now, in bytes and in saved tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from backstash.buffers import Buffers
+from backstash.prefetch import Prefetcher
+
+
+class Live:
+    """The running totals of a Session, shared with its values, so that either may die first.
+
+    Note: [totals and finalizers]
+        A value dies wherever its last reference goes: on any thread, also while another one adds to a total, or inside
+        the lock. So a finalizer changes no total. It leaves a note (appending to a deque is atomic), and the notes are
+        added up under the lock whenever a total is read.
+
+    Attributes:
+        lock: held by whoever changes anything here but a finalizer.
+        overwrites: whether backward kernels may write over gradients that nobody else holds.
+        stashed_nbytes: bytes on the device when backward began.
+        peak_nbytes: the most bytes on the device so far.
+        unpacked: whether backward has begun.
+        distrusted: keys of recipes that have failed after they had been proven.
+    """
+
+    def __init__(self, ahead: int | None = None, overwrites: bool = True) -> None:
+        self.buffers = Buffers()
+        self.prefetcher = Prefetcher(ahead)
+        self.lock = threading.RLock()
+        self.overwrites = overwrites
+        self.stashed_nbytes = 0
+        self.peak_nbytes = 0
+        self.unpacked = False
+        self.distrusted: set[tuple[str, ...]] = set()
+        self._saved = self._nbytes = self._remade_nbytes = 0
+        self._losses: deque[tuple[int, int, int]] = deque()
+
+    def _add_up(self) -> None:
+        with self.lock:
+            losses = self._losses
+            while losses:
+                saved, nbytes, remade = losses.popleft()
+                self._saved -= saved
+                self._nbytes -= nbytes
+                self._remade_nbytes -= remade
+
+    @property
+    def saved(self) -> int:
+        """How many saved tensors autograd holds."""
+        self._add_up()
+        return self._saved
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that values take on the device."""
+        self._add_up()
+        return self._nbytes
+
+    @property
+    def remade_nbytes(self) -> int:
+        """Bytes of values that were remade and are held for their next reader."""
+        self._add_up()
+        return self._remade_nbytes
+
+    @property
+    def below_peak(self) -> int:
+        """How many bytes less are held than at the peak."""
+        return self.peak_nbytes - self.nbytes
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many more remade bytes would still take no more than backward has freed."""
+        return self.nbytes + self._remade_nbytes + nbytes <= self.stashed_nbytes
+
+    def add_saved(self) -> None:
+        """One more saved tensor."""
+        self._saved += 1
+
+    def add(self, nbytes: int) -> None:
+        """So many more bytes on the device; a negative number for fewer."""
+        self._nbytes += nbytes
+        if nbytes > 0:
+            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+    def add_remade(self, nbytes: int) -> None:
+        """So many more bytes of remade values; a negative number for fewer."""
+        self._remade_nbytes += nbytes
+
+    def lose(self, saved: int = 0, nbytes: int = 0, remade_nbytes: int = 0) -> None:
+        """A finalizer's note of what died (Note: [totals and finalizers])."""
+        self._losses.append((saved, nbytes, remade_nbytes))
+        if saved and len(self._losses) >= self._saved:  # else some of them are certainly alive
+            self._free_buffers()
+
+    def _free_buffers(self) -> None:
+        """Give the decode buffers back if the last saved tensor is gone."""
+        if self.lock.acquire(blocking=False):  # who holds it on another thread saves or reads a tensor right now
+            try:
+                if self.saved == 0:
+                    self.buffers.clear()
+            finally:
+                self.lock.release()

@@ -1,0 +1,147 @@
+"""From what a recipe may begin, and whether it makes the value that it is to replace.
+
+Note: [what a recipe begins from]
+    A value is remade from others, its leaves. If a leaf were changed in between, the remade value would be another one,
+    where plain PyTorch, which kept the value itself, goes on as ever. So a leaf is one of these:
+
+    * stored in a form of its own, or held by autograd alone: nobody else can reach it;
+    * small, a parameter or a buffer: a copy was made when the function was called;
+    * anything else that the program holds: the Session watches it. Before a function changes it or hands its memory on,
+      and when the Session is left, what is remade from it is remade and stored.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from backstash import producers
+from backstash.codecs.bitmask import Bitmask
+from backstash.ops.reference import bits_of
+from backstash.producers import Leaf, Recipe, View
+from backstash.saved import Need, TensorSpec, Test
+from backstash.stash.decode import fetch
+from backstash.stash.value import Saved, Value, holder
+
+
+def find_leaf(view: View, root: Value, max_depth: int, within: frozenset[str] | None) -> Leaf | str | None:
+    """The stored value that holds what a recipe for ``root`` would begin from; None without one, or why it may not.
+
+    It is exact, or has the errors of no values but those ``within``; None for any.
+    """
+    if view.content.escaped:
+        return "an input's memory was handed to something that may change it unseen"
+    value = view.content.value() if view.content.value is not None else None
+    if value is None or value is root or value.content is not view.content:
+        return None
+    dtype: torch.dtype | None = None
+    if within is not None and not value.errors <= within:
+        return None
+    if value.recipe is not None:
+        if value.depth + root.height >= max_depth:
+            return f"it would begin from a chain of {value.depth} recomputed values"
+        dtype = value.recipe.call.spec.dtype
+    elif value.form is not None:
+        if Need.VALUE in value.form.codec.preserves:
+            dtype = value.form.spec.dtype
+    elif value.guard is None or value.guard.version == view.content.version:
+        member = holder(value)
+        if member is not None and member.dense is not None and member.dense._version == view.content.version:
+            dtype = member.dense.dtype
+    if dtype is None:
+        return None
+    return Leaf(value, view.spec, view.offset) if dtype is view.spec.dtype else "its storage is seen as different types"
+
+
+def guard(value: Value) -> None:
+    """Make sure that a value that is held dense stays as long as a recipe begins from it."""
+    if not value.is_dense or value.guard is not None:
+        return
+    member = holder(value)
+    assert member is not None and member.dense is not None
+    guard_with(value, member.dense)
+    assert value.guard is not None
+    value.guard.tensor = member.tensor
+
+
+def guard_with(value: Value, dense: Tensor) -> None:
+    """Have that tensor hold the data of a dense value."""
+    value.guard = Saved(dense, value.live)
+    value.guard.spec, value.guard.offset = TensorSpec.of(dense), int(dense.storage_offset())
+    value.members.append(weakref.ref(value.guard))
+
+
+def keeps_signs(recipe: Recipe, value: Value, whole: Tensor) -> bool:
+    """Whether every sign reader of this value can read one bit per element, clear where the relu returned zero."""
+    masks = {saved.mask for saved in value.saved() if saved.need is Need.SIGN and saved.dense is not None}
+    if not masks:
+        return True
+    mask = masks.pop()
+    if masks or mask is None or mask.test not in (Test.NOT_LE, Test.GT) or mask.lo != 0.0:
+        return False
+    return recipe.call.name == "relu" and Bitmask(mask).accepts(TensorSpec.of(whole)) is None
+
+
+# -- proofs ------------------------------------------------------------------------------------------------------------
+
+
+def prove(recipe: Recipe, whole: Tensor) -> str:
+    """Whether the recipe makes the bits of ``whole``: "fused", "plain" (op by op), or "" (not)."""
+    expected = whole.as_strided((whole.numel(),), (1,), 0)
+    for proof, candidate in (("fused", recipe), ("plain", recipe.unfused())):
+        made = candidate.run(_fetch_unguarded)
+        if made.dtype == whole.dtype and made.untyped_storage().nbytes() == whole.untyped_storage().nbytes():
+            flat = made.as_strided((whole.numel(),), (1,), 0)
+            if torch.equal(bits_of(flat), bits_of(expected)):
+                return proof
+    return ""
+
+
+def prove_within(recipe: Recipe, whole: Tensor) -> str:
+    """Whether the recipe makes ``whole`` within what its bounds allow, and rounding: "within", or "" (not)."""
+    off = off_by(recipe)
+    if off is None:
+        return ""
+    made = recipe.run(_fetch_unguarded)
+    if TensorSpec.of(made) != recipe.call.spec:
+        return ""
+    error = (made - whole.as_strided(made.shape, made.stride(), 0)).abs_()
+    by_channel = error.amax([dim for dim in range(made.dim()) if dim != 1])
+    return "within" if bool((by_channel <= off * 1.001 + rounding(made)).all()) else ""
+
+
+def rounding(whole: Tensor) -> float:
+    """How far two ways to compute the same numbers may lie apart."""
+    return float(8 * torch.finfo(whole.dtype).eps * whole.abs().max())
+
+
+def off_by(recipe: Recipe) -> Tensor | None:
+    """How far what the recipe makes may be off, by channel: [C] or [1]; None where that is not known."""
+    found = producers.gains(recipe)
+    if found is None:
+        return None
+    total = torch.zeros(1, device=recipe.call.spec.device)
+    for leaf, gain in found.items():
+        if leaf.recipe is not None and leaf.recipe.settled:
+            off = off_by(leaf.recipe)
+        else:
+            bound = leaf.form.codec.bound if leaf.form is not None and leaf.recipe is None else None
+            off = torch.zeros(1, device=total.device)
+            if bound is not None:
+                off = None if bound.abs is None else off + bound.abs
+        if off is None:
+            return None
+        total = total + gain * off
+    return total
+
+
+def _fetch_unguarded(leaf: Leaf) -> Tensor:
+    """As :func:`decode.fetch`, before anything guards the leaf."""
+    value: Value = leaf.value
+    if not value.is_dense or value.guard is not None:
+        return fetch(leaf)
+    member = holder(value)
+    assert member is not None and member.dense is not None
+    return member.dense.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)

@@ -1,0 +1,83 @@
+"""A few bits of a value that is going to be remade, to be compared when it is.
+
+Note: [samples]
+    A recipe is proven before it is trusted, and begins only from what cannot change unseen as far as the Session sees.
+    What it does not see - an extension that writes through a pointer, a change while no observer looks - would make the
+    remade value another one, and the gradient wrong without a word. So a value that is forgotten leaves a sample of its
+    bits behind, of other elements in each step; a difference is an error that names the value. It is no proof: a change
+    of few elements may be missed. With ``check="full"`` a checksum of all bits is kept instead.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backstash.ops.reference import bits_of
+
+ELEMENTS = 64
+"""How many elements are kept."""
+
+_SPREAD = 0x9E3779B1
+"""Multiplied with the step's number it gives offsets that are spread evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Elements of a value at even distances, or a checksum of all of it.
+
+    Attributes:
+        bits: the elements, [n]; None with a checksum.
+        begin, step: where the first is and how far they are apart, in elements.
+        checksum: CRC-32 of all bytes; None with elements.
+        tolerance: how far a remade element may be off; None: not in a bit.
+    """
+
+    bits: Tensor | None
+    begin: int
+    step: int
+    checksum: int | None = None
+    tolerance: float | None = None
+
+    @classmethod
+    def of(cls, whole: Tensor, number: int, full: bool = False, tolerance: float | None = None) -> Sample:
+        """A sample of a dense tensor.
+
+        Args:
+            whole: the value.
+            number: of the step, which decides on the elements.
+            full: a checksum instead; not with a tolerance.
+            tolerance: as in the attributes.
+        """
+        if full and tolerance is None:
+            return cls(None, 0, 1, _checksum(whole))
+        count = whole.numel()
+        step = max(1, count // ELEMENTS)
+        begin = number * _SPREAD % step
+        sample = cls(None, begin, step, None, tolerance)
+        return cls(sample._elements(whole).clone(), begin, step, None, tolerance)
+
+    def differs(self, whole: Tensor) -> bool:
+        """Whether a remade value is certainly not the one that the sample was taken of."""
+        if self.checksum is not None:
+            return _checksum(whole) != self.checksum
+        assert self.bits is not None
+        elements = self._elements(whole)
+        if elements.shape != self.bits.shape or elements.dtype is not self.bits.dtype:
+            return True
+        if self.tolerance is None:
+            return not torch.equal(bits_of(elements), bits_of(self.bits))
+        return bool(((elements - self.bits).abs() > self.tolerance).any())
+
+    def _elements(self, whole: Tensor) -> Tensor:
+        count = whole.numel()
+        number = min(ELEMENTS, max(0, -(-(count - self.begin) // self.step)))
+        return whole.detach().as_strided((number,), (self.step,), whole.storage_offset() + self.begin)
+
+
+def _checksum(whole: Tensor) -> int:
+    flat = whole.detach().as_strided((whole.numel(),), (1,), whole.storage_offset())
+    return zlib.crc32(bits_of(flat).cpu().numpy().data)

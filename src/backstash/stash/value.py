@@ -1,0 +1,236 @@
+"""What the stash holds: the value of a storage, the forms it may have, and the tensors that autograd saved of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from backstash.buffers import Buffers
+from backstash.codecs.base import Codec, Encoded
+from backstash.codecs.bitmask import Bitmask
+from backstash.ledger import Entry
+from backstash.prefetch import Tag
+from backstash.producers import Content, Recipe
+from backstash.saved import Mask, Need, SavedTensor, TensorSpec
+from backstash.stash.live import Live
+from backstash.stash.sample import Sample
+from backstash.stores import Store, Ticket
+
+if TYPE_CHECKING:
+    from backstash.policy import Keep, Stash
+
+
+class Form:
+    """One encoding of a value: the planes' ticket and how to decode them. With a tag they are not on the device."""
+
+    __slots__ = ("__weakref__", "codec", "mask", "planes", "spec", "store", "tag", "ticket")
+
+    def __init__(self, codec: Codec, mask: Mask | None, spec: TensorSpec, store: Store, ticket: Ticket) -> None:
+        self.codec, self.mask, self.spec, self.store, self.ticket = codec, mask, spec, store, ticket
+        self.tag: Tag | None = None
+        self.planes: Encoded | None = None  # fetched for one reader and held for the next
+
+    def __del__(self) -> None:
+        self.store.drop(self.ticket)
+
+
+class Value:
+    """The data of one storage, owned by the saved tensors that view it and by the recipes that begin from it.
+
+    At most one of ``form``, ``recipe`` and dense members holds the data; but with a recipe that begins from bounded
+    values, ``form`` holds the mask that its readers of signs read.
+
+    Attributes:
+        storage: the program's memory, as long as nothing has been decided about the value.
+        members: the saved tensors that view it.
+        unread: how many members that are alive have not read what was decoded or remade last.
+        round: how often it was decoded or remade; a member that has read it notes the number.
+        bits: the mask of what was decoded or remade, as long as nobody reads more of it than that.
+        remade: what the recipe made, as long as a saved tensor has yet to read it.
+        sample: bits that the remade value must have (Note: [samples] in sample.py).
+        proof: the key under which the recipe was proven.
+        otherwise: what is done with the value if the recipe has to be given up.
+        guard: a member of its own, which keeps the dense data that recipes need, and its version.
+        height: the length of the longest chain of recipes above it.
+        key, facts: those that it was decided on with.
+        errors: keys of the bounded values whose errors it has, its own among them.
+        born: when it was queued, on the Session's clock.
+        written: the versions of tensors that were decoded for readers who may write into them.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "bits",
+        "born",
+        "buffers",
+        "content",
+        "entry",
+        "errors",
+        "facts",
+        "form",
+        "guard",
+        "height",
+        "key",
+        "live",
+        "members",
+        "otherwise",
+        "proof",
+        "recipe",
+        "remade",
+        "round",
+        "sample",
+        "storage",
+        "unread",
+        "written",
+    )
+
+    def __init__(self, storage: torch.UntypedStorage, entry: Entry, live: Live, born: int = 0) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.members: list[weakref.ref[Saved]] = []
+        self.unread = 0
+        self.round = 0
+        self.entry = entry
+        self.form: Form | None = None
+        self.bits: tuple[Mask, Bitmask, Encoded] | None = None
+        self.buffers: Buffers | None = None
+        self.live = live
+        self.content: Content | None = None
+        self.recipe: Recipe | None = None
+        self.remade: Tensor | None = None
+        self.sample: Sample | None = None
+        self.proof: tuple[str, ...] = ()
+        self.otherwise: Keep | Stash | None = None
+        self.guard: Saved | None = None
+        self.height = 0
+        self.key = ""
+        self.facts: SavedTensor | None = None
+        self.errors: frozenset[str] = frozenset()
+        self.born = born
+        self.written: list[tuple[Tensor, int]] = []
+
+    @property
+    def depth(self) -> int:
+        """How many recomputed values have to be made before it is there, itself included."""
+        return 0 if self.recipe is None else 1 + max((leaf.depth for leaf in self.recipe.leaves()), default=0)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is held as it is, and nothing else."""
+        return self.form is None and self.recipe is None
+
+    def raise_to(self, height: int) -> None:
+        """Note that a chain of that many recipes begins here."""
+        if height > self.height:
+            self.height = height
+            for leaf in self.recipe.leaves() if self.recipe is not None else ():
+                leaf.raise_to(height + 1)
+
+    def saved(self) -> Iterator[Saved]:
+        """Those of its saved tensors that are still alive."""
+        return (saved for member in self.members if (saved := member()) is not None)
+
+    def begin_round(self) -> None:
+        """It is decoded or remade anew: every member has yet to read that."""
+        self.round += 1
+        self.unread = sum(1 for _ in self.saved())
+
+    def hold(self, whole: Tensor | None) -> None:
+        """Keep what was remade for who reads it next; None: no longer."""
+        if self.remade is not None:
+            self.live.add_remade(-self.remade.untyped_storage().nbytes())
+        self.remade = whole
+        if whole is not None:
+            self.live.add_remade(whole.untyped_storage().nbytes())
+
+    def __del__(self) -> None:
+        remade = 0 if self.remade is None else self.remade.untyped_storage().nbytes()
+        if self.buffers is not None and self.form is not None:
+            self.buffers.forget(self.form)
+        self.live.lose(nbytes=self.entry.device_nbytes, remade_nbytes=remade)
+
+
+class Saved:
+    """The packed object: one tensor that autograd saved.
+
+    Attributes:
+        dense: the tensor, where it is held as it is.
+        version: of the tensor when it was saved.
+        counter: an empty tensor that shares the version of one of which only the shape is held.
+        node: the sequence number of the autograd node that saved it; None where that is not one of torch's own.
+        claimable: whether a kernel of the package backward reads it.
+        modified: the version that it was found at when it was to be encoded, if that is another one.
+        round: of its value, when it was read last.
+        original: the program's own tensor, as long as the program holds it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "builtin",
+        "claimable",
+        "counter",
+        "dense",
+        "live",
+        "mask",
+        "modified",
+        "need",
+        "node",
+        "offset",
+        "original",
+        "round",
+        "spec",
+        "tensor",
+        "value",
+        "version",
+    )
+
+    def __init__(self, x: Tensor, live: Live) -> None:
+        self.live = live
+        live.add_saved()
+        self.dense: Tensor | None = x.detach()
+        self.original: weakref.ref[Tensor] | None = weakref.ref(x)
+        self.version: int = x._version
+        self.counter: Tensor | None = None
+        self.tensor: SavedTensor | None = None
+        self.spec: TensorSpec | None = None
+        self.value: Value | None = None
+        self.mask: Mask | None = None
+        self.need = Need.VALUE
+        self.offset = 0
+        self.modified: int | None = None
+        self.builtin = False
+        self.claimable = False
+        self.node: int | None = None
+        self.round = 0
+
+    def has_read(self) -> None:
+        """Note that it has read what its value was decoded or remade to last."""
+        value = self.value
+        if value is not None and self.round != value.round:
+            self.round = value.round
+            value.unread -= 1
+
+    def __del__(self) -> None:
+        value = self.value
+        if value is not None and self.round != value.round:
+            value.unread -= 1
+        self.live.lose(saved=1)
+
+
+def version_of(x: Tensor) -> Tensor:
+    """An empty tensor that shares the version of ``x``, and none of its memory."""
+    counter = x.detach()
+    counter.data = torch.empty(0, dtype=x.dtype, device=x.device)
+    return counter
+
+
+def holder(value: Value) -> Saved | None:
+    """A saved tensor by which a value that is neither encoded nor recomputed is held for its data."""
+    return next((saved for saved in value.saved() if saved.need is Need.VALUE and saved.dense is not None), None)
+
+
+Leaf = Any
+"""A producers.Leaf whose value is a :class:`Value`."""

@@ -1,0 +1,68 @@
+"""Private functions of torch that the library calls, under names that say what they return.
+
+They are looked up once, when the package is imported. A torch that lacks one of them gets one clear error instead of an
+AttributeError in the middle of a training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _find(path: str) -> Any:
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            raise ImportError(
+                f"backstash needs torch.{path}, which torch {torch.__version__} does not have. backstash is tested "
+                f"with torch 2.11 to 2.13: install one of these, or a newer backstash."
+            )
+    return found
+
+
+storage_use_count: Callable[[int], int] = _find("_C._storage_Use_Count")
+"""How many references there are to the storage with that ``_cdata``; its Python object counts as one."""
+
+running_node: Callable[[], Any] = _find("_C._current_autograd_node")
+"""The autograd node that runs on this thread; None outside the backward pass."""
+
+will_run_node: Callable[[Any], bool] = _find("_C._will_engine_execute_node")
+"""Whether the backward pass in progress is going to run that node."""
+
+functorch_level: Callable[[], Any] = _find("_C._functorch.peek_interpreter_stack")
+"""The innermost functorch transform that is active; None where there is none."""
+
+dispatch_mode: Callable[[], Any] = _find("utils._python_dispatch._get_current_dispatch_mode")
+"""The innermost TorchDispatchMode that is active; None where there is none."""
+
+saved_tensor_hooks: Callable[[bool], Any] = _find("_C._autograd._top_saved_tensors_default_hooks")
+"""The innermost pair of saved-tensor hooks; None where there is none."""
+
+no_torch_function: Any = _find("_C.DisableTorchFunction")
+"""A context in which nobody sees the torch functions that are called."""
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a node on this thread: what is packed then belongs to the step in progress."""
+    return running_node() is not None
+
+
+def hide_from_dynamo(function: Callable[..., Any]) -> None:
+    """Have torch.compile pass over the frames of that function, instead of compiling them.
+
+    An observer that is called from a compiled region would be compiled on its own, together with the torch function
+    that it calls: other kernels would run than without it, and their bits differ.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import (  # type: ignore[attr-defined]
+            _FrameAction,
+            _FrameExecStrategy,
+            set_code_exec_strategy,
+        )
+    except ImportError:  # a torch without Dynamo compiles nothing
+        return
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
