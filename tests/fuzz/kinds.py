@@ -348,7 +348,7 @@ _HOOKS = [
         {"layer": TRAINED},
     ),
     Kind("post_accumulate", "node_hooks", "{layer}.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))", SETUP, {"layer": TRAINED}),
-    Kind("post_accumulate_free", "node_hooks", "{layer}.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))", SETUP, {"layer": TRAINED}),
+    Kind("post_accumulate_free", "node_hooks", "{layer}.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.mul_(0.5)))", SETUP, {"layer": TRAINED}),
     Kind("parameter_hook", "hooks", "{layer}.weight.register_hook(lambda g: kept.append(g.untyped_storage()))", SETUP, {"layer": TRAINED}),
     Kind("forward_hook", "module_hooks", "{layer}.register_forward_hook(lambda module, inputs, output: output * 2)", SETUP, {"layer": TRAINED}),
     Kind("forward_hook_keeps", "module_hooks", "{layer}.register_forward_hook(lambda module, inputs, output: kept.append(output.detach()))", SETUP, {"layer": TRAINED}),

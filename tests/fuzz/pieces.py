@@ -98,18 +98,18 @@ class FromNumpy(torch.autograd.Function):
 class Wrapped(Tensor):
     """A tensor that holds another one and runs every op on it."""
 
-    inner: Tensor
+    held: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, inner.size(), inner.stride(), dtype=inner.dtype)
+    def __new__(cls, held: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, held.size(), held.stride(), dtype=held.dtype)
 
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Wrapped, lambda wrapped: wrapped.inner, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Wrapped, lambda wrapped: wrapped.held, (args, kwargs or {}))
         return tree_map_only(Tensor, cls, cls.compute(func, args, kwargs))
 
     @classmethod
@@ -192,7 +192,7 @@ def in_thread(function: Callable[[], Any]) -> None:
 
 def snapshot(value: Any) -> Any:
     """Type, layout and bytes of a tensor, a storage or an array as they are now."""
-    value = getattr(value, "inner", value)
+    value = getattr(value, "held", value)
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, torch.UntypedStorage):

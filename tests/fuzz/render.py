@@ -92,12 +92,13 @@ def program_code(program: Program) -> str:
         lines.append("    with session():")
     lines += [f"{loop}for step in range({program.steps}):", f"{loop}    optimizer.zero_grad()", f"{loop}    train(step)"]
     if "Wrap" in words:
-        lines += [f"{loop}    for p in parameters:", f'{loop}        p.grad = getattr(p.grad, "inner", p.grad)']
+        lines += [f"{loop}    for p in parameters:", f'{loop}        p.grad = getattr(p.grad, "held", p.grad)']
     lines.append(f"{loop}    gradients = [snapshot(p.grad) for p in parameters]")
     lines.append(f"{loop}    optimizer.step()")
     observed = ", ".join(["*parameters", *buffers, "*kept", "torch.get_rng_state()"])
     lines.append(f"{loop}    seen.append((gradients, [snapshot(value) for value in ({observed})]))")
-    lines.append("    kept.clear()")
+    # Gradients that have graphs of their own (create_graph) and hooks that keep values would hold each other alive.
+    lines += ["    kept.clear()", "    optimizer.zero_grad()"]
     return "\n".join(line for number, line in enumerate(lines) if line or number)
 
 
