@@ -89,7 +89,7 @@ def check(program: Program, policy: Policy | None = None) -> Result:
 
     def session() -> AbstractContextManager[Any]:
         if program.sessions == "each" or not sessions:
-            sessions.append(Session(program.policy if policy is None else policy, min_nbytes=0))
+            sessions.append(Session(program.policy if policy is None else policy, min_nbytes=program.min_nbytes))
         return sessions[-1]
 
     plain = _run(function, nullcontext)

@@ -74,6 +74,7 @@ class _Generator:
             "optimizer": random.choice(("SGD", "SGD", "momentum", "Adam")),
             "sessions": random.choice(("each", "same", "same", "around")),
             "inside": random.random() < 0.3,
+            "min_nbytes": random.choice((0, 0, 256)),
         }
         drawn_policy = random.choice(POLICIES)
         setup = tuple(self.make(kind, _Scope()) for kind in self.some("setup", 2))

@@ -110,23 +110,23 @@ FORWARD, BETWEEN, BACKWARD, SETUP = ("forward",), ("forward", "between"), ("back
 TRAINED = ("linear", "conv", "norm", "layer_norm")
 
 
-def _values(feature: str, where: tuple[str, ...] = FORWARD, **codes: str) -> list[Kind]:
-    """Kinds without further properties: those that assign are written as the expression that they assign."""
-    return [Kind(name, feature, code if where != FORWARD else "{out} = " + code, where) for name, code in codes.items()]
+def _values(feature: str, /, **codes: str) -> list[Kind]:
+    """Kinds of the forward pass without further properties, as the expression that they assign."""
+    return [Kind(name, feature, "{out} = " + code) for name, code in codes.items()]
 
 
-def _changes(feature: str, where: tuple[str, ...], **codes: str) -> list[Kind]:
+def _changes(feature: str, where: tuple[str, ...], /, **codes: str) -> list[Kind]:
     """Kinds that assign nothing."""
     return [Kind(name, feature, code, where) for name, code in codes.items()]
 
 
-def _hooks(feature: str, **codes: str) -> list[Kind]:
+def _hooks(feature: str, /, **codes: str) -> list[Kind]:
     """Kinds that need a value with a gradient."""
     return [Kind(name, feature, code, tracked=True) for name, code in codes.items()]
 
 
 _GIVEN_BY_GENERATOR = [
-    Kind("leaf", "base", "{out} = {leaf} * 1", (), trains=True),
+    Kind("leaf", "base", "{out} = {leaf}.clone()", (), trains=True),
     Kind("data", "base", "{out} = d", (), detaches=True),
     Kind("assign", "base", "{out} = {a}", ()),
     Kind("loss", "base", "{out} = {all}", (), each="{a}.float().clamp(-10, 10).mean()", join=" + "),
@@ -282,7 +282,7 @@ _UNSEEN = [
 ]
 
 _BUFFERS = [
-    *_values("buffers", centre="{a} - statistics.mean", stretch="{a} / (statistics.factor + 1)", move="torch.add({a}, statistics.mean, alpha=2)"),
+    *_values("buffers", centre="{a} - statistics.mean", stretch="{a} / (statistics.factor + 1)", move="torch.add({a}, statistics.mean, alpha=2)", centre_in_module="statistics({a})"),
     *_changes(
         "buffers",
         BETWEEN,

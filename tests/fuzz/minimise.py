@@ -59,6 +59,7 @@ def _candidates(program: Program) -> Iterator[Program]:
         "sessions": "same",
         "optimizer": "SGD",
         "policy": "lossless",
+        "min_nbytes": 0,
     }
     for name, value in settings.items():
         if getattr(program, name) != value:

@@ -63,6 +63,7 @@ class Program:
             enters one Session around all steps.
         inside: whether backward runs inside the Session.
         policy: name of the policy.
+        min_nbytes: of the Session.
         setup: statements that run once, before the first step.
         forward: statements that run in every step inside the Session, up to the losses.
         backward: statements that run in every step from the losses to the optimizer.
@@ -76,6 +77,7 @@ class Program:
     sessions: str = "same"
     inside: bool = False
     policy: str = "lossless"
+    min_nbytes: int = 0
     setup: tuple[Statement, ...] = ()
     forward: tuple[Statement, ...] = ()
     backward: tuple[Statement, ...] = ()

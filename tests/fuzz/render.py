@@ -29,7 +29,7 @@ STANDALONE = """\
 {program}
 
 expected, plain_error = attempt(program, nullcontext)
-session = bs.Session({policy}, min_nbytes=0)
+session = bs.Session({policy}, min_nbytes={min_nbytes})
 got, session_error = attempt(program, lambda: {session})
 print("plain:  ", plain_error or "no error")
 print("Session:", session_error or "no error")
@@ -140,7 +140,7 @@ def standalone(program: Program, summary: str, kind: str) -> str:
     if program.policy in _POLICIES:
         imports.append("from tests.gradients.gradient_checks import Everything")
     policy = _POLICIES.get(program.policy, f'"{program.policy}"')
-    new_session = f"bs.Session({policy}, min_nbytes=0)"
+    new_session = f"bs.Session({policy}, min_nbytes={program.min_nbytes})"
     check = {
         "left over": "import gc\n\ngc.collect()\nassert session._live.saved == 0 and session._live.nbytes == 0\n"
         'assert session.stores["device"].usage().nbytes == 0\n',
@@ -151,6 +151,7 @@ def standalone(program: Program, summary: str, kind: str) -> str:
         pieces="torch.set_num_threads(1)\n\n\n" + sources + "\n",
         program=code,
         policy=policy,
+        min_nbytes=program.min_nbytes,
         session=new_session if program.sessions == "each" else "session",
         check=check,
     )
