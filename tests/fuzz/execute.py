@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -111,11 +112,21 @@ def _run(function: Callable[[Any, list[Any]], None], session: Callable[[], Abstr
         try:
             function(session, outcome.seen)
         except Exception as error:
+            _break_cycles(error)
             outcome.error = error.with_traceback(None)
     if outcome.error is not None:
         # What autograd has not run after an error, it holds until its next backward.
         torch.ones(1, requires_grad=True).sum().backward()
     return outcome
+
+
+def _break_cycles(error: Exception) -> None:
+    """Do what the end of the program would have done, so that values that hold each other are freed."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "program":
+            frame.f_locals["kept"].clear()
+            if "optimizer" in frame.f_locals:
+                frame.f_locals["optimizer"].zero_grad()
 
 
 def _compare(plain: _Outcome, under_session: _Outcome) -> Failure | None:

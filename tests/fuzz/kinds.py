@@ -203,7 +203,16 @@ _UNARY = _values(
 ]
 
 _LAYERS = [
-    Kind("apply_linear", "layers", "{out} = {layer}({a})", FORWARD, {"layer": ("linear", "head")}, trains=True, strict=True, lowers=True),
+    Kind(
+        "apply_linear",
+        "layers",
+        "{out} = {layer}({a})",
+        FORWARD,
+        {"layer": ("linear", "head")},
+        trains=True,
+        strict=True,
+        lowers=True,
+    ),
     Kind("apply_frozen", "layers", "{out} = frozen({a})", strict=True, lowers=True),
     Kind("apply_conv", "layers", "{out} = conv({a})", trains=True, strict=True, lowers=True),
     Kind("conv_relu", "layers", "{out} = F.relu_(conv({a}))", trains=True, strict=True, lowers=True),
@@ -213,7 +222,12 @@ _LAYERS = [
     Kind("apply_group_norm", "layers", "{out} = group_norm({a})", trains=True),
     Kind("times_scale", "layers", "{out} = {a} * scale", trains=True),
     Kind("tied_linear", "layers", "{out} = F.linear({a}, linear.weight.t())", trains=True, strict=True, lowers=True),
-    Kind("cross_entropy", "layers", "{out} = F.cross_entropy({a}.flatten(2).transpose(1, 2).flatten(0, 1), {a}.detach().argmax(1).flatten()) + {a}", strict=True),
+    Kind(
+        "cross_entropy",
+        "layers",
+        "{out} = F.cross_entropy({a}.flatten(2).transpose(1, 2).flatten(0, 1), {a}.detach().argmax(1).flatten()) + {a}",
+        strict=True,
+    ),
 ]
 
 _BINARY = _values(
@@ -228,7 +242,9 @@ _BINARY = _values(
     similarity="F.cosine_similarity({a}, {b}, dim=1).unsqueeze(1) + {b}",
 ) + [
     Kind("matmul", "binary", "{out} = torch.matmul({a}.transpose(2, 3), {b}).mean() + {a}", strict=True, lowers=True),
-    Kind("attention", "binary", "{out} = F.scaled_dot_product_attention({a}, {b}, {a} * 0.5)", strict=True, lowers=True),
+    Kind(
+        "attention", "binary", "{out} = F.scaled_dot_product_attention({a}, {b}, {a} * 0.5)", strict=True, lowers=True
+    ),
     Kind("lerp", "binary", "{out} = torch.lerp({a}, {b}, 0.3)", strict=True),
 ]
 
@@ -282,7 +298,13 @@ _UNSEEN = [
 ]
 
 _BUFFERS = [
-    *_values("buffers", centre="{a} - statistics.mean", stretch="{a} / (statistics.factor + 1)", move="torch.add({a}, statistics.mean, alpha=2)", centre_in_module="statistics({a})"),
+    *_values(
+        "buffers",
+        centre="{a} - statistics.mean",
+        stretch="{a} / (statistics.factor + 1)",
+        move="torch.add({a}, statistics.mean, alpha=2)",
+        centre_in_module="statistics({a})",
+    ),
     *_changes(
         "buffers",
         BETWEEN,

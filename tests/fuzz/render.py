@@ -11,9 +11,7 @@ from tests.fuzz.kinds import HOLE, KINDS, OPERANDS
 from tests.fuzz.program import Program, Statement
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_PIECES = [
-    name for name, value in vars(pieces).items() if getattr(value, "__module__", "") == pieces.__name__
-]
+_PIECES = [name for name, value in vars(pieces).items() if getattr(value, "__module__", "") == pieces.__name__]
 _OPTIMIZERS = {
     "SGD": "torch.optim.SGD(parameters, lr=0.1)",
     "momentum": "torch.optim.SGD(parameters, lr=0.1, momentum=0.9)",
@@ -39,7 +37,11 @@ print("Session:", session_error or "no error")
 def code_of(statement: Statement, program: Program, indent: str = "") -> str:
     """The Python code of one statement."""
     kind = KINDS[statement.kind]
-    holes = {"out": statement.out, "leaf": "x[: len(d)]" if len(program.batches) > 1 else "x", **dict(statement.constants)}
+    holes = {
+        "out": statement.out,
+        "leaf": "x[: len(d)]" if len(program.batches) > 1 else "x",
+        **dict(statement.constants),
+    }
     if kind.each:
         holes["all"] = kind.join.join(_fill(kind.each, {"a": name}) for name in statement.operands)
     else:
@@ -57,7 +59,11 @@ def _fill(code: str, holes: dict[str, object]) -> str:
 
 def program_code(program: Program) -> str:
     """The function ``program(session, seen)``, which appends what can be observed to ``seen``."""
-    body = [code_of(statement, program, "    ") for section in (program.setup, program.forward, program.backward) for statement in section]
+    body = [
+        code_of(statement, program, "    ")
+        for section in (program.setup, program.forward, program.backward)
+        for statement in section
+    ]
     words = set(_WORD.findall("\n".join(body)))
     batch, channels, height, width = max(program.batches), *program.shape[1:]
     declared = [name for name in pieces.DECLARATIONS if name in words]
@@ -76,7 +82,9 @@ def program_code(program: Program) -> str:
     lines += ["", "    def train(step):"]
     deeper = "        "
     if "d" in words:
-        size = f"{program.batches}[step % {len(program.batches)}]" if len(program.batches) > 1 else str(program.batches[0])
+        size = (
+            f"{program.batches}[step % {len(program.batches)}]" if len(program.batches) > 1 else str(program.batches[0])
+        )
         lines.append(f"{deeper}d = torch.randn({size}, {channels}, {height}, {width}) * {_SCALES}")
     elif len(program.batches) > 1:
         lines.append(f"{deeper}d = range({program.batches}[step % {len(program.batches)}])")
@@ -90,7 +98,11 @@ def program_code(program: Program) -> str:
     loop = "        " if around else "    "
     if around:
         lines.append("    with session():")
-    lines += [f"{loop}for step in range({program.steps}):", f"{loop}    optimizer.zero_grad()", f"{loop}    train(step)"]
+    lines += [
+        f"{loop}for step in range({program.steps}):",
+        f"{loop}    optimizer.zero_grad()",
+        f"{loop}    train(step)",
+    ]
     if "Wrap" in words:
         lines += [f"{loop}    for p in parameters:", f'{loop}        p.grad = getattr(p.grad, "held", p.grad)']
     lines.append(f"{loop}    gradients = [snapshot(p.grad) for p in parameters]")
