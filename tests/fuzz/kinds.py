@@ -152,50 +152,51 @@ _GIVEN_BY_GENERATOR = [
     Kind("after_step", "branches", "if step > {step}:", (), {"step": (0, 1)}),
 ]
 
-_UNARY = _values(
-    "unary",
-    relu="F.relu({a})",
-    relu_inplace="F.relu_({a} * 1.5)",
-    leaky_relu="F.leaky_relu({a}, 0.1)",
-    hardtanh="F.hardtanh({a}, -0.5, 1.5)",
-    clamp="{a}.clamp(-1, 1)",
-    abs="{a}.abs()",
-    threshold="F.threshold({a}, 0.25, 0.0)",
-    tanh="torch.tanh({a})",
-    sigmoid="torch.sigmoid({a})",
-    exp="torch.exp({a} * 0.1)",
-    sin="torch.sin({a})",
-    twice="{a} * 2",
-    plus_one="{a} + 1",
-    square="{a} * {a}",
-    dropout="F.dropout({a}, 0.3)",
-    gelu="F.gelu({a})",
-    silu="F.silu({a})",
-    elu="F.elu({a})",
-    softplus="F.softplus({a})",
-    hardsigmoid="F.hardsigmoid({a})",
-    softmax="F.softmax({a}, 3)",
-    log_softmax="F.log_softmax({a}, 3)",
-    transposed_tanh="{a}.transpose(2, 3).tanh().transpose(2, 3)",
-    channels_last="{a}.contiguous(memory_format=torch.channels_last)",
-    flat_sin="{a}.flatten(1).sin().view({a}.shape)",
-    part_cos="{a}.view(-1)[3:].cos().sum() * 0.1 + {a}",
-    gated_mean="({a}.mean(1, keepdim=True).expand_as({a}) * {a}).tanh()",
-    flip_square="{a}.flip(2).square()",
-    max_pool="F.max_pool2d({a}, 3, 1, 1)",
-    avg_pool="F.avg_pool2d({a}, 3, 1, 1)",
-    pool_and_grow="F.interpolate(F.max_pool2d({a}, 2), scale_factor=2)",
-    avg_pool_and_grow="F.interpolate(F.avg_pool2d({a}, 2), scale_factor=2)",
-    reflect='F.pad({a}, (1, 1, 2, 0), mode="reflect")[:, :, : {a}.shape[2], : {a}.shape[3]]',
-    gather="{a}.gather(3, {a}.detach().argsort(3))",
-    masked_fill="{a}.masked_fill({a} > 1, 0.5)",
-    double="{a}.double().exp().clamp(max=5).float()",
-    complex="torch.view_as_real(torch.view_as_complex({a}.float().reshape(*{a}.shape[:3], -1, 2)).exp())"
-    ".reshape({a}.shape) * 0.1",
-    detached_sin="{a}.detach().sin() * {a}",
-    unfold="{a}.unfold(3, 3, 1).mean(4).tanh().sum() + {a}",
-    index_channels="{a}[:, [0, 1] * ({a}.shape[1] // 2)].tanh()",
-) + [
+_UNARY = [
+    *_values(
+        "unary",
+        relu="F.relu({a})",
+        relu_inplace="F.relu_({a} * 1.5)",
+        leaky_relu="F.leaky_relu({a}, 0.1)",
+        hardtanh="F.hardtanh({a}, -0.5, 1.5)",
+        clamp="{a}.clamp(-1, 1)",
+        abs="{a}.abs()",
+        threshold="F.threshold({a}, 0.25, 0.0)",
+        tanh="torch.tanh({a})",
+        sigmoid="torch.sigmoid({a})",
+        exp="torch.exp({a} * 0.1)",
+        sin="torch.sin({a})",
+        twice="{a} * 2",
+        plus_one="{a} + 1",
+        square="{a} * {a}",
+        dropout="F.dropout({a}, 0.3)",
+        gelu="F.gelu({a})",
+        silu="F.silu({a})",
+        elu="F.elu({a})",
+        softplus="F.softplus({a})",
+        hardsigmoid="F.hardsigmoid({a})",
+        softmax="F.softmax({a}, 3)",
+        log_softmax="F.log_softmax({a}, 3)",
+        transposed_tanh="{a}.transpose(2, 3).tanh().transpose(2, 3)",
+        channels_last="{a}.contiguous(memory_format=torch.channels_last)",
+        flat_sin="{a}.flatten(1).sin().view({a}.shape)",
+        part_cos="{a}.view(-1)[3:].cos().sum() * 0.1 + {a}",
+        gated_mean="({a}.mean(1, keepdim=True).expand_as({a}) * {a}).tanh()",
+        flip_square="{a}.flip(2).square()",
+        max_pool="F.max_pool2d({a}, 3, 1, 1)",
+        avg_pool="F.avg_pool2d({a}, 3, 1, 1)",
+        pool_and_grow="F.interpolate(F.max_pool2d({a}, 2), scale_factor=2)",
+        avg_pool_and_grow="F.interpolate(F.avg_pool2d({a}, 2), scale_factor=2)",
+        reflect='F.pad({a}, (1, 1, 2, 0), mode="reflect")[:, :, : {a}.shape[2], : {a}.shape[3]]',
+        gather="{a}.gather(3, {a}.detach().argsort(3))",
+        masked_fill="{a}.masked_fill({a} > 1, 0.5)",
+        double="{a}.double().exp().clamp(max=5).float()",
+        complex="torch.view_as_real(torch.view_as_complex({a}.float().reshape(*{a}.shape[:3], -1, 2)).exp())"
+        ".reshape({a}.shape) * 0.1",
+        detached_sin="{a}.detach().sin() * {a}",
+        unfold="{a}.unfold(3, 3, 1).mean(4).tanh().sum() + {a}",
+        index_channels="{a}[:, [0, 1] * ({a}.shape[1] // 2)].tanh()",
+    ),
     Kind("bfloat16", "unary", "{out} = {a}.bfloat16().sin().float()", exact=True),
     Kind("to_float", "unary", "{out} = {a}.float()", exact=True),
     Kind("halve_channels", "unary", "{out} = {a} * 1.0\n{out}[:, : {a}.shape[1] // 2].mul_(0.5)"),
@@ -230,17 +231,18 @@ _LAYERS = [
     ),
 ]
 
-_BINARY = _values(
-    "binary",
-    multiply="{a} * {b}",
-    add="{a} + {b}",
-    subtract_half="{a} - {b} * 0.5",
-    maximum="torch.maximum({a}, {b})",
-    divide="{a} / ({b}.abs() + 1)",
-    where="torch.where({a} > {b}, {a}.tanh(), {b})",
-    addcmul="torch.addcmul({a}, {a}, {b}, value=0.3)",
-    similarity="F.cosine_similarity({a}, {b}, dim=1).unsqueeze(1) + {b}",
-) + [
+_BINARY = [
+    *_values(
+        "binary",
+        multiply="{a} * {b}",
+        add="{a} + {b}",
+        subtract_half="{a} - {b} * 0.5",
+        maximum="torch.maximum({a}, {b})",
+        divide="{a} / ({b}.abs() + 1)",
+        where="torch.where({a} > {b}, {a}.tanh(), {b})",
+        addcmul="torch.addcmul({a}, {a}, {b}, value=0.3)",
+        similarity="F.cosine_similarity({a}, {b}, dim=1).unsqueeze(1) + {b}",
+    ),
     Kind("matmul", "binary", "{out} = torch.matmul({a}.transpose(2, 3), {b}).mean() + {a}", strict=True, lowers=True),
     Kind(
         "attention", "binary", "{out} = F.scaled_dot_product_attention({a}, {b}, {a} * 0.5)", strict=True, lowers=True
@@ -267,13 +269,19 @@ _OUTPUTS = _changes(
     "outputs",
     FORWARD,
     chunk="{out} = torch.cat([piece.exp().clamp(max=3) for piece in {a}.chunk(2, 1)], 1)",
-    split="{out}_1, {out}_2 = {a}.split(2, 1)\n{out} = torch.cat([{out}_1.tanh(), {out}_2 * 2], 1)\ndel {out}_1, {out}_2",
+    split="{out}_1, {out}_2 = {a}.split(2, 1)\n"
+    "{out} = torch.cat([{out}_1.tanh(), {out}_2 * 2], 1)\n"
+    "del {out}_1, {out}_2",
     unbind="{out}_1, *{out}_2 = {a}.unbind(1)\n{out} = torch.stack([{out}_1.sin(), *{out}_2], 1)\ndel {out}_1, {out}_2",
-    max_values="{out}_1, {out}_2 = {a}.max(3, keepdim=True)\n{out} = {a} - {out}_1 + {out}_2 * 0.1\ndel {out}_1, {out}_2",
+    max_values="{out}_1, {out}_2 = {a}.max(3, keepdim=True)\n"
+    "{out} = {a} - {out}_1 + {out}_2 * 0.1\n"
+    "del {out}_1, {out}_2",
     sort="{out}_1, {out}_2 = {a}.sort(3)\n{out} = {out}_1 * ({out}_2 > 1)\ndel {out}_1, {out}_2",
     cummax="{out} = {a}.cummax(2)[0]",
     topk="{out} = {a} * {a}.topk(2, 3)[0].mean(3, keepdim=True)",
-    var_mean="{out}_1, {out}_2 = torch.var_mean({a}, 1, keepdim=True)\n{out} = ({a} - {out}_2) / ({out}_1 + 1)\ndel {out}_1, {out}_2",
+    var_mean="{out}_1, {out}_2 = torch.var_mean({a}, 1, keepdim=True)\n"
+    "{out} = ({a} - {out}_2) / ({out}_1 + 1)\n"
+    "del {out}_1, {out}_2",
 )
 
 _UNSEEN = [
@@ -317,14 +325,26 @@ _BUFFERS = [
 
 _PARAMETERS = [
     Kind("parameter_data_mul", "parameters", "{layer}.weight.data.mul_(0.5)", BETWEEN, {"layer": TRAINED}),
-    Kind("parameter_mul", "parameters", "with torch.no_grad():\n    {layer}.weight.mul_(0.5)", BETWEEN, {"layer": TRAINED}),
+    Kind(
+        "parameter_mul",
+        "parameters",
+        "with torch.no_grad():\n    {layer}.weight.mul_(0.5)",
+        BETWEEN,
+        {"layer": TRAINED},
+    ),
     Kind("bias_add", "parameters", "with torch.no_grad():\n    {layer}.bias.add_(0.5)", BETWEEN, {"layer": TRAINED}),
     Kind("scale_data_mul", "parameters", "scale.data.mul_(0.5)", BETWEEN),
     Kind("leaf_data_mul", "parameters", "x.data.mul_(0.5)", BETWEEN),
     Kind("leaf_mul", "parameters", "with torch.no_grad():\n    x.mul_(0.5)", BETWEEN),
-    Kind("freeze_by_turns", "parameters", "{layer}.weight.requires_grad_(step % 2 == {turn})", FORWARD, {"layer": TRAINED, "turn": (0, 1)}),
+    Kind(
+        "freeze_by_turns",
+        "parameters",
+        "{layer}.weight.requires_grad_(step % 2 == {turn})",
+        FORWARD,
+        {"layer": TRAINED, "turn": (0, 1)},
+    ),
     Kind("running_mean_mul", "parameters", "norm.running_mean.mul_(0.5)", BETWEEN),
-]  # fmt: skip
+]
 
 _HOOKS = [
     *_hooks(
@@ -350,35 +370,89 @@ _HOOKS = [
         node_hook="{a}.grad_fn.register_hook(lambda inputs, outputs: kept.extend(inputs))",
         node_hook_outputs="{a}.grad_fn.register_hook(lambda inputs, outputs: kept.extend(outputs))",
         node_prehook="{a}.grad_fn.register_prehook(lambda outputs: kept.extend(outputs))",
-        node_prehook_double="{a}.grad_fn.register_prehook(lambda outputs: tuple(g if g is None else g * 2 for g in outputs))",
-        node_hook_double="{a}.grad_fn.register_hook(lambda inputs, outputs: tuple(g if g is None else g * 2 for g in inputs))",
-        node_hook_storages="{a}.grad_fn.register_hook(lambda inputs, outputs: kept.extend(g.untyped_storage() for g in inputs if g is not None))",
+        node_prehook_double="{a}.grad_fn.register_prehook(doubled)",
+        node_hook_double="{a}.grad_fn.register_hook(lambda inputs, outputs: doubled(inputs))",
+        node_hook_storages="{a}.grad_fn.register_hook(lambda inputs, outputs: kept.extend(storages(inputs)))",
     ),
     Kind(
         "accumulate_prehook",
         "node_hooks",
-        "{layer}.weight.view_as({layer}.weight).grad_fn.next_functions[0][0].register_prehook(lambda g: kept.extend(g))",
+        "accumulating_node({layer}.weight).register_prehook(lambda g: kept.extend(g))",
         SETUP,
         {"layer": TRAINED},
     ),
     Kind(
         "accumulate_storage",
         "node_hooks",
-        "accumulates.append({layer}.weight.view_as({layer}.weight).grad_fn.next_functions[0][0])\n"
+        "accumulates.append(accumulating_node({layer}.weight))\n"
         "accumulates[-1].register_prehook(lambda g: kept.append(g[0].untyped_storage()))",
         SETUP,
         {"layer": TRAINED},
     ),
-    Kind("post_accumulate", "node_hooks", "{layer}.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))", SETUP, {"layer": TRAINED}),
-    Kind("post_accumulate_free", "node_hooks", "{layer}.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.mul_(0.5)))", SETUP, {"layer": TRAINED}),
-    Kind("parameter_hook", "hooks", "{layer}.weight.register_hook(lambda g: kept.append(g.untyped_storage()))", SETUP, {"layer": TRAINED}),
-    Kind("forward_hook", "module_hooks", "{layer}.register_forward_hook(lambda module, inputs, output: output * 2)", SETUP, {"layer": TRAINED}),
-    Kind("forward_hook_keeps", "module_hooks", "{layer}.register_forward_hook(lambda module, inputs, output: kept.append(output.detach()))", SETUP, {"layer": TRAINED}),
-    Kind("forward_prehook", "module_hooks", "{layer}.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))", SETUP, {"layer": TRAINED}),
-    Kind("backward_hook", "module_hooks", "{layer}.register_full_backward_hook(lambda module, inputs, outputs: kept.extend(outputs))", SETUP, {"layer": TRAINED}),
-    Kind("backward_hook_double", "module_hooks", "{layer}.register_full_backward_hook(lambda module, inputs, outputs: tuple(g if g is None else g * 2 for g in inputs))", SETUP, {"layer": TRAINED}),
-    Kind("backward_prehook", "module_hooks", "{layer}.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 2,))", SETUP, {"layer": TRAINED}),
-]  # fmt: skip
+    Kind(
+        "post_accumulate",
+        "node_hooks",
+        "{layer}.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))",
+        SETUP,
+        {"layer": TRAINED},
+    ),
+    Kind(
+        "post_accumulate_free",
+        "node_hooks",
+        "{layer}.weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.mul_(0.5)))",
+        SETUP,
+        {"layer": TRAINED},
+    ),
+    Kind(
+        "parameter_hook",
+        "hooks",
+        "{layer}.weight.register_hook(lambda g: kept.append(g.untyped_storage()))",
+        SETUP,
+        {"layer": TRAINED},
+    ),
+    Kind(
+        "forward_hook",
+        "module_hooks",
+        "{layer}.register_forward_hook(lambda module, inputs, output: output * 2)",
+        SETUP,
+        {"layer": TRAINED},
+    ),
+    Kind(
+        "forward_hook_keeps",
+        "module_hooks",
+        "{layer}.register_forward_hook(lambda module, inputs, output: kept.append(output.detach()))",
+        SETUP,
+        {"layer": TRAINED},
+    ),
+    Kind(
+        "forward_prehook",
+        "module_hooks",
+        "{layer}.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))",
+        SETUP,
+        {"layer": TRAINED},
+    ),
+    Kind(
+        "backward_hook",
+        "module_hooks",
+        "{layer}.register_full_backward_hook(lambda module, inputs, outputs: kept.extend(outputs))",
+        SETUP,
+        {"layer": TRAINED},
+    ),
+    Kind(
+        "backward_hook_double",
+        "module_hooks",
+        "{layer}.register_full_backward_hook(lambda module, inputs, outputs: doubled(inputs))",
+        SETUP,
+        {"layer": TRAINED},
+    ),
+    Kind(
+        "backward_prehook",
+        "module_hooks",
+        "{layer}.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 2,))",
+        SETUP,
+        {"layer": TRAINED},
+    ),
+]
 
 _REGIONS = [
     *_values(
@@ -387,7 +461,16 @@ _REGIONS = [
         checkpoint_reentrant="checkpoint(lambda y: torch.relu(y * 2).sin(), {a}, use_reentrant=True)",
         checkpoint_dropout="checkpoint(lambda y: F.dropout(torch.tanh(y), 0.3).exp(), {a}, use_reentrant=False)",
     ),
-    Kind("checkpoint_layer", "checkpoint", "{out} = checkpoint(lambda y: F.gelu(linear(y)), {a}, use_reentrant={reentrant})", FORWARD, {"reentrant": (True, False)}, trains=True, strict=True, lowers=True),
+    Kind(
+        "checkpoint_layer",
+        "checkpoint",
+        "{out} = checkpoint(lambda y: F.gelu(linear(y)), {a}, use_reentrant={reentrant})",
+        FORWARD,
+        {"reentrant": (True, False)},
+        trains=True,
+        strict=True,
+        lowers=True,
+    ),
     *_values(
         "functions",
         cube="Cube.apply({a}.tanh())",
@@ -397,20 +480,69 @@ _REGIONS = [
     ),
     Kind("from_numpy", "functions", "{out} = FromNumpy.apply({a}, kept)", strict=True),
     *_values("subclass_function", counting="{a}.as_subclass(Counting)", not_counting="{a}.as_subclass(torch.Tensor)"),
-    *_changes("held", FORWARD, hold="kept.append({a})", hold_detached="kept.append({a}.detach())", hold_copy="kept.append({a}.detach().clone())", hold_data="kept.append({a}.data)", hold_storage="kept.append({a}.untyped_storage())"),
+    *_changes(
+        "held",
+        FORWARD,
+        hold="kept.append({a})",
+        hold_detached="kept.append({a}.detach())",
+        hold_copy="kept.append({a}.detach().clone())",
+        hold_data="kept.append({a}.data)",
+        hold_storage="kept.append({a}.untyped_storage())",
+    ),
     Kind("detach", "no_grad", "{out} = {a}.detach()", detaches=True),
-]  # fmt: skip
+]
 
 _BACKWARD = [
     Kind("backward", "base", "{a}.backward(retain_graph={retain})", (), {"retain": (False, True)}),
-    Kind("backward_in_thread", "threads", "in_thread(lambda: {a}.backward(retain_graph={retain}))", BACKWARD, {"retain": (False, True)}),
-    Kind("backward_to_leaf", "partial_backward", "{a}.backward(retain_graph={retain}, inputs=[x])", BACKWARD, {"retain": (False, True)}),
-    Kind("backward_to_layer", "partial_backward", "{a}.backward(retain_graph={retain}, inputs=[{layer}.weight])", BACKWARD, {"retain": (False, True), "layer": TRAINED}),
-    Kind("gradient_of_value", "partial_backward", "kept.extend(torch.autograd.grad({a}, [{b}], retain_graph={retain}, allow_unused=True))", BACKWARD, {"retain": (False, True)}),
-    Kind("gradient_of_leaf", "partial_backward", "kept.extend(torch.autograd.grad({a}, [x], retain_graph={retain}, allow_unused=True))", BACKWARD, {"retain": (False, True)}),
-    Kind("double_backward", "second_order", "torch.autograd.grad({a}, [x], create_graph=True)[0].square().sum().backward()", BACKWARD),
-    Kind("backward_create_graph", "second_order", "{a}.backward(retain_graph={retain}, create_graph=True)", BACKWARD, {"retain": (True,)}),
-]  # fmt: skip
+    Kind(
+        "backward_in_thread",
+        "threads",
+        "in_thread(lambda: {a}.backward(retain_graph={retain}))",
+        BACKWARD,
+        {"retain": (False, True)},
+    ),
+    Kind(
+        "backward_to_leaf",
+        "partial_backward",
+        "{a}.backward(retain_graph={retain}, inputs=[x])",
+        BACKWARD,
+        {"retain": (False, True)},
+    ),
+    Kind(
+        "backward_to_layer",
+        "partial_backward",
+        "{a}.backward(retain_graph={retain}, inputs=[{layer}.weight])",
+        BACKWARD,
+        {"retain": (False, True), "layer": TRAINED},
+    ),
+    Kind(
+        "gradient_of_value",
+        "partial_backward",
+        "kept.extend(torch.autograd.grad({a}, [{b}], retain_graph={retain}, allow_unused=True))",
+        BACKWARD,
+        {"retain": (False, True)},
+    ),
+    Kind(
+        "gradient_of_leaf",
+        "partial_backward",
+        "kept.extend(torch.autograd.grad({a}, [x], retain_graph={retain}, allow_unused=True))",
+        BACKWARD,
+        {"retain": (False, True)},
+    ),
+    Kind(
+        "double_backward",
+        "second_order",
+        "torch.autograd.grad({a}, [x], create_graph=True)[0].square().sum().backward()",
+        BACKWARD,
+    ),
+    Kind(
+        "backward_create_graph",
+        "second_order",
+        "{a}.backward(retain_graph={retain}, create_graph=True)",
+        BACKWARD,
+        {"retain": (True,)},
+    ),
+]
 
 KINDS: dict[str, Kind] = {
     kind.name: kind

@@ -42,8 +42,7 @@ def _candidates(program: Program) -> Iterator[Program]:
     """Programs that are simpler by one step, setting or statement."""
     for steps in range(1, program.steps):
         yield replace(program, steps=steps)
-    for half in _without_half(program):
-        yield half
+    yield from _without_half(program)
     for section in SECTIONS:
         for statements in _shorter(getattr(program, section)):
             changed = replace(program, **{section: statements[0]})

@@ -176,6 +176,21 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def doubled(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Each gradient times two."""
+    return tuple(None if gradient is None else gradient * 2 for gradient in gradients)
+
+
+def storages(gradients: tuple[Tensor | None, ...]) -> list[torch.UntypedStorage]:
+    """The storages of the gradients that are there."""
+    return [gradient.untyped_storage() for gradient in gradients if gradient is not None]
+
+
+def accumulating_node(parameter: Tensor) -> Any:
+    """The node that adds to the parameter's gradient."""
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+
+
 def in_thread(function: Callable[[], Any]) -> None:
     """Call the function on another thread, and raise here what it raises there."""
     errors: list[BaseException] = []
