@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
+import pickle
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from backstash import Policy
-from tests.fuzz.execute import Failure, check
+from tests.fuzz.execute import Failure, check, run_plain
 from tests.fuzz.generate import POLICIES, SMALL, generate
 from tests.fuzz.kinds import COMMON, FEATURES
 from tests.fuzz.minimise import minimise
@@ -37,26 +39,59 @@ def main(arguments: Sequence[str] | None = None, policy: Policy | None = None) -
     torch.set_num_threads(1)
     folder = Path(options.failures or tempfile.mkdtemp(prefix="fuzz-failures-"))
     folder.mkdir(parents=True, exist_ok=True)
-    session = _Campaign(folder, policy, options.minimise_minutes)
+    campaign = _Campaign(folder, options.minimise_minutes)
+    if options.program:
+        campaign.run(parse(Path(options.program).read_text()), policy)
+    else:
+        campaign = _supervise(campaign, options, policy)
+    print(campaign.summary())
+    return 1 if campaign.failures else 0
+
+
+def _supervise(campaign: _Campaign, options: argparse.Namespace, policy: Policy | None) -> _Campaign:
+    """Run random programs in a child process. Should a program kill it, go on with the next one in another child."""
+    end = time.monotonic() + 60 * options.minutes
+    state = campaign.folder / "state.pickle"
     gc.collect()
     gc.freeze()
     try:
-        if options.program:
-            session.run(parse(Path(options.program).read_text()))
-        else:
-            end = time.monotonic() + 60 * options.minutes
-            for seed in count(options.seed):
-                if time.monotonic() > end or seed - options.seed == options.programs:
-                    break
-                session.run(
-                    generate(seed, features=options.only, off=options.off, policy=options.policy, shape=options.shape)
-                )
+        while time.monotonic() < end and campaign.programs != options.programs:
+            status = _in_child(lambda: campaign.run_all(options, policy, end, state))  # noqa: B023
+            if state.exists():
+                campaign = pickle.loads(state.read_bytes())
+                state.unlink()
+            if not os.WIFSIGNALED(status):
+                break
+            campaign.note_crash(generate_by(options, options.seed + campaign.programs), os.WTERMSIG(status))
     except KeyboardInterrupt:
         print("interrupted")
     finally:
         gc.unfreeze()
-    print(session.summary())
-    return 1 if session.failures else 0
+    return campaign
+
+
+def _in_child(function: Callable[[], None]) -> int:
+    """Call the function in a child process, and return the status that ``os.waitpid`` gives."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        exit_code = 1
+        try:
+            function()
+            exit_code = 0
+        except KeyboardInterrupt:
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(exit_code)
+    return os.waitpid(pid, 0)[1]
+
+
+def generate_by(options: argparse.Namespace, seed: int) -> Program:
+    """The program of that seed with the features, the policy and the shape that the command line asks for."""
+    return generate(seed, features=options.only, off=options.off, policy=options.policy, shape=options.shape)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -86,18 +121,22 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 class _Campaign:
     """Runs programs, minimises and saves what fails, and counts."""
 
-    def __init__(self, folder: Path, policy: Policy | None, minutes: float) -> None:
-        self.folder, self.policy, self.minutes = folder, policy, minutes
+    def __init__(self, folder: Path, minutes: float) -> None:
+        self.folder, self.minutes = folder, minutes
         self.started = time.monotonic()
         self.programs = self.steps = self.statements = self.skipped = self.raising = 0
         self.failures: Counter[str] = Counter()
         self.saved: Counter[tuple[str, ...]] = Counter()
 
-    def run(self, program: Program) -> None:
+    def run_all(self, options: argparse.Namespace, policy: Policy | None, end: float, state: Path) -> None:
+        """Run the programs that are left, and write the counts to ``state`` after each."""
+        while time.monotonic() < end and self.programs != options.programs:
+            self.run(generate_by(options, options.seed + self.programs), policy)
+            state.write_bytes(pickle.dumps(self))
+
+    def run(self, program: Program, policy: Policy | None = None) -> None:
         """Run one program; if it fails, minimise and save it, unless a failure of the same statements was saved."""
-        running = self.folder / "running.txt"  # which program it was, should the process die
-        running.write_text(to_text(program))
-        result = check(program, self.policy)
+        result = check(program, policy)
         self.programs += 1
         self.steps += program.steps
         self.statements += program.steps * sum(1 for _ in program.statements())
@@ -105,15 +144,25 @@ class _Campaign:
         self.raising += bool(result.plain_error)
         if result.failure is not None:
             self.failures[result.failure.kind] += 1
-            self.report(program, result.failure)
-        running.unlink()
+            self.report(program, result.failure, policy)
 
-    def report(self, program: Program, failure: Failure) -> None:
+    def note_crash(self, program: Program, signal: int) -> None:
+        """Count and save a program that killed its process, unless plain torch does so too."""
+        self.programs += 1
+        if os.WIFSIGNALED(_in_child(lambda: run_plain(program))):
+            self.skipped += 1
+            return
+        self.failures["crash"] += 1
+        summary = f"crash: signal {signal} ends the process"
+        (self.folder / f"crash_{program.seed}.py").write_text(standalone(program, summary, "values differ"))
+        (self.folder / f"crash_{program.seed}.txt").write_text(to_text(program))
+        self.saved["crash", str(program.seed)] += 1
+        print(f"--- seed {program.seed}, {program.policy}: {summary}\n", flush=True)
+
+    def report(self, program: Program, failure: Failure, policy: Policy | None) -> None:
         """Minimise the program, print it, and save it."""
-        smallest = minimise(
-            program, lambda smaller: failure.resembles(check(smaller, self.policy).failure), self.minutes
-        )
-        last = check(smallest, self.policy).failure or failure
+        smallest = minimise(program, lambda smaller: failure.resembles(check(smaller, policy).failure), self.minutes)
+        last = check(smallest, policy).failure or failure
         signature = (last.kind, *sorted({statement.kind for statement in smallest.statements()}))
         self.saved[signature] += 1
         if self.saved[signature] > 1:
@@ -131,7 +180,7 @@ class _Campaign:
             f"{self.programs} programs, {self.steps} steps, {self.statements} statements in {minutes:.1f} minutes "
             f"({self.programs / minutes:.0f} programs per minute)",
             f"{self.raising} programs in which plain torch raises",
-            f"{self.skipped} programs skipped, as plain torch does not repeat itself",
+            f"{self.skipped} programs skipped, as plain torch does not repeat itself or ends the process",
             f"{self.failures.total()} failures, {len(self.saved)} distinct"
             + "".join(f"\n  {number} x {kind}" for kind, number in self.failures.most_common()),
         ]

@@ -105,6 +105,11 @@ def check(program: Program, policy: Policy | None = None) -> Result:
     return Result(failure, plain_error=plain_error)
 
 
+def run_plain(program: Program) -> None:
+    """Run the program with plain torch, whatever it raises."""
+    _run(compile_program(program), nullcontext)
+
+
 def _run(function: Callable[[Any, list[Any]], None], session: Callable[[], AbstractContextManager[Any]]) -> _Outcome:
     outcome = _Outcome()
     with warnings.catch_warnings():
