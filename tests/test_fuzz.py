@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -85,6 +87,15 @@ with forward():
 with backward():
     backward(loss0, retain=False)
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collecting_garbage_is_quick() -> Iterator[None]:
+    """What was there before these tests is not searched for garbage after each program."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def test_a_seed_stands_for_one_program() -> None:

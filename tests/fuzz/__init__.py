@@ -9,4 +9,6 @@
 * ``pieces``: classes and functions that rendered code uses, such as custom autograd Functions.
 * ``execute``: runs a program both ways and says how the outcomes differ.
 * ``minimise``: deletes whatever a failure does not need.
+
+``programs`` has programs that once went wrong, one in each file; tests/gradients/test_random_programs.py runs them.
 """
