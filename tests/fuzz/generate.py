@@ -1,0 +1,236 @@
+"""Makes a program from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from random import Random
+
+from tests.fuzz.kinds import COMMON, FEATURES, GIVEN, KINDS, Kind
+from tests.fuzz.program import Program, Statement
+
+SMALL = (2, 4, 6, 8)
+POLICIES = ("lossless", "lossless_stored", "keep", "everything")
+BLOCKS = ("autocast", "no_autocast", "no_grad", "dispatch_mode", "function_mode", "anomaly", "in_step", "after_step")
+BRANCHES = ("in_step", "after_step")
+BACKWARD_BLOCKS = ("autocast", "dispatch_mode", "function_mode", "anomaly")
+
+
+@dataclass
+class _Scope:
+    """What is known about the names at a point of the program."""
+
+    live: list[str] = field(default_factory=list)
+    tracked: set[str] = field(default_factory=set)
+    low: set[str] = field(default_factory=set)
+    autocast: bool = False
+    grad: bool = True
+    branch: bool = False
+    depth: int = 0
+
+    def inner(self) -> _Scope:
+        """A copy for a block whose names end with it."""
+        return _Scope(list(self.live), set(self.tracked), set(self.low), self.autocast, self.grad, True, self.depth)
+
+
+def generate(
+    seed: int,
+    *,
+    features: Collection[str] | None = None,
+    off: Collection[str] = (),
+    policy: str | None = None,
+    shape: tuple[int, ...] = SMALL,
+    length: int = 14,
+) -> Program:
+    """The program of that seed.
+
+    Args:
+        seed: the same seed and arguments give the same program.
+        features: features that the program has beside the common ones; None draws a few.
+        off: features that it does not have.
+        policy: name of the policy; None draws one.
+        shape: ``[N, C, H, W]`` of its values.
+        length: about how many statements its forward pass has.
+    """
+    return _Generator(seed, features, off, length).program(policy, shape)
+
+
+class _Generator:
+    def __init__(self, seed: int, features: Collection[str] | None, off: Collection[str], length: int) -> None:
+        self.random = Random(seed)
+        self.seed, self.length = seed, length
+        optional = [name for name in FEATURES if name not in COMMON]
+        drawn = [name for name in optional if self.random.random() < 0.25]
+        chosen = {*COMMON, *(drawn if features is None else features)} - set(off)
+        self.features = [name for name in FEATURES if name in chosen]
+        self.count = 0
+
+    def program(self, policy: str | None, shape: tuple[int, ...]) -> Program:
+        random = self.random
+        varies = "branches" in self.features and random.random() < 0.5
+        settings = {
+            "batches": (shape[0], shape[0] + 1) if varies else (shape[0],),
+            "steps": random.choice((1, 2, 2, 3)),
+            "optimizer": random.choice(("SGD", "SGD", "momentum", "Adam")),
+            "sessions": random.choice(("each", "same", "same", "around")),
+            "inside": random.random() < 0.3,
+            "min_nbytes": random.choice((0, 0, 256)),
+        }
+        drawn_policy = random.choice(POLICIES)
+        setup = tuple(self.make(kind, _Scope()) for kind in self.some("setup", 2))
+        scope = _Scope()
+        forward = [Statement("leaf", self.name(scope, tracked=True)), Statement("data", self.name(scope))]
+        while sum(1 for statement in forward for _ in statement.walk()) < self.length:
+            forward += self.statement(scope)
+        losses = []
+        for _ in range(1 if random.random() < 0.7 else 2):
+            forward.append(self.loss(scope, f"loss{len(losses)}"))
+            losses.append(forward[-1].out)
+        if random.random() < 0.8:
+            dropped = [name for name in scope.live if random.random() < 0.85]
+            if dropped:
+                forward.append(Statement("drop", "", tuple(dropped)))
+                scope.live = [name for name in scope.live if name not in dropped]
+        return Program(
+            seed=self.seed,
+            shape=shape,
+            policy=policy or drawn_policy,
+            setup=setup,
+            forward=tuple(forward),
+            backward=tuple(self.backward(scope, losses)),
+            **settings,
+        )
+
+    def name(self, scope: _Scope, *, tracked: bool = False, low: bool = False) -> str:
+        """A new name for a value."""
+        name = f"v{self.count}"
+        self.count += 1
+        scope.live.append(name)
+        if tracked:
+            scope.tracked.add(name)
+        if low:
+            scope.low.add(name)
+        return name
+
+    def some(self, where: str, most: int) -> list[Kind]:
+        """A few kinds for that section."""
+        fitting = [kind for kind in KINDS.values() if where in kind.where and kind.feature in self.features]
+        return self.random.sample(fitting, min(self.random.randint(0, most), len(fitting)))
+
+    def draw(self, where: str, scope: _Scope) -> Kind | None:
+        """A kind for that section whose operands are there: first a feature by its weight, then one of its kinds."""
+        fitting: dict[str, list[Kind]] = {}
+        for kind in KINDS.values():
+            if where in kind.where and kind.feature in self.features and self.operands(kind, scope):
+                fitting.setdefault(kind.feature, []).append(kind)
+        if not fitting:
+            return None
+        feature = self.random.choices(list(fitting), [FEATURES[name] for name in fitting])[0]
+        return self.random.choice(fitting[feature])
+
+    def operands(self, kind: Kind, scope: _Scope) -> list[str]:
+        """Names that may be the kind's operands."""
+        strict = kind.strict and not (kind.lowers and scope.autocast)
+        return [
+            name
+            for name in scope.live
+            if not (strict and name in scope.low) and not (kind.tracked and name not in scope.tracked)
+        ] or ["x"] * (kind.operands == 0)
+
+    def make(self, kind: Kind, scope: _Scope, operands: tuple[str, ...] | None = None) -> Statement:
+        """A statement of that kind; its operands and constants are drawn."""
+        if operands is None:
+            names = self.operands(kind, scope)
+            operands = tuple(self.random.choice(names) for _ in range(kind.operands))
+        constants = tuple((hole, self.random.choice(kind.choices[hole])) for hole in kind.holes if hole not in GIVEN)
+        out = ""
+        if kind.assigns:
+            tracked = scope.grad and not kind.detaches and (kind.trains or not scope.tracked.isdisjoint(operands))
+            low = not scope.low.isdisjoint(operands) or (kind.lowers and scope.autocast)
+            out = self.name(scope, tracked=tracked, low=low and not kind.exact)
+        return Statement(kind.name, out, operands, constants)
+
+    def statement(self, scope: _Scope) -> list[Statement]:
+        """The next statement of the forward pass, and perhaps one that drops an old value."""
+        blocks = [KINDS[name] for name in BLOCKS if KINDS[name].feature in self.features]
+        if blocks and scope.depth < 2 and self.random.random() < 0.15:
+            return [self.block(self.random.choice(blocks), scope)]
+        kind = self.draw("forward", scope)
+        assert kind is not None
+        made = [self.make(kind, scope)]
+        if len(scope.live) > 4 and not scope.branch and self.random.random() < 0.8:
+            dropped = scope.live.pop(self.random.randrange(len(scope.live) - 1))
+            made.append(Statement("drop", "", (dropped,)))
+        return made
+
+    def block(self, kind: Kind, outer: _Scope) -> Statement:
+        """A block with a few statements. A branch ends by assigning its last value to a name from outside."""
+        branch = kind.name in BRANCHES
+        scope = outer.inner() if branch else outer
+        before = scope.autocast, scope.grad
+        scope.autocast = {"autocast": True, "no_autocast": False}.get(kind.name, scope.autocast)
+        scope.grad = scope.grad and kind.name != "no_grad"
+        scope.depth += 1
+        statements: list[Statement] = []
+        for _ in range(self.random.randint(1, 3)):
+            statements += self.statement(scope)
+        scope.depth -= 1
+        scope.autocast, scope.grad = before
+        if branch:
+            target, last = self.random.choice(outer.live), scope.live[-1]
+            if target in outer.tracked and last not in scope.tracked:
+                outer.tracked.discard(target)
+            if last in scope.low:
+                outer.low.add(target)
+            statements.append(Statement("assign", target, (last,)))
+        return Statement(kind.name, "", (), self.make(kind, scope, ()).constants, tuple(statements))
+
+    def loss(self, scope: _Scope, name: str) -> Statement:
+        """A loss over some of the values, at least one of which requires a gradient."""
+        random = self.random
+        terms = [value for value in scope.live if random.random() < 0.6]
+        tracked = [value for value in scope.live if value in scope.tracked]
+        if tracked and not scope.tracked.intersection(terms):
+            terms.append(random.choice(tracked))
+        kinds = ["loss", "loss_squares", "loss_stack"]
+        if "subclass_dispatch" in self.features:
+            kinds.append("loss_wrapped")
+        kind = KINDS[random.choice(kinds)]
+        constants = tuple((hole, random.choice(kind.choices[hole])) for hole in kind.holes if hole not in GIVEN)
+        return Statement(kind.name, name, tuple(terms or scope.live[-1:]), constants)
+
+    def backward(self, scope: _Scope, losses: list[str]) -> list[Statement]:
+        """Backward of the losses, with changes of values and parameters in between."""
+        random = self.random
+        made: list[Statement] = []
+        if len(losses) > 1 and random.random() < 0.25:
+            made.append(Statement("drop", "", (losses.pop(random.randrange(2)),)))
+        calls = [loss for loss in losses for _ in range(1 if random.random() < 0.7 else 2)]
+        for number, loss in enumerate(calls):
+            while random.random() < 0.35:
+                kind = self.draw("between", scope)
+                if kind is not None:
+                    made.append(self.make(kind, scope))
+                    continue
+                break
+            retain = number < len(calls) - 1 or random.random() < 0.05
+            made.append(self.call_backward(scope, loss, retain))
+        return made
+
+    def call_backward(self, scope: _Scope, loss: str, retain: bool) -> Statement:
+        """One call that runs a backward pass."""
+        random = self.random
+        special = [kind for kind in KINDS.values() if "backward" in kind.where and kind.feature in self.features]
+        special = [kind for kind in special if kind.operands == 1 or scope.tracked.intersection(scope.live)]
+        kind = random.choice(special) if special and random.random() < 0.5 else KINDS["backward"]
+        operands = (loss,)
+        if kind.operands == 2:
+            operands = (loss, random.choice([name for name in scope.live if name in scope.tracked]))
+        made = self.make(kind, scope, operands)
+        constants = tuple((name, retain if name == "retain" else value) for name, value in made.constants)
+        statement = Statement(kind.name, "", operands, constants)
+        blocks = [KINDS[name] for name in BACKWARD_BLOCKS if KINDS[name].feature in self.features]
+        if blocks and random.random() < 0.3:
+            block = random.choice(blocks)
+            return Statement(block.name, "", (), self.make(block, scope, ()).constants, (statement,))
+        return statement
