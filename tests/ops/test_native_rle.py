@@ -20,7 +20,8 @@ def runs(n: int, dtype: torch.dtype, longest: int, seed: int) -> Tensor:
     """Runs of zeros and of random bits, of up to ``longest`` elements."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (n + 1,), generator=generator)
-    flags = (torch.arange(n + 1) + seed).remainder(2).bool().repeat_interleave(lengths)[:n]
+    lengths = lengths[: int((lengths.cumsum(0) < n).sum()) + 1]  # as many runs as fill n elements
+    flags = (torch.arange(len(lengths)) + seed).remainder(2).bool().repeat_interleave(lengths)[:n]
     width = 8 * dtype.itemsize
     bits = torch.randint(1, 1 << min(width - 1, 62), (n,), generator=generator) << (64 - width) >> (64 - width)
     signed = {16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
