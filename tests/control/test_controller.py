@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from thinning import only, star
+from thinning import star
 from torch import Tensor, nn
 
 from backstash import Session, policies
@@ -78,19 +78,17 @@ def convolutions(session: Session) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("layers", "codec"), star(["conv+linear", "conv"], ["sz", "szp"]))
-@pytest.mark.parametrize(("steps", "learnt"), [(60, 0.6), pytest.param(250, 0.1, marks=pytest.mark.slow)])
-def test_training_takes_the_same_way(steps: int, learnt: float, layers: str, codec: str) -> None:
-    """The mean loss of the last 20 steps falls from 2.3 to below ``learnt``, with bounds and without."""
+def test_training_takes_the_same_way(layers: str, codec: str) -> None:
     model = network()
-    plain, _ = train(model, sgd(model), "keep", steps)
+    plain, _ = train(model, sgd(model), "keep", 250)
     model = network()
     optimizer = sgd(model)
     policy = comet(layers, every=10, codec=codec, optimizer=optimizer, samples=4)
-    bounded, session = train(model, optimizer, policy, steps)
+    bounded, session = train(model, optimizer, policy, 250)
     assert bounded[:10] == plain[:10]  # exact at first
     assert bounded[-1] != plain[-1]
     assert sum(bounded[-20:]) / 20 == pytest.approx(sum(plain[-20:]) / 20, abs=0.05)
-    assert plain[0] > 2.0 and sum(plain[-20:]) / 20 < learnt
+    assert plain[0] > 2.0 and sum(plain[-20:]) / 20 < 0.1
     expected = {f"{number}/Convolution#0:input" for number in (0, 2, 5)}
     if "linear" in layers:
         expected |= {f"{number}/Addmm#0:mat1" for number in (8, 10)}
@@ -474,7 +472,7 @@ class Residual(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("codec", only(["sz"], ["szp", "sz"]))
+@pytest.mark.parametrize("codec", ["szp", "sz"])
 def test_a_convolution_is_off_by_what_was_predicted_of_what_is_made_again(codec: str) -> None:
     plain, _ = train(model := Residual(), sgd(model), "keep", 60)
     model = Residual()
@@ -509,7 +507,7 @@ def test_without_batch_norms_bounds_their_results_are_made_again_exactly() -> No
 def test_without_recomputation_nothing_is_made_again() -> None:
     model = Residual()
     policy = comet("conv+norm", every=4, codec="sz", recompute=False)
-    _, session = train(model, sgd(model), policy, 6)
+    _, session = train(model, sgd(model), policy, 16)
     assert policy.bounds
     assert {row.codec.split("+")[0] for row in session.report().rows if "convs" in row.key} == {"signed sz"}
     assert policy.plan.within == {}
