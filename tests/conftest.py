@@ -15,6 +15,12 @@ def pytest_collection_finish() -> None:
     """Takes what collecting has made out of the garbage collector's sight: many tests collect, and wait for it."""
     gc.collect()
     gc.freeze()
+    torch.set_num_threads(1)  # before any fixture: what a kernel allocates depends on it
+
+
+def pytest_sessionfinish() -> None:
+    """Lets what was frozen be collected when the process ends: some extensions complain about what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +28,7 @@ def _one_thread_and_a_fixed_seed() -> Iterator[None]:
     """Threads of small tensors wait for each other longer than they work where other tests run beside."""
     random.seed(0)
     np.random.seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
