@@ -4,7 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard native/*) setup.py pyproject.toml constraints.txt
 
-.PHONY: demo test lint bench clean
+# Tests run in two processes; one that has finished takes over tests of the other.
+PYTEST := -m pytest -q -n 2 --dist worksteal --durations=10
+
+.PHONY: demo test test-all test-slow lint bench clean
 
 demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
@@ -12,7 +15,13 @@ demo: $(VENV)/.demo
 	$(BIN)/backstash compare examples/train_images.py --network resnet --batch 192 --steps 10 --out demo-results/resnet
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=10
+	$(BIN)/python $(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python $(PYTEST) -m slow
+
+test-all: $(VENV)/.dev
+	$(BIN)/python $(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_networks_and_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "layrub.json"
     arguments = ["--quick", "--only", "networks,prefetch", "--rounds", "1", "--json", str(file)]

@@ -136,8 +136,18 @@ def test_sz(x: Tensor, codec: Codec) -> None:
 
 
 @given(tensors.floats((torch.float32, torch.bfloat16, torch.float16)), st.sampled_from(BUILT_IN["signed"]))
-def test_signed(x: Tensor, codec: Codec) -> None:
-    checked(codec, x)  # where BlockQuant refuses NaN and infinities, the rest is refused with it
+def test_signed(x: Tensor, codec: Signed) -> None:
+    """Refuses what its codec of values refuses, and nothing else."""
+    takes_any_number = isinstance(codec.values, (Sz, Szp))
+    must = codec.accepts(TensorSpec.of(x)) is not None or not (takes_any_number or x.isfinite().all())
+    may = must or (isinstance(codec.values, BlockQuant) and span(x) > torch.finfo(torch.float32).max)
+    refused = checked(codec, x) is None
+    assert must <= refused <= may, (must, refused, may)
+
+
+def span(x: Tensor) -> float:
+    """The largest element less the smallest one."""
+    return float(x.double().max() - x.double().min()) if x.numel() else 0.0
 
 
 @given(tensors.two_values())
@@ -145,9 +155,11 @@ def test_binary(x: Tensor) -> None:
     assert checked(Binary(), x) or x.numel() == 0
 
 
-@given(tensors.floats())
+@given(st.one_of(tensors.floats(), tensors.two_values()))
 def test_binary_is_exact_or_refuses(x: Tensor) -> None:
-    checked(Binary(), x)
+    """Refuses three bit patterns or more, takes one or two."""
+    patterns = x.view(tensors.BITS[x.element_size()]).unique().numel()
+    assert (checked(Binary(), x) is not None) == (patterns in (1, 2)), patterns
 
 
 @given(tensors.integers())

@@ -134,6 +134,13 @@ DEEP = {"resnet101", "resnet152", "resnet_cifar110", "resnet_cifar1202"}
 WIDE = {"alexnet", "overfeat", "vgg16"}
 """Most of the time goes into layers like those of their smaller kin: these are trained in one way only."""
 
+IN_EVERY_WAY = {"vgg_small", "googlenet_bn", "squeezenet1_1", "resnet18"}
+"""A plain one, one that concatenates, one without batch norms, one with residuals: the others are trained as usual in
+``make test``, and in every way in ``make test-all``."""
+
+LONGEST = {"overfeat", "vgg16", "resnet152", "resnet_cifar512", "resnet_cifar1202", "wrn28_10"}
+"""All slow: their layers are like those of their smaller kin."""
+
 HUGE = {"resnet1517"}
 """505 blocks like ResNet-152's, 2 GB of weights: benchmarks.deep trains it."""
 
@@ -155,7 +162,8 @@ def network_cases() -> Iterator[Any]:
                 "googlenet",
                 "bfloat16",
             ):  # torch has no such kernel for its normalisation
-                yield pytest.param(name, training, id=f"{name}-{training}")
+                slow = name in LONGEST or (name not in IN_EVERY_WAY and training != Training())
+                yield pytest.param(name, training, id=f"{name}-{training}", marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.mark.parametrize(("name", "training"), list(network_cases()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
@@ -504,8 +505,10 @@ def test_a_graph_outlives_its_session(store: Store) -> None:
     assert store.usage().nbytes == 0
 
 
-def test_waiting_is_metered() -> None:
-    link = LinkStore(HostStore(), 1e9, latency=2e-3)
+def test_waiting_is_metered(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    link = LinkStore(HostStore(), 1e9, latency=2e-3, clock=clock, sleep=clock.sleep)
     session = Session(policies.offload(store="far", recompute=False), stores={"far": link}, min_nbytes=0)
     step(session, chain(), torch.randn(16, 64))
     report = session.report()

@@ -641,15 +641,21 @@ def test_modes_outside_a_session_see_what_they_see_without_one() -> None:
 def test_another_default_device() -> None:
     """Nothing that a Session makes for itself may land there."""
     x = torch.randn(64, requires_grad=True)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return F.hardtanh(F.relu(x * 2) * 3, -0.5, 2.5).square().sum()
+
+    (expected,) = torch.autograd.grad(loss_of(x), x)
     torch.set_default_device("meta")
     try:
         with Session(min_nbytes=0) as session:
-            loss = F.hardtanh(F.relu(x * 2) * 3, -0.5, 2.5).square().sum()
+            loss = loss_of(x)
         loss.backward()
     finally:
         torch.set_default_device(None)
     assert "bitmask" in codecs_used(session)
     assert x.grad is not None and x.grad.device.type == "cpu"
+    assert not difference(expected, x.grad)
 
 
 def test_inference_mode_and_no_grad_inside() -> None:
@@ -675,16 +681,24 @@ def test_inference_mode_and_no_grad_inside() -> None:
 def test_first_backward_after_inference_mode() -> None:
     """Buffers that are made lazily must not become inference tensors."""
     x = torch.randn(512, 512, requires_grad=True)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return torch.exp(F.relu(x * 2)).sum()
+
+    (expected,) = torch.autograd.grad(loss_of(x), x)
     with torch.inference_mode(), Session(min_nbytes=0):
         with torch.inference_mode(False):
-            loss = torch.exp(F.relu(x * 2)).sum()
+            loss = loss_of(x)
         torch.zeros(3) + 1
     loss.backward()
+    assert not difference(expected, x.grad)
+    x.grad = None
     with Session(min_nbytes=0):
-        loss = torch.exp(F.relu(x * 2)).sum()
+        loss = loss_of(x)
         with torch.inference_mode():
             torch.zeros(3) + 1
     loss.backward()
+    assert not difference(expected, x.grad)
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 from backstash.ops import triton as launchers
 from backstash.ops.formats import FORMATS, SCALED
@@ -161,8 +162,18 @@ def compiled(kernel: Any, capability: int, args: tuple[Any, ...], kwargs: dict[s
     return triton.compile(source, target=target, options=options.__dict__)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("call", CALLS, ids=[f"{op.__name__}-{i}" for i, (op, _) in enumerate(CALLS)])
+def compilations() -> Iterator[ParameterSet]:
+    """Every call for both. Not slow: the first call of each launcher for both, and every other call for one in turn."""
+    seen: set[Any] = set()
+    for i, (op, arguments) in enumerate(CALLS):
+        for capability in (80, 90):
+            quick = op not in seen or capability == (80, 90)[i % 2]
+            marks = [] if quick else [pytest.mark.slow]
+            yield pytest.param((op, arguments), capability, id=f"{op.__name__}-{i}-{capability}", marks=marks)
+        seen.add(op)
+
+
+@pytest.mark.parametrize(("call", "capability"), list(compilations()))
 def test_compiles(call: Call, capability: int, recorder: Recorder) -> None:
     op, arguments = call
     op(*arguments)

@@ -1,4 +1,4 @@
-"""The Triton kernels of sz against the reference, equal bytes. Run by test_triton.py; triton_cases.py has the terms.
+"""The Triton kernels of sz against the reference, equal bytes: in Triton's interpreter, and on a GPU if there is one.
 
 Chunks are small here, for the interpreter's sake: blocks are whatever the caller says.
 """
@@ -11,19 +11,25 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import triton
-import triton.language as tl
+from thinning import star
 from torch import Tensor
+from triton_checks import DEVICE, FLOATS, bits, contents, expected, filled, on_device
 
 from backstash.codecs import Codec, Signed, Sz
 from backstash.errors import DamagedPlanesError
 from backstash.ops import backends, reference, sz
 from backstash.ops import triton as launchers
-from backstash.ops.triton.sz_kernels import run_start
-from tests.ops.triton_cases import DEVICE, FLOATS, bits, contents, expected, filled, on_device
-from tests.ops.triton_cases import poisoned as poisoned
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy, in the interpreter
+triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+
+import triton.language as tl  # noqa: E402
+
+from backstash.ops.triton.sz_kernels import run_start  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("backend"),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # numpy, in the interpreter
+]
 
 NAMES = ("stream", "index", "places", "values")
 BLOCKS = [5, 20, 60, 240]
@@ -82,14 +88,17 @@ def test_lengths_and_axes(dtype: torch.dtype) -> None:
         assert planes[0].numel() > 0 or n < 239 or dtype != torch.float32
 
 
-@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
-def test_any_numbers(dtype: torch.dtype) -> None:
+BOUNDS = (0.125, 1e-320, 1e-9, 2.0**-8, 0.3, 1e4, 1e300)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), star(FLOATS[:3], BOUNDS), ids=str)
+def test_any_numbers(dtype: torch.dtype, bound: float) -> None:
     """Bounds of all sizes: what is an outlier, rounds to even, or to 16 bits, is so in the same places."""
     patterns = torch.randint(-(2**31), 2**31, (80,)).to(torch.int32 if dtype == torch.float32 else torch.int16)
     ties = (torch.arange(-40, 40) / 8).to(dtype)
-    for i, bound in enumerate((1e-320, 1e-9, 2.0**-8, 0.125, 0.3, 1e4, 1e300)):
-        x = torch.cat([contents(dtype, 80), patterns.view(dtype), ties])
-        check(x[torch.randperm(240)], bound, 0, i, BLOCKS, (0.0, 0.5)[i % 2])
+    x = torch.cat([contents(dtype, 80), patterns.view(dtype), ties])
+    axes = BOUNDS.index(bound)
+    check(x[torch.randperm(240)], bound, 0, axes, BLOCKS, (0.0, 0.5)[axes % 2])
 
 
 @pytest.mark.parametrize("axes", range(8))
@@ -171,9 +180,8 @@ def test_where_runs_begin(n: int) -> None:
     assert out.tolist() == begins
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("nonzero", [False, True])
-def test_codecs_on_these_kernels(nonzero: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "nonzero"), star([torch.float32, torch.bfloat16], [False, True]), ids=str)
+def test_codecs_on_these_kernels(dtype: torch.dtype, nonzero: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     codec: Codec = Signed(Sz(0.05, nonzero=True)) if nonzero else Sz(0.02, "rel")
     x = relu(dtype, 600).view(2, 3, 10, 10).nan_to_num(0.5, 3.0, 1.0)
     monkeypatch.setattr(backends, "implementation", lambda device: reference)
