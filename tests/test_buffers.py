@@ -204,9 +204,9 @@ def test_what_somebody_has_yet_to_read_may_stay_in_the_place_of_what_was_release
     leaf = fill(pool, source, 1).detach()
     fill(pool, made, 2)
     del leaf
-    pool.settle(made)
+    pool.release(made)
     assert held(pool, source) is not None and pool.nbytes == LARGE
-    pool.settle(object())  # who held nothing takes nothing away
+    pool.release(object())  # who held nothing takes nothing away
     assert held(pool, source) is not None
     del source  # its node has run
     pool.shrink()

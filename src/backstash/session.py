@@ -147,6 +147,7 @@ class Session:
         check: str = "sample",
         overwrite_gradients: bool = True,
     ) -> None:
+        table.prepare()
         self.policy = policies.get(policy)
         if check not in ("sample", "full"):
             raise ValueError(f"Session was asked for check={check!r}, but it takes 'sample' or 'full'.")
@@ -192,7 +193,6 @@ class Session:
             raise SessionError(
                 "a Session was entered that is in use already, by another thread. Make a Session for each thread."
             )
-        table.prepare()
         with ExitStack() as installed:
             installed.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
             installed.enter_context(Observer(self))

@@ -81,7 +81,7 @@ def is_alone(grad: Tensor, counts: Counts, call: str) -> bool:
 
 
 CALLS = ("relu", "silu", "group_norm", "product")
-"""Ways in which formulas call their kernels, each named after an example: torch holds the gradient more or less often."""
+"""Ways in which formulas call their kernels, named after examples: torch holds the gradient more often in some."""
 
 
 def measure(x: Tensor, functions: dict[str, Callable[[Tensor], Tensor]]) -> None:

@@ -12,6 +12,7 @@ from backstash.backward import convolution, exclusive, linear, norms, pointwise,
 from backstash.backward.claims import Claim
 from backstash.codecs.base import Encoded, is_dense
 from backstash.saved import TensorSpec
+from backstash.torch_internals import no_torch_function
 
 READERS = frozenset(
     {
@@ -82,7 +83,7 @@ class _Sample:
 
 def prepare() -> None:
     """Find out, on tiny steps, what a gradient looks like that nobody else holds (Note: [exclusive gradients])."""
-    with _once, torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with _once, no_torch_function(), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
         x = torch.tensor([[[[0.5, -1.0], [2.0, 7.0]]]], device="cpu", requires_grad=True)
         factor = (x.detach() > 0) * 1.25
         exclusive.measure(
@@ -94,6 +95,10 @@ def prepare() -> None:
                 "product": lambda x: _claimed(x * factor, "other"),
             },
         )
+
+
+def _no_autocast() -> torch.autocast:
+    return torch.autocast("cpu", enabled=False)
 
 
 def _claimed(y: Tensor, role: str) -> Tensor:

@@ -31,7 +31,8 @@ def batch_norm_channels(
         is written but a NaN for the weight's gradient.
     """
     channels = x.shape[1]
-    made = torch.empty(2, channels, dtype=torch.float32, device="cpu")
+    # Each in memory of its own, as they become the parameters' gradients.
+    made = [torch.empty(channels, dtype=torch.float32, device="cpu") for _ in range(2)]
     pointers = [one.data_ptr() if one is not None else None for one in (grad, x, mean, invstd, weight)]
     sizes = x.shape[0], channels, math.prod(x.shape[2:])
     results = [one.data_ptr() for one in (out, *made)]
