@@ -34,6 +34,9 @@ from backstash.stores import Store, Ticket
 
 _PUT, _GOT, _TAKEN, _READ, _SETTLED = (f"backstash {what} " for what in ("put", "got", "taken", "read", "settled"))
 _NODE = "autograd::engine::evaluate_function: "
+_NO_OPERATION = ("aten::detach", "aten::_has_compatible_shallow_copy_type")
+"""What a Session calls to hold a tensor, or its version alone."""
+
 _HALVED = ("ConvolutionBackward0", *LINEAR)
 """Nodes that make the weight's gradient, let go of their input, and make the input's gradient (backstash.backwards)."""
 
@@ -311,7 +314,7 @@ def _allocation(log: _Log, open_now: dict[int, _Memory], facts: Any, device: str
 def _walk(roots: list[Any]) -> Iterator[tuple[Any, bool]]:
     """Every event with whether it is an operation of the program: an autograd node, or an outermost recorded function.
 
-    What the Session does between operations is no operation: it is not recorded by autograd, or a mere ``detach``.
+    What the Session does between operations is no operation: it is not recorded by autograd, or one that computes nothing.
     """
     waiting = [(root, False) for root in reversed(roots)]
     while waiting:
@@ -319,7 +322,7 @@ def _walk(roots: list[Any]) -> Iterator[tuple[Any, bool]]:
         is_op = False
         if not inside and event.tag == _EventType.TorchOp:
             of_autograd = event.extra_fields.sequence_number >= 0
-            is_function = event.extra_fields.scope == RecordScope.FUNCTION and event.name != "aten::detach"
+            is_function = event.extra_fields.scope == RecordScope.FUNCTION and event.name not in _NO_OPERATION
             is_op = event.name.startswith(_NODE) or (of_autograd and is_function)
         yield event, is_op
         waiting += [(child, inside or is_op) for child in reversed(event.children)]
