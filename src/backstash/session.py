@@ -41,7 +41,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from backstash import consumers, needs, policies, producers
+from backstash import consumers, needs, parameters, policies, producers, wrapped
 from backstash.buffers import Buffers
 from backstash.codecs.base import Codec, Encoded, flat, is_dense
 from backstash.codecs.bitmask import Binary, Bitmask
@@ -101,6 +101,7 @@ class _Value:
 
     __slots__ = (
         "__weakref__",
+        "address",
         "bits",
         "buffers",
         "content",
@@ -119,6 +120,7 @@ class _Value:
 
     def __init__(self, storage: torch.UntypedStorage, entry: Entry, live: _Live) -> None:
         self.storage: torch.UntypedStorage | None = storage
+        self.address: StorageWeakRef | None = None  # instead of the storage, where it is never encoded
         self.members: list[weakref.ref[_Saved]] = []
         self.entry = entry
         self.form: _Form | None = None
@@ -177,11 +179,13 @@ class _Saved:
         "need",
         "node",
         "offset",
+        "pinned",
         "read",
         "spec",
         "tensor",
         "value",
         "version",
+        "wrapping",
     )
 
     def __init__(self, x: Tensor, live: _Live) -> None:
@@ -199,6 +203,8 @@ class _Saved:
         self.builtin = False
         self.read = False
         self.node: int | None = None
+        self.pinned = False  # a leaf that autograd accumulates into, or a view of one: never encoded
+        self.wrapping: wrapped.Wrapping | None = None  # what is packed is its inner tensor
 
     # What a kernel of consumers.py, to which it was unpacked as a claim, takes of it.
 
@@ -375,8 +381,7 @@ class Session:
         self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore(), **(stores or {})}
         self._model = model
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
-        self._parameters: set[int] = set()
+        self._parameters = parameters.ParameterStorages()
         self._live = _Live(getattr(self.policy, "ahead", None))
         self._step = Step()
         self._steps = 0
@@ -407,7 +412,7 @@ class Session:
             raise SessionError(
                 "a Session was entered that is in use already, by another thread. Make a Session for each thread."
             )
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack_original)
         observer = _Observer(self)
         consumers.install()
         hooks.__enter__()
@@ -441,7 +446,6 @@ class Session:
             self._pending.clear()
             self._seen.clear()
             self._contents.clear()
-            self._roots.clear()
             self._parameters.clear()
             with self._lock:
                 waits = self._live.saved > 0 and not self._live.waits
@@ -482,8 +486,7 @@ class Session:
     def _enter_root(self, module: nn.Module) -> None:
         if module not in self._names:
             self._learn_names(module)
-        self._roots[module] = set(_state_storages(module))
-        self._parameters = set().union(*self._roots.values())
+        self._parameters.enter(module)
         if self._live.unpacked and torch.is_grad_enabled() and not _in_backward():
             self._begin_step()
 
@@ -507,17 +510,18 @@ class Session:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def _pack(self, x: Tensor) -> _Saved | tuple[Tensor, int]:
-        if type(x) in PLAIN and x.layout is torch.strided:
-            storage = x.untyped_storage()
-            if storage._cdata in self._parameters:
+    def _pack(self, x: Tensor) -> _Saved | parameters.HeldParameter | tuple[Tensor, int]:
+        inner = wrapped.inner_tensor(x)
+        if inner is not None and inner.layout is torch.strided:
+            storage = inner.untyped_storage()
+            if self._parameters.include(x, storage):
                 self._step.parameters[storage._cdata] = storage.nbytes()
-                return x.detach(), x._version
+                return parameters.HeldParameter.of(x, inner)
             if storage.nbytes() < self.min_nbytes:
                 small = self._step.small
-                small.saved_nbytes += x.nbytes
-                small.stash_nbytes += x.nbytes
-                return x.detach(), x._version
+                small.saved_nbytes += inner.nbytes
+                small.stash_nbytes += inner.nbytes
+                return x if parameters.is_leaf_of_graph(x) else x.detach(), x._version
         with self._lock:
             if self._steps == 0:
                 self._steps = 1
@@ -525,7 +529,12 @@ class Session:
                     self._begun()
             if self._live.saved == 0 and self._step.entries and not _in_backward():  # the last graph is gone
                 self._begin_step()
-            saved = _Saved(x, self._live)
+            saved = _Saved(x if inner is None else inner, self._live)
+            saved.pinned = parameters.is_pinned(x)
+            if inner is not None and inner is not x:
+                saved.wrapping = wrapped.Wrapping(x, inner)
+            elif parameters.is_leaf_of_graph(x):
+                saved.dense = x
             self._unnamed.append(saved)
             # Outside any torch function (a custom Function, an extension's op), or inside backward, which is one long
             # torch function: what a reentrant checkpoint recomputes must not wait for its end.
@@ -557,12 +566,14 @@ class Session:
                         self._step.parameters[id(saved)] = saved.spec.nbytes
                         continue
                     reading = needs.read(node, role, saved.spec, specs) if builtin else needs.VALUE
+                    if saved.wrapping is not None:
+                        reading = saved.wrapping.reading(reading)
                     dense = saved.dense
                     self._take(saved, op, role, number, reading, builtin)
                     if builtin and self._watch is not None and saved.tensor is not None and dense is not None:
-                        self._watch(saved.tensor, node, dense)
+                        self._watch(saved.tensor, node, dense.detach())
                     del dense
-                    if builtin and saved.spec is not None and consumers.can_claim(op, role, saved.spec):
+                    if builtin and saved.wrapping is None and consumers.can_claim(op, role, saved.spec):
                         saved.node = node._sequence_nr()
             for saved in wanted.values():
                 number = self._frames[-1].counts["?"]
@@ -604,7 +615,11 @@ class Session:
             self._live.add(entry.stash_nbytes)
         value.members.append(weakref.ref(saved))
         saved.value = value
-        if self._recomputes:
+        if saved.pinned:
+            value.address, value.storage = StorageWeakRef(storage), None
+        if saved.wrapping is not None:
+            value.content = None  # a change through the wrapper ends a content unseen
+        elif self._recomputes:
             value.content = self._content(dense)
             value.content.value = weakref.ref(value)
 
@@ -637,6 +652,8 @@ class Session:
                 value = pending()
                 if value is None:  # its graph is gone
                     del self._pending[cdata]
+                    continue
+                if value.storage is None:  # it is never encoded
                     continue
                 count = _use_count(cdata) - 1  # value.storage
                 if count <= len(value.members) and count == sum(saved.dense is not None for saved in value.saved()):
@@ -785,7 +802,8 @@ class Session:
         """A tensor argument of the call that made ``result``."""
         storage = x.untyped_storage()
         cdata = storage._cdata
-        if cdata in self._parameters:
+        is_parameter = self._parameters.include(x, storage)
+        if is_parameter and not self._parameters.may_be_freed(storage):
             return Held(x.detach(), x._version)
         if storage.nbytes() < self.min_nbytes:
             return Held(small := x.detach().clone(), small._version)
@@ -862,6 +880,23 @@ class Session:
         return None if found is None else {leaf.key: gain for leaf, gain in found.items() if leaf.key}
 
     # -- unpack --------------------------------------------------------------------------------------------------
+
+    def _unpack_original(self, packed: _Saved | parameters.HeldParameter | tuple[Tensor, int]) -> Tensor:
+        """What was given to ``_pack``: a parameter with its memory, a wrapper with its inner tensor."""
+        if isinstance(packed, parameters.HeldParameter):
+            parameter = self._unpack((packed.tensor, packed.version))
+            if _in_backward():  # and not a look at grad_fn._saved_*
+                packed.check_memory()
+            return parameter
+        if isinstance(packed, tuple):
+            return self._unpack(packed)
+        wrapping = packed.wrapping
+        if wrapping is not None:
+            wrapping.check_version()
+        tensor = self._unpack(packed)
+        if packed.dense is not None and packed.spec is not None and _in_backward():
+            parameters.check_memory(tensor, packed.spec, packed.tensor.key if packed.tensor else "")
+        return tensor if wrapping is None else wrapping.wrap(tensor)
 
     def _unpack(self, saved: _Saved | tuple[Tensor, int]) -> Tensor:
         live = self._live
@@ -1178,17 +1213,6 @@ def _whole(saved: _Saved, storage: torch.UntypedStorage) -> Tensor | None:
     return dense.as_strided((storage.nbytes() // itemsize,), (1,), 0)
 
 
-def _state_storages(module: nn.Module) -> Iterator[int]:
-    """Addresses of the storages of all parameters and buffers. ``module.parameters()`` takes ten times as long."""
-    modules = [module]
-    while modules:
-        module = modules.pop()
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and type(tensor) in PLAIN and tensor.layout is torch.strided:
-                yield tensor.untyped_storage()._cdata
-        modules += (child for child in module._modules.values() if child is not None)
-
-
 def _find(result: Any, wanted: dict[int, _Saved]) -> Iterator[tuple[Any, list[tuple[str, _Saved]]]]:
     """The autograd nodes behind ``result`` that saved something wanted, and what under which role.
 
@@ -1256,7 +1280,8 @@ def _weight_copies(node: Any) -> list[list[int]]:
         if type(following).__name__ == "ToCopyBackward0":
             leaf = following.next_functions[0][0]
             if type(leaf).__name__ == "AccumulateGrad":
-                shapes.append(sorted(leaf.variable.shape))
+                dense = wrapped.inner_tensor(leaf.variable)
+                shapes.append(sorted(leaf.variable.shape if dense is None else dense.shape))
     return shapes
 
 
