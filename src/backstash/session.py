@@ -617,8 +617,8 @@ class Session:
         saved.value = value
         if saved.pinned:
             value.address, value.storage = StorageWeakRef(storage), None
-        if saved.wrapping is not None:
-            value.content = None  # a change through the wrapper ends a content unseen
+        if saved.wrapping is not None and saved.wrapping.was_changed:
+            value.content = None  # its content ended unseen (Note: [versions of a wrapper])
         elif self._recomputes:
             value.content = self._content(dense)
             value.content.value = weakref.ref(value)

@@ -9,7 +9,8 @@ tensor, which is plain. Every other subclass is kept as it is.
 Note: [versions of a wrapper]
     An in-place op on a wrapper raises the wrapper's version, and not that of its inner tensor, because the op on the
     inner tensor runs below autograd. So both versions are compared at unpack. What shares a wrapper's version is its
-    detached alias. The alias is kept for that, with a stand-in without memory as its inner tensor.
+    detached alias. The alias is kept for that, with a stand-in without memory as its inner tensor. For the same reason
+    the inner tensor of a wrapper that was changed is not made again by the calls that are known to have made it.
 
 Note: [needs of a wrapper]
     The needs table says what a formula reads of the wrapper's elements. The inner tensor may be reduced to the same
@@ -72,6 +73,11 @@ class Wrapping:
         if not self._is_elementwise:
             return needs.VALUE
         return replace(reading, window=None) if reading.need is Need.INDEX else reading
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether an in-place op had changed the wrapper before autograd saved it."""
+        return self._version != 0
 
     def check_version(self) -> None:
         """Compares the wrapper's version with the one that it had when autograd saved it.
