@@ -101,7 +101,10 @@ WIDTH, INNER, CLASSES, ROWS = 48, 112, 20, 36
 
 
 class Block(nn.Module):
-    """A residual block, whose relu returns mostly zeros. No activation has the shape of a weight, so that shapes tell them apart."""
+    """A residual block, whose relu returns mostly zeros.
+
+    No activation has the shape of a weight, so that shapes tell them apart.
+    """
 
     def __init__(self) -> None:
         super().__init__()

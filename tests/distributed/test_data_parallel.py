@@ -176,7 +176,7 @@ class _SavesItsWeight(nn.Module):
 
 
 class _Swap:
-    """Empties ``param.data`` of each layer after its forward pass, and writes it into new memory before its backward."""
+    """Empties ``param.data`` of each layer after its forward, and gathers it into new memory before its backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.held: dict[nn.Parameter, Tensor] = {}
@@ -201,6 +201,7 @@ class _Swap:
 
 
 def _swapped_network() -> nn.Module:
+    """Layers that save a weight itself, a view of it, and statistics."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for channels in (3, 8):

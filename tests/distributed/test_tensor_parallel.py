@@ -16,7 +16,6 @@ from processes import (
     ROWS,
     WIDTH,
     WORLD,
-    Block,
     assert_holds_nothing,
     assert_no_weight_encoded,
     assert_no_weight_stored,
@@ -34,7 +33,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
