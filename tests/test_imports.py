@@ -29,7 +29,7 @@ ALLOWED = {
     "prefetch": {"codecs.base", "stores"},
     "buffers": {"errors", "saved", "ops"},
     "torch_internals": set(),
-    "producers": {"errors", "saved", "ops"},
+    "producers": {"errors", "saved", "ops", "parameters"},
     "stash": {
         "errors",
         "saved",
@@ -44,7 +44,9 @@ ALLOWED = {
         "torch_internals",
     },
     "backward": {"saved", "ops", "codecs", "torch_internals"},
-    "capture": {"producers", "saved", "stash.value", "torch_internals"},
+    "wrapped": {"errors", "needs", "saved", "codecs"},
+    "parameters": {"errors", "saved", "wrapped"},
+    "capture": {"wrapped", "producers", "saved", "stash.value", "torch_internals"},
 }
 
 

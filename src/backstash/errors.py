@@ -38,6 +38,10 @@ class SavedTensorModifiedError(BackstashError, RuntimeError):
     """A tensor that is kept by reference was changed in place after it was saved."""
 
 
+class SavedTensorFreedError(BackstashError, RuntimeError):
+    """A tensor that is kept by reference has lost its memory after it was saved."""
+
+
 class SessionError(BackstashError, RuntimeError):
     """A Session was nested, re-entered, or opened where it would switch other hooks off."""
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from backstash.errors import SavedTensorModifiedError
 from backstash.ops import backends
+from backstash.parameters import check_memory
 from backstash.saved import PLAIN, TensorSpec, is_odd
 
 Memory = Callable[[], Tensor]
@@ -107,6 +108,7 @@ class Held:
 
         Raises:
             SavedTensorModifiedError: it was changed since.
+            SavedTensorFreedError: its memory was freed since.
         """
         if self.tensor._version != self.version:
             raise SavedTensorModifiedError(
@@ -115,6 +117,7 @@ class Held:
                 f"{self.tensor._version}; expected version {self.version} instead. Run backward before changing "
                 f"parameters, or use a policy without recomputation, such as lossless(recompute=False)."
             )
+        check_memory(self.tensor, TensorSpec.of(self.tensor))
         return self.tensor
 
 

@@ -32,7 +32,7 @@ import sys
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backstash import needs, policies, producers
+from backstash import needs, parameters, policies, producers, wrapped
 from backstash.backward import accumulation, claims, linear, table
 from backstash.capture import modules
 from backstash.capture.effects import Effect, tensors_in
@@ -158,8 +158,7 @@ class Session:
         self.recomputes: bool = getattr(self.policy, "recomputes", True)
         self._model = model
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
-        self._parameters: set[int] = set()
+        self._parameters = parameters.ParameterStorages()
         self._live = Live(getattr(self.policy, "ahead", None), overwrite_gradients)
         self._step = Step()
         self._steps = 0
@@ -194,7 +193,7 @@ class Session:
                 "a Session was entered that is in use already, by another thread. Make a Session for each thread."
             )
         with ExitStack() as installed:
-            installed.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            installed.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack_original))
             installed.enter_context(Observer(self))
             installed.callback(modules.listen(self))
             self._elsewhere = False
@@ -228,7 +227,6 @@ class Session:
         self._snapshots.clear()
         self._seen.clear()
         self._contents.clear()
-        self._roots.clear()
         self._parameters.clear()
 
     def report(self) -> Report:
@@ -282,8 +280,7 @@ class Session:
     def _enter_root(self, module: nn.Module) -> None:
         if module not in self._names:
             self._learn_names(module)
-        self._roots[module] = set(_state_storages(module))
-        self._parameters = set().union(*self._roots.values())
+        self._parameters.enter(module)
         if self._live.unpacked and torch.is_grad_enabled() and not in_backward():
             self._begin_step()
 
@@ -338,7 +335,7 @@ class Session:
                 if storage._cdata in self._leaning:
                     self._store_leaning(storage._cdata)
                 if effect is Effect.ESCAPES:
-                    if storage._cdata in self._parameters:
+                    if self._parameters.include(x, storage):
                         self._snapshots.clear()
                     elif storage.nbytes() >= self.min_nbytes:
                         content = self._content(x)
@@ -346,17 +343,18 @@ class Session:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def _pack(self, x: Tensor) -> Saved | tuple[Tensor, int]:
-        if type(x) in PLAIN and x.layout is torch.strided:
-            storage = x.untyped_storage()
-            if storage._cdata in self._parameters:
+    def _pack(self, x: Tensor) -> Saved | parameters.HeldParameter | tuple[Tensor, int]:
+        inner = wrapped.inner_tensor(x)
+        if inner is not None and inner.layout is torch.strided:
+            storage = inner.untyped_storage()
+            if self._parameters.include(x, storage):
                 self._step.parameters[storage._cdata] = storage.nbytes()
-                return x.detach(), x._version
+                return parameters.HeldParameter.of(x, inner)
             if storage.nbytes() < self.min_nbytes:
                 small = self._step.small
-                small.saved_nbytes += x.nbytes
-                small.stash_nbytes += x.nbytes
-                return x.detach(), x._version
+                small.saved_nbytes += inner.nbytes
+                small.stash_nbytes += inner.nbytes
+                return x if parameters.is_leaf_of_graph(x) else x.detach(), x._version
         with self._lock:
             if self._steps == 0:
                 self._steps = 1
@@ -364,7 +362,12 @@ class Session:
                     self._begun()
             if self._step.entries and self._live.saved == 0 and not in_backward():  # the last graph is gone
                 self._begin_step()
-            saved = Saved(x, self._live)
+            saved = Saved(x if inner is None else inner, self._live)
+            saved.pinned = parameters.is_pinned(x)
+            if inner is not None and inner is not x:
+                saved.wrapping = wrapped.Wrapping(x, inner)
+            elif parameters.is_leaf_of_graph(x):
+                saved.dense = x
             self._unnamed.append(saved)
             # Outside any torch function (a custom Function, an extension's op), or inside backward, which is one long
             # torch function: what a reentrant checkpoint recomputes must not wait for its end.
@@ -396,14 +399,17 @@ class Session:
                         self._step.parameters[id(saved)] = saved.spec.nbytes
                         continue
                     reading = needs.read(node, role, saved.spec, specs) if builtin else needs.VALUE
+                    if saved.wrapping is not None:
+                        reading = saved.wrapping.reading(reading)
                     dense = saved.dense
                     self._take(saved, op, role, number, reading, builtin)
                     if builtin and self._watch is not None and saved.tensor is not None and dense is not None:
-                        self._watch(saved.tensor, node, dense)
+                        self._watch(saved.tensor, node, dense.detach())
                     del dense
                     if builtin:
                         saved.node = node._sequence_nr()
-                        saved.claimable = saved.spec is not None and table.can_claim(op, role, saved.spec)
+                        can_claim = saved.spec is not None and table.can_claim(op, role, saved.spec)
+                        saved.claimable = can_claim and saved.wrapping is None
             for saved in wanted.values():
                 number = self._frames[-1].counts["?"]
                 self._frames[-1].counts["?"] += 1
@@ -445,7 +451,11 @@ class Session:
             self._live.add(entry.stash_nbytes)
         value.members.append(weakref.ref(saved))
         saved.value = value
-        if self.recomputes:
+        if saved.pinned:
+            value.address, value.storage = StorageWeakRef(storage), None
+        if saved.wrapping is not None and saved.wrapping.was_changed:
+            value.content = None  # its content ended unseen (Note: [versions of a wrapper])
+        elif self.recomputes:
             value.content = self._content(dense)
             value.content.value = weakref.ref(value)
 
@@ -648,7 +658,7 @@ class Session:
         """A tensor argument of the call that made ``result``."""
         storage = x.untyped_storage()
         cdata = storage._cdata
-        if cdata in self._parameters or storage.nbytes() < self.min_nbytes:
+        if self._parameters.include(x, storage) or storage.nbytes() < self.min_nbytes:
             return self._snapshot(x, storage)
         if cdata != result.untyped_storage()._cdata:
             content = self._content(x)
@@ -748,8 +758,8 @@ class Session:
     def _lean(self, value: Value, leaves: set[Value]) -> None:
         """Watch those leaves that the program may still change (Note: [what a recipe begins from])."""
         for leaf in leaves:
-            if leaf.is_dense and leaf.storage is not None:
-                self._leaning.setdefault(leaf.storage._cdata, []).append(weakref.ref(value))
+            if leaf.is_dense and (leaf.storage is not None or leaf.address is not None):
+                self._leaning.setdefault(leaf.cdata, []).append(weakref.ref(value))
 
     def _store_leaning(self, cdata: int) -> None:
         """Store what is to be remade from the storage at that address: it may change from now on."""
@@ -813,6 +823,23 @@ class Session:
         return None if found is None else {leaf.key: gain for leaf, gain in found.items() if leaf.key}
 
     # -- unpack --------------------------------------------------------------------------------------------------
+
+    def _unpack_original(self, packed: Saved | parameters.HeldParameter | tuple[Tensor, int]) -> Tensor:
+        """What was given to ``_pack``: a parameter with its memory, a wrapper with its inner tensor."""
+        if isinstance(packed, parameters.HeldParameter):
+            parameter = self._unpack((packed.tensor, packed.version))
+            if in_backward():  # and not a look at grad_fn._saved_*
+                packed.check_memory()
+            return parameter
+        if isinstance(packed, tuple):
+            return self._unpack(packed)
+        wrapping = packed.wrapping
+        if wrapping is not None:
+            wrapping.check_version()
+        tensor = self._unpack(packed)
+        if packed.dense is not None and packed.spec is not None and in_backward():
+            parameters.check_memory(tensor, packed.spec, packed.tensor.key if packed.tensor else "")
+        return tensor if wrapping is None else wrapping.wrap(tensor)
 
     def _unpack(self, saved: Saved | tuple[Tensor, int]) -> Tensor:
         live = self._live
@@ -905,17 +932,6 @@ def _whole(saved: Saved, storage: torch.UntypedStorage) -> Tensor | None:
     if storage.nbytes() % itemsize:
         return None
     return dense.as_strided((storage.nbytes() // itemsize,), (1,), 0)
-
-
-def _state_storages(module: nn.Module) -> Iterator[int]:
-    """Addresses of the storages of all parameters and buffers. ``module.parameters()`` takes ten times as long."""
-    modules = [module]
-    while modules:
-        module = modules.pop()
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and type(tensor) in PLAIN and tensor.layout is torch.strided:
-                yield tensor.untyped_storage()._cdata
-        modules += (child for child in module._modules.values() if child is not None)
 
 
 def _refuse_other_hooks() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from backstash.backward import accumulation, claims
 from backstash.backward.claims import Claim, redeems
 from backstash.codecs.base import Encoded
-from backstash.saved import TensorSpec
+from backstash.saved import PLAIN, TensorSpec
 from backstash.torch_internals import running_node
 
 
@@ -73,7 +73,7 @@ def begin(stashed: Any, node: int) -> None:
 
 def claim_weight(weight: Tensor) -> Tensor:
     """A claim for the other matrix of a linear layer's node that runs, or the matrix itself."""
-    if weight.dim() != 2 or weight.is_complex() or torch.is_grad_enabled():
+    if type(weight) not in PLAIN or weight.dim() != 2 or weight.is_complex() or torch.is_grad_enabled():
         return weight
     node = running_node()
     if node is None or type(node).__name__ not in accumulation.LINEAR:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from backstash import wrapped
 from backstash.stash.value import Saved
 
 
@@ -78,5 +79,6 @@ def weight_copies(node: Any) -> list[list[int]]:
         if type(following).__name__ == "ToCopyBackward0":
             leaf = following.next_functions[0][0]
             if type(leaf).__name__ == "AccumulateGrad":
-                shapes.append(sorted(leaf.variable.shape))
+                dense = wrapped.inner_tensor(leaf.variable)
+                shapes.append(sorted(leaf.variable.shape if dense is None else dense.shape))
     return shapes

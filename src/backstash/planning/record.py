@@ -314,7 +314,7 @@ def _allocation(log: _Log, open_now: dict[int, _Memory], facts: Any, device: str
 def _walk(roots: list[Any]) -> Iterator[tuple[Any, bool]]:
     """Every event with whether it is an operation of the program: an autograd node, or an outermost recorded function.
 
-    What the Session does between operations is no operation: it is not recorded by autograd, or one that computes nothing.
+    What the Session does between operations is no operation: it is not recorded by autograd, or computes nothing.
     """
     waiting = [(root, False) for root in reversed(roots)]
     while waiting:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.buffers import Buffers
 from backstash.codecs.base import Codec, Encoded
@@ -22,6 +23,7 @@ from backstash.stores import Store, Ticket
 
 if TYPE_CHECKING:
     from backstash.policy import Keep, Stash
+    from backstash.wrapped import Wrapping
 
 
 class Form:
@@ -46,6 +48,8 @@ class Value:
 
     Attributes:
         storage: the program's memory, as long as nothing has been decided about the value.
+        cdata: its address.
+        address: what keeps that address from being given to another one, where the value is never encoded.
         members: the saved tensors that view it.
         unread: how many members that are alive have not read what was decoded or remade last.
         round: how often it was decoded or remade; a member that has read it notes the number.
@@ -64,9 +68,11 @@ class Value:
 
     __slots__ = (
         "__weakref__",
+        "address",
         "bits",
         "born",
         "buffers",
+        "cdata",
         "content",
         "entry",
         "errors",
@@ -90,6 +96,8 @@ class Value:
 
     def __init__(self, storage: torch.UntypedStorage, entry: Entry, live: Live, born: int = 0) -> None:
         self.storage: torch.UntypedStorage | None = storage
+        self.cdata: int = storage._cdata
+        self.address: StorageWeakRef | None = None
         self.members: list[weakref.ref[Saved]] = []
         self.unread = 0
         self.round = 0
@@ -165,6 +173,8 @@ class Saved:
         modified: the version that it was found at when it was to be encoded, if that is another one.
         round: of its value, when it was read last.
         original: the program's own tensor, as long as the program holds it.
+        pinned: whether it is a leaf that autograd accumulates into, or a view of one: it is never encoded.
+        wrapping: the rest of a wrapper whose inner tensor was packed.
     """
 
     __slots__ = (
@@ -180,11 +190,13 @@ class Saved:
         "node",
         "offset",
         "original",
+        "pinned",
         "round",
         "spec",
         "tensor",
         "value",
         "version",
+        "wrapping",
     )
 
     def __init__(self, x: Tensor, live: Live) -> None:
@@ -205,6 +217,8 @@ class Saved:
         self.claimable = False
         self.node: int | None = None
         self.round = 0
+        self.pinned = False
+        self.wrapping: Wrapping | None = None
 
     def has_read(self) -> None:
         """Note that it has read what its value was decoded or remade to last."""
