@@ -198,7 +198,7 @@ def assert_no_weight_stored(report: Report, weights: Sequence[tuple[int, ...]]) 
 def assert_holds_nothing(session: Session) -> None:
     """The last graph is gone, and everything that was stored for it."""
     gc.collect()
-    assert (session._live.saved, session._live.nbytes, session._live.made_nbytes) == (0, 0, 0)
+    assert (session._live.saved, session._live.nbytes, session._live.remade_nbytes) == (0, 0, 0)
 
 
 def matrices(model: nn.Module) -> list[tuple[int, ...]]:
