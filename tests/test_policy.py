@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,11 +8,11 @@ import torch
 
 import backstash as bs
 from backstash import policies
-from backstash.codecs import Binary, Bitmask, Narrow, Shape, Zvc
+from backstash.codecs import Binary, Bitmask, BlockQuant, FewBit, Narrow, Shape, Zvc
 from backstash.errors import UnknownNameError
 from backstash.policies import KeepAll, Lossless
 from backstash.policy import Keep, Outcome, Policy, Recompute, Rules, Stash
-from backstash.saved import Mask, Need, PoolWindow, SavedTensor, TensorSpec, Test
+from backstash.saved import Effect, Mask, Need, PoolWindow, SavedTensor, TensorSpec, Test
 
 WINDOW = PoolWindow((4, 4), (2, 2), (2, 2), (0, 0), (1, 1))
 MASK = Mask(Test.NOT_LE)
@@ -178,8 +179,35 @@ def test_gist_reduces_sparse_and_dense_values(format: str) -> None:
     assert labels == ["binary", f"csr+{format}", f"zvc+{format}", format, f"zvc+{format}", "csr", "zvc"]
 
 
+def rounded(effect: Effect = Effect.LINEAR, row: int = 256, **facts: Any) -> SavedTensor:
+    return replace(saved(**facts), effect=effect, row=row)
+
+
+@pytest.mark.parametrize(
+    ("readers", "expected"),
+    [
+        ([rounded()], "blockquant2 of 256"),
+        ([rounded(row=96)], "blockquant2 of 256"),
+        ([rounded(row=192)], "blockquant2 of 64"),
+        ([rounded(row=192), rounded(Effect.NORMALISED, row=128)], "blockquant2 of 128"),
+        ([rounded(Effect.NORMALISED, row=49)], "blockquant8 of 256"),
+        ([rounded(Effect.SENSITIVE)], "blockquant8 of 256"),
+        ([rounded(), rounded(Effect.SENSITIVE, row=64)], "blockquant8 of 64"),
+        ([replace(rounded(Effect.SENSITIVE), function="silu")], "silu3"),
+        ([replace(rounded(Effect.SENSITIVE), function="silu"), rounded()], "blockquant8 of 256"),
+        ([rounded(), rounded(Effect.UNKNOWN)], "exact"),
+    ],
+)
+def test_quantized_rounds_as_all_readers_bear_it(readers: list[SavedTensor], expected: str) -> None:
+    action = policies.quantized(2).decide_together(readers[0], readers)
+    assert isinstance(action, Recompute) and isinstance(action.otherwise, Stash)
+    codec = next((codec for codec in action.otherwise.codecs if codec.bound is not None), None)
+    group = f" of {codec.group_size}" if isinstance(codec, BlockQuant) else ""
+    assert (f"{codec.label}{group}" if isinstance(codec, BlockQuant | FewBit) else "exact") == expected
+
+
 def test_quantized_rounds_values_and_nothing_else() -> None:
-    action = policies.quantized(4).decide(saved())
+    action = policies.quantized(4).decide(rounded())
     assert isinstance(action, Recompute) and isinstance(action.otherwise, Stash)
     assert [getattr(codec, "label", codec.id) for codec in action.otherwise.codecs] == [
         "binary",
@@ -188,7 +216,7 @@ def test_quantized_rounds_values_and_nothing_else() -> None:
         "zvc",
     ]
     loss = SavedTensor("/LogSoftmax#0:result", "LogSoftmax", "result", "", saved().spec, Need.VALUE)
-    for exact in (saved(Need.SIGN, mask=MASK), saved(Need.SHAPE), saved(dtype=torch.float64), loss):
+    for exact in (saved(Need.SIGN, mask=MASK), saved(Need.SHAPE), rounded(dtype=torch.float64), loss, saved()):
         assert policies.quantized(4).decide(exact) == Lossless().decide(exact)
     with pytest.raises(ValueError, match=r"bits=3, but the choices are 1, 2, 4, 8"):
         policies.quantized(3)

@@ -584,7 +584,17 @@ class Session:
         fqn = self._frames[-1].fqn
         key = f"{fqn}/{op}#{number}:{role}"
         saved.tensor = SavedTensor(
-            key, op, role, fqn, spec, reading.need, reading.mask, reading.window, reading.function
+            key,
+            op,
+            role,
+            fqn,
+            spec,
+            reading.need,
+            reading.mask,
+            reading.window,
+            reading.function,
+            reading.effect,
+            reading.row,
         )
         saved.need, saved.mask, saved.builtin = reading.need, reading.mask, builtin
         saved.offset = int(dense.storage_offset())

@@ -157,7 +157,7 @@ def look(x: Tensor, runs: int, run: int, step: int) -> tuple[int, int]:
 
 
 def images(x: Tensor) -> tuple[int, int] | None:
-    """How [N, C, ...] lies in memory, as (outer, inner) of [outer, C, inner]; inner is 1 in channels last. Else None."""
+    """How [N, C, ...] lies in memory: (outer, inner) of [outer, C, inner], inner is 1 in channels last; else None."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if x.is_contiguous():
         return x.shape[0], math.prod(x.shape[2:])
