@@ -4,7 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard native/*) setup.py pyproject.toml constraints.txt
 
-.PHONY: demo test lint bench clean
+REFERENCE_TESTS := $(addprefix tests/gradients/test_,consumers.py random_programs.py models.py norms.py factors.py)
+
+.PHONY: demo test test-reference lint bench clean
 
 demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
@@ -13,6 +15,11 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=10
+
+# The tests of gradients that call most kernels, on plain torch in their place.
+test-reference: export BACKSTASH_KERNELS = reference
+test-reference: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(REFERENCE_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

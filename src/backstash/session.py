@@ -42,6 +42,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from backstash import consumers, needs, policies, producers
+from backstash.arguments import check_arguments
 from backstash.buffers import Buffers
 from backstash.codecs.base import Codec, Encoded, flat, is_dense
 from backstash.codecs.bitmask import Binary, Bitmask
@@ -57,10 +58,11 @@ from backstash.errors import (
     SessionError,
     UnknownNameError,
 )
+from backstash.gradient_error import Monitor
 from backstash.ledger import Entry, PeakRow, Report, Step
 from backstash.ops import cpu
 from backstash.ops.reference import bits_of
-from backstash.policy import MAX_DEPTH, DecidesTogether, Keep, Outcome, Policy, Recompute, Slice, Stash
+from backstash.policy import MAX_DEPTH, DecidesTogether, Keep, Outcome, Policy, Recompute, Slice, Stash, optional
 from backstash.prefetch import Prefetcher, Tag
 from backstash.producers import Content, Held, Leaf, Recipe, View
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, Test, is_odd
@@ -68,6 +70,9 @@ from backstash.stores import DeviceStore, HostStore, Store, Ticket
 
 MIN_NBYTES = 16 * 1024
 """Tensors smaller than this are kept: naming and encoding them costs more than they hold."""
+
+CHECK_LIMIT = 0.3
+"""Relative errors of a gradient above this are warned of: the noise has a tenth of the gradient's energy."""
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _Sources = Callable[[], dict[str, Tensor] | None]
@@ -106,6 +111,7 @@ class _Value:
         "content",
         "entry",
         "errors",
+        "exact",
         "form",
         "guard",
         "height",
@@ -132,6 +138,7 @@ class _Value:
         self.height = 0
         self.key = ""
         self.errors: frozenset[str] = frozenset()
+        self.exact: Tensor | None = None  # in a checked step, beside a form or a recipe that has an error
 
     @property
     def depth(self) -> int:
@@ -213,6 +220,8 @@ class _Saved:
         value, spec = self.value, self.spec
         assert value is not None and spec is not None
         with self.live.lock:
+            if _exact(value) is not None:
+                return None
             if value.bits is not None and value.bits[0] == self.mask:
                 return value.bits[1:] if _same_layout(value.bits[2].spec, spec) else None
             form = value.form
@@ -252,6 +261,7 @@ class _Live:
         "buffers",
         "lock",
         "made_nbytes",
+        "monitor",
         "nbytes",
         "peak_nbytes",
         "prefetcher",
@@ -265,6 +275,7 @@ class _Live:
         self.buffers = Buffers()
         self.prefetcher = Prefetcher(ahead)
         self.lock = threading.RLock()
+        self.monitor: Monitor | None = None
         self.saved = 0
         self.nbytes = 0  # on the device
         self.made_nbytes = 0
@@ -344,9 +355,17 @@ class Session:
         model: the module that paths in keys start from; without it, whichever module is called outermost.
         stores: stores by name, beside ``"device"`` and ``"host"``, which are there already.
         min_nbytes: smaller tensors are kept.
+        check: in how many steps, from the first one on, the error that the policy makes in the gradient is measured
+            (``report().gradient_error``). Such a step keeps exact copies beside what is stored with an error, and two
+            more backward passes run before its own, so hooks on tensors and nodes, and custom Functions' backward, run
+            three times. The gradients, ``.grad`` and the generators' states are those of any other step.
+        check_limit: the relative error above which a warning is given. At 0.3 the gradient's direction has a cosine of
+            about 0.96 to the exact one, and a step of the optimizer loses a tenth of its use at most.
 
     Raises:
         UnknownNameError: no policy has that name.
+        TypeError: an argument is of another type.
+        ValueError: a number is out of its range.
         SessionError: on entering, another Session or other saved-tensor hooks are active.
 
     The backward pass may run inside or outside the ``with``. A Session may be entered again after it was left. It sees
@@ -369,15 +388,20 @@ class Session:
         model: nn.Module | None = None,
         stores: Mapping[str, Store] | None = None,
         min_nbytes: int = MIN_NBYTES,
+        check: int = 0,
+        check_limit: float = CHECK_LIMIT,
     ) -> None:
         self.policy = policies.get(policy)
+        check_arguments(model, stores, min_nbytes, check, check_limit)
         self.min_nbytes = min_nbytes
         self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore(), **(stores or {})}
         self._model = model
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._parameters: set[int] = set()
-        self._live = _Live(getattr(self.policy, "ahead", None))
+        self._live = _Live(optional(self.policy, "ahead"))
+        if check:
+            self._live.monitor = Monitor(check, check_limit, repr(self.policy), _packed_by, self._name_of)
         self._step = Step()
         self._steps = 0
         self._seen: dict[int, tuple[StorageWeakRef, Entry]] = {}
@@ -385,13 +409,11 @@ class Session:
         self._unnamed: list[_Saved] = []
         self._depth = 0
         self._frames: list[_Frame] = [_Frame("")]
-        self._recomputes: bool = getattr(self.policy, "recomputes", True)
+        self._recomputes: bool = optional(self.policy, "recomputes")
         self._together = self.policy if isinstance(self.policy, DecidesTogether) else None
-        self._begun: Callable[[], None] | None = getattr(self.policy, "begin_step", None)
-        self._watch: Callable[[SavedTensor, Any, Tensor], None] | None = getattr(self.policy, "watch", None)
-        self._trace: Callable[[SavedTensor, list[SavedTensor], _Sources], None] | None = getattr(
-            self.policy, "trace", None
-        )
+        self._begun: Callable[[], None] | None = optional(self.policy, "begin_step")
+        self._watch: Callable[[SavedTensor, Any, Tensor], None] | None = optional(self.policy, "watch")
+        self._trace: Callable[[SavedTensor, list[SavedTensor], _Sources], None] | None = optional(self.policy, "trace")
         self._contents: dict[int, tuple[StorageWeakRef, Content]] = {}
         self._proven: dict[tuple[str, str, str], str] = {}
         self._buffers = self._live.buffers
@@ -458,7 +480,19 @@ class Session:
                 sum(self._step.parameters.values()),
                 self._live.peak_nbytes,
                 self._peak,
+                tuple(self._live.monitor.found) if self._live.monitor is not None else (),
             )
+
+    def _checks(self) -> bool:
+        """Whether the step in progress keeps exact data for measuring the gradient's error."""
+        return self._live.monitor is not None and self._live.monitor.is_due
+
+    def _name_of(self, parameter: Tensor) -> str | None:
+        for module, name in self._names.items():
+            for own, tensor in module._parameters.items():
+                if tensor is parameter:
+                    return f"{name}.{own}".lstrip(".")
+        return None
 
     # -- which module is running ---------------------------------------------------------------------------------
 
@@ -497,6 +531,8 @@ class Session:
         self._steps += 1
         if self._begun is not None:
             self._begun()
+        if self._live.monitor is not None:
+            self._live.monitor.begin_step(self._steps)
         self._step = Step()
         self._seen.clear()
         self._live.prefetcher.begin_step()
@@ -523,6 +559,8 @@ class Session:
                 self._steps = 1
                 if self._begun is not None:
                     self._begun()
+                if self._live.monitor is not None:
+                    self._live.monitor.begin_step(1)
             if self._live.saved == 0 and self._step.entries and not _in_backward():  # the last graph is gone
                 self._begin_step()
             saved = _Saved(x, self._live)
@@ -692,6 +730,8 @@ class Session:
                 value.errors = frozenset().union(*(leaf.errors for leaf in recipe.leaves()))
                 value.form = self._mask(whole, facts, fresh)
             if isinstance(recipe, Recipe):
+                if value.errors and self._checks():
+                    value.exact = whole.detach()
                 value.recipe, value.guard = recipe, None
                 for leaf in recipe.leaves():
                     leaf.raise_to(value.height + 1)
@@ -713,6 +753,8 @@ class Session:
         value.form, value.guard = form, None
         if form.codec.bound is not None:
             value.errors = frozenset((facts.key,))
+            if self._checks():
+                value.exact = whole.detach()
         if action.store != "device":
             self._live.prefetcher.put(form, facts.key)
         label = getattr(form.codec, "label", form.codec.id)
@@ -922,7 +964,17 @@ def _misreads(codec: Codec, readers: list[_Saved]) -> str | None:
     return None
 
 
+def _exact(value: _Value) -> Tensor | None:
+    """The exact data of a value that is stored with an error, while the gradient's error is measured."""
+    monitor = value.live.monitor
+    return value.exact if monitor is not None and monitor.is_exact else None
+
+
 def _decode(saved: _Saved, spec: TensorSpec, value: _Value) -> Tensor:
+    exact = _exact(value)
+    if exact is not None:
+        exact = exact.as_strided(spec.shape, spec.stride, saved.offset)
+        return exact if saved.builtin else exact.clone()  # others may write into it
     whole = _dense(value, borrows=saved.builtin and _in_backward() and not torch.is_grad_enabled())
     saved.read = True
     if all(member.read for member in value.saved()):
@@ -1255,6 +1307,17 @@ def _packed(variable: Any) -> Any:
         return variable.data
     except (AttributeError, RuntimeError):  # None, or an undefined optional input
         return None
+
+
+def _packed_by(node: Any) -> Iterator[Any]:
+    """What pack hooks returned for all that a node has saved."""
+    for attribute, _ in _saved_attributes(type(node)):
+        try:
+            raw = getattr(node, attribute)
+        except RuntimeError:  # its backward has run
+            return
+        for variable in raw if isinstance(raw, (tuple, list)) else (raw,):
+            yield _packed(variable)
 
 
 def _weight_copies(node: Any) -> list[list[int]]:
