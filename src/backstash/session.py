@@ -62,7 +62,18 @@ from backstash.gradient_error import Monitor
 from backstash.ledger import Entry, PeakRow, Report, Step
 from backstash.ops import cpu
 from backstash.ops.reference import bits_of
-from backstash.policy import MAX_DEPTH, DecidesTogether, Keep, Outcome, Policy, Recompute, Slice, Stash, optional
+from backstash.policy import (
+    MAX_DEPTH,
+    Action,
+    DecidesTogether,
+    Keep,
+    Outcome,
+    Policy,
+    Recompute,
+    Slice,
+    Stash,
+    optional,
+)
 from backstash.prefetch import Prefetcher, Tag
 from backstash.producers import Content, Held, Leaf, Recipe, View
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, Test, is_odd
@@ -743,6 +754,8 @@ class Session:
         if isinstance(action, Keep):
             self._kept(value, facts, action.reason + why)
             return
+        if value.height and _has_error(action):  # a recipe that was proven with the exact value begins from it
+            action, why = _without_error(action), f"{why}; exact, because others are made again of it"
         if isinstance(action, Slice) and (facts.op, facts.role) == ("Convolution", "input"):
             action = action.sliced()
         form, reason = self._stash(whole, facts, action, fresh)
@@ -874,7 +887,7 @@ class Session:
         content = value.content
         if content is None or content.version != strongest.version:
             return "what made it is not known"
-        recipe = producers.build(content, lambda view: _leaf(view, value, action.max_depth, action.within))
+        recipe = producers.build(content, lambda view: self._leaf(view, value, action))
         if isinstance(recipe, str):
             return recipe
         inputs = len(set(recipe.leaves()))
@@ -895,6 +908,17 @@ class Session:
         if bounded:
             return recipe.settle()
         return recipe if proof == "fused" else recipe.unfused()
+
+    def _leaf(self, view: View, root: _Value, action: Recompute) -> Leaf | str | None:
+        """As the function :func:`_leaf`, but nothing begins from a value that is yet to be stored with an error."""
+        leaf = _leaf(view, root, action.max_depth, action.within)
+        if not isinstance(leaf, Leaf):
+            return leaf
+        value: _Value = leaf.value
+        held = _holder(value) if value.storage is not None and not value.height else None
+        if held is not None and held.tensor is not None and _has_error(self.policy.decide(held.tensor)):
+            return "it would begin from a value that may be stored with an error"
+        return leaf
 
     def _mask(self, whole: Tensor, facts: SavedTensor, readers: list[_Saved]) -> _Form | None:
         """What who reads signs reads, exactly, of a value that is made again within bounds; None where nobody does."""
@@ -947,6 +971,17 @@ class Session:
                 if claim is not None:
                     return claim
             return _decode(saved, saved.spec, value)
+
+
+def _has_error(action: Action) -> bool:
+    """Whether the action may store a value with an error."""
+    stash = action.otherwise if isinstance(action, Recompute) else action
+    return isinstance(stash, Stash) and any(codec.bound is not None for codec in stash.codecs)
+
+
+def _without_error(action: Stash) -> Stash:
+    """The same action without the codecs that have an error."""
+    return Stash(tuple(codec for codec in action.codecs if codec.bound is None), action.store)
 
 
 def _misreads(codec: Codec, readers: list[_Saved]) -> str | None:

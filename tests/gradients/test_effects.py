@@ -150,12 +150,12 @@ class Tokens(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def gradient(model: nn.Module, x: Tensor, policy: object | None) -> Tensor:
+def gradient(model: nn.Module, x: Tensor, session: Session | None) -> Tensor:
     model.zero_grad()
-    if policy is None:
+    if session is None:
         loss = model(x)
     else:
-        with Session(policy, min_nbytes=0):  # type: ignore[arg-type]
+        with session:
             loss = model(x)
     loss.backward()
     return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
@@ -167,8 +167,37 @@ def test_a_transformer_has_useful_gradients(bits: int, largest: float) -> None:
     torch.manual_seed(0)
     model, tokens = Tokens(), torch.randint(200, (2, 128))
     expected = gradient(model, tokens, None)
-    error = gradient(model, tokens, policies.quantized(bits)) - expected
-    assert 0 < float(error.norm() / expected.norm()) < largest
+    session = Session(policies.quantized(bits), min_nbytes=0, check=1, check_limit=10)
+    error = gradient(model, tokens, session) - expected
+    relative = float(error.norm() / expected.norm())
+    assert 0 < relative < largest
+    assert session.report().gradient_error[0].error == pytest.approx(relative, rel=1e-6)
+
+
+def test_nothing_is_made_again_of_a_value_that_is_rounded_later() -> None:
+    """The residual is held while its norm is decided on; then it is nobody's, and rounded."""
+    torch.manual_seed(0)
+    norm, layer = nn.LayerNorm(128), nn.Linear(128, 128)
+    x = torch.randn(64, 128, requires_grad=True)
+
+    def run() -> Tensor:
+        residual = x * 1.0
+        return (torch.tanh(layer(norm(residual))) + residual).square().sum()
+
+    leaves = [x, *norm.parameters(), *layer.parameters()]
+    exact = torch.autograd.grad(run(), leaves)
+    with Session(policies.quantized(8), min_nbytes=0, check=1) as session:
+        loss = run()
+    got = torch.autograd.grad(loss, leaves)
+    (found,) = session.report().gradient_error
+    wrong, total = (
+        float(torch.cat([y.double().flatten() for y in many]).norm())
+        for many in ([a - b for a, b in zip(got, exact, strict=True)], exact)
+    )
+    assert found.error == pytest.approx(wrong / total, rel=1e-6)
+    codecs = {key: row.codec for row in session.report().rows for key in (row.key, *row.shared_by)}
+    read = {key.partition("/")[2]: codec for key, codec in codecs.items()}
+    assert read["NativeLayerNorm#0:input"] == read["Addmm#0:mat1"] == "blockquant8"
 
 
 def test_a_row_of_a_norm_is_not_rounded_by_its_neighbours_range() -> None:
