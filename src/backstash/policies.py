@@ -27,7 +27,7 @@ GROUP, LEAST_GROUP = 256, 64
 """Elements of a group: as many as ActNN has, and the fewest whose two extremes take no more than a bit per element."""
 
 LEAST_CODE_BITS = 3
-"""Of FewBit, which is biased: with 2 bits the bias of a ViT's gradients was half of their error, with 3 a fifth."""
+"""Of FewBit, which is biased: of a ViT's gradient error 36 % were bias with 2 bits, 23 % with 3, 15 % with 4."""
 
 
 @dataclass(frozen=True)
