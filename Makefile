@@ -6,8 +6,9 @@ SOURCES := $(wildcard native/*) setup.py pyproject.toml constraints.txt
 
 # Tests run in two processes; one that has finished takes over tests of the other.
 PYTEST := -m pytest -q -n 2 --dist worksteal --durations=10
+REFERENCE_TESTS := $(addprefix tests/gradients/test_,consumers.py factors.py random_programs.py models.py)
 
-.PHONY: demo test test-all test-slow lint bench clean
+.PHONY: demo test test-all test-slow test-reference lint bench clean
 
 demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
@@ -22,6 +23,11 @@ test-slow: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/python $(PYTEST)
+
+# Tests of gradients on the reference kernels; of the networks, which take minutes on them, two.
+test-reference: export BACKSTASH_KERNELS = reference
+test-reference: $(VENV)/.dev
+	$(BIN)/python $(PYTEST) -m "not slow" $(REFERENCE_TESTS) -k "not test_network or resnet18 or vgg_small"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

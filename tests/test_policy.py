@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import backstash as bs
-from backstash import policies
-from backstash.codecs import Binary, Bitmask, Narrow, Shape, Zvc
+from backstash import policies, session
+from backstash.codecs import Binary, Bitmask, BlockQuant, FewBit, Narrow, Shape, Zvc
 from backstash.errors import UnknownNameError
 from backstash.policies import KeepAll, Lossless
-from backstash.policy import Keep, Outcome, Policy, Recompute, Rules, Stash
-from backstash.saved import Mask, Need, PoolWindow, SavedTensor, TensorSpec, Test
+from backstash.policy import OPTIONAL, Keep, Outcome, Policy, Recompute, Rules, Stash, optional
+from backstash.saved import Effect, Mask, Need, PoolWindow, SavedTensor, TensorSpec, Test
 
 WINDOW = PoolWindow((4, 4), (2, 2), (2, 2), (0, 0), (1, 1))
 MASK = Mask(Test.NOT_LE)
@@ -178,8 +183,35 @@ def test_gist_reduces_sparse_and_dense_values(format: str) -> None:
     assert labels == ["binary", f"csr+{format}", f"zvc+{format}", format, f"zvc+{format}", "csr", "zvc"]
 
 
+def rounded(effect: Effect = Effect.LINEAR, row: int = 256, **facts: Any) -> SavedTensor:
+    return replace(saved(**facts), effect=effect, row=row)
+
+
+@pytest.mark.parametrize(
+    ("readers", "expected"),
+    [
+        ([rounded()], "blockquant2 of 256"),
+        ([rounded(row=96)], "blockquant2 of 256"),
+        ([rounded(row=192)], "blockquant2 of 64"),
+        ([rounded(row=192), rounded(Effect.NORMALISED, row=128)], "blockquant2 of 128"),
+        ([rounded(Effect.NORMALISED, row=49)], "blockquant8 of 256"),
+        ([rounded(Effect.SENSITIVE)], "blockquant8 of 256"),
+        ([rounded(), rounded(Effect.SENSITIVE, row=64)], "blockquant8 of 64"),
+        ([replace(rounded(Effect.SENSITIVE), function="silu")], "silu3"),
+        ([replace(rounded(Effect.SENSITIVE), function="silu"), rounded()], "blockquant8 of 256"),
+        ([rounded(), rounded(Effect.UNKNOWN)], "exact"),
+    ],
+)
+def test_quantized_rounds_as_all_readers_bear_it(readers: list[SavedTensor], expected: str) -> None:
+    action = policies.quantized(2).decide_together(readers[0], readers)
+    assert isinstance(action, Recompute) and isinstance(action.otherwise, Stash)
+    codec = next((codec for codec in action.otherwise.codecs if codec.bound is not None), None)
+    group = f" of {codec.group_size}" if isinstance(codec, BlockQuant) else ""
+    assert (f"{codec.label}{group}" if isinstance(codec, BlockQuant | FewBit) else "exact") == expected
+
+
 def test_quantized_rounds_values_and_nothing_else() -> None:
-    action = policies.quantized(4).decide(saved())
+    action = policies.quantized(4).decide(rounded())
     assert isinstance(action, Recompute) and isinstance(action.otherwise, Stash)
     assert [getattr(codec, "label", codec.id) for codec in action.otherwise.codecs] == [
         "binary",
@@ -188,7 +220,7 @@ def test_quantized_rounds_values_and_nothing_else() -> None:
         "zvc",
     ]
     loss = SavedTensor("/LogSoftmax#0:result", "LogSoftmax", "result", "", saved().spec, Need.VALUE)
-    for exact in (saved(Need.SIGN, mask=MASK), saved(Need.SHAPE), saved(dtype=torch.float64), loss):
+    for exact in (saved(Need.SIGN, mask=MASK), saved(Need.SHAPE), rounded(dtype=torch.float64), loss, saved()):
         assert policies.quantized(4).decide(exact) == Lossless().decide(exact)
     with pytest.raises(ValueError, match=r"bits=3, but the choices are 1, 2, 4, 8"):
         policies.quantized(3)
@@ -205,3 +237,61 @@ def test_gist_leaves_losses_and_narrow_numbers_exact() -> None:
 def test_gist_of_an_unknown_format_lists_the_formats(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=r"there are fp8, fp10, fp16|the choices are 1, 2, 3 and 4"):
         policies.gist(*arguments)
+
+
+class Wishes(Asked):
+    """A policy with every optional member."""
+
+    ahead = 1
+    recomputes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def begin_step(self) -> None:
+        self.calls.append("begin_step")
+
+    def watch(self, *arguments: object) -> None:
+        self.calls.append("watch")
+
+    def trace(self, *arguments: object) -> None:
+        self.calls.append("trace")
+
+
+def test_rules_pass_on_every_optional_member() -> None:
+    otherwise, rules = Wishes(), Rules((("x", Keep()),), Wishes())
+    for name in OPTIONAL:
+        assert hasattr(otherwise, name), f"{name} is missing in this test"
+        assert getattr(optional(rules, name), "__func__", optional(rules, name)) == getattr(
+            getattr(otherwise, name), "__func__", getattr(otherwise, name)
+        )
+    bare = Rules((), Asked())
+    assert {name: optional(bare, name) for name in OPTIONAL} == OPTIONAL
+    with pytest.raises(AttributeError, match="'Rules' object has no attribute 'begun'"):
+        bare.begun  # noqa: B018
+
+
+def test_a_session_asks_a_policy_for_optional_members_in_one_way() -> None:
+    """What it read with getattr, a policy in front of another one could forget to pass on."""
+    source = inspect.getsource(session)
+    assert not re.findall(r"(?:getattr|hasattr)\(\s*self\.policy", source)
+    assert set(re.findall(r'optional\(self\.policy, "(\w+)"\)', source)) == set(OPTIONAL)
+
+
+def test_rules_note_recipes_only_where_somebody_asks_for_them() -> None:
+    stored = policies.get("lossless_stored")
+    assert Rules((), stored).recomputes is False
+    assert Rules((("x", Recompute()),), stored).recomputes is True
+    assert Rules((), policies.get("lossless")).recomputes is True
+    assert bs.Session(Rules((), stored))._recomputes is False
+
+
+def test_rules_over_an_offload_fetch_as_far_ahead_as_it() -> None:
+    assert bs.Session(Rules((), policies.offload(ahead=1)))._live.prefetcher.ahead == 1
+    assert bs.Session(Rules((), policies.offload()))._live.prefetcher.ahead is None
+
+
+def test_rules_can_be_copied() -> None:
+    rules = Rules((("x", Keep()),), Lossless())
+    assert copy.deepcopy(rules) == rules and pickle.loads(pickle.dumps(rules)) == rules

@@ -79,6 +79,32 @@ class PeakRow:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class GradientError:
+    """How far off the policy made the gradient of one backward pass (``Session(check=...)``).
+
+    Attributes:
+        step: of which step.
+        error: the length of the difference from the exact gradient, over all leaves together, as a share of the exact
+            gradient's length (L2); None where it was not measured.
+        worst: the leaf whose gradient has the largest part of the difference; empty where there is none.
+        cosine: between this leaf's gradient and its exact one.
+        reason: why it was not measured, else empty.
+    """
+
+    step: int
+    error: float | None = None
+    worst: str = ""
+    cosine: float | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.error is None:
+            return f"step {self.step} not measured: {self.reason}"
+        worst = f" (worst leaf {self.worst}: cosine {self.cosine:.4f})" if self.worst else ""
+        return f"step {self.step}: {self.error:.3g}{worst}"
+
+
 @dataclass(frozen=True)
 class Report:
     """The accounts of one step: the last that saved anything.
@@ -93,6 +119,7 @@ class Report:
         notes: what a reader should know before the numbers.
         proofs: recipes that were compared with their value in this step for the first time.
         repeated_proofs: recipes that were compared once more.
+        gradient_error: how far off the policy made the gradient, for each backward pass of a checked step.
     """
 
     policy: str
@@ -104,6 +131,7 @@ class Report:
     notes: tuple[str, ...] = ()
     proofs: int = 0
     repeated_proofs: int = 0
+    gradient_error: tuple[GradientError, ...] = ()
 
     @property
     def saved_nbytes(self) -> int:
@@ -190,6 +218,10 @@ class Report:
         totals["notes"] = list(self.notes)
         totals["by_codec"] = [asdict(total) for total in self.by_codec()]
         totals["peak"] = [asdict(row) for row in self.peak]
+        totals["gradient_error"] = [
+            asdict(found) | {"error": found.error if found.error is not None and math.isfinite(found.error) else None}
+            for found in self.gradient_error
+        ]
         totals["rows"] = [asdict(row) for row in self.rows]
         return json.dumps(totals, indent=1)
 
@@ -206,6 +238,7 @@ class Report:
                 else []
             ),
             *([f"waited {_ms(self.stall_seconds)} for other stores"] if stalled else []),
+            *([f"gradient error: {'; '.join(map(str, self.gradient_error))}"] if self.gradient_error else []),
             "",
             *_table(
                 ("codec", "values", "saved", "stash", "ratio", "encode", "decode", "GB/s enc", "GB/s dec"),

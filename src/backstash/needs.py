@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from backstash.saved import Mask, Need, PoolWindow, TensorSpec, Test
+from backstash import effects
+from backstash.saved import Effect, Mask, Need, PoolWindow, TensorSpec, Test
 
 MaskBuilder = Callable[[Any], Mask | None]
 WindowBuilder = Callable[[Any, TensorSpec, TensorSpec], PoolWindow | None]
@@ -42,12 +43,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A row applied to one saved tensor; ``function`` as in SavedTensor."""
+    """A row applied to one saved tensor; ``function``, ``effect`` and ``row`` as in SavedTensor."""
 
     need: Need
     mask: Mask | None = None
     window: PoolWindow | None = None
     function: str | None = None
+    effect: Effect = Effect.UNKNOWN
+    row: int = 0
 
 
 VALUE = Reading(Need.VALUE)
@@ -78,7 +81,9 @@ def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec]
     row = TABLE.get((op_of(node), role))
     if row is None:
         functions = FUNCTIONS.get((op_of(node), role))
-        return VALUE if functions is None else Reading(Need.VALUE, function=_function(functions, node))
+        function = None if functions is None else _function(functions, node)
+        effect, values = effects.of(node, op_of(node), role, spec)
+        return Reading(Need.VALUE, function=function, effect=effect, row=values)
     try:
         return _apply(row, node, spec, specs)
     except AttributeError:  # a torch version whose node does not save the scalar that the row asks for

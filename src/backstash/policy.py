@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
-
-from torch import Tensor
 
 from backstash import codecs as codec_registry
 from backstash.codecs.base import Codec
@@ -151,6 +150,22 @@ class Policy(Protocol):
         """Told what became of it."""
 
 
+OPTIONAL: Mapping[str, Any] = MappingProxyType(
+    {"ahead": None, "recomputes": True, "begin_step": None, "watch": None, "trace": None}
+)
+"""Members that a policy may have beside those of Policy, and what counts where it has none.
+
+``ahead`` is how many values may come back from a store before they are read (see policies.Offload), ``recomputes``
+whether a Session has to note how values are made; the methods are told of in Policy. A policy that stands in front of
+another one has to pass them on, as Rules does.
+"""
+
+
+def optional(policy: Policy, name: str) -> Any:
+    """An optional member of a policy, by its name in OPTIONAL; the default where the policy has none."""
+    return getattr(policy, name, OPTIONAL[name])
+
+
 @runtime_checkable
 class DecidesTogether(Protocol):
     """A policy to which it matters who else reads a value."""
@@ -189,25 +204,17 @@ class Rules:
             return self.otherwise.decide_together(saved, readers)
         return self.otherwise.decide(saved)
 
-    def begin_step(self) -> None:
-        """Passed on to ``otherwise``, if it wants it."""
-        if hasattr(self.otherwise, "begin_step"):
-            self.otherwise.begin_step()
+    @property
+    def recomputes(self) -> bool:
+        """Whether a rule makes values again, or ``otherwise`` does."""
+        asked = any(isinstance(action, Recompute) for _, action in self.rules)
+        return asked or bool(optional(self.otherwise, "recomputes"))
 
-    def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
-        """Passed on to ``otherwise``, if it wants it."""
-        if hasattr(self.otherwise, "watch"):
-            self.otherwise.watch(saved, node, x)
-
-    def trace(
-        self,
-        saved: SavedTensor,
-        readers: Sequence[SavedTensor],
-        sources: Callable[[], dict[str, Tensor] | None],
-    ) -> None:
-        """Passed on to ``otherwise``, if it wants it."""
-        if hasattr(self.otherwise, "trace"):
-            self.otherwise.trace(saved, readers, sources)
+    def __getattr__(self, name: str) -> Any:
+        """The optional members of ``otherwise``, as far as it has them."""
+        if name not in OPTIONAL:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.otherwise, name)
 
     def observe(self, outcome: Outcome) -> None:
         """Passed on to ``otherwise``."""

@@ -128,6 +128,19 @@ class TensorSpec:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
+class Effect(Enum):
+    """What a small error in a saved value does to the gradients that backward computes of it (see effects.py)."""
+
+    UNKNOWN = "unknown"
+    """Nothing is known, or the error is not bounded: the value divides, or is one number for many elements."""
+    LINEAR = "linear"
+    """The gradients are linear in the value: an error that is zero on average leaves them right on average."""
+    NORMALISED = "normalised"
+    """The same, but the error counts in units of its row's standard deviation, by which backward divides it."""
+    SENSITIVE = "sensitive"
+    """A curved function or a difference of nearly equal numbers makes more of the error: it has to be small."""
+
+
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
     """Facts about one saved tensor; holds no tensor.
@@ -144,6 +157,9 @@ class SavedTensor:
         window: geometry of the pooling that made the indices, where ``need`` is ``INDEX`` and it is known.
         function: the function of one variable whose derivative is all that backward reads the value for, by the name
             that codecs.FewBit has for it; None where there is none.
+        effect: what a small error in it does to the gradients.
+        row: how many neighbours in memory share their scale: one token's features, or what shares a norm's statistics;
+            0 where that is not known.
     """
 
     key: str
@@ -155,3 +171,5 @@ class SavedTensor:
     mask: Mask | None = None
     window: PoolWindow | None = None
     function: str | None = None
+    effect: Effect = Effect.UNKNOWN
+    row: int = 0

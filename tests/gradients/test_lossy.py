@@ -86,13 +86,13 @@ def test_quantized_leaves_what_is_compared_with_another_number_exact() -> None:
     assert not any("blockquant" in row.codec for row in session.report().rows)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(64), nn.GroupNorm(32, 64), nn.LayerNorm([64, 4, 4])])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(64), nn.GroupNorm(32, 64), nn.LayerNorm([64, 8, 8])])
 def test_quantized_leaves_the_statistics_of_normalisations_exact(norm: nn.Module) -> None:
     """A scale is one number for thousands of elements: between two others it would turn their gradients around."""
     torch.manual_seed(0)
-    x = torch.randn(32, 64, 4, 4, requires_grad=True)
+    x = torch.randn(32, 64, 8, 8, requires_grad=True)
     with Session("quantized", min_nbytes=0) as session:
-        loss = (norm(x * 1.0) * torch.randn(32, 64, 4, 4)).sum()
+        loss = (norm(x * 1.0) * torch.randn(32, 64, 8, 8)).sum()
     loss.backward()
     codecs = {row.key.rsplit(":", 1)[1]: row.codec for row in session.report().rows if "Norm#" in row.key}
     assert codecs.pop("input") == "blockquant2"

@@ -70,6 +70,17 @@ def _packed(variable: Any) -> Any:
         return None
 
 
+def packed_by(node: Any) -> Iterator[Any]:
+    """What pack hooks returned for all that a node has saved."""
+    for attribute, _ in _saved_attributes(type(node)):
+        try:
+            raw = getattr(node, attribute)
+        except RuntimeError:  # its backward has run
+            return
+        for variable in raw if isinstance(raw, (tuple, list)) else (raw,):
+            yield _packed(variable)
+
+
 def weight_copies(node: Any) -> list[list[int]]:
     """Sorted shapes of the parameters that autocast has cast (and perhaps transposed) for ``node``."""
     shapes = []

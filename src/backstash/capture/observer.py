@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from backstash import producers
-from backstash.capture.effects import Effect, effect_of
+from backstash.capture.side_effects import SideEffect, side_effect_of
 from backstash.torch_internals import hide_from_dynamo, no_torch_function
 
 
@@ -18,7 +18,7 @@ class Listener(Protocol):
     """Whoever wants to know."""
 
     recomputes: bool
-    """Whether it wants to know how results were made (``made``) and what may change them (``before_effect``)."""
+    """Whether it wants to know how results were made (``made``) and what may change them (``before_side_effect``)."""
 
     depth: int
     """How many torch functions are in progress."""
@@ -26,7 +26,7 @@ class Listener(Protocol):
     def before_function(self) -> None:
         """A torch function is about to run."""
 
-    def before_effect(self, effect: Effect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch function is about to change its arguments, or to hand their memory on."""
 
     def before_backward(self) -> None:
@@ -63,10 +63,10 @@ class Observer(TorchFunctionMode):
         listener = self.listener
         listener.before_function()
         if listener.recomputes:
-            effect = effect_of(func, args, kwargs or {})
-            if effect is not Effect.NONE:
+            effect = side_effect_of(func, args, kwargs or {})
+            if effect is not SideEffect.NONE:
                 with no_torch_function():
-                    listener.before_effect(effect, args, kwargs or {})
+                    listener.before_side_effect(effect, args, kwargs or {})
         if func in _BACKWARD:
             listener.before_backward()
         if not torch.is_grad_enabled():

@@ -47,6 +47,8 @@ class StashedTensor:
         """Codec and planes of exactly what its reader needs; None where something else is stored."""
         saved, value, spec = self.saved, self.value, self.spec
         with saved.live.lock:
+            if _exact(value) is not None:
+                return None
             if value.bits is not None and value.bits[0] == saved.mask:
                 return value.bits[1:] if _same_layout(value.bits[2].spec, spec) else None
             form = value.form
@@ -71,6 +73,10 @@ class StashedTensor:
 
 def decode(saved: Saved, spec: TensorSpec, value: Value) -> Tensor:
     """The saved tensor in its own layout."""
+    exact = _exact(value)
+    if exact is not None:
+        exact = exact.as_strided(spec.shape, spec.stride, saved.offset)
+        return exact if saved.builtin else exact.clone()  # others may write into it
     whole = dense(value, borrows=saved.builtin and in_backward() and not torch.is_grad_enabled())
     saved.has_read()
     if value.unread <= 0:
@@ -83,6 +89,12 @@ def decode(saved: Saved, spec: TensorSpec, value: Value) -> Tensor:
     if whole.shape == spec.shape and whole.stride() == spec.stride:
         return whole.detach()
     return whole.as_strided(spec.shape, spec.stride, saved.offset)
+
+
+def _exact(value: Value) -> Tensor | None:
+    """The exact data of a value that is stored with an error, while the gradient's error is measured."""
+    monitor = value.live.monitor
+    return value.exact if monitor is not None and monitor.is_exact else None
 
 
 def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:

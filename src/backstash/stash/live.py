@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import TYPE_CHECKING
 
 from backstash.buffers import Buffers
 from backstash.prefetch import Prefetcher
+
+if TYPE_CHECKING:
+    from backstash.gradient_error import Monitor
 
 
 class Live:
@@ -23,6 +27,7 @@ class Live:
         stashed_nbytes: bytes on the device when backward began.
         peak_nbytes: the most bytes on the device so far.
         unpacked: whether backward has begun.
+        monitor: measures the gradient's error in the first steps, where that was asked for.
         distrusted: keys of recipes that have failed after they had been proven.
     """
 
@@ -34,6 +39,7 @@ class Live:
         self.stashed_nbytes = 0
         self.peak_nbytes = 0
         self.unpacked = False
+        self.monitor: Monitor | None = None
         self.distrusted: set[tuple[str, ...]] = set()
         self._saved = self._nbytes = self._remade_nbytes = 0
         self._losses: deque[tuple[int, int, int]] = deque()

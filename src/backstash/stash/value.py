@@ -62,6 +62,7 @@ class Value:
         height: the length of the longest chain of recipes above it.
         key, facts: those that it was decided on with.
         errors: keys of the bounded values whose errors it has, its own among them.
+        exact: in a checked step, the exact data beside a form or a recipe that has an error.
         born: when it was queued, on the Session's clock.
         written: the versions of tensors that were decoded for readers who may write into them.
     """
@@ -76,6 +77,7 @@ class Value:
         "content",
         "entry",
         "errors",
+        "exact",
         "facts",
         "form",
         "guard",
@@ -117,6 +119,7 @@ class Value:
         self.key = ""
         self.facts: SavedTensor | None = None
         self.errors: frozenset[str] = frozenset()
+        self.exact: Tensor | None = None
         self.born = born
         self.written: list[tuple[Tensor, int]] = []
 

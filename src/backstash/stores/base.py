@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 from weakref import WeakMethod
 
 from backstash.codecs.base import Encoded
@@ -120,6 +120,7 @@ class DropLock:
                 self._lock.release()
 
 
+@runtime_checkable
 class Store(Protocol):
     """Holds encoded values by ticket. All methods may be called from any thread."""
 

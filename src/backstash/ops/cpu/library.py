@@ -98,7 +98,7 @@ _SIGNATURES = {
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """The library, or None where it was not built.
+    """The library; None where it was not built, or ``BACKSTASH_KERNELS=reference`` asks for other kernels.
 
     Raises:
         ValueError: ``BACKSTASH_ISA`` has an unknown value.
@@ -110,7 +110,7 @@ def load() -> ctypes.CDLL | None:
             f"BACKSTASH_ISA asked for {asked!r}, but the choices are {', '.join(ISAS)}. Unset it or set it to one of "
             f"these."
         )
-    if not PATH.exists():
+    if os.environ.get("BACKSTASH_KERNELS") == "reference" or not PATH.exists():
         return None
     lib = ctypes.CDLL(str(PATH))
     missing = [name for name in _SIGNATURES if not hasattr(lib, name)]
@@ -128,7 +128,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the library was built at install time."""
+    """Whether the library was built at install time, and may be used."""
     return load() is not None
 
 
@@ -136,7 +136,8 @@ def _loaded() -> ctypes.CDLL:
     lib = load()
     if lib is None:
         raise RuntimeError(
-            f"asked for the native kernels, but {PATH} was not built. Run 'python setup.py build_native'."
+            f"asked for the native kernels, but {PATH} was not built, or BACKSTASH_KERNELS=reference is set. Run "
+            f"'python setup.py build_native', or unset the variable."
         )
     return lib
 

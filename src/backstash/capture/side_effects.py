@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Effect(Enum):
+class SideEffect(Enum):
     """What happens to the memory of a function's tensor arguments."""
 
     NONE = 0
@@ -43,33 +43,33 @@ _ESCAPES: frozenset[Any] = frozenset(
 _ESCAPES_BY_NAME = frozenset({"_typed_storage", "to_dlpack", "__cuda_array_interface__", "mutable_data_ptr"})
 _VISIBLE = frozenset({"requires_grad_", "retain_grad_"})
 
-_effects: dict[Any, Effect] = {}
+_side_effects: dict[Any, SideEffect] = {}
 _inplace_at: dict[Any, int] = {}
 """For functions with a parameter ``inplace``, its position."""
 
 
-def effect_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Effect:
+def side_effect_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> SideEffect:
     """What a call does to its arguments' memory."""
     try:
-        known = _effects.get(function)
+        known = _side_effects.get(function)
     except TypeError:  # it cannot be hashed
-        return _find_effect(function)
+        return _find_side_effect(function)
     if known is None:
-        known = _find_effect(function)
-        if len(_effects) < 4096:
-            _effects[function] = known
-    if known is Effect.NONE:
+        known = _find_side_effect(function)
+        if len(_side_effects) < 4096:
+            _side_effects[function] = known
+    if known is SideEffect.NONE:
         if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
-            return Effect.CHANGES
+            return SideEffect.CHANGES
         position = _inplace_at.get(function)
         if position is not None and len(args) > position and args[position]:
-            return Effect.CHANGES
+            return SideEffect.CHANGES
     return known
 
 
-def _find_effect(function: Callable[..., Any]) -> Effect:
+def _find_side_effect(function: Callable[..., Any]) -> SideEffect:
     if function in _ESCAPES:
-        return Effect.ESCAPES
+        return SideEffect.ESCAPES
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         overloads = (
             [function]
@@ -77,24 +77,24 @@ def _find_effect(function: Callable[..., Any]) -> Effect:
             else [getattr(function, name) for name in function.overloads()]
         )
         if any(overload.namespace not in ("aten", "prims", "backstash") for overload in overloads):
-            return Effect.ESCAPES
-        return Effect.CHANGES if any(overload._schema.is_mutable for overload in overloads) else Effect.NONE
+            return SideEffect.ESCAPES
+        return SideEffect.CHANGES if any(overload._schema.is_mutable for overload in overloads) else SideEffect.NONE
     name = getattr(function, "__name__", "")
     if name in _ESCAPES_BY_NAME:
-        return Effect.ESCAPES
+        return SideEffect.ESCAPES
     if name in _VISIBLE:
-        return Effect.NONE
+        return SideEffect.NONE
     is_dunder = name.startswith("__") and name.endswith("__")
     in_place_operator = is_dunder and name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
     if name == "__setitem__" or in_place_operator:
-        return Effect.CHANGES
+        return SideEffect.CHANGES
     if name.endswith("_") and not is_dunder:
-        return Effect.CHANGES
+        return SideEffect.CHANGES
     if getattr(function, "__module__", "") == "torch.nn.functional":
         parameters = list(inspect.signature(function).parameters)
         if "inplace" in parameters:
             _inplace_at[function] = parameters.index("inplace")
-    return Effect.NONE
+    return SideEffect.NONE
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -1,0 +1,67 @@
+"""What a Session's arguments have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from backstash.stores import Store
+
+
+def check_arguments(
+    model: Any, stores: Any, min_nbytes: Any, check: Any, check_limit: Any, overwrite_gradients: Any
+) -> None:
+    """Refuse arguments of a Session that it could not use later.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is out of its range.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"Session was asked to name tensors by model={model!r}, but that is no nn.Module. Pass the module that is "
+            f"trained, or None for whichever is called outermost."
+        )
+    if stores is not None and not isinstance(stores, Mapping):
+        raise TypeError(
+            f"Session was asked for stores={stores!r}, but that is no mapping. Pass stores by their names, such as "
+            f"stores={{'disk': DiskStore(...)}}."
+        )
+    for name, store in (stores or {}).items():
+        if not isinstance(name, str) or isinstance(store, type) or not isinstance(store, Store):
+            raise TypeError(
+                f"Session was asked for stores={{{name!r}: {store!r}}}, but a name is a str, and a store has the "
+                f"methods of backstash.stores.Store. Pass one such as HostStore()."
+            )
+    if not isinstance(overwrite_gradients, bool):
+        raise TypeError(
+            f"Session was asked for overwrite_gradients={overwrite_gradients!r}, but that is a switch. Pass True or "
+            f"False."
+        )
+    if isinstance(check, str) and check != "full":
+        raise ValueError(
+            f"Session was asked for check={check!r}, but the only check that has a name is 'full'. Pass that, or a "
+            f"number of steps."
+        )
+    numbers = [("min_nbytes", min_nbytes, "bytes"), ("check", 0 if check == "full" else check, "steps")]
+    for argument, number, unit in numbers:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(
+                f"Session was asked for {argument}={number!r}, but that is a number of {unit}. Pass an int, 0 or more."
+            )
+        if number < 0:
+            raise ValueError(
+                f"Session was asked for {argument}={number}, but there are no fewer than 0 {unit}. Pass 0 or more."
+            )
+    if not isinstance(check_limit, (int, float)) or isinstance(check_limit, bool):
+        raise TypeError(
+            f"Session was asked for check_limit={check_limit!r}, but that is a relative error. Pass a number above 0, "
+            f"such as 0.3."
+        )
+    if not check_limit > 0:
+        raise ValueError(
+            f"Session was asked for check_limit={check_limit}, but an error is never less than 0, and NaN is no limit. "
+            f"Pass a number above 0, such as 0.3, or check=0 to measure nothing."
+        )

@@ -1,0 +1,153 @@
+"""What an error in a saved value does to the gradients: (autograd node, saved name) -> Effect.
+
+A policy that rounds has to know it. A weight's gradient is a sum over thousands of rounded numbers, whose errors
+cancel. The backward of an attention puts its saved queries and keys through an exponential, and there errors do not
+cancel. What is not in the table may be a norm's scale, the logarithm of a sum, or a divisor, and should not be rounded.
+
+Note: [what may be rounded]
+    LINEAR is a value that the formula multiplies by something that does not depend on it. The result of a softmax and
+    the input of a norm stand twice in their formulas, once inside a mean over the row: the product of their errors is
+    of the order of one element's share of the row, and is neglected. NORMALISED is a value of which backward reads
+    ``(value - mean) / deviation`` with exact statistics: its error counts in units of the deviation, so it must not be
+    measured by the range of another row. A factor that is broadcast is UNKNOWN: one rounded number would be in every
+    term of a sum, so that nothing cancels, and it takes few bytes. In the backward of a fused attention
+    ``P * (grad @ value.T - sum(grad * result))``, P is an exponential of queries and keys, and the two terms are nearly
+    equal: all four are SENSITIVE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from backstash.saved import Effect, TensorSpec
+
+Kind = Callable[[Any, TensorSpec], tuple[Effect, int]]
+
+
+def of(node: Any, op: str, role: str, spec: TensorSpec) -> tuple[Effect, int]:
+    """What an error in the value does, and how many neighbours in memory share their scale.
+
+    Args:
+        node: the autograd node that saved the value.
+        op: its name.
+        role: its name for the value.
+        spec: the value's spec.
+
+    Returns:
+        The effect and the row, as in SavedTensor.
+    """
+    kind = EFFECTS.get((op, role))
+    if kind is None:
+        return Effect.UNKNOWN, 0
+    try:
+        return kind(node, spec)
+    except (AttributeError, IndexError):  # a torch version whose node does not save what the kind asks for
+        return Effect.UNKNOWN, 0
+
+
+def neighbours(spec: TensorSpec, dims: tuple[int, ...]) -> int:
+    """How many elements in a row of memory differ in their positions in ``dims`` only."""
+    length = 1
+    for stride, dim in sorted((stride, dim) for dim, stride in enumerate(spec.stride) if spec.shape[dim] != 1):
+        if dim not in dims or stride != length:
+            break
+        length *= spec.shape[dim]
+    return length
+
+
+def _linear(node: Any, spec: TensorSpec) -> tuple[Effect, int]:
+    return Effect.LINEAR, _fastest(spec)
+
+
+def _sensitive(node: Any, spec: TensorSpec) -> tuple[Effect, int]:
+    return Effect.SENSITIVE, _fastest(spec)
+
+
+def _factor(node: Any, spec: TensorSpec) -> tuple[Effect, int]:
+    """A product's or a quotient's operand, if it is as large as the result."""
+    result = math.prod(node._input_metadata[0].shape)
+    return (Effect.LINEAR, _fastest(spec)) if spec.numel == result else (Effect.UNKNOWN, 0)
+
+
+def _power(node: Any, spec: TensorSpec) -> tuple[Effect, int]:
+    """A square's derivative is linear, and mostly the beginning of a norm or a variance. Others may have a pole."""
+    if node._saved_exponent == 2:
+        return Effect.NORMALISED, neighbours(spec, (len(spec.shape) - 1,))
+    return (Effect.SENSITIVE, _fastest(spec)) if node._saved_exponent == 3 else (Effect.UNKNOWN, 0)
+
+
+def _channels(node: Any, spec: TensorSpec) -> tuple[Effect, int]:
+    """A batch norm's input: what lies together of one channel shares its statistics."""
+    return Effect.NORMALISED, neighbours(spec, tuple(range(2, len(spec.shape))))
+
+
+def _layers(node: Any, spec: TensorSpec) -> tuple[Effect, int]:
+    """A layer norm's or a fused RMS norm's input: all of one position."""
+    dims = len(spec.shape)
+    return Effect.NORMALISED, neighbours(spec, tuple(range(dims - len(node._saved_normalized_shape), dims)))
+
+
+def _groups(node: Any, spec: TensorSpec) -> tuple[Effect, int]:
+    """A group norm's input: the channels of a group, where they lie one after the other."""
+    image = neighbours(spec, tuple(range(2, len(spec.shape))))
+    group = spec.shape[1] // node._saved_group * math.prod(spec.shape[2:])
+    return Effect.NORMALISED, group if image == math.prod(spec.shape[2:]) else image
+
+
+def _fastest(spec: TensorSpec) -> int:
+    """The size of the dimension that lies together in memory."""
+    return next((size for size, stride in zip(spec.shape, spec.stride, strict=True) if stride == 1 and size != 1), 0)
+
+
+def _rows() -> dict[tuple[str, str], Kind]:
+    linear = {
+        "Convolution": ("input",),
+        "Addmm": ("mat1", "mat2"),
+        "Mm": ("self", "mat2"),
+        "Bmm": ("self", "mat2"),
+        "Baddbmm": ("batch1", "batch2"),
+        "Addbmm": ("batch1", "batch2"),
+        "Linear": ("input",),
+        "Softmax": ("result",),
+        "SafeSoftmax": ("result",),
+    }
+    sensitive = {
+        **dict.fromkeys(ATTENTIONS, ("query", "key", "value", "output")),
+        "Gelu": ("self",),
+        "Silu": ("self",),
+        "Elu": ("self", "result"),
+        "Tanh": ("result",),
+        "Sigmoid": ("result",),
+        "Softplus": ("self",),
+        "LogSigmoid": ("self",),
+        "Mish": ("self",),
+        "Hardswish": ("self",),
+    }
+    factors = {"Mul": ("self", "other"), "Div": ("self",), "Addcmul": ("tensor1", "tensor2")}
+    norms = {
+        **dict.fromkeys(("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"), _channels),
+        **dict.fromkeys(("NativeLayerNorm", "FusedRmsNorm"), _layers),
+        "NativeGroupNorm": _groups,
+    }
+    tables: tuple[tuple[Mapping[str, tuple[str, ...]], Kind], ...] = (
+        (linear, _linear),
+        (sensitive, _sensitive),
+        (factors, _factor),
+        ({"Pow": ("self",)}, _power),
+    )
+    rows = {(op, role): kind for table, kind in tables for op, roles in table.items() for role in roles}
+    return rows | {(op, "input"): kind for op, kind in norms.items()}
+
+
+ATTENTIONS = (
+    "ScaledDotProductFlashAttentionForCpu",
+    "ScaledDotProductFlashAttention",
+    "ScaledDotProductEfficientAttention",
+    "ScaledDotProductCudnnAttention",
+)
+"""Attentions that compute their softmax again in backward."""
+
+EFFECTS: dict[tuple[str, str], Kind] = _rows()
+"""The whole table."""
