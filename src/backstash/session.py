@@ -31,6 +31,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -106,12 +107,15 @@ _Sources = Callable[[], dict[str, Tensor] | None]
 
 
 class _Proof:
-    """What is known of a recipe: how it makes the value ("" for not at all), and how often it was asked for."""
+    """What is known of a recipe: how it makes the value ("" for not at all), and how often it was asked for.
 
-    __slots__ = ("how", "uses")
+    The phase is another number for each recipe, so that they are not all proven again in the same step.
+    """
 
-    def __init__(self, how: str) -> None:
-        self.how, self.uses = how, 1
+    __slots__ = ("how", "phase", "uses")
+
+    def __init__(self, how: str, phase: int) -> None:
+        self.how, self.uses, self.phase = how, 1, phase
 
 
 class _Frame:
@@ -811,12 +815,12 @@ class Session:
         proof = self._proven.get(key)
         if proof is not None:
             proof.uses += 1
-            if not proof.how or (proof.uses + hash(key)) % REPEAT:
+            if not proof.how or (proof.uses + proof.phase) % REPEAT:
                 return proof.how
         how = recipes.prove_within(recipe.settle(), whole) if bounded else recipes.prove(recipe, whole)
         if proof is None:
             self._step.proofs += 1
-            self._proven[key] = _Proof(how)
+            self._proven[key] = _Proof(how, zlib.crc32("\n".join(key).encode()))
         else:
             self._step.repeated_proofs += 1
             proof.how = how

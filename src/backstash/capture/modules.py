@@ -1,13 +1,13 @@
 """Which module is running, in which Session: two global module hooks, the same ones for all Sessions.
 
-torch.compile looks at the global hooks of a module that it compiles, and compiles anew whenever there are others. So
-they are two functions that never change; they ask which Session is active when they run.
+torch.compile looks at the global hooks when it compiles a module, and compiles anew whenever there are others, or the
+same ones under another number. So they are two functions that never change, registered under numbers that never change;
+they ask which Session is active when they run.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -29,7 +29,10 @@ class Listener(Protocol):
 
 
 _active = threading.local()  # .listener
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_listeners: dict[int, Any] = {}
+_numbers: tuple[int, int] | None = None
+"""Of the two hooks, once they were registered: of the one before a forward, and of the one after it."""
+
 _lock = threading.Lock()
 
 
@@ -40,21 +43,41 @@ def active() -> Any:
 
 def listen(listener: Listener) -> Callable[[], None]:
     """Tell the listener about modules that run on this thread; returns what ends that."""
-    before = nn.modules.module.register_module_forward_pre_hook(_enter)
-    after = nn.modules.module.register_module_forward_hook(_leave, always_call=True)
     _active.listener = listener
     thread = _active.__dict__
     with _lock:
-        _listeners.add(listener)
+        _listeners[id(listener)] = listener
+        if len(_listeners) == 1:
+            _install()
 
     def stop() -> None:
-        before.remove()
-        after.remove()
         thread.pop("listener", None)
         with _lock:
-            _listeners.discard(listener)
+            _listeners.pop(id(listener), None)
+            if not _listeners:
+                _uninstall()
 
     return stop
+
+
+def _install() -> None:
+    global _numbers
+    module = nn.modules.module
+    if _numbers is None:
+        before = module.register_module_forward_pre_hook(_enter)
+        after = module.register_module_forward_hook(_leave, always_call=True)
+        _numbers = before.id, after.id
+    module._global_forward_pre_hooks[_numbers[0]] = _enter
+    module._global_forward_hooks[_numbers[1]] = _leave
+    module._global_forward_hooks_always_called[_numbers[1]] = True
+
+
+def _uninstall() -> None:
+    assert _numbers is not None
+    module = nn.modules.module
+    module._global_forward_pre_hooks.pop(_numbers[0], None)
+    module._global_forward_hooks.pop(_numbers[1], None)
+    module._global_forward_hooks_always_called.pop(_numbers[1], None)
 
 
 def _enter(module: nn.Module, args: Any) -> None:
@@ -65,7 +88,7 @@ def _enter(module: nn.Module, args: Any) -> None:
         listener.enter_module(module)
     elif torch.is_grad_enabled():
         with _lock:
-            listeners = list(_listeners)
+            listeners = list(_listeners.values())
         for other in listeners:
             other.ran_elsewhere()
 

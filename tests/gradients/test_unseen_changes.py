@@ -1,0 +1,328 @@
+"""What changes where nobody looks: the recipes that would remake it are given up, or a sample of its bits tells."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gradient_checks import differences
+from torch import Tensor, nn
+from torch.utils.dlpack import to_dlpack
+
+from backstash import Session
+from backstash.errors import RecomputedDifferentlyError
+from backstash.session import REPEAT
+from backstash.stash.sample import ELEMENTS, Sample
+
+LIBRARY = torch.library.Library("backstash_test_unseen", "FRAGMENT")
+LIBRARY.define("halve(Tensor x) -> ()")
+
+
+def halve(x: Tensor) -> None:
+    """An op that does not say that it changes its argument."""
+    x.detach().data.mul_(0.5)
+
+
+LIBRARY.impl("halve", halve, "CompositeExplicitAutograd")
+
+
+def through_pointer(x: Tensor) -> None:
+    memory = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
+    for place, number in enumerate(list(memory)):
+        memory[place] = min(number, 1.0)
+
+
+def through_storage(x: Tensor) -> None:
+    torch.empty(0).set_(x.untyped_storage(), 0, x.shape, x.stride()).clamp_max_(1.0)  # type: ignore[call-overload]
+
+
+UNSEEN: dict[str, Callable[[Tensor], Any]] = {
+    "data[]": lambda x: x.data.__setitem__(x > 1, 1.0),
+    "data.copy_": lambda x: x.data.copy_(x.detach().clamp(max=1.0)),
+    "data.clamp_max_": lambda x: x.data.clamp_max_(1.0),
+    "data under no_grad": torch.no_grad()(lambda x: x.data.clamp_max_(1.0)),
+    "foreach": lambda x: torch._foreach_clamp_max_([x.data], 1.0),
+    "out=": lambda x: torch.clamp(x.detach(), max=1.0, out=x.data),
+    "numpy": lambda x: x.detach().numpy().clip(max=1.0, out=x.detach().numpy()),
+    "array": lambda x: x.detach().__array__().clip(max=1.0, out=x.detach().__array__()),
+    "dlpack": lambda x: torch.from_dlpack(x.detach()).clamp_max_(1.0),
+    "storage": through_storage,
+    "pointer": through_pointer,
+    "data =": lambda x: setattr(x, "data", x.data.clamp(max=1.0)),
+    "custom op": lambda x: torch.ops.backstash_test_unseen.halve(x),
+}
+
+
+def train(session: Session | None, unseen: Callable[[Tensor], Any], make: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Two steps: nothing is clamped in the first one, a lot in the second one."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+    seen = []
+    for scale in (0.01, 10.0):
+        x = torch.randn(32, 16) * scale
+
+        def forward(x: Tensor = x) -> Tensor:
+            y = make(first(x))
+            unseen(y)
+            z = second(y)
+            del y
+            return z.square().sum()
+
+        if session is None:
+            loss = forward()
+        else:
+            with session:
+                loss = forward()
+        loss.backward()
+        for parameter in (*first.parameters(), *second.parameters()):
+            assert parameter.grad is not None
+            seen.append(parameter.grad)
+            parameter.grad = None
+    return seen
+
+
+@pytest.mark.parametrize("policy", ["lossless", "lossless_stored", "keep"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_value_that_is_changed_without_a_new_version(name: str, policy: str) -> None:
+    for make in (F.gelu, lambda x: x * 2.0, torch.tanh, lambda x: F.layer_norm(x, (16,))):
+        expected = train(None, UNSEEN[name], make)
+        assert not differences(expected, train(Session(policy, min_nbytes=0), UNSEEN[name], make))
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_an_input_that_is_changed_after_a_value_was_made_of_it(name: str) -> None:
+    """The value stays what it was; what other nodes read of the input is what plain PyTorch would read."""
+
+    def run(session: Session | None, outside: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, aux = nn.Linear(16, 16), nn.Linear(16, 16)
+        x = torch.randn(32, 16, requires_grad=True)
+
+        def forward() -> tuple[Tensor, Tensor]:
+            h = x * 3.0
+            loss = layer(h * 2.0).square().sum() + aux(h).sum()
+            if not outside:
+                UNSEEN[name](h)
+            return h, loss
+
+        if session is None:
+            h, loss = forward()
+        else:
+            with session:
+                h, loss = forward()
+        if outside:
+            UNSEEN[name](h)
+        loss.backward()
+        return [p.grad for p in (x, *layer.parameters(), *aux.parameters()) if p.grad is not None]
+
+    for outside in (False, True):
+        assert not differences(run(None, outside), run(Session("lossless", min_nbytes=0), outside))
+
+
+def escaped_unseen(x: Tensor) -> None:
+    """Nothing that an observer of torch functions could see."""
+    with torch._C.DisableTorchFunction():
+        x.data.clamp_max_(1.0)
+
+
+def test_the_tripwire_names_what_changed_where_no_observer_looks() -> None:
+    session = Session("lossless", min_nbytes=0)
+    with pytest.raises(RecomputedDifferentlyError, match=r"/Addmm#0:mat1 .*gelu.*stored"):
+        train(session, escaped_unseen, F.gelu)
+    # What failed is stored from then on.
+    expected = train(None, escaped_unseen, F.gelu)
+    assert not differences(expected, train(session, escaped_unseen, F.gelu))
+
+
+def test_a_checksum_sees_the_change_of_one_element() -> None:
+    def one(x: Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            if x.max() > 1:
+                x.data.view(-1)[7] += 0.5
+
+    with pytest.raises(RecomputedDifferentlyError):
+        train(Session("lossless", min_nbytes=0, check="full"), one, F.gelu)
+
+
+def test_a_sample_looks_at_other_elements_in_each_step() -> None:
+    x = torch.arange(100 * ELEMENTS, dtype=torch.float32)
+    begins = set()
+    for step in range(100):
+        sample = Sample.of(x, step)
+        assert sample.bits is not None
+        assert sample.bits.numel() == ELEMENTS
+        begins.add(sample.begin)
+        assert not sample.differs(x)
+        changed = x.clone()
+        changed[sample.begin + 3 * sample.step] += 1
+        assert sample.differs(changed)
+    assert len(begins) > 50
+    for numel in (0, 1, 5, ELEMENTS - 1, ELEMENTS, ELEMENTS + 1, 3 * ELEMENTS + 7):
+        for step in range(5):
+            y = torch.randn(numel)
+            for full in (False, True):
+                assert not Sample.of(y, step, full).differs(y.clone())
+    assert not Sample.of(torch.full((200,), float("nan")), 1).differs(torch.full((200,), float("nan")))
+
+
+def test_proofs_are_repeated_and_counted() -> None:
+    session = Session("lossless", min_nbytes=0)
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+    proofs = repeated = 0
+    for _ in range(3 * REPEAT):
+        with session:
+            loss = second(F.gelu(first(torch.randn(32, 16)))).square().sum()
+        loss.backward()
+        report = session.report()
+        proofs, repeated = proofs + report.proofs, repeated + report.repeated_proofs
+        assert ("once more" in str(report)) == bool(report.proofs or report.repeated_proofs)
+    assert (proofs, repeated) == (1, 3)
+
+
+def test_a_capsule_is_taken_unseen_and_told_by_the_sample() -> None:
+    def unseen(x: Tensor) -> None:
+        torch.from_dlpack(to_dlpack(x.detach())).clamp_max_(1.0)
+
+    try:
+        got = train(Session("lossless", min_nbytes=0), unseen, F.gelu)
+    except RecomputedDifferentlyError:
+        return
+    assert not differences(train(None, unseen, F.gelu), got)
+
+
+# -- parameters and buffers --------------------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    """Reads a running mean, and updates it in place in the same forward pass."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        g = h - self.mean
+        y = self.second(g)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)  # type: ignore[operator]
+        return y
+
+
+@pytest.mark.parametrize("width", [16, 300])
+def test_a_running_buffer_that_the_same_forward_updates(width: int) -> None:
+    def run(session: Session | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, seen = Centred(width), []
+        for _ in range(3):
+            x = torch.randn(8, width)
+            if session is None:
+                loss = model(x).square().sum()
+            else:
+                with session:
+                    loss = model(x).square().sum()
+            loss.backward()
+            seen += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            seen.append(model.mean.clone())  # type: ignore[operator]
+        return seen
+
+    for min_nbytes in (0, 64, 1024):
+        assert not differences(run(None), run(Session("lossless", min_nbytes=min_nbytes)))
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "data": lambda p: p.data.mul_(0.5),
+    "no_grad": torch.no_grad()(lambda p: p.mul_(0.5)),
+    "swap": lambda p: setattr(p, "data", p.data * 0.5),
+    "copy": lambda p: p.data.copy_(torch.zeros_like(p)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_norms_parameters_are_changed_before_backward(change: str, inside: bool) -> None:
+    """Averages of weights that are swapped in, stashed weights, clipping: plain PyTorch does not read them again."""
+
+    def run(session: Session | None) -> list[Tensor] | str:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.GELU(),
+            nn.Conv2d(8, 8, 3), nn.Flatten(), nn.LayerNorm(8 * 4), nn.Linear(8 * 4, 4),
+        )  # fmt: skip
+        x = torch.randn(2, 3, 8, 8)
+        norms = [m for m in model if isinstance(m, (nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm))]
+
+        def forward() -> Tensor:
+            loss: Tensor = model(x).square().sum()
+            if inside:
+                for norm in norms:
+                    CHANGES[change](norm.bias)
+            return loss
+
+        try:
+            if session is None:
+                loss = forward()
+            else:
+                with session:
+                    loss = forward()
+            if not inside:
+                for norm in norms:
+                    CHANGES[change](norm.bias)
+            loss.backward()
+        except RuntimeError as error:
+            return str(error).split(":")[0]
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = run(None)
+    got = run(Session("lossless", min_nbytes=64))
+    if isinstance(expected, str) or isinstance(got, str):  # a layer norm's bias is saved, a batch norm's is not
+        assert expected == got
+    else:
+        assert not differences(expected, got)
+
+
+@pytest.mark.parametrize("way", ["backward", "delete"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_input_is_changed_when_its_own_reader_is_gone(way: str, inside: bool) -> None:
+    def run(session: Session | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        aux, x = nn.Linear(16, 16), torch.randn(32, 16, requires_grad=True)
+
+        def rest(h: Tensor, z: Tensor, a: Tensor | None) -> None:
+            if way == "backward":
+                assert a is not None
+                a.backward(inputs=list(aux.parameters()))
+            del a
+            with torch.no_grad():
+                h.zero_()
+            z.sum().backward()
+
+        def forward() -> tuple[Tensor, Tensor, Tensor]:
+            h = x * 3.0
+            y = h * 2
+            z = F.softplus(y)
+            del y
+            return h, z, aux(h).square().sum()
+
+        if session is None:
+            rest(*forward()) if way == "backward" else rest(*forward()[:2], None)
+        elif inside:
+            with session:
+                rest(*forward()) if way == "backward" else rest(*forward()[:2], None)
+        else:
+            with session:
+                h, z, a = forward()
+            if way == "backward":
+                rest(h, z, a)
+            else:
+                del a
+                rest(h, z, None)
+        return [p.grad for p in (x, *aux.parameters()) if p.grad is not None]
+
+    for min_nbytes in (0, 1024):
+        assert not differences(run(None), run(Session("lossless", min_nbytes=min_nbytes)))
