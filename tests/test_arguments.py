@@ -21,7 +21,17 @@ from backstash.stores import HostStore
         ({"stores": {"x": HostStore}}, TypeError, r"stores=\{'x': <class .* Pass one such as HostStore\(\)"),
         ({"stores": {3: HostStore()}}, TypeError, r"stores=\{3: .* a name is a str"),
         ({"stores": 3}, TypeError, r"stores=3, but that is no mapping\. Pass stores by their names"),
-        ({"check": "a"}, TypeError, r"asked for check='a', but that is a number of steps\. Pass an int, 0 or more"),
+        (
+            {"check": "a"},
+            ValueError,
+            r"asked for check='a', but the only check that has a name is 'full'",
+        ),
+        ({"check": 1.5}, TypeError, r"asked for check=1\.5, but that is a number of steps\. Pass an int, 0 or more"),
+        (
+            {"overwrite_gradients": 1},
+            TypeError,
+            r"asked for overwrite_gradients=1, but that is a switch\. Pass True",
+        ),
         ({"check": True}, TypeError, r"asked for check=True, but"),
         ({"check": -1}, ValueError, r"asked for check=-1, but there are no fewer than 0 steps\. Pass 0 or more"),
         ({"check_limit": "a"}, TypeError, r"asked for check_limit='a', but that is a relative error\. Pass a number"),

@@ -107,7 +107,8 @@ def test_it_runs_as_a_module(tmp_path: Path) -> None:
     )
     assert done.returncode == 7
     assert done.stdout.startswith("__main__ ['--steps', '2']\n")
-    assert done.stderr == ""
+    advice = "page faults"  # on a machine where these cost much
+    assert [line for line in done.stderr.splitlines() if advice not in line] == []
 
 
 # -- compare -----------------------------------------------------------------------------------------------------------

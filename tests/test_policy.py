@@ -284,7 +284,7 @@ def test_rules_note_recipes_only_where_somebody_asks_for_them() -> None:
     assert Rules((), stored).recomputes is False
     assert Rules((("x", Recompute()),), stored).recomputes is True
     assert Rules((), policies.get("lossless")).recomputes is True
-    assert bs.Session(Rules((), stored))._recomputes is False
+    assert bs.Session(Rules((), stored)).recomputes is False
 
 
 def test_rules_over_an_offload_fetch_as_far_ahead_as_it() -> None:

@@ -278,7 +278,9 @@ def test_an_output_that_its_producer_saved(policy: str | None) -> None:
     assert refused["2"].startswith("in place, the step raises ") and "modified by an inplace operation" in refused["2"]
 
 
-def test_what_a_session_holds_no_data_of_may_be_overwritten() -> None:
+def test_what_only_its_shape_is_read_of_is_not_overwritten() -> None:
+    """A Session holds no data of it, but it raises where plain PyTorch raises."""
+
     def branches(net: Any, x: Tensor) -> Tensor:
         x = net.conv(x)
         pooled = net.pool(x)  # plain PyTorch keeps x for this; backward reads its shape only
@@ -288,8 +290,9 @@ def test_what_a_session_holds_no_data_of_may_be_overwritten() -> None:
     step = step_of(model)
     switched, refused = check(model, step)
     assert switched == () and "modified by an inplace operation" in refused["relu"]
-    assert check(model, step, Session("lossless", min_nbytes=0)) == (("relu",), {})
-    assert check(model, step, Session("keep", min_nbytes=0))[0] == ()
+    for policy in ("lossless", "keep"):
+        switched, refused = check(model, step, Session(policy, min_nbytes=0))
+        assert switched == () and "modified by an inplace operation" in refused["relu"]
 
 
 def test_data_that_the_program_holds_is_not_overwritten() -> None:

@@ -21,6 +21,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from backstash.saved import Effect, TensorSpec
 
 Kind = Callable[[Any, TensorSpec], tuple[Effect, int]]
@@ -73,9 +75,12 @@ def _factor(node: Any, spec: TensorSpec) -> tuple[Effect, int]:
 
 def _power(node: Any, spec: TensorSpec) -> tuple[Effect, int]:
     """A square's derivative is linear, and mostly the beginning of a norm or a variance. Others may have a pole."""
-    if node._saved_exponent == 2:
+    exponent = node._saved_exponent
+    if isinstance(exponent, Tensor):  # another overload
+        return Effect.UNKNOWN, 0
+    if exponent == 2:
         return Effect.NORMALISED, neighbours(spec, (len(spec.shape) - 1,))
-    return (Effect.SENSITIVE, _fastest(spec)) if node._saved_exponent == 3 else (Effect.UNKNOWN, 0)
+    return (Effect.SENSITIVE, _fastest(spec)) if exponent == 3 else (Effect.UNKNOWN, 0)
 
 
 def _channels(node: Any, spec: TensorSpec) -> tuple[Effect, int]:

@@ -44,6 +44,7 @@ class Monitor:
 
     Attributes:
         is_exact: whether backward is to read exact values now.
+        is_measuring: whether one of its two backward passes runs, in which a reader that writes gets a copy.
         found: what was measured.
     """
 
@@ -57,7 +58,7 @@ class Monitor:
     ) -> None:
         self.steps, self.limit, self.policy = steps, limit, policy
         self.packed_by, self.name_of = packed_by, name_of
-        self.is_exact = False
+        self.is_exact = self.is_measuring = False
         self.found: list[GradientError] = []
         self.step = 0
         self._warned = False
@@ -112,7 +113,7 @@ class Monitor:
         self, engine: Any, roots: Any, gradients: Any, leaves: list[Any], is_exact: bool
     ) -> tuple[Tensor | None, ...]:
         devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda})
-        self.is_exact = is_exact
+        self.is_exact, self.is_measuring = is_exact, True
         try:
             with torch.random.fork_rng(devices):
                 made: tuple[Tensor | None, ...] = engine(
@@ -120,7 +121,7 @@ class Monitor:
                 )
             return made
         finally:
-            self.is_exact = False
+            self.is_exact = self.is_measuring = False
 
     def _name(self, leaf: Any, place: int) -> str:
         name = self.name_of(leaf) if isinstance(leaf, Tensor) else None

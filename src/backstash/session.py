@@ -937,6 +937,8 @@ class Session:
             if saved.claimable and (saved.dense.nbytes >= table.LARGE or accumulation.awaits_large_weight()):
                 claim = self._claim(saved)
                 return saved.dense if claim is None else claim
+            if live.monitor is not None and live.monitor.is_measuring and not saved.builtin:
+                return saved.dense.clone()
             return saved.dense
         if saved.modified is not None:
             raise SavedTensorModifiedError(modified_message(saved.spec, saved.tensor, saved.modified, saved.version))

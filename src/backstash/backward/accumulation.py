@@ -87,6 +87,7 @@ class _Deferred(Tensor):
     product: _Product
     transposed: bool
     dense: Tensor | None
+    __class__ = property(lambda self: Tensor)  # type: ignore[assignment]  # what a hook of the program is told
 
     @staticmethod
     def __new__(cls, product: _Product, transposed: bool) -> _Deferred:

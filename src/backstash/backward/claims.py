@@ -79,7 +79,12 @@ class Claim(Tensor):
         claim.stashed, claim.spec, claim.transposed = stashed, spec, transposed
         return claim
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Python looks at it, for a pointer or an array perhaps: it is given the decoded tensor's."""
+        with no_torch_function():
+            args, kwargs = tree_map_only(Claim, Claim.whole, (args, kwargs or {}))
+            return func(*args, **kwargs)
 
     def whole(self) -> Tensor:
         """The tensor that it stands for."""

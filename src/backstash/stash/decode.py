@@ -85,7 +85,8 @@ def decode(saved: Saved, spec: TensorSpec, value: Value) -> Tensor:
         value.hold(None)
         assert value.buffers is not None
         value.buffers.forget(value if value.form is None else value.form)
-        value.written.append((version_of(whole), whole._version))
+        if value.live.monitor is None or not value.live.monitor.is_measuring:
+            value.written.append((version_of(whole), whole._version))
     if whole.shape == spec.shape and whole.stride() == spec.stride:
         return whole.detach()
     return whole.as_strided(spec.shape, spec.stride, saved.offset)
