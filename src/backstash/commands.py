@@ -50,6 +50,7 @@ BENCHES = {
     "cdma": "bytes that would cross the link, by codec",
     "comet": "accuracy and ratios under a bound that follows the gradients",
     "nodes": "time of single nodes of the backward pass, plain and under a Session",
+    "hostcost": "processor time per saved tensor, beside identity hooks; growth with tensors that are kept",
     "sz_table": "ratio and speed of the error-bounded coder, beside others",
 }
 """Modules of the repository's folder benchmarks that are programs, and what they measure."""

@@ -14,8 +14,8 @@ Note: [encode when orphaned]
     tensor again. So a storage is never encoded twice, values that the program keeps are kept by reference, buffers that
     an op writes after saving are complete, and no pointer is ever looked up after its memory is gone.
 
-    The count is looked at before the next torch function, and then before every further one that makes the value an
-    eighth older: a program that keeps thousands of tensors pays for a few looks at each.
+    The count is looked at before the next torch function, and then before every further one that makes the value a
+    quarter older: a program that keeps thousands of tensors pays for a few looks at each.
 
 Note: [version guard]
     Hooks switch off autograd's check for in-place changes. What is held by reference is therefore held with its version
@@ -439,6 +439,10 @@ class Session:
                 copies = weight_copies(node) if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled() else ()
                 for role, saved in found:
                     assert saved.spec is not None
+                    original = saved.original() if saved.original is not None else None
+                    if original is not None and original.grad_fn is node:
+                        saved.original = None  # autograd keeps an alias of a node's own result
+                    del original
                     if role in ("weight", "mat2") and sorted(saved.spec.shape) in copies:
                         self._step.parameters[id(saved)] = saved.spec.nbytes
                         continue
@@ -554,7 +558,7 @@ class Session:
                     self._encode(value)
                 value.storage = None
             elif again:
-                later = self._clock + max(1, (self._clock - value.born) // 8)
+                later = self._clock + max(1, (self._clock - value.born) // 4)
                 self._due.setdefault(later, []).append(reference)
 
     def _is_orphaned(self, value: Value) -> bool:

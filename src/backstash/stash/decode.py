@@ -260,8 +260,7 @@ def follow_original(saved: Saved) -> None:
     if original is None or dense is None or original.layout is not torch.strided:
         return
     if original.untyped_storage()._cdata != dense.untyped_storage()._cdata:
-        saved.dense = original.detach()
-        saved.version = saved.dense._version
+        saved.dense = original.detach()  # it shares the version, which an assignment does not change
         saved.spec, saved.offset = TensorSpec.of(saved.dense), int(saved.dense.storage_offset())
         saved.value = None
         saved.claimable = False

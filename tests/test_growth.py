@@ -1,0 +1,69 @@
+"""What a Session does for a tensor does not grow with the number of tensors that the program keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backstash import Session
+from backstash.session import Session as SessionClass
+
+
+def looks_per_tensor(number: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """How often a pending storage is looked at, for each of so many outputs that are all kept."""
+    looks = 0
+    original = SessionClass._is_orphaned
+
+    def count(self: SessionClass, value: object) -> bool:
+        nonlocal looks
+        looks += 1
+        return original(self, value)  # type: ignore[arg-type]
+
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionClass, "_is_orphaned", count)
+        with Session(min_nbytes=0):
+            kept = [layer(x).tanh() for _ in range(number)]
+            total = kept[0].sum()
+            for y in kept[1:]:
+                total = total + y[0, 0]
+    total.backward()
+    return looks / number
+
+
+def test_looks_grow_no_faster_than_the_tensors_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = looks_per_tensor(100, monkeypatch), looks_per_tensor(800, monkeypatch)
+    assert many < 60
+    assert many < few + 30  # a few more for each doubling
+
+
+@pytest.mark.parametrize("reader", [lambda x: x.tanh(), lambda x: x.relu(), lambda x: x.cos()])
+def test_decodes_do_not_grow_with_the_readers_of_one_storage(reader: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time steps that are slices of one tensor, as in recurrent networks."""
+
+    def run(session: Session | None) -> tuple[Tensor, int]:
+        torch.manual_seed(0)
+        layer, x = nn.Linear(8, 8), torch.randn(4, 60, 8, requires_grad=True)
+
+        def forward() -> Tensor:
+            h = reader((x * 2.0).relu())  # type: ignore[operator]
+            outputs = [layer(h[:, step]).sum() for step in range(h.shape[1])]
+            del h
+            return torch.stack(outputs).sum()
+
+        if session is None:
+            loss = forward()
+        else:
+            with session:
+                loss = forward()
+        loss.backward()
+        decodes = 0 if session is None else sum(row.decodes for row in session.report().rows)
+        assert x.grad is not None
+        return x.grad, decodes
+
+    expected, _ = run(None)
+    for policy in ("lossless", "lossless_stored"):
+        got, decodes = run(Session(policy, min_nbytes=0))
+        assert torch.equal(expected, got)
+        assert decodes <= 12

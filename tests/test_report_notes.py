@@ -1,0 +1,33 @@
+"""What a report says where there is nothing to account for."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import nn
+
+from backstash import Session
+
+
+def test_a_session_in_which_nothing_was_saved_says_so() -> None:
+    session = Session()
+    model = nn.Linear(64, 64)
+    with session, torch.no_grad():
+        model(torch.randn(64, 64))
+    report = session.report()
+    assert any("nothing was saved" in note for note in report.notes)
+    assert "nothing was saved" in str(report) and "nothing was saved" in report.to_json()
+
+
+def test_a_forward_on_another_thread_is_told_of() -> None:
+    session = Session(min_nbytes=0)
+    model = nn.Linear(64, 64)
+    with session:
+        thread = threading.Thread(target=lambda: model(torch.randn(64, 64)).sum().backward())
+        thread.start()
+        thread.join()
+    assert any("another thread" in note for note in session.report().notes)
+    with session:
+        model(torch.randn(64, 64)).tanh().sum().backward()
+    assert session.report().notes == ()
