@@ -31,7 +31,7 @@ from benchmarks.rounds import Deadline, Effort, Summary, interleave, spread, sum
 FORMAT = 1
 """Version of the JSON's layout."""
 
-Loss = Callable[[], Tensor]
+Loss = Callable[[], Any]
 
 
 class Nothing(TorchFunctionMode):
@@ -72,7 +72,13 @@ def _resnet50() -> Loss:
 def _gpt2() -> Loss:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    without = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    without: dict[str, Any] = {
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     config = GPT2Config(n_layer=12, n_embd=128, n_head=4, vocab_size=512, n_positions=64, **without)
     model, words = GPT2LMHeadModel(config), torch.randint(512, (2, 64))
     return lambda: model(words, labels=words).loss  # type: ignore[no-any-return]
@@ -87,7 +93,7 @@ def _mlp() -> Loss:
 def _lstm() -> Loss:
     cell, x = nn.LSTMCell(64, 64), torch.randn(64, 128, 64)
 
-    def loss() -> Tensor:
+    def loss() -> Any:
         state = None
         for step in range(x.shape[0]):
             state = cell(x[step], state)
@@ -101,7 +107,7 @@ def _held(number: int) -> Loss:
     """Outputs of 16 KiB each, all of which are kept until the step is over."""
     layer, x = nn.Linear(64, 64), torch.randn(64, 64)
 
-    def loss() -> Tensor:
+    def loss() -> Any:
         kept = [layer(x).tanh() for _ in range(number)]
         total = kept[0].sum()
         for y in kept[1:]:

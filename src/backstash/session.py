@@ -84,6 +84,7 @@ from backstash.stash.sample import Sample
 from backstash.stash.value import Form, Saved, Value, holder, version_of
 from backstash.stores import DeviceStore, HostStore, Store
 from backstash.torch_internals import (
+    hide_from_dynamo,
     in_backward,
     no_torch_function,
     running_node,
@@ -331,6 +332,7 @@ class Session:
     def _begin_step(self) -> None:
         """A root module is called after a backward: the accounts start afresh."""
         self._live.unpacked = False
+        self._live.stashed_nbytes = 0  # there is room for nothing before backward has freed something
         self._steps += 1
         if self._begun is not None:
             self._begun()
@@ -550,16 +552,20 @@ class Session:
             value = reference()
             if value is None or value.storage is None:  # its graph is gone, or it was encoded
                 continue
-            if self._is_orphaned(value):
-                cdata = value.storage._cdata
-                del self._pending[cdata]
-                self._leaning.pop(cdata, None)  # nobody can change it any more
-                with torch.no_grad():
-                    self._encode(value)
-                value.storage = None
-            elif again:
+            if not self._decide_if_orphaned(value) and again:
                 later = self._clock + max(1, (self._clock - value.born) // 4)
                 self._due.setdefault(later, []).append(reference)
+
+    def _decide_if_orphaned(self, value: Value) -> bool:
+        """Encode a value if nobody else holds its storage; returns whether that was so."""
+        if value.cdata not in self._pending or not self._is_orphaned(value):
+            return False
+        del self._pending[value.cdata]  # so it is decided about once
+        self._leaning.pop(value.cdata, None)  # nobody can change it any more
+        with torch.no_grad():
+            self._encode(value)
+        value.storage = None
+        return True
 
     def _is_orphaned(self, value: Value) -> bool:
         """Whether only autograd's saves hold the storage of a value."""
@@ -783,6 +789,8 @@ class Session:
             return f"it would begin from {len(leaves)} stored values"
         assert strongest.tensor is not None
         bounded = any(leaf.errors for leaf in leaves)
+        if bounded and value.height:
+            return "others, which were proven with its exact numbers, are made again of it"
         if bounded and not recipes.keeps_signs(recipe, value, whole):
             return "its sign is read in another way than a relu does"
         key = (strongest.tensor.key, str(recipe), f"{TensorSpec.of(whole)}{' within' * bounded}")
@@ -805,6 +813,9 @@ class Session:
 
     def _find_leaf(self, view: View, root: Value, action: Recompute) -> Leaf | str | None:
         """As :func:`recipes.find_leaf`, but nothing begins from a value that is yet to be stored with an error."""
+        stored = view.content.value() if view.content.value is not None else None
+        if stored is not None and stored is not root and stored.storage is not None:
+            self._decide_if_orphaned(stored)  # what is older is decided first, so that it is known with which error
         leaf = recipes.find_leaf(view, root, action.max_depth, action.within)
         if not isinstance(leaf, Leaf):
             return leaf
@@ -822,6 +833,7 @@ class Session:
             if not proof.how or (proof.uses + proof.phase) % REPEAT:
                 return proof.how
         how = recipes.prove_within(recipe.settle(), whole) if bounded else recipes.prove(recipe, whole)
+        self._buffers.clear()  # of what the recipe begins from nothing is held
         if proof is None:
             self._step.proofs += 1
             self._proven[key] = _Proof(how, zlib.crc32("\n".join(key).encode()))
@@ -1040,3 +1052,15 @@ def _refuse_other_hooks() -> None:
             f"a Session was opened inside {cause}, but only the innermost hooks of autograd run, so it would switch "
             f"them off. Open the Session outside: a checkpoint inside a Session works."
         )
+
+
+for _function in (
+    Session.before_function,
+    Session.after_function,
+    Session.before_side_effect,
+    Session.before_backward,
+    Session.made,
+    Session._pack,
+    Session._unpack_original,
+):
+    hide_from_dynamo(_function, and_all_below=True)

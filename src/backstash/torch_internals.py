@@ -51,8 +51,12 @@ def in_backward() -> bool:
     return running_node() is not None
 
 
-def hide_from_dynamo(function: Callable[..., Any]) -> None:
+def hide_from_dynamo(function: Callable[..., Any], and_all_below: bool = False) -> None:
     """Have torch.compile pass over the frames of that function, instead of compiling them.
+
+    Args:
+        function: one that torch calls while a compiled region runs.
+        and_all_below: also pass over the frames of what it calls, where that is nothing of the program's.
 
     An observer that is called from a compiled region would be compiled on its own, together with the torch function
     that it calls: other kernels would run than without it, and their bits differ.
@@ -65,4 +69,5 @@ def hide_from_dynamo(function: Callable[..., Any]) -> None:
         )
     except ImportError:  # a torch without Dynamo compiles nothing
         return
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    below = _FrameAction.SKIP if and_all_below else _FrameAction.DEFAULT
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))

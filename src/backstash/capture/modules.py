@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from backstash.torch_internals import hide_from_dynamo
+
 
 class Listener(Protocol):
     """Whoever wants to know which module is running."""
@@ -99,3 +101,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
     listener = active()
     if listener is not None:
         listener.leave_module()
+
+
+for _function in (_enter, _leave):
+    hide_from_dynamo(_function, and_all_below=True)
