@@ -53,43 +53,43 @@ class HeldParameter:
     Attributes:
         tensor: the parameter itself, or a detached view of it.
         version: its version when it was saved.
-        spec: its layout when it was saved; of a wrapper the layout of its inner tensor.
+        nbytes: of its elements when it was saved; of a wrapper those of its inner tensor.
     """
 
     tensor: Tensor
     version: int
-    spec: TensorSpec
+    nbytes: int
 
     @classmethod
     def of(cls, x: Tensor, dense: Tensor) -> HeldParameter:
         """Holds ``x``, whose memory is that of ``dense``."""
-        return cls(x if x.is_leaf else x.detach(), x._version, TensorSpec.of(dense))
+        return cls(x if x.is_leaf else x.detach(), x._version, dense.nbytes)
 
     def check_memory(self) -> None:
         """Raises SavedTensorFreedError if its memory was freed since and is needed now."""
-        check_memory(self.tensor, self.spec)
+        check_memory(self.tensor, self.nbytes)
 
 
-def check_memory(x: Tensor, spec: TensorSpec, key: str = "") -> None:
+def check_memory(x: Tensor, nbytes: int, key: str = "") -> None:
     """Refuses a tensor whose memory was freed after autograd had saved it: a kernel would read what is not there.
 
     Args:
         x: the tensor as it is now.
-        spec: its layout when it was saved.
+        nbytes: of its elements when it was saved.
         key: key of the saved tensor, for the message.
 
     Raises:
-        SavedTensorFreedError: its storage has no bytes, but ``spec`` has.
+        SavedTensorFreedError: its storage has no bytes, but it had elements.
     """
     dense = wrapped.inner_tensor(x)
-    if dense is None or dense.layout is not torch.strided or spec.nbytes == 0:
+    if dense is None or dense.layout is not torch.strided or nbytes == 0:
         return
     if dense.untyped_storage().nbytes() == 0:
         where = f" ({key})" if key else ""
         raise SavedTensorFreedError(
-            f"backward asked for a saved tensor, [{spec}]{where}, which is held by reference because the program holds "
-            f"it as well. Its storage has 0 bytes now instead of {spec.nbytes}: the program has freed it after the "
-            f"forward pass, as FSDP does with a gathered weight. Run backward through the module whose hooks gather "
+            f"backward asked for a saved tensor, [{TensorSpec.of(dense)}]{where}, which is held by reference because "
+            f"the program holds it as well. Its storage has 0 bytes now instead of {nbytes}: the program has freed it "
+            f"after the forward pass, as FSDP does with a gathered weight. Run backward through the module whose hooks gather "
             f"the weight again, or do not free it before backward, for example with reshard_after_forward=False."
         )
 

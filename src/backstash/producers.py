@@ -117,7 +117,7 @@ class Held:
                 f"{self.tensor._version}; expected version {self.version} instead. Run backward before changing "
                 f"parameters, or use a policy without recomputation, such as lossless(recompute=False)."
             )
-        check_memory(self.tensor, TensorSpec.of(self.tensor))
+        check_memory(self.tensor, self.tensor.nbytes)
         return self.tensor
 
 

@@ -78,7 +78,15 @@ from backstash.policy import (
 from backstash.producers import Content, Held, Leaf, Recipe, View
 from backstash.saved import PLAIN, Need, SavedTensor, TensorSpec, is_odd
 from backstash.stash import recipes
-from backstash.stash.decode import StashedTensor, check_version, decode, follow_original, modified_message, remake
+from backstash.stash.decode import (
+    StashedTensor,
+    check_version,
+    decode,
+    follow_original,
+    has_codes,
+    modified_message,
+    remake,
+)
 from backstash.stash.live import Live
 from backstash.stash.sample import Sample
 from backstash.stash.value import Form, Saved, Value, holder, version_of
@@ -302,7 +310,8 @@ class Session:
     def enter_module(self, module: nn.Module) -> None:
         """A module's forward is about to run."""
         if len(self._frames) == 1:
-            self._enter_root(self._model or module)
+            with no_torch_function():
+                self._enter_root(self._model or module)
         name = self._names.get(module)
         if name is None:
             self._learn_names(module, prefix=type(module).__name__)
@@ -388,6 +397,10 @@ class Session:
     # -- pack ----------------------------------------------------------------------------------------------------
 
     def _pack(self, x: Tensor) -> Saved | parameters.HeldParameter | tuple[Tensor, int]:
+        with no_torch_function():
+            return self._pack_unseen(x)
+
+    def _pack_unseen(self, x: Tensor) -> Saved | parameters.HeldParameter | tuple[Tensor, int]:
         inner = wrapped.inner_tensor(x)
         if inner is not None and inner.layout is torch.strided:
             storage = inner.untyped_storage()
@@ -419,8 +432,7 @@ class Session:
             # torch function: what a reentrant checkpoint recomputes must not wait for its end.
             if self.depth == 0 or in_backward():
                 self.before_function()
-                with no_torch_function():
-                    self._name(None)
+                self._name(None)
         return saved
 
     def _name(self, result: Any) -> None:
@@ -915,6 +927,10 @@ class Session:
 
     def _unpack_original(self, packed: Saved | parameters.HeldParameter | tuple[Tensor, int]) -> Tensor:
         """What was given to ``_pack``: a parameter with its memory, a wrapper with its inner tensor."""
+        with no_torch_function():
+            return self._unpack_unseen(packed)
+
+    def _unpack_unseen(self, packed: Saved | parameters.HeldParameter | tuple[Tensor, int]) -> Tensor:
         if isinstance(packed, parameters.HeldParameter):
             parameter = self._unpack((packed.tensor, packed.version))
             if in_backward():  # and not a look at grad_fn._saved_*
@@ -927,13 +943,13 @@ class Session:
             wrapping.check_version()
         tensor = self._unpack(packed)
         if packed.dense is not None and packed.spec is not None and in_backward():
-            parameters.check_memory(tensor, packed.spec, packed.tensor.key if packed.tensor else "")
+            parameters.check_memory(tensor, packed.spec.nbytes, packed.tensor.key if packed.tensor else "")
         return tensor if wrapping is None else wrapping.wrap(tensor)
 
     def _unpack(self, saved: Saved | tuple[Tensor, int]) -> Tensor:
         live = self._live
         if not live.unpacked and in_backward():  # and not a look at grad_fn._saved_*
-            with no_torch_function(), self._lock:
+            with self._lock:
                 self._sweep()
                 live.unpacked = True
                 live.stashed_nbytes = live.nbytes
@@ -950,7 +966,7 @@ class Session:
         check_version(saved)
         if saved.dense is not None:
             follow_original(saved)
-            if saved.claimable and (saved.dense.nbytes >= table.LARGE or accumulation.awaits_large_weight()):
+            if saved.claimable and self._is_claimed_dense(saved, saved.dense.nbytes):
                 claim = self._claim(saved)
                 return saved.dense if claim is None else claim
             if live.monitor is not None and live.monitor.is_measuring and not saved.builtin:
@@ -962,11 +978,19 @@ class Session:
         value = saved.value
         if value is None:
             return stand_in(saved.spec)
-        claim = self._claim(saved) if saved.claimable else None
-        if claim is not None:
-            return claim
-        with no_torch_function(), torch.no_grad(), self._lock:
+        op = saved.tensor.op if saved.tensor is not None else ""
+        if saved.claimable and table.is_worth_a_claim(op, saved.spec.nbytes, has_codes(value)):
+            claim = self._claim(saved)
+            if claim is not None:
+                return claim
+        with torch.no_grad(), self._lock:
             return decode(saved, saved.spec, value)
+
+    @staticmethod
+    def _is_claimed_dense(saved: Saved, nbytes: int) -> bool:
+        op = "" if saved.tensor is None else saved.tensor.op
+        large = nbytes >= table.LARGE and op not in table.NEVER_WHOLE
+        return large or accumulation.awaits_large_weight()
 
     def _claim(self, saved: Saved) -> Tensor | None:
         """A claim for a saved tensor, where a kernel of the package backward is going to read it."""

@@ -44,8 +44,14 @@ READERS = frozenset(
 )
 """Saved tensors that a kernel here reads, by autograd node and by the name that its formula has for them."""
 
-LARGE = 1 << 20
-"""Bytes of a value that is held dense from which it is claimed: its reader may then write over the gradient."""
+LARGE = 1 << 18
+"""Bytes of a value from which it is claimed although its reader needs all of it: the gradient may be written over."""
+
+FREES_EARLY = frozenset({"Convolution", "Addmm", "Mm", "MaxPool2DWithIndices"})
+"""Nodes whose kernels free what was decoded before they make a gradient as large."""
+
+NEVER_WHOLE = frozenset({"Mul"})
+"""Nodes whose kernel is asked only where it can read codes."""
 
 _once = threading.Lock()
 
@@ -58,6 +64,17 @@ def can_claim(op: str, role: str, spec: TensorSpec) -> bool:
         and not spec.dtype.is_complex  # a formula would conjugate the claim
         and is_dense(spec.shape, spec.stride)
     )
+
+
+def is_worth_a_claim(op: str, nbytes: int, has_codes: bool) -> bool:
+    """Whether a claim gains anything over decoding at once.
+
+    Args:
+        op: the node that reads.
+        nbytes: of the tensor.
+        has_codes: whether it is stored in bits or codes that kernels read directly.
+    """
+    return has_codes or op in FREES_EARLY or (nbytes >= LARGE and op not in NEVER_WHOLE)
 
 
 class _Sample:

@@ -86,10 +86,19 @@ def decode(saved: Saved, spec: TensorSpec, value: Value) -> Tensor:
         assert value.buffers is not None
         value.buffers.forget(value if value.form is None else value.form)
         if value.live.monitor is None or not value.live.monitor.is_measuring:
-            value.written.append((version_of(whole), whole._version))
+            value.written = [*(value.written or ()), (version_of(whole), whole._version)]
     if whole.shape == spec.shape and whole.stride() == spec.stride:
         return whole.detach()
     return whole.as_strided(spec.shape, spec.stride, saved.offset)
+
+
+def has_codes(value: Value) -> bool:
+    """Whether a value is stored in bits or codes that backward kernels read directly."""
+    form = value.form
+    return value.bits is not None or (form is not None and isinstance(form.codec, _CODES))
+
+
+_CODES = (Bitmask, Binary, FewBit, Narrow, Sliced)
 
 
 def _exact(value: Value) -> Tensor | None:
@@ -247,7 +256,7 @@ def check_version(saved: Saved) -> None:
     if held is not None and held._version != saved.version:
         spec = saved.spec or TensorSpec.of(held)
         raise SavedTensorModifiedError(modified_message(spec, saved.tensor, held._version, saved.version))
-    for counter, version in saved.value.written if saved.value is not None else ():
+    for counter, version in (saved.value.written if saved.value is not None else None) or ():
         if counter._version != version:  # plain PyTorch would have handed out the saved tensor itself
             now = saved.version + counter._version - version
             raise SavedTensorModifiedError(modified_message(saved.spec, saved.tensor, now, saved.version))

@@ -121,7 +121,7 @@ class Value:
         self.errors: frozenset[str] = frozenset()
         self.exact: Tensor | None = None
         self.born = born
-        self.written: list[tuple[Tensor, int]] = []
+        self.written: list[tuple[Tensor, int]] | None = None
 
     @property
     def depth(self) -> int:
