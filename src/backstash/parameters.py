@@ -89,8 +89,8 @@ def check_memory(x: Tensor, nbytes: int, key: str = "") -> None:
         raise SavedTensorFreedError(
             f"backward asked for a saved tensor, [{TensorSpec.of(dense)}]{where}, which is held by reference because "
             f"the program holds it as well. Its storage has 0 bytes now instead of {nbytes}: the program has freed it "
-            f"after the forward pass, as FSDP does with a gathered weight. Run backward through the module whose hooks gather "
-            f"the weight again, or do not free it before backward, for example with reshard_after_forward=False."
+            f"after the forward pass, as FSDP does with a gathered weight. Run backward through the module whose hooks "
+            f"gather the weight again, or do not free it before backward, for example with reshard_after_forward=False."
         )
 
 
