@@ -106,7 +106,7 @@ MIN_NBYTES = 16 * 1024
 SNAPSHOT_NBYTES = 1 << 20
 """A parameter or buffer up to this size is copied for a recipe that reads it; a larger one has no recipes."""
 
-REPEAT = 32
+REPEAT = 256
 """A recipe is proven again at every so many of its uses, on the numbers of that step; each at another step."""
 
 CHECK_LIMIT = 0.3
