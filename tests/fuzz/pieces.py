@@ -196,6 +196,7 @@ def in_thread(function: Callable[[], Any]) -> None:
     errors: list[BaseException] = []
 
     def call() -> None:
+        torch.get_num_threads()  # or a convolution on a new thread would use all of them until another op has run
         try:
             function()
         except BaseException as error:
