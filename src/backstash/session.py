@@ -592,7 +592,7 @@ class Session:
         for saved in value.saved():
             follow_original(saved)
             dense = saved.dense
-            if saved.value is not value:
+            if saved.value is not value and saved is not value.guard:  # it follows another tensor's memory now
                 continue
             if dense is not None and dense._version != saved.version:
                 saved.modified, saved.dense = dense._version, None
