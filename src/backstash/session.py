@@ -878,7 +878,7 @@ class Session:
         assert recipe is not None and facts is not None and otherwise is not None
         started = time.perf_counter()
         whole = remake(value, fresh=True)
-        readers = list(value.saved())
+        readers = [saved for saved in value.saved() if saved.modified is None]  # the others raise when they are read
         form, reason = None, "the policy says so"
         if isinstance(otherwise, Stash):
             if value.height:  # others are remade from it
