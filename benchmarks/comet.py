@@ -32,9 +32,9 @@ from backstash import Session, policies
 from backstash.codecs import Binary, Dct, Signed, Szp, Zvc
 from backstash.control import Comet, bound_for, comet, comet_bound
 from backstash.control.bound import channel_norms, coverage
-from backstash.ledger import Entry
 from backstash.policy import Policy, Rules, Stash
 from backstash.report.meter import CountedPeak
+from backstash.stash.ledger import Entry
 from benchmarks import datasets, gist_accuracy, networks
 from benchmarks.datasets import Dataset
 from benchmarks.gist_accuracy import Schedule, order_of, right

@@ -19,10 +19,10 @@ from torch.nn import functional
 from backstash import Encoded, Keep, Need, Policy, Session, Stash
 from backstash.codecs import Csr, Minifloat, Shape, Zvc
 from backstash.codecs.base import EXACT, ErrorBound, flat
-from backstash.ledger import Report
 from backstash.ops.reference import bits_of
 from backstash.policy import Action, Outcome
 from backstash.saved import SavedTensor, TensorSpec
+from backstash.stash.ledger import Report
 from benchmarks import networks
 from benchmarks.cases import SEED, image_batch
 from benchmarks.rounds import Deadline, mib, table

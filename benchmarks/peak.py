@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from backstash.ledger import PeakRow
 from backstash.planning.record import record
 from backstash.planning.trace import ROLES, Role, Trace
+from backstash.stash.ledger import PeakRow
 from benchmarks import step_table
 from benchmarks.cases import QUICK, SEED, WORDS, Case, build, find
 from benchmarks.peers import peak_peers

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from backstash import Session
-from backstash.ledger import CodecTotal
+from backstash.stash.ledger import CodecTotal
 from benchmarks import networks
 from benchmarks.cases import SEED, image_batch
 from benchmarks.rounds import Deadline, mib, table

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 import backstash
-from backstash import buffers
-from backstash.ledger import CodecTotal, Report
 from backstash.report import meter
+from backstash.stash import buffers
+from backstash.stash.ledger import CodecTotal, Report
 from benchmarks.cases import SEED, Case, Workload, build, find
 from benchmarks.machine import ROOT, load
 from benchmarks.peers import StepPeer, peak_peers, step_peers

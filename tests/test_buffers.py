@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from backstash.buffers import LARGE, SMALLEST, Buffers
 from backstash.saved import TensorSpec
+from backstash.stash.buffers import LARGE, SMALLEST, Buffers
 
 
 @dataclass(eq=False)

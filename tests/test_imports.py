@@ -18,7 +18,6 @@ OUTER = {"report", "integrations", "testing", "rewrites", "planning", "control"}
 ALLOWED = {
     "errors": set(),
     "saved": set(),
-    "ledger": set(),
     "effects": {"saved"},
     "needs": {"effects", "saved"},
     "ops": {"errors", "saved"},
@@ -27,27 +26,19 @@ ALLOWED = {
     "policy": {"errors", "saved", "codecs"},
     "policies_offload": {"saved", "codecs", "policy"},
     "policies": {"errors", "saved", "codecs", "policy", "policies_offload"},
-    "prefetch": {"codecs.base", "stores"},
-    "buffers": {"errors", "saved", "ops"},
     "torch_internals": set(),
-    "producers": {"errors", "saved", "ops", "parameters"},
     "stash": {
         "errors",
         "saved",
-        "ledger",
+        "needs",
         "ops",
         "codecs",
         "stores",
         "policy",
-        "prefetch",
-        "buffers",
-        "producers",
         "torch_internals",
     },
     "backward": {"saved", "ops", "codecs", "torch_internals"},
-    "wrapped": {"errors", "needs", "saved", "codecs"},
-    "parameters": {"errors", "saved", "wrapped"},
-    "capture": {"wrapped", "producers", "saved", "stash.value", "torch_internals"},
+    "capture": {"saved", "stash", "torch_internals"},
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import backstash as bs
-from backstash.ledger import CodecTotal, Entry, Report, Step, mib
+from backstash.stash.ledger import CodecTotal, Entry, Report, Step, mib
 
 ROWS = (
     Entry("a/Relu#0:result", "SIGN", "float32 [2, 3]", 4000, 125, "bitmask", "", ["b/Relu#1:self"], 0.5, 0.25, 2),

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from backstash.ledger import Report
+from backstash.stash.ledger import Report
 from benchmarks.cases import Workload
 
 

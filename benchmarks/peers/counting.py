@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from backstash import Session
-from backstash.ledger import Report
+from backstash.stash.ledger import Report
 from benchmarks.cases import SEED
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from backstash.ledger import Report
+from backstash.stash.ledger import Report
 from benchmarks.cases import Workload
 from benchmarks.peers.counting import count_saved
 

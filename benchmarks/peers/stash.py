@@ -9,8 +9,8 @@ from functools import partial
 from torch import Tensor
 
 from backstash import Codec, Encoded, Policy, Session
-from backstash.ledger import Report
 from backstash.rewrites import chunked_loss
+from backstash.stash.ledger import Report
 from benchmarks.cases import Workload
 from benchmarks.peers.base import Forward, StepPeer
 

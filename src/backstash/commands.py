@@ -20,11 +20,11 @@ from rich.table import Column, Table
 from backstash.errors import BackstashError, ScriptError, UnknownNameError
 from backstash.integrations import allocator
 from backstash.integrations.launcher import INTERRUPTED, launch
-from backstash.ledger import mib
 from backstash.report import doctor as doctoring
 from backstash.report.compare import Comparison, Row
 from backstash.report.compare import Progress as Told
 from backstash.report.compare import compare as run_comparison
+from backstash.stash.ledger import mib
 
 app = typer.Typer(
     name="backstash",

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.ledger import GradientError
+from backstash.stash.ledger import GradientError
 
 _autograd: Any = torch.autograd
 _lock = threading.RLock()

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backstash import needs, parameters, policies, producers, wrapped
+from backstash import needs, policies
 from backstash.arguments import check_arguments
 from backstash.backward import accumulation, claims, linear, table
 from backstash.capture import modules
@@ -62,7 +62,6 @@ from backstash.errors import (
     UnknownNameError,
 )
 from backstash.gradient_error import Monitor
-from backstash.ledger import Entry, PeakRow, Report, Step
 from backstash.policy import (
     MAX_DEPTH,
     Action,
@@ -75,9 +74,11 @@ from backstash.policy import (
     Stash,
     optional,
 )
-from backstash.producers import Content, Held, Leaf, Recipe, View
 from backstash.saved import PLAIN, Need, SavedTensor, TensorSpec, is_odd
-from backstash.stash import recipes
+from backstash.stash import calls as producers
+from backstash.stash import leaves as recipes
+from backstash.stash import parameters, wrapped
+from backstash.stash.calls import Content, Held, Leaf, Recipe, View
 from backstash.stash.decode import (
     StashedTensor,
     check_version,
@@ -87,6 +88,7 @@ from backstash.stash.decode import (
     modified_message,
     remake,
 )
+from backstash.stash.ledger import Entry, PeakRow, Report, Step
 from backstash.stash.live import Live
 from backstash.stash.sample import Sample
 from backstash.stash.value import Form, Saved, Value, holder, version_of

@@ -29,11 +29,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from backstash import codecs
 from backstash.codecs.base import EXACT, Codec, Encoded, ErrorBound, flat
 from backstash.errors import BackstashError, CodecRefusedError, DamagedPlanesError
-from backstash.ledger import Report
 from backstash.ops import reference
 from backstash.policy import Policy
 from backstash.saved import Mask, Need, TensorSpec, Test
 from backstash.session import Session
+from backstash.stash.ledger import Report
 from backstash.stores import Store, Ticket
 
 _NAMES = {"inf": math.inf, "nan": math.nan, "torch": torch, **{name: getattr(codecs, name) for name in codecs.__all__}}

@@ -22,7 +22,7 @@ from gradients.gradient_checks import bits
 from torch import Tensor, nn
 
 from backstash import Policy, Session
-from backstash.ledger import Report
+from backstash.stash.ledger import Report
 
 WORLD = 2
 LIMIT = 150.0

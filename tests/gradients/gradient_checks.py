@@ -13,9 +13,9 @@ from backstash.codecs import Bitmask, Encoded, ErrorBound, Narrow, Shape, Zvc
 from backstash.codecs.base import EXACT, flat, like, refuses_layout, require
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.narrow import INTEGERS
-from backstash.ledger import Report
 from backstash.policy import Action, Outcome, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash.ledger import Report
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Session, buffers, policies
+from backstash import Session, policies
 from backstash.backward import accumulation, claims, exclusive, norms, pointwise, table
 from backstash.codecs import Binary
 from backstash.codecs.bitmask import FLOATS
@@ -25,6 +25,7 @@ from backstash.ops import cpu
 from backstash.policy import Action, Outcome, Stash
 from backstash.report.meter import CountedPeak
 from backstash.saved import Need, SavedTensor
+from backstash.stash import buffers
 from backstash.stash.decode import StashedTensor
 from backstash.torch_internals import saved_tensor_hooks
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Session, policies
-from backstash.ledger import GradientError
 from backstash.policy import Policy
+from backstash.stash.ledger import GradientError
 
 
 def network() -> nn.Module:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from backstash import Need, Session, needs
 from backstash import session as session_module
-from backstash.ledger import Entry
 from backstash.saved import TensorSpec
+from backstash.stash.ledger import Entry
 
 Key = tuple[str, str]
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

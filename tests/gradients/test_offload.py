@@ -22,8 +22,8 @@ from backstash.codecs import Raw
 from backstash.errors import UnknownNameError
 from backstash.policies_offload import Cdma, Layrub, Vdnn, VdnnDyn
 from backstash.policy import Action, Keep, Outcome, Recompute, Stash
-from backstash.prefetch import WINDOW, Prefetcher
 from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash.prefetch import WINDOW, Prefetcher
 from backstash.stores import DiskStore, HostStore, Store, Ticket, Usage
 from benchmarks.link import LinkStore
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from gradient_checks import differences
 from torch import Tensor, nn
 
-from backstash import Session, producers
-from backstash.ledger import Entry
+from backstash import Session
 from backstash.policies import Lossless
 from backstash.policy import Keep, Recompute
 from backstash.saved import Need, SavedTensor
+from backstash.stash import calls as producers
+from backstash.stash.ledger import Entry
 from backstash.testing import equal_bits
 
 

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Session, producers
+from backstash import Session
 from backstash.codecs import Szp
-from backstash.ledger import Entry
 from backstash.ops import cpu
 from backstash.policies import Lossless
 from backstash.policy import Action, Outcome, Recompute, Rules, Stash
 from backstash.saved import Need, SavedTensor
+from backstash.stash import calls as producers
+from backstash.stash.ledger import Entry
 
 BOUND = 0.05
 

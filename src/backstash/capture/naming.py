@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from backstash import wrapped
+from backstash.stash import wrapped
 from backstash.stash.value import Saved
 
 

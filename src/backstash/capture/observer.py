@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from backstash import producers
 from backstash.capture.side_effects import SideEffect, side_effect_of
+from backstash.stash import calls as producers
 from backstash.torch_internals import hide_from_dynamo, no_torch_function
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType
 
 from backstash.errors import ScriptError
-from backstash.ledger import Report
 from backstash.policy import Policy
 from backstash.session import Session
+from backstash.stash.ledger import Report
 
 INTERRUPTED = 130
 """Exit code of a script that was interrupted from the keyboard: 128 and the number of SIGINT, as shells have it."""

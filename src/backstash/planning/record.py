@@ -23,13 +23,13 @@ from torch._C._profiler import RecordScope, _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from backstash.backward.accumulation import LINEAR
-from backstash.buffers import Buffers, release
 from backstash.codecs.base import Encoded
 from backstash.errors import MeasureError
 from backstash.planning.trace import Buffer, Decode, Op, Role, Trace
 from backstash.policy import Policy
 from backstash.saved import TensorSpec
 from backstash.session import MIN_NBYTES, Session
+from backstash.stash.buffers import Buffers, release
 from backstash.stores import Store, Ticket
 
 _PUT, _GOT, _TAKEN, _READ, _SETTLED = (f"backstash {what} " for what in ("put", "got", "taken", "read", "settled"))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Literal, get_args
 
-from backstash.ledger import PeakRow
+from backstash.stash.ledger import PeakRow
 
 Role = Literal["stashed", "encoded", "decoded", "recomputed", "immediate", "workspace", "gradient", "parameter"]
 ROLES: tuple[Role, ...] = get_args(Role)

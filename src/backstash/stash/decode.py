@@ -16,8 +16,8 @@ from backstash.codecs.raw import Raw
 from backstash.codecs.sliced import Sliced
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.ops import cpu
-from backstash.producers import Leaf
 from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash.calls import Leaf
 from backstash.stash.value import Form, Saved, Value, version_of
 from backstash.torch_internals import in_backward
 

@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from backstash.buffers import Buffers
-from backstash.prefetch import Prefetcher
+from backstash.stash.buffers import Buffers
+from backstash.stash.prefetch import Prefetcher
 
 if TYPE_CHECKING:
     from backstash.gradient_error import Monitor

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backstash.buffers import Buffers
 from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.bitmask import Bitmask
-from backstash.ledger import Entry
-from backstash.prefetch import Tag
-from backstash.producers import Content, Recipe
 from backstash.saved import Mask, Need, SavedTensor, TensorSpec
+from backstash.stash.buffers import Buffers
+from backstash.stash.calls import Content, Recipe
+from backstash.stash.ledger import Entry
 from backstash.stash.live import Live
+from backstash.stash.prefetch import Tag
 from backstash.stash.sample import Sample
 from backstash.stores import Store, Ticket
 
 if TYPE_CHECKING:
     from backstash.policy import Keep, Stash
-    from backstash.wrapped import Wrapping
+    from backstash.stash.wrapped import Wrapping
 
 
 class Form:

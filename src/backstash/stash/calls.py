@@ -24,8 +24,8 @@ from torch import Tensor
 
 from backstash.errors import SavedTensorModifiedError
 from backstash.ops import backends
-from backstash.parameters import check_memory
 from backstash.saved import PLAIN, TensorSpec, is_odd
+from backstash.stash.parameters import check_memory
 
 Memory = Callable[[], Tensor]
 """Makes memory for a result."""

@@ -17,11 +17,11 @@ import weakref
 import torch
 from torch import Tensor
 
-from backstash import producers
 from backstash.codecs.bitmask import Bitmask
 from backstash.ops.reference import bits_of
-from backstash.producers import Leaf, Recipe, View
 from backstash.saved import Need, TensorSpec, Test
+from backstash.stash import calls as producers
+from backstash.stash.calls import Leaf, Recipe, View
 from backstash.stash.decode import fetch
 from backstash.stash.value import Saved, Value, holder
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backstash import wrapped
 from backstash.errors import SavedTensorFreedError
 from backstash.saved import PLAIN, TensorSpec
+from backstash.stash import wrapped
 
 
 def is_parameter(x: Tensor) -> bool:
