@@ -69,7 +69,7 @@ def _op_of_name(name: str) -> str:
     return match.group(1) if match else name
 
 
-def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> Reading:
+def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec], op: str | None = None) -> Reading:
     """What the backward of ``node`` reads of the tensor it saved as ``role``.
 
     Args:
@@ -77,12 +77,15 @@ def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec]
         role: its name for the tensor.
         spec: the tensor's spec.
         specs: the specs of everything the node saved, by role.
+        op: the node's op, where that is known.
     """
-    row = TABLE.get((op_of(node), role))
+    if op is None:
+        op = op_of(node)
+    row = TABLE.get((op, role))
     if row is None:
-        functions = FUNCTIONS.get((op_of(node), role))
+        functions = FUNCTIONS.get((op, role))
         function = None if functions is None else _function(functions, node)
-        effect, values = effects.of(node, op_of(node), role, spec)
+        effect, values = effects.of(node, op, role, spec)
         return Reading(Need.VALUE, function=function, effect=effect, row=values)
     try:
         return _apply(row, node, spec, specs)

@@ -497,4 +497,4 @@ def test_finalizers_on_many_threads_lose_no_count() -> None:
     finally:
         sys.setswitchinterval(switch)
     assert (session._live.saved, session._live.nbytes, session._live.remade_nbytes) == (0, 0, 0)
-    assert session._buffers.nbytes == 0
+    assert session._live.buffers.nbytes == 0

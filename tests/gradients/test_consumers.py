@@ -496,7 +496,7 @@ def test_an_error_inside_a_session_leaves_nothing_installed(failing: str, monkey
         network()(batch()).sum().backward()
 
 
-@pytest.mark.parametrize("failing", ["backstash.session.Observer", "backstash.session.modules.listen"])
+@pytest.mark.parametrize("failing", ["backstash.capture.observer.Observer", "backstash.capture.modules.listen"])
 def test_an_error_on_entering_leaves_nothing_installed(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = installed()
     session = Session(min_nbytes=0)
@@ -556,5 +556,5 @@ def test_nothing_is_held_after_backward() -> None:
     with session:
         gradients(model, batch())
         gc.collect()
-        assert session._buffers.nbytes == 0
+        assert session._live.buffers.nbytes == 0
         assert session._live.remade_nbytes == 0

@@ -22,7 +22,7 @@ from gradient_checks import Everything, difference, differences
 from torch import Tensor
 
 from backstash import Need, Session, needs
-from backstash import session as session_module
+from backstash.backward import unpack as unpack_module
 from backstash.saved import TensorSpec
 from backstash.stash.ledger import Entry
 
@@ -389,7 +389,7 @@ def test_shape_is_enough(case: Case, garbage: float, monkeypatch: pytest.MonkeyP
         made.append(torch.full([], 0))
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).fill_(garbage)
 
-    monkeypatch.setattr(session_module, "stand_in", filled)
+    monkeypatch.setattr(unpack_module, "stand_in", filled)
     expected = run(case, torch.float32, None, seed=3)
     got = run(case, torch.float32, Session("lossless", min_nbytes=0), seed=3)
     assert made, "the stand-in was not asked for"
@@ -433,9 +433,9 @@ def test_stand_in_has_the_layout_and_no_memory() -> None:
     for x in (torch.empty(3, 5, 67), torch.empty(2, 3, 4, 5).contiguous(memory_format=LAST), torch.empty(0, 3)):
         for dtype in (*FLOATS, torch.int64, torch.bool, torch.complex64):
             spec = TensorSpec.of(x.to(dtype))
-            assert TensorSpec.of(session_module.stand_in(spec)) == spec
+            assert TensorSpec.of(unpack_module.stand_in(spec)) == spec
     expanded = TensorSpec.of(torch.empty(3, 1).expand(3, 1000))
-    assert TensorSpec.of(session_module.stand_in(expanded)) == expanded
+    assert TensorSpec.of(unpack_module.stand_in(expanded)) == expanded
 
 
 def test_every_row_has_a_case() -> None:

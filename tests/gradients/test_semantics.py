@@ -319,7 +319,7 @@ def test_abandoned_graphs_leave_nothing(policy: str | Policy) -> None:
         for _ in range(1000):
             model(x)
         assert session.stores["device"].usage().count < 40
-        assert len(session._seen) < 200
+        assert len(session._shapes) < 200
         assert len(session.report().rows) < 200
     assert holds_nothing(session)
 
@@ -408,7 +408,7 @@ def test_exception_in_the_middle_leaves_no_hooks(when: str) -> None:
             raise Failure
     assert hooks_installed() == []
     assert holds_nothing(session)
-    assert len(session._frames) == 1
+    assert len(session._names.frames) == 1
     with session:  # and it works again
         loss = nn.Sequential(nn.Linear(8, 8), nn.ReLU())(torch.randn(3, 8)).sum()
     loss.backward()

@@ -15,7 +15,7 @@ from torch.utils.dlpack import to_dlpack
 
 from backstash import Session
 from backstash.errors import RecomputedDifferentlyError
-from backstash.session import REPEAT
+from backstash.stash.remaking import REPEAT
 from backstash.stash.sample import ELEMENTS, Sample
 
 LIBRARY = torch.library.Library("backstash_test_unseen", "FRAGMENT")

@@ -19,7 +19,7 @@ from backstash.ops import cpu
 from backstash.policies import Lossless
 from backstash.policy import Action, Outcome, Recompute, Rules, Stash
 from backstash.saved import Need, SavedTensor
-from backstash.stash import calls as producers
+from backstash.stash import fused, proving
 from backstash.stash.ledger import Entry
 
 BOUND = 0.05
@@ -112,7 +112,7 @@ def test_values_are_off_by_no_more_than_the_gains_allow_and_zeros_are_zeros(
     kind: str, depth: int, inplace: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels == "none":
-        monkeypatch.setattr(producers, "_kernels", lambda recipe: SimpleNamespace())
+        monkeypatch.setattr(fused, "_kernels", lambda recipe: SimpleNamespace())
         monkeypatch.setattr(cpu, "mask_select", lambda *given: False)
     model, x, policy = Network(kind, inplace), inputs(), Within(NORMS)
     loss, session = forward(model, x, policy)
@@ -205,9 +205,9 @@ def test_what_is_made_of_exact_values_stays_exact() -> None:
 
 
 def test_what_is_off_by_more_than_the_gains_allow_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = producers.gains
+    original = proving.gains
     monkeypatch.setattr(
-        producers, "gains", lambda recipe: {leaf: gain / 3 for leaf, gain in (original(recipe) or {}).items()}
+        proving, "gains", lambda recipe: {leaf: gain / 3 for leaf, gain in (original(recipe) or {}).items()}
     )
     _, session = forward(Network(), inputs(), Within(NORMS))
     row = rows(session)["last/Convolution#0:input"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from backstash.capture.side_effects import SideEffect, side_effect_of
-from backstash.stash import calls as producers
+from backstash.stash import calls
 from backstash.torch_internals import hide_from_dynamo, no_torch_function
 
 
@@ -71,8 +71,8 @@ class Observer(TorchFunctionMode):
             listener.before_backward()
         if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
-        cheap = listener.depth == 0 and listener.recomputes and func in producers.CHEAP
-        before = producers.random_state(func, args) if cheap else None
+        cheap = listener.depth == 0 and listener.recomputes and func in calls.CHEAP
+        before = calls.random_state(func, args) if cheap else None
         listener.depth += 1
         result = None
         try:

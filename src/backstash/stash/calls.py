@@ -1,13 +1,8 @@
-"""How a value was made, so that it can be made again, bit for bit, instead of being stored.
+"""How a value was made: the calls of cheap functions that the forward pass has made, and how a call is repeated.
 
-While the forward pass runs, every call of a cheap function (:data:`CHEAP`) is noted: which function, with which
-arguments, on the *contents* of which storages. A content is what a storage held at one version; an in-place op ends one
-and begins another. When a saved value is to be recomputed, its content's call is followed back until every input is
-something that is held anyway: another saved value, a parameter, or a small tensor. That tree is the :class:`Recipe`.
-
-A recipe is proven before it is trusted: the first time a value is recomputed rather than stored, the recipe runs at
-once and its bits are compared with the value (Note: [proven recipes] in session.py). A recipe may also begin from
-values that are stored within a bound: :func:`gains` tells what it does to their errors.
+While the forward pass runs, every call of a cheap function (:data:`CHEAP`) is noted: the function, its arguments, and
+the *contents* of the storages that it read. A content is what a storage holds at one version; an in-place op ends one
+content and begins another. From these notes recipes.py builds the tree of calls that makes a value again.
 """
 
 from __future__ import annotations
@@ -15,23 +10,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from backstash.errors import SavedTensorModifiedError
-from backstash.ops import backends
 from backstash.saved import PLAIN, TensorSpec, is_odd
 from backstash.stash.parameters import check_memory
 
+if TYPE_CHECKING:
+    from backstash.stash.value import Value
+
 Memory = Callable[[], Tensor]
 """Makes memory for a result."""
-
-MAX_CALLS = 12
-"""Calls that one recipe makes at most."""
 
 # fmt: off
 _METHODS = (
@@ -58,7 +52,7 @@ def _functions() -> Iterator[tuple[Any, str]]:
 
 
 CHEAP: dict[Any, str] = dict(_functions())
-"""Functions whose result costs no more than a few passes over memory, and their names."""
+"""Functions whose result costs no more than a few passes over memory, with their names."""
 
 _IN_PLACE = frozenset(getattr(Tensor, name) for name in _IN_PLACE_METHODS) | {torch.relu_}
 _RANDOM = frozenset(name for name in _FUNCTIONAL if "dropout" in name)
@@ -84,7 +78,7 @@ class Content:
             before.before = None
         self.escaped: bool = before is not None and before.escaped
         self.call: Call | None = None
-        self.value: weakref.ref[Any] | None = None
+        self.value: weakref.ref[Value] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +116,15 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaf:
+    """Where a recipe begins: a stored value, seen through a view."""
+
+    value: Value
+    spec: TensorSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One call of a cheap function that filled a whole storage.
 
@@ -149,7 +152,7 @@ class Call:
     def inputs(self) -> Iterator[View | Held]:
         """All tensor arguments, in order."""
         for arg in (*self.args, *self.kwargs.values()):
-            yield from (one for one in (arg if isinstance(arg, list) else (arg,)) if isinstance(one, (View, Held)))
+            yield from (x for x in (arg if isinstance(arg, list) else (arg,)) if isinstance(x, (View, Held)))
 
 
 def random_state(function: Any, args: Sequence[Any]) -> Tensor | None:
@@ -185,9 +188,9 @@ def call_of(
     if kwargs.get("out") is not None or kwargs.get("generator") is not None:
         return None
     tensors = _tensors_in((*args, *kwargs.values()))
-    if not all(type(one) in PLAIN and one.layout is torch.strided and not is_odd(one) for one in tensors):
+    if not all(type(x) in PLAIN and x.layout is torch.strided and not is_odd(x) for x in tensors):
         return None
-    aliased = [one for one in tensors if one.untyped_storage()._cdata == storage._cdata]
+    aliased = [x for x in tensors if x.untyped_storage()._cdata == storage._cdata]
     if len(aliased) != in_place or (in_place and aliased[0] is not args[0]):
         return None  # a view, a conversion that had nothing to do, or a positional inplace=True
     statistics = None
@@ -210,8 +213,8 @@ def call_of(
 
 
 def _tensors_in(given: Sequence[Any]) -> list[Tensor]:
-    flat = [one for arg in given for one in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    return [one for one in flat if isinstance(one, Tensor)]
+    flat = [item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    return [item for item in flat if isinstance(item, Tensor)]
 
 
 def _each_tensor(arg: Any, change: Callable[[Any], Any]) -> Any:
@@ -221,8 +224,8 @@ def _each_tensor(arg: Any, change: Callable[[Any], Any]) -> Any:
     """
     if isinstance(arg, (Tensor, View, Held)):
         return change(arg)
-    if isinstance(arg, (list, tuple)) and any(isinstance(one, (Tensor, View, Held)) for one in arg):
-        return [_each_tensor(one, change) for one in arg]
+    if isinstance(arg, (list, tuple)) and any(isinstance(item, (Tensor, View, Held)) for item in arg):
+        return [_each_tensor(item, change) for item in arg]
     return arg
 
 
@@ -244,7 +247,7 @@ def _batch_norm(
 
 
 def _statistic(packed: Any) -> Held | None:
-    """What a Session has packed, held as it is for being small, or a copy of what it has yet to store."""
+    """A saved statistic: a small one is held as it is; one that is going to be stored is copied."""
     if isinstance(packed, tuple):
         return Held(*packed)
     dense: Tensor | None = getattr(packed, "dense", None)
@@ -254,102 +257,18 @@ def _statistic(packed: Any) -> Held | None:
     return Held(copy, copy._version)
 
 
-# -- recipes -----------------------------------------------------------------------------------------------------------
+# -- repeating a call -------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """Where a recipe begins: a stored value, seen through a view."""
-
-    value: Any
-    spec: TensorSpec
-    offset: int
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A tree of calls that makes one value.
-
-    Attributes:
-        call: the last call.
-        inputs: for each tensor argument in the order of ``call.inputs()``: a Leaf, what is Held, or the recipe of what
-            the argument is a view of, with that view.
-        fused: whether batch norm, add and relu may run as one kernel.
-        settled: whether batch norm takes the statistics that it saved, and not those of what it is given now.
-    """
-
-    call: Call
-    inputs: tuple[Leaf | Held | tuple[Recipe, View], ...]
-    fused: bool = True
-    settled: bool = False
-
-    def __str__(self) -> str:
-        inner = [str(one[0]) for one in self.inputs if isinstance(one, tuple)]
-        return f"{self.call.name}({', '.join(inner)})" if inner else self.call.name
-
-    def leaves(self) -> Iterator[Any]:
-        """The stored values that it begins from."""
-        for one in self.inputs:
-            if isinstance(one, Leaf):
-                yield one.value
-            elif isinstance(one, tuple):
-                yield from one[0].leaves()
-
-    def run(self, fetch: Callable[[Leaf], Tensor], out: Memory | None = None) -> Tensor:
-        """Make the value.
-
-        Args:
-            fetch: returns the tensor that a leaf stands for, which the recipe does not change.
-            out: makes the memory for the result, asked only where the recipe can use it.
-
-        Returns:
-            The value, laid out like the original; in ``out`` or in fresh memory.
-        """
-        if self.fused:
-            made = _affine(self, fetch, out)
-            if made is not None:
-                return made
-        tensors = [self._input(index, fetch, out) for index in range(len(self.inputs))]
-        if self.settled and self.call.statistics is not None:
-            return _settled_norm(self.call, tensors)
-        first, call = self.inputs[0] if self.inputs else None, self.call
-        temporary = isinstance(first, tuple) and tensors[0].shape == call.spec.shape
-        if temporary and tensors[0].dtype == call.spec.dtype and call.name in _OVERWRITE:
-            return _replay(call, _OVERWRITE[call.name], tensors)
-        return _replay(call, call.function, tensors)
-
-    def unfused(self) -> Recipe:
-        """The same calls, each on its own."""
-        inputs = tuple((one[0].unfused(), one[1]) if isinstance(one, tuple) else one for one in self.inputs)
-        return replace(self, inputs=inputs, fused=False)
-
-    def settle(self) -> Recipe:
-        """The same calls, for inputs that are off: batch norm's statistics are exact nevertheless."""
-        inputs = tuple((one[0].settle(), one[1]) if isinstance(one, tuple) else one for one in self.inputs)
-        return replace(self, inputs=inputs, settled=True)
-
-    def _input(self, index: int, fetch: Callable[[Leaf], Tensor], out: Memory | None) -> Tensor:
-        one = self.inputs[index]
-        if isinstance(one, Held):
-            return one.get()
-        if isinstance(one, Leaf):
-            return fetch(one)
-        recipe, view = one
-        made = recipe.run(fetch, out if index == 0 else None)
-        if made.shape == view.spec.shape and made.stride() == view.spec.stride and view.offset == 0:
-            return made
-        return made.as_strided(view.spec.shape, view.spec.stride, view.offset)
-
-
-_OVERWRITE: dict[str, Callable[..., Any]] = {
+OVERWRITES: dict[str, Callable[..., Any]] = {
     "relu": lambda x, *args, **kwargs: torch.relu_(x),
     "add": Tensor.add_,
     "mul": Tensor.mul_,
 }
-"""What writes over its first argument, for where that is a temporary of the recipe."""
+"""Functions that write over their first argument, for where that is a temporary of the recipe."""
 
 
-def _replay(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> Tensor:
+def repeat(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> Tensor:
+    """Runs a function with the arguments of a call, in whose tensors' places come others."""
     given = iter(tensors)
 
     args = tuple(_each_tensor(arg, lambda _: next(given)) for arg in call.args)
@@ -364,19 +283,20 @@ def _replay(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> 
     return made
 
 
-def _settled_norm(call: Call, tensors: list[Tensor]) -> Tensor:
+def norm_from_statistics(call: Call, tensors: list[Tensor]) -> Tensor:
+    """Batch norm of an input that has errors, with the statistics that were saved of the exact input."""
     assert call.statistics is not None
     given = dict(
         zip((name for name, arg in call.kwargs.items() if isinstance(arg, (View, Held))), tensors, strict=True)
     )
-    mean, invstd = (one.get() for one in call.statistics)
+    mean, invstd = (held.get() for held in call.statistics)
     eps = call.kwargs.get("eps", 1e-5)
     variance = (invstd.double().pow(-2) - eps).clamp_(min=0.0).to(invstd.dtype)
     return F.batch_norm(given["input"], mean, variance, given.get("weight"), given.get("bias"), eps=eps)
 
 
 class _Generator:
-    """Runs with the generator as it was at the call, and puts it back."""
+    """Inside, the generator is in the state that it had at the call; afterwards it is in its present state again."""
 
     def __init__(self, call: Call) -> None:
         self.state, self.device = call.random_state, call.spec.device
@@ -396,169 +316,3 @@ class _Generator:
             torch.set_rng_state(state)
         else:
             torch.cuda.set_rng_state(state, self.device)
-
-
-def build(content: Content, leaf: Callable[[View], Leaf | str | None], budget: int = MAX_CALLS) -> Recipe | str:
-    """The recipe that makes ``content``, or the reason why there is none.
-
-    Args:
-        content: what is to be made.
-        leaf: a Leaf where a stored value holds what a view looks at; None where none does, or why it may not be used.
-        budget: calls that it may make at most.
-    """
-    call = content.call
-    if call is None:
-        return "what made it is not known, or costs too much to do again"
-    if budget < 1:
-        return f"it would take more than {MAX_CALLS} calls to make it again"
-    budget -= 1
-    inputs: list[Leaf | Held | tuple[Recipe, View]] = []
-    for one in call.inputs():
-        if isinstance(one, Held):
-            if one.tensor._version != one.version:
-                return f"an input of the {call.name} that made it was changed since"
-            inputs.append(one)
-            continue
-        found = leaf(one)
-        if isinstance(found, str):
-            return found
-        if found is None:
-            made = build(one.content, leaf, budget)
-            if isinstance(made, Recipe) and made.call.spec.dtype is not one.spec.dtype:
-                return "its storage is seen as different types"
-            if isinstance(made, str):
-                return f"{made} (input of {call.name})" if one.content.call is None else made
-            budget -= _calls(made)
-            inputs.append((made, one))
-        else:
-            inputs.append(found)
-    return Recipe(call, tuple(inputs))
-
-
-def _calls(recipe: Recipe) -> int:
-    return 1 + sum(_calls(one[0]) for one in recipe.inputs if isinstance(one, tuple))
-
-
-# -- what becomes of errors --------------------------------------------------------------------------------------------
-
-
-def gains(recipe: Recipe) -> dict[Any, Tensor] | None:
-    """By how much an error in each value that the recipe begins from is multiplied, by channel: [C] or [1].
-
-    Errors of several add up. None where that is not known: it is of batch norm with the batch's statistics, which are
-    stored apart, of relu, of sums, and of what is put together by channels.
-    """
-    call, inputs = recipe.call, recipe.inputs
-    if call.name == "relu" and len(inputs) == 1:
-        return _gains_of(recipe, 0)
-    if call.name == "batch_norm" and call.statistics is not None:
-        factor = call.statistics[1].get()
-        weight = call.kwargs.get("weight")
-        if isinstance(weight, Held):
-            factor = factor * weight.get().detach().to(factor.dtype)
-        return _scaled(_gains_of(recipe, 0), factor.abs())
-    if call.name == "add" and len(inputs) == 2 == len(call.args) and not call.kwargs:
-        first, second = _gains_of(recipe, 0), _gains_of(recipe, 1)
-        if first is None or second is None:
-            return None
-        for one, gain in second.items():
-            first[one] = first[one] + gain if one in first else gain
-        return first
-    if call.name == "cat" and (call.args[1:] == (1,) or call.kwargs == {"dim": 1}):
-        return _gains_of_parts(recipe)
-    return None
-
-
-def _gains_of_parts(recipe: Recipe) -> dict[Any, Tensor] | None:
-    """Of a cat: each part's in its own channels."""
-    total: dict[Any, Tensor] = {}
-    begin, spec = 0, recipe.call.spec
-    for index, one in enumerate(recipe.inputs):
-        part = _gains_of(recipe, index, but=1)
-        if part is None or isinstance(one, Held):
-            return None
-        end = begin + (one.spec if isinstance(one, Leaf) else one[1].spec).shape[1]
-        for value, gain in part.items():
-            channels = total.setdefault(value, torch.zeros(spec.shape[1], device=spec.device))
-            channels[begin:end] += gain
-        begin = end
-    return total
-
-
-def _gains_of(recipe: Recipe, index: int, but: int | None = None) -> dict[Any, Tensor] | None:
-    """Those of one input, where it has the shape of the result, ``but`` for one dimension."""
-    one, spec = recipe.inputs[index], recipe.call.spec
-    if isinstance(one, Held):
-        return None
-    given = (one if isinstance(one, Leaf) else one[1]).spec
-    if len(given.shape) != len(spec.shape):
-        return None
-    if any(a != b for dim, (a, b) in enumerate(zip(given.shape, spec.shape, strict=True)) if dim != but):
-        return None
-    if isinstance(one, Leaf):
-        return {one.value: torch.ones(1, device=spec.device)}
-    return gains(one[0]) if _fills(one) else None
-
-
-def _scaled(given: dict[Any, Tensor] | None, factor: Tensor) -> dict[Any, Tensor] | None:
-    return None if given is None else {value: gain * factor for value, gain in given.items()}
-
-
-# -- batch norm, add and relu in one pass ------------------------------------------------------------------------------
-
-
-def _affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) -> Tensor | None:
-    """``[relu](batch_norm(x) [+ y])`` in one pass, from the statistics that batch norm saved; None where it is not."""
-    relu = recipe.call.name == "relu"
-    inner = _only(recipe, 0) if relu else recipe
-    if inner is None:
-        return None
-    residual: Leaf | tuple[Recipe, View] | None = None
-    norm = inner
-    if inner.call.name == "add" and len(inner.inputs) == 2 and not inner.call.kwargs and len(inner.call.args) == 2:
-        first, second = inner.inputs
-        if _is_norm(first):
-            norm, residual = first[0], second  # type: ignore[index,assignment]
-        elif _is_norm(second):
-            norm, residual = second[0], first  # type: ignore[index,assignment]
-    if norm.call.statistics is None or isinstance(residual, Held) or not hasattr(_kernels(norm), "affine"):
-        return None
-    given, spec = norm.call.kwargs, recipe.call.spec
-    source = norm.inputs[0]
-    if spec.dtype is not torch.float32 or norm.call.autocast is not None or recipe.call.autocast is not None:
-        return None
-    if not isinstance(source, Leaf):
-        return None
-    y = None  # fetched before x: it may be made of others, and these would lie beside x
-    if residual is not None:
-        y = fetch(residual) if isinstance(residual, Leaf) else residual[0].run(fetch)
-        if y.dtype is not torch.float32 or y.stride() != spec.stride or y.shape != spec.shape:
-            return None
-    x = fetch(source)
-    if x.dtype is not torch.float32 or x.stride() != spec.stride or x.shape != spec.shape:
-        return None
-    mean, invstd = (one.get() for one in norm.call.statistics)
-    weight, bias = (one.get() if isinstance(one, Held) else None for one in (given.get("weight"), given.get("bias")))
-    made = out() if out is not None else None
-    if made is None or TensorSpec.of(made) != spec:  # memory for what a later call converts it to
-        made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    done = _kernels(norm).affine(x, mean, invstd, weight, bias, y, relu, made)
-    return made if done else None
-
-
-def _kernels(recipe: Recipe) -> Any:
-    return backends.implementation(recipe.call.spec.device.type)
-
-
-def _is_norm(one: object) -> bool:
-    return isinstance(one, tuple) and one[0].call.name == "batch_norm" and _fills(one)
-
-
-def _only(recipe: Recipe, index: int) -> Recipe | None:
-    one = recipe.inputs[index] if len(recipe.inputs) == 1 else None
-    return one[0] if isinstance(one, tuple) and _fills(one) else None
-
-
-def _fills(one: tuple[Recipe, View]) -> bool:
-    """Whether the view is all of what its recipe makes."""
-    return one[1].offset == 0 and one[1].spec == one[0].call.spec

@@ -148,8 +148,8 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
         if value.unread > 1 and whole.nbytes < SMALL:
             value.hold(whole.detach())
     buffers.filled(owner, whole)
-    value.entry.decode_seconds += time.perf_counter() - started
-    value.entry.decodes += 1
+    value.account.decode_seconds += time.perf_counter() - started
+    value.account.decodes += 1
     return whole
 
 
@@ -215,7 +215,7 @@ def planes(value: Value, form: Form) -> Encoded:
     if form.tag is None:
         return form.store.get(form.ticket)
     encoded, seconds = value.live.prefetcher.read(form, value.live.below_peak)
-    value.entry.stall_seconds += seconds
+    value.account.stall_seconds += seconds
     return encoded
 
 

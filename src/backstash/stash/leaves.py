@@ -1,4 +1,4 @@
-"""From what a recipe may begin, and whether it makes the value that it is to replace.
+"""The values that a recipe may begin from: its leaves.
 
 Note: [what a recipe begins from]
     A value is remade from others, its leaves. If a leaf were changed in between, the remade value would be another one,
@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.bitmask import Bitmask
-from backstash.ops.reference import bits_of
 from backstash.saved import Need, TensorSpec, Test
-from backstash.stash import calls as producers
-from backstash.stash.calls import Leaf, Recipe, View
-from backstash.stash.decode import fetch
+from backstash.stash.calls import Leaf, View
+from backstash.stash.recipes import Recipe
 from backstash.stash.value import Saved, Value, holder
 
 
@@ -82,66 +80,3 @@ def keeps_signs(recipe: Recipe, value: Value, whole: Tensor) -> bool:
     if masks or mask is None or mask.test not in (Test.NOT_LE, Test.GT) or mask.lo != 0.0:
         return False
     return recipe.call.name == "relu" and Bitmask(mask).accepts(TensorSpec.of(whole)) is None
-
-
-# -- proofs ------------------------------------------------------------------------------------------------------------
-
-
-def prove(recipe: Recipe, whole: Tensor) -> str:
-    """Whether the recipe makes the bits of ``whole``: "fused", "plain" (op by op), or "" (not)."""
-    expected = whole.as_strided((whole.numel(),), (1,), 0)
-    for proof, candidate in (("fused", recipe), ("plain", recipe.unfused())):
-        made = candidate.run(_fetch_unguarded)
-        if made.dtype == whole.dtype and made.untyped_storage().nbytes() == whole.untyped_storage().nbytes():
-            flat = made.as_strided((whole.numel(),), (1,), 0)
-            if torch.equal(bits_of(flat), bits_of(expected)):
-                return proof
-    return ""
-
-
-def prove_within(recipe: Recipe, whole: Tensor) -> str:
-    """Whether the recipe makes ``whole`` within what its bounds allow, and rounding: "within", or "" (not)."""
-    off = off_by(recipe)
-    if off is None:
-        return ""
-    made = recipe.run(_fetch_unguarded)
-    if TensorSpec.of(made) != recipe.call.spec:
-        return ""
-    error = (made - whole.as_strided(made.shape, made.stride(), 0)).abs_()
-    by_channel = error.amax([dim for dim in range(made.dim()) if dim != 1])
-    return "within" if bool((by_channel <= off * 1.001 + rounding(made)).all()) else ""
-
-
-def rounding(whole: Tensor) -> float:
-    """How far two ways to compute the same numbers may lie apart."""
-    return float(8 * torch.finfo(whole.dtype).eps * whole.abs().max())
-
-
-def off_by(recipe: Recipe) -> Tensor | None:
-    """How far what the recipe makes may be off, by channel: [C] or [1]; None where that is not known."""
-    found = producers.gains(recipe)
-    if found is None:
-        return None
-    total = torch.zeros(1, device=recipe.call.spec.device)
-    for leaf, gain in found.items():
-        if leaf.recipe is not None and leaf.recipe.settled:
-            off = off_by(leaf.recipe)
-        else:
-            bound = leaf.form.codec.bound if leaf.form is not None and leaf.recipe is None else None
-            off = torch.zeros(1, device=total.device)
-            if bound is not None:
-                off = None if bound.abs is None else off + bound.abs
-        if off is None:
-            return None
-        total = total + gain * off
-    return total
-
-
-def _fetch_unguarded(leaf: Leaf) -> Tensor:
-    """As :func:`decode.fetch`, before anything guards the leaf."""
-    value: Value = leaf.value
-    if not value.is_dense or value.guard is not None:
-        return fetch(leaf)
-    member = holder(value)
-    assert member is not None and member.dense is not None
-    return member.dense.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)

@@ -6,7 +6,11 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from backstash.saved import SavedTensor
 
 
 @dataclass(slots=True)
@@ -301,20 +305,107 @@ PEAK_ROWS = 12
 """Groups of buffers that a printed report shows of the peak."""
 
 
+class Account:
+    """What became of one storage in the step in progress; :meth:`row` makes the report's Entry of it.
+
+    Attributes:
+        facts: of the saved tensor whose need is strongest.
+        shared_by: facts of the other saved tensors that view the storage.
+        saved_nbytes, stash_nbytes, codec, reason, encode_seconds, decode_seconds, decodes, store, stall_seconds: as in Entry.
+    """
+
+    __slots__ = (
+        "codec",
+        "decode_seconds",
+        "decodes",
+        "encode_seconds",
+        "facts",
+        "reason",
+        "saved_nbytes",
+        "shared_by",
+        "stall_seconds",
+        "stash_nbytes",
+        "store",
+    )
+
+    def __init__(self, facts: SavedTensor, saved_nbytes: int, codec: str) -> None:
+        self.facts = facts
+        self.shared_by: list[SavedTensor] | None = None
+        self.saved_nbytes, self.stash_nbytes = saved_nbytes, 0
+        self.codec, self.store = codec, "device"
+        self.reason = ""
+        self.encode_seconds = self.decode_seconds = self.stall_seconds = 0.0
+        self.decodes = 0
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes held on the device."""
+        return self.stash_nbytes if self.store == "device" else 0
+
+    def share(self, facts: SavedTensor) -> None:
+        """One more saved tensor views the storage."""
+        others = self.shared_by = self.shared_by or []
+        if self.facts.need.value < facts.need.value:
+            others.append(self.facts)
+            self.facts = facts
+        else:
+            others.append(facts)
+
+    def row(self) -> Entry:
+        """The account as a report shows it."""
+        facts = self.facts
+        return Entry(
+            facts.key,
+            facts.need.name,
+            str(facts.spec),
+            self.saved_nbytes,
+            self.stash_nbytes,
+            self.codec,
+            self.reason,
+            [other.key for other in self.shared_by or ()],
+            self.encode_seconds,
+            self.decode_seconds,
+            self.decodes,
+            self.store,
+            self.stall_seconds,
+        )
+
+
 class Step:
-    """Accounts of the step in progress."""
+    """The accounts of the step in progress.
+
+    Attributes:
+        accounts: of the storages that were saved, in order.
+        small_nbytes: bytes of tensors that were too small to be looked at.
+        parameters: bytes of parameters and buffers that were saved, by storage or by saved tensor.
+        proofs, repeated_proofs: as in Report.
+    """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.small = Entry("(below min_nbytes, per save)", "", "", 0, reason="small")
+        self.accounts: list[Account] = []
+        self.small_nbytes = 0
         self.parameters: dict[int, int] = {}
         self.proofs = 0
         self.repeated_proofs = 0
 
+    def open(self, facts: SavedTensor, saved_nbytes: int, codec: str) -> Account:
+        """An account for a storage that was not saved before in this step."""
+        account = Account(facts, saved_nbytes, codec)
+        self.accounts.append(account)
+        return account
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was saved but parameters."""
+        return not self.accounts and not self.small_nbytes
+
     def rows(self) -> tuple[Entry, ...]:
-        """Copies of the entries, so that a report does not change later."""
-        entries = [*self.entries, self.small] if self.small.saved_nbytes else self.entries
-        return tuple(replace(entry, shared_by=list(entry.shared_by)) for entry in entries)
+        """What a report shows; it does not change later."""
+        rows = [account.row() for account in self.accounts]
+        if self.small_nbytes:
+            small = self.small_nbytes
+            rows.append(Entry("(below min_nbytes, per save)", "", "", small, small, reason="small"))
+        return tuple(rows)
 
 
 def mib(nbytes: int) -> str:

@@ -54,6 +54,11 @@ class Live:
                 self._remade_nbytes -= remade
 
     @property
+    def keeps_exact_data(self) -> bool:
+        """Whether the step in progress keeps exact data for measuring the gradient's error."""
+        return self.monitor is not None and self.monitor.is_due
+
+    @property
     def saved(self) -> int:
         """How many saved tensors autograd holds."""
         self._add_up()

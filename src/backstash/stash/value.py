@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,17 +12,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.bitmask import Bitmask
-from backstash.saved import Mask, Need, SavedTensor, TensorSpec
+from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, is_odd
 from backstash.stash.buffers import Buffers
-from backstash.stash.calls import Content, Recipe
-from backstash.stash.ledger import Entry
+from backstash.stash.ledger import Account
 from backstash.stash.live import Live
+from backstash.stash.place import Place
 from backstash.stash.prefetch import Tag
 from backstash.stash.sample import Sample
 from backstash.stores import Store, Ticket
 
 if TYPE_CHECKING:
     from backstash.policy import Keep, Stash
+    from backstash.stash.calls import Content
+    from backstash.stash.recipes import Recipe
     from backstash.stash.wrapped import Wrapping
 
 
@@ -69,13 +71,13 @@ class Value:
 
     __slots__ = (
         "__weakref__",
+        "account",
         "address",
         "bits",
         "born",
         "buffers",
         "cdata",
         "content",
-        "entry",
         "errors",
         "exact",
         "facts",
@@ -96,14 +98,14 @@ class Value:
         "written",
     )
 
-    def __init__(self, storage: torch.UntypedStorage, entry: Entry, live: Live, born: int = 0) -> None:
+    def __init__(self, storage: torch.UntypedStorage, account: Account, live: Live, born: int = 0) -> None:
         self.storage: torch.UntypedStorage | None = storage
         self.cdata: int = storage._cdata
         self.address: StorageWeakRef | None = None
         self.members: list[weakref.ref[Saved]] = []
         self.unread = 0
         self.round = 0
-        self.entry = entry
+        self.account = account
         self.form: Form | None = None
         self.bits: tuple[Mask, Bitmask, Encoded] | None = None
         self.buffers: Buffers | None = None
@@ -161,7 +163,7 @@ class Value:
         remade = 0 if self.remade is None else self.remade.untyped_storage().nbytes()
         if self.buffers is not None and self.form is not None:
             self.buffers.forget(self.form)
-        self.live.lose(nbytes=self.entry.device_nbytes, remade_nbytes=remade)
+        self.live.lose(nbytes=self.account.device_nbytes, remade_nbytes=remade)
 
 
 class Saved:
@@ -175,6 +177,7 @@ class Saved:
         claimable: whether a kernel of the package backward reads it.
         modified: the version that it was found at when it was to be encoded, if that is another one.
         round: of its value, when it was read last.
+        place: where in the model it was saved.
         original: the program's own tensor, as long as the program holds it.
         pinned: whether it is a leaf that autograd accumulates into, or a view of one: it is never encoded.
         wrapping: the rest of a wrapper whose inner tensor was packed.
@@ -194,6 +197,7 @@ class Saved:
         "offset",
         "original",
         "pinned",
+        "place",
         "round",
         "spec",
         "tensor",
@@ -210,6 +214,7 @@ class Saved:
         self.version: int = x._version
         self.counter: Tensor | None = None
         self.tensor: SavedTensor | None = None
+        self.place: Place | None = None
         self.spec: TensorSpec | None = None
         self.value: Value | None = None
         self.mask: Mask | None = None
@@ -222,6 +227,24 @@ class Saved:
         self.round = 0
         self.pinned = False
         self.wrapping: Wrapping | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is looked at at all: what is not plain and strided is kept as it is."""
+        x = self.dense
+        return x is not None and type(x) in PLAIN and x.layout is torch.strided and not is_odd(x)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether its value is in a store other than the device."""
+        value = self.value
+        return value is not None and value.form is not None and value.form.tag is not None
+
+    def looks_like(self, spec: TensorSpec) -> bool:
+        """Whether the dense tensor has that spec."""
+        x = self.dense
+        assert x is not None
+        return x.dtype is spec.dtype and x.shape == spec.shape and x.stride() == spec.stride and x.device == spec.device
 
     def has_read(self) -> None:
         """Note that it has read what its value was decoded or remade to last."""
@@ -247,7 +270,3 @@ def version_of(x: Tensor) -> Tensor:
 def holder(value: Value) -> Saved | None:
     """A saved tensor by which a value that is neither encoded nor recomputed is held for its data."""
     return next((saved for saved in value.saved() if saved.need is Need.VALUE and saved.dense is not None), None)
-
-
-Leaf = Any
-"""A producers.Leaf whose value is a :class:`Value`."""

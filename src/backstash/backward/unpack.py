@@ -1,0 +1,107 @@
+"""What backward is given for a packed tensor: the tensor itself, a decoded or remade one, or a claim."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backstash.backward import accumulation, claims, linear, table
+from backstash.codecs.shape import stand_in
+from backstash.errors import SavedTensorModifiedError
+from backstash.saved import TensorSpec
+from backstash.stash.decode import (
+    StashedTensor,
+    check_version,
+    decode,
+    follow_original,
+    has_codes,
+    modified_message,
+)
+from backstash.stash.live import Live
+from backstash.stash.parameters import HeldParameter, check_memory
+from backstash.stash.value import Saved
+from backstash.torch_internals import in_backward, running_node
+
+Packed = Saved | HeldParameter | tuple[Tensor, int]
+"""What a Session's pack hook returns: a Saved; or a tensor that is held as it is, with its version."""
+
+
+def unpack(packed: Packed, live: Live, min_nbytes: int) -> Tensor:
+    """The tensor that was packed: a parameter with its memory, a wrapper around its inner tensor.
+
+    Args:
+        packed: what the pack hook returned.
+        live: the Session's running totals.
+        min_nbytes: tensors smaller than this are not claimed.
+
+    Raises:
+        SavedTensorModifiedError: the program has changed it in place since.
+        SavedTensorFreedError: its memory was freed since.
+    """
+    if type(packed) is tuple:
+        return _small(packed, min_nbytes)
+    if isinstance(packed, HeldParameter):
+        parameter = _small((packed.tensor, packed.version), min_nbytes)
+        if in_backward():  # and not a look at grad_fn._saved_*
+            packed.check_memory()
+        return parameter
+    assert isinstance(packed, Saved)
+    wrapping = packed.wrapping
+    if wrapping is not None:
+        wrapping.check_version()
+    tensor = _inner(packed, live)
+    if packed.dense is not None and packed.spec is not None and in_backward():
+        check_memory(tensor, packed.spec.nbytes, packed.tensor.key if packed.tensor else "")
+    return tensor if wrapping is None else wrapping.wrap(tensor)
+
+
+def _small(packed: tuple[Tensor, int], min_nbytes: int) -> Tensor:
+    small, version = packed
+    if small._version != version:
+        raise SavedTensorModifiedError(modified_message(TensorSpec.of(small), None, small._version, version))
+    return linear.claim_weight(small) if small.nbytes >= min_nbytes else small
+
+
+def _inner(saved: Saved, live: Live) -> Tensor:
+    if saved.tensor is not None and not live.prefetcher.idle and not saved.is_moved:
+        with live.lock:
+            live.prefetcher.passed(saved.tensor.key, live.below_peak)
+    check_version(saved)
+    if saved.dense is not None:
+        follow_original(saved)
+        if saved.claimable and _is_claimed_dense(saved, saved.dense.nbytes):
+            claim = _claim(saved)
+            return saved.dense if claim is None else claim
+        if live.monitor is not None and live.monitor.is_measuring and not saved.builtin:
+            return saved.dense.clone()
+        return saved.dense
+    if saved.modified is not None:
+        raise SavedTensorModifiedError(modified_message(saved.spec, saved.tensor, saved.modified, saved.version))
+    assert saved.spec is not None
+    value = saved.value
+    if value is None:
+        return stand_in(saved.spec)
+    op = saved.tensor.op if saved.tensor is not None else ""
+    if saved.claimable and table.is_worth_a_claim(op, saved.spec.nbytes, has_codes(value)):
+        claim = _claim(saved)
+        if claim is not None:
+            return claim
+    with torch.no_grad(), live.lock:
+        return decode(saved, saved.spec, value)
+
+
+def _is_claimed_dense(saved: Saved, nbytes: int) -> bool:
+    op = "" if saved.tensor is None else saved.tensor.op
+    large = nbytes >= table.LARGE and op not in table.NEVER_WHOLE
+    return large or accumulation.awaits_large_weight()
+
+
+def _claim(saved: Saved) -> Tensor | None:
+    """A claim for a saved tensor, where a kernel of the package backward is going to read it."""
+    if torch.is_grad_enabled() or saved.node is None or saved.spec is None or saved.value is None:
+        return None
+    stashed = StashedTensor(saved, saved.spec, saved.value)
+    claim = claims.claim(stashed, saved.spec, saved.node)
+    if claim is not None and type(running_node()).__name__ in accumulation.LINEAR:
+        linear.begin(stashed, saved.node)
+    return claim

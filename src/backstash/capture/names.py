@@ -1,0 +1,200 @@
+"""The names of saved tensors: which module is running, and what is known of the nodes that it makes.
+
+Note: [known nodes]
+    The key of a saved tensor is made of the running module's path, the autograd node's op, how many nodes of that op
+    this call of the module has made before, and the formula's name for the tensor. What the needs table says of it
+    depends on the node's type, on scalars that the node has saved, and on the specs of what it has saved. So for each
+    module path, node type and number the answers are kept together with all that they depend on: the roles, the specs,
+    and the scalars that the table has asked for. They are used again if every one of these is found equal.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backstash import needs
+from backstash.saved import SavedTensor, TensorSpec
+from backstash.stash.place import Place
+from backstash.stash.value import Saved
+
+MOST_NODES = 1 << 16
+"""Nodes of which something is remembered; beyond that everything is learned anew."""
+
+
+class Frame:
+    """A module call in progress: its path, and how many nodes of each op it has made."""
+
+    __slots__ = ("counts", "fqn")
+
+    def __init__(self, fqn: str) -> None:
+        self.fqn = fqn
+        self.counts: defaultdict[str, int] = defaultdict(int)
+
+
+class _KnownNode:
+    """What is known of the tensors that one node of the model saves (Note: [known nodes])."""
+
+    __slots__ = ("asked", "places", "roles")
+
+    def __init__(self, roles: tuple[str, ...], places: list[Place], asked: list[tuple[str, Any]]) -> None:
+        self.roles, self.places, self.asked = roles, places, asked
+
+    def fits(self, node: Any, roles: tuple[str, ...], found: list[tuple[str, Saved]]) -> bool:
+        """Whether the same holds for a node of the same type, place and number."""
+        if roles != self.roles:
+            return False
+        for place, (_, saved) in zip(self.places, found, strict=True):
+            if not saved.looks_like(place.facts.spec):
+                return False
+        return all(getattr(node, name, None) == scalar for name, scalar in self.asked)
+
+
+class _Asked:
+    """Stands in for a node, and notes which scalars are asked for. Only what can be compared may be remembered."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self._noted: list[tuple[str, Any]] = []
+        self._comparable = True
+
+    def __getattr__(self, name: str) -> Any:
+        scalar = getattr(self._node, name)
+        self._noted.append((name, scalar))
+        if not isinstance(scalar, (bool, int, float, str, tuple, list, type(None))):
+            self._comparable = False
+        return scalar
+
+
+class Names:
+    """Knows which module is running, and names what autograd saves.
+
+    Args:
+        model: the module that paths start from; None for whichever module is called outermost.
+        can_claim: whether a kernel of the package backward reads what nodes of an op save under a role.
+
+    Attributes:
+        frames: the module calls in progress; the first stands for what runs outside of modules.
+    """
+
+    def __init__(self, model: nn.Module | None, can_claim: Callable[[str, str, TensorSpec], bool]) -> None:
+        self.model = model
+        self._can_claim = can_claim
+        self.frames = [Frame("")]
+        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._known: dict[tuple[str, type, int], _KnownNode] = {}
+
+    # -- modules -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether no module is running."""
+        return len(self.frames) == 1
+
+    def enter(self, module: nn.Module) -> None:
+        """A module's forward begins."""
+        path = self._paths.get(module)
+        if path is None:
+            self._learn_paths(module, prefix=type(module).__name__)
+            path = self._paths[module]
+        self.frames.append(Frame(path))
+
+    def leave(self) -> None:
+        """It has returned or raised."""
+        if len(self.frames) > 1:
+            self.frames.pop()
+
+    def enter_root(self, module: nn.Module) -> None:
+        """A module is called outermost: paths below it start there."""
+        if module not in self._paths:
+            self._learn_paths(module)
+
+    def begin_step(self) -> None:
+        """Count the nodes outside of modules from 0 again."""
+        self.frames[0].counts.clear()
+
+    def leave_all(self) -> None:
+        """No module is running any more."""
+        del self.frames[1:]
+
+    def _learn_paths(self, module: nn.Module, prefix: str = "") -> None:
+        for name, child in module.named_modules(prefix=prefix):
+            self._paths.setdefault(child, name)
+
+    def parameter_name(self, parameter: Tensor) -> str | None:
+        """The path of a parameter; None for a tensor that is no parameter of a module that has run."""
+        for module, name in self._paths.items():
+            for own, tensor in module._parameters.items():
+                if tensor is parameter:
+                    return f"{name}.{own}".lstrip(".")
+        return None
+
+    # -- saved tensors -------------------------------------------------------------------------------------------
+
+    def places(self, node: Any, found: list[tuple[str, Saved]]) -> list[Place]:
+        """The places at which a node has saved tensors; gives each of these its spec.
+
+        Args:
+            node: the autograd node.
+            found: the roles and the tensors, plain and strided.
+        """
+        op = needs.op_of(node)
+        frame = self.frames[-1]
+        number = frame.counts[op]
+        frame.counts[op] = number + 1
+        roles = tuple([role for role, _ in found])
+        index = frame.fqn, type(node), number
+        known = self._known.get(index)
+        if known is not None and known.fits(node, roles, found):
+            for place, (_, saved) in zip(known.places, found, strict=True):
+                saved.spec = place.facts.spec
+            return known.places
+        specs = {}
+        for role, saved in found:
+            assert saved.dense is not None
+            specs[role] = saved.spec = TensorSpec.of(saved.dense)
+        asked = _Asked(node)
+        places = []
+        builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
+        for role, saved in found:
+            assert saved.spec is not None
+            reading = needs.read(asked, role, saved.spec, specs, op) if builtin else needs.VALUE
+            if saved.wrapping is not None:
+                reading = saved.wrapping.reading(reading)
+            claimable = builtin and saved.wrapping is None and self._can_claim(op, role, saved.spec)
+            places.append(Place(_facts(frame.fqn, op, number, role, saved.spec, reading), claimable))
+        if asked._comparable and all(saved.wrapping is None for _, saved in found):
+            if len(self._known) >= MOST_NODES:
+                self._known.clear()
+            self._known[index] = _KnownNode(roles, places, asked._noted)
+        return places
+
+    def unknown_place(self, saved: Saved) -> Place:
+        """The place of a tensor of which no node was found that has saved it."""
+        assert saved.dense is not None
+        frame = self.frames[-1]
+        number = frame.counts["?"]
+        frame.counts["?"] = number + 1
+        saved.spec = TensorSpec.of(saved.dense)
+        return Place(_facts(frame.fqn, "?", number, "saved", saved.spec, needs.VALUE))
+
+
+def _facts(fqn: str, op: str, number: int, role: str, spec: TensorSpec, reading: needs.Reading) -> SavedTensor:
+    return SavedTensor(
+        f"{fqn}/{op}#{number}:{role}",
+        op,
+        role,
+        fqn,
+        spec,
+        reading.need,
+        reading.mask,
+        reading.window,
+        reading.function,
+        reading.effect,
+        reading.row,
+    )

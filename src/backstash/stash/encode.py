@@ -1,0 +1,253 @@
+"""What is done with a value that only autograd holds: keep it, encode it, or forget it and make it again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.base import Codec, is_dense
+from backstash.codecs.bitmask import Bitmask
+from backstash.codecs.raw import Raw
+from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
+from backstash.policy import Action, DecidesTogether, Keep, Outcome, Policy, Recompute, Slice, Stash, optional
+from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash.decode import follow_original
+from backstash.stash.live import Live
+from backstash.stash.recipes import Recipe
+from backstash.stash.value import Form, Saved, Value
+from backstash.stores import Store
+
+if TYPE_CHECKING:
+    from backstash.stash.remaking import Remaking
+
+
+class Encoder:
+    """Does with values what the policy says.
+
+    Args:
+        policy: decides.
+        stores: stores by name.
+        live: the running totals.
+        remaking: finds out how values can be made again.
+    """
+
+    def __init__(self, policy: Policy, stores: Mapping[str, Store], live: Live, remaking: Remaking) -> None:
+        self.policy = policy
+        self.stores = stores
+        self._live = live
+        self._remaking = remaking
+        self._together = policy if isinstance(policy, DecidesTogether) else None
+        self._trace = optional(policy, "trace")
+        self._is_fixed: bool = getattr(policy, "is_fixed", False)
+
+    def encode(self, value: Value) -> None:
+        """Store a value that nobody but autograd holds in the form that the policy chooses."""
+        fresh = _unchanged(value)
+        if not fresh:
+            return
+        strongest = fresh[0] if len(fresh) == 1 else max(fresh, key=lambda saved: saved.need.value)
+        facts = strongest.tensor
+        assert facts is not None and value.storage is not None
+        if len(fresh) > 1:
+            if facts.need is Need.SIGN and any(saved.mask != facts.mask for saved in fresh if saved.need is Need.SIGN):
+                facts = SavedTensor(facts.key, facts.op, facts.role, facts.fqn, facts.spec, Need.VALUE)
+            if any(saved.spec.dtype is not facts.spec.dtype for saved in fresh if saved.spec):
+                self.keep(value, facts, "its storage is seen as different types")
+                return
+        whole = _whole(strongest, value.storage)
+        if whole is None:
+            self.keep(value, facts, "its storage is seen as different types")
+            return
+        value.key, value.facts = facts.key, facts
+        action = self._action(value, strongest, facts, fresh)
+        if isinstance(action, Keep):
+            self.keep(value, facts, action.reason)
+            return
+        value.buffers = self._live.buffers
+        started = time.perf_counter()
+        why = ""
+        if isinstance(action, Recompute):
+            value.otherwise = action.otherwise
+            recipe = self._remaking.recipe(value, strongest, whole, action)
+            if isinstance(recipe, Recipe):
+                self._forget(value, fresh, facts, whole, recipe, started)
+                return
+            action, why = action.otherwise, f"; not recomputed: {recipe}"
+        if isinstance(action, Keep):
+            self.keep(value, facts, action.reason + why)
+            return
+        if value.height and has_error(action):  # a recipe that was proven with the exact value begins from it
+            action, why = without_error(action), f"{why}; exact, because others are made again of it"
+        if isinstance(action, Slice) and (facts.op, facts.role) == ("Convolution", "input"):
+            action = action.sliced()
+        form, reason = self.form(whole, facts, action, fresh)
+        if form is None:
+            value.account.encode_seconds += time.perf_counter() - started
+            self.keep(value, facts, reason + why)
+            return
+        value.form, value.guard = form, None
+        if form.codec.bound is not None:
+            value.errors = frozenset((facts.key,))
+            if self._live.keeps_exact_data:
+                value.exact = whole.detach()
+        if action.store != "device":
+            self._live.prefetcher.put(form, facts.key)
+        label = getattr(form.codec, "label", form.codec.id)
+        self.release(value, fresh, facts, label, form.ticket.nbytes, why.removeprefix("; "), started, action.store)
+
+    def _action(self, value: Value, strongest: Saved, facts: SavedTensor, fresh: list[Saved]) -> Action:
+        """What the policy says of a value; at a place that is known it is not asked again if it would say the same."""
+        place = strongest.place
+        if self._is_fixed and place is not None and place.facts is facts:
+            if place.action is None:
+                place.action = self.policy.decide(facts)
+            return place.action
+        if self._trace is None and self._together is None:
+            return self.policy.decide(facts)
+        readers = [saved.tensor for saved in fresh if saved.tensor is not None]
+        if self._trace is not None:
+            self._trace(facts, readers, lambda: self._remaking.sources(value, strongest))
+        if self._together is not None:
+            return self._together.decide_together(facts, readers)
+        return self.policy.decide(facts)
+
+    def _forget(
+        self, value: Value, fresh: list[Saved], facts: SavedTensor, whole: Tensor, recipe: Recipe, started: float
+    ) -> None:
+        """Let go of a value that its recipe makes again."""
+        if recipe.from_statistics:
+            value.errors = frozenset().union(*(leaf.errors for leaf in recipe.leaves()))
+            value.form = self._mask(whole, facts, fresh)
+        if value.errors and self._live.keeps_exact_data:
+            value.exact = whole.detach()
+        value.recipe, value.guard = recipe, None
+        for leaf in recipe.leaves():
+            leaf.raise_to(value.height + 1)
+        nbytes = 0 if value.form is None else value.form.ticket.nbytes
+        label = "recompute within" if recipe.from_statistics else "recompute"
+        self.release(value, fresh, facts, label, nbytes, value.proof[1], started)
+
+    def release(
+        self,
+        value: Value,
+        fresh: list[Saved],
+        facts: SavedTensor,
+        codec: str,
+        nbytes: int,
+        note: str,
+        started: float,
+        store: str = "device",
+    ) -> None:
+        """Let go of the dense data, which is stored in another form now."""
+        for saved in fresh:
+            saved.dense = None
+        account, live = value.account, value.live
+        live.add(-account.device_nbytes)
+        account.stash_nbytes, account.codec, account.reason, account.store = nbytes, codec, note, store
+        live.add(account.device_nbytes)
+        account.encode_seconds += time.perf_counter() - started
+        if not self._is_fixed:
+            self.policy.observe(Outcome(facts, codec, nbytes))
+
+    def keep(self, value: Value, facts: SavedTensor, reason: str) -> None:
+        """Hold a value as it is."""
+        value.account.codec, value.account.reason = "kept", reason
+        if not self._is_fixed:
+            self.policy.observe(Outcome(facts, None, value.account.stash_nbytes, reason))
+
+    def form(self, x: Tensor, facts: SavedTensor, action: Stash, readers: list[Saved]) -> tuple[Form | None, str]:
+        """Encode with the first codec of the action that takes ``x``; else None and the last reason."""
+        store = self.stores.get(action.store)
+        if store is None:
+            raise UnknownNameError(
+                f"store {action.store!r} was asked for by {self.policy!r}, but there are {', '.join(self.stores)}. "
+                f"Pass it to Session(stores=...)."
+            )
+        reason = "the policy named no codec"
+        for codec in action.codecs:
+            of_another_test = facts.need is Need.SIGN and getattr(codec, "mask", facts.mask) != facts.mask
+            if facts.need not in codec.preserves or of_another_test:
+                raise NeedNotMetError(
+                    f"codec {codec.id!r} preserves {{{', '.join(sorted(need.name for need in codec.preserves))}}}, but "
+                    f"backward of {facts.op} reads the {facts.need.name} of its {facts.role!r} ({facts.key}, "
+                    f"{facts.spec}). Use a codec that preserves it, such as zvc, or Keep()."
+                )
+            spec = TensorSpec.of(x)
+            refusal = codec.accepts(spec) or _misreads(codec, readers) or codec.declines(x)
+            if refusal is None:
+                try:
+                    # Nobody else holds the memory, so it may become the plane: nothing is copied, nothing lives twice.
+                    encoded = codec.adopt(x) if isinstance(codec, Raw) else codec.encode(x)
+                except CodecRefusedError as refused:  # only the full pass could tell
+                    refusal = str(refused)
+                else:
+                    mask = facts.mask if facts.need is Need.SIGN else None
+                    return Form(codec, mask, encoded.spec, store, store.put(encoded)), ""
+            reason = f"{getattr(codec, 'label', codec.id)}: {refusal}"
+        return None, reason
+
+    def _mask(self, whole: Tensor, facts: SavedTensor, readers: list[Saved]) -> Form | None:
+        """For a value that is made again within bounds, what its readers of signs read; None where there are none."""
+        mask = next((saved.mask for saved in readers if saved.need is Need.SIGN), None)
+        if mask is None:
+            return None
+        form, _ = self.form(whole, replace(facts, need=Need.SIGN, mask=mask), Stash(Bitmask(mask)), readers)
+        return form
+
+
+def _unchanged(value: Value) -> list[Saved]:
+    """The saved tensors that view a value and were not changed since; notes the new version of those that were."""
+    fresh = []
+    for saved in value.saved():
+        follow_original(saved)
+        dense = saved.dense
+        if saved.value is not value and saved is not value.guard:  # it follows another tensor's memory now
+            continue
+        if dense is not None and dense._version != saved.version:
+            saved.modified, saved.dense = dense._version, None
+        elif dense is not None:
+            fresh.append(saved)
+    return fresh
+
+
+def _whole(saved: Saved, storage: torch.UntypedStorage) -> Tensor | None:
+    """Everything in the storage of a saved tensor: the tensor itself where it fills it, else flat, [n]."""
+    dense, spec = saved.dense, saved.spec
+    assert dense is not None and spec is not None
+    itemsize, nbytes = spec.dtype.itemsize, storage.nbytes()
+    if saved.offset == 0 and spec.nbytes == nbytes and is_dense(spec.shape, spec.stride):
+        return dense
+    if nbytes % itemsize:
+        return None
+    return dense.as_strided((nbytes // itemsize,), (1,), 0)
+
+
+def has_error(action: Action) -> bool:
+    """Whether the action may store a value with an error."""
+    stash = action.otherwise if isinstance(action, Recompute) else action
+    return isinstance(stash, Stash) and any(codec.bound is not None for codec in stash.codecs)
+
+
+def without_error(action: Stash) -> Stash:
+    """The same action without the codecs that have an error."""
+    return Stash(tuple(codec for codec in action.codecs if codec.bound is None), action.store)
+
+
+def _misreads(codec: Codec, readers: list[Saved]) -> str | None:
+    """Why a codec with an error does not do for everybody who reads the value; None where it does."""
+    if codec.bound is None:
+        return None
+    serves, keeps = getattr(codec, "serves", None), getattr(codec, "keeps", None)
+    for reader in readers:
+        facts = reader.tensor
+        assert facts is not None
+        if serves is not None and (facts.function is None or facts.function not in serves):
+            return f"backward of {facts.op} reads more of it than that derivative"
+        if facts.need is Need.SIGN and (facts.mask is None or keeps is None or not keeps(facts.mask)):
+            return f"backward of {facts.op} reads on which side of a threshold it is"
+    return None

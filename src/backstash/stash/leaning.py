@@ -1,0 +1,97 @@
+"""Values that are remade from what the program still holds, and what is done before the program changes it.
+
+Note: [what a recipe begins from] in leaves.py says why: before a function changes such memory or hands it on, and when
+the Session is left, what is remade from it is remade at once, and stored.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from backstash.policy import Stash
+from backstash.stash.decode import remake
+from backstash.stash.encode import Encoder, without_error
+from backstash.stash.leaves import guard_with
+from backstash.stash.pending import Pending
+from backstash.stash.value import Form, Value
+
+
+class Leaning:
+    """By a leaf's storage, the values that are remade from it."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, list[weakref.ref[Value]]] = {}
+
+    def __contains__(self, cdata: int) -> bool:
+        return cdata in self._values
+
+    def watch(self, value: Value, leaves: Iterable[Value]) -> None:
+        """Note which leaves of a value's recipe the program may still change."""
+        for leaf in leaves:
+            if leaf.is_dense and (leaf.storage is not None or leaf.address is not None):
+                self._values.setdefault(leaf.cdata, []).append(weakref.ref(value))
+
+    def forget(self, cdata: int) -> None:
+        """Nobody can change the storage at that address any more."""
+        self._values.pop(cdata, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._values.clear()
+
+    def store(self, cdata: int, encoder: Encoder, pending: Pending) -> None:
+        """Store what is to be remade from the storage at that address: it may change from now on."""
+        for reference in self._values.pop(cdata, ()):
+            value = reference()
+            if value is not None and value.recipe is not None:
+                with torch.no_grad():
+                    _store_instead(value, encoder)
+        leaf = pending.get(cdata)
+        if leaf is not None:
+            leaf.guard = None
+
+    def store_all(self, encoder: Encoder, pending: Pending) -> None:
+        """The same for every storage: nobody watches from now on."""
+        for cdata in list(self._values):
+            self.store(cdata, encoder, pending)
+
+
+def _store_instead(value: Value, encoder: Encoder) -> None:
+    """Remake a value now and hold it in another form."""
+    recipe, facts, otherwise = value.recipe, value.facts, value.otherwise
+    assert recipe is not None and facts is not None and otherwise is not None and value.buffers is not None
+    started = time.perf_counter()
+    whole = remake(value, fresh=True)
+    readers = [saved for saved in value.saved() if saved.modified is None]  # the others raise when they are read
+    form: Form | None = None
+    reason = "the policy says so"
+    if isinstance(otherwise, Stash):
+        if value.height:  # others are remade from it
+            otherwise = without_error(otherwise)
+        form, reason = encoder.form(whole, facts, otherwise, readers)
+    value.hold(None)
+    value.buffers.forget(value if value.form is None else value.form)
+    value.recipe, value.sample, value.form = None, None, form
+    live = value.live
+    if form is not None:
+        store = otherwise.store if isinstance(otherwise, Stash) else "device"
+        if store != "device":
+            live.prefetcher.put(form, facts.key)
+        label = getattr(form.codec, "label", form.codec.id)
+        note = "not recomputed: the program could change what it is made from"
+        encoder.release(value, readers, facts, label, form.ticket.nbytes, note, started, store)
+        return
+    for saved in readers:
+        assert saved.spec is not None
+        saved.dense = whole.as_strided(saved.spec.shape, saved.spec.stride, saved.offset)
+        saved.version = saved.dense._version
+    if value.height:  # others are remade from it
+        guard_with(value, whole)
+    live.add(-value.account.device_nbytes)
+    value.account.stash_nbytes, value.account.store = whole.untyped_storage().nbytes(), "device"
+    live.add(value.account.device_nbytes)
+    encoder.keep(value, facts, f"the program could change what it is made from; {reason}")

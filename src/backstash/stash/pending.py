@@ -1,0 +1,138 @@
+"""Storages that autograd has saved and about which nothing is decided yet.
+
+Note: [encode when orphaned]
+    A tensor is not encoded when it is saved but when its storage's use count says that only autograd's saves are left.
+    Until then encoding gains nothing (the program holds the memory anyway), after that nobody can save or change the
+    tensor again. So a storage is never encoded twice, values that the program keeps are kept by reference, buffers that
+    an op writes after saving are complete, and no pointer is ever looked up after its memory is gone.
+
+    The count is looked at before a torch function runs: as many functions after the save as the program has held the
+    storage at the same place of an earlier step, and then whenever the value has become a quarter older. So a value
+    that is let go of as usual takes one look, and a program that keeps thousands of tensors pays for a few looks each.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from backstash.stash.ledger import Account
+from backstash.stash.live import Live
+from backstash.stash.place import Place
+from backstash.stash.value import Value
+from backstash.torch_internals import storage_use_count
+
+Look = tuple[weakref.ref[Value], Place]
+
+
+class Pending:
+    """The pending values by the address of their storage, and when to look at them.
+
+    Args:
+        decide: encodes a value whose storage nobody but autograd holds.
+
+    Attributes:
+        clock: how many torch functions and packed tensors there were so far.
+    """
+
+    def __init__(self, decide: Callable[[Value], None]) -> None:
+        self.clock = 0
+        self._decide = decide
+        self._values: dict[int, weakref.ref[Value]] = {}
+        self._due: dict[int, list[Look]] = {}
+
+    def __contains__(self, cdata: int) -> bool:
+        return cdata in self._values
+
+    def get(self, cdata: int) -> Value | None:
+        """The pending value of the storage at that address."""
+        reference = self._values.get(cdata)
+        return None if reference is None else reference()
+
+    def add(self, value: Value, place: Place) -> None:
+        """Queue a value that was saved at that place."""
+        self._values[value.cdata] = reference = weakref.ref(value)
+        value.born = self.clock
+        self._look_again(self.clock + place.delay, (reference, place))
+
+    def tick(self) -> list[Look] | None:
+        """A torch function is about to run: the values to look at now."""
+        self.clock = clock = self.clock + 1
+        return self._due.pop(clock, None)
+
+    def look_at(self, due: list[Look]) -> None:
+        """Decide about those of these values that nobody else holds; look at the others later."""
+        for look in due:
+            value, place = look[0](), look[1]
+            if value is None or value.storage is None:  # its graph is gone, or it was decided on
+                continue
+            age = self.clock - value.born
+            if self.decide_if_orphaned(value):
+                # Perhaps it was let go of earlier than it was looked at: a little earlier next time.
+                place.delay = max(1, age - age // 8)
+            else:
+                self._look_again(self.clock + max(1, age // 4), look)
+
+    def look_at_all(self) -> None:
+        """Decide about every pending value that nobody else holds."""
+        for reference in list(self._values.values()):
+            value = reference()
+            if value is not None and value.storage is not None:
+                self.decide_if_orphaned(value)
+
+    def decide_if_orphaned(self, value: Value) -> bool:
+        """Decide about a value if nobody else holds its storage; returns whether that was so."""
+        if value.cdata not in self._values or not _is_orphaned(value):
+            return False
+        del self._values[value.cdata]  # so it is decided about once
+        with torch.no_grad():
+            self._decide(value)
+        value.storage = None
+        return True
+
+    def begin_step(self) -> None:
+        """Forget what died."""
+        self._values = {cdata: value for cdata, value in self._values.items() if value() is not None}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._values.clear()
+        self._due.clear()
+
+    def _look_again(self, clock: int, look: Look) -> None:
+        looks = self._due.get(clock)
+        if looks is None:
+            self._due[clock] = [look]
+        else:
+            looks.append(look)
+
+
+def _is_orphaned(value: Value) -> bool:
+    """Whether only autograd's saves hold the storage of a value."""
+    assert value.storage is not None  # no variable of its own: it would count
+    count = storage_use_count(value.storage._cdata) - 1  # its Python object
+    members = value.members
+    if count > len(members):
+        return False
+    for member in members:
+        saved = member()
+        if saved is not None and saved.dense is not None:
+            count -= 1
+    return count == 0 and _references(value) <= _OWN_REFERENCES  # the program may hold its Python object as well
+
+
+def _references(value: Value) -> int:
+    """How many references there are to the Python object of a value's storage."""
+    return sys.getrefcount(value.storage)
+
+
+def _references_of_nobody_else() -> int:
+    """The same where only the value and torch itself hold it."""
+    x = torch.empty(1, device="cpu")
+    return _references(Value(x.untyped_storage(), Account(None, 0, ""), Live()))  # type: ignore[arg-type]
+
+
+_OWN_REFERENCES = _references_of_nobody_else()

@@ -1,0 +1,33 @@
+"""A place in a model's step at which autograd saves a tensor, and what was learned there in earlier steps.
+
+Training repeats itself: the same node of the same module saves a tensor like that of the step before. What was worked
+out about it once - its name, its need, what the policy says, when the program lets go of it - is kept with its place
+and used again, as long as everything that it was worked out from is still the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from backstash.saved import SavedTensor
+
+if TYPE_CHECKING:
+    from backstash.policy import Action
+
+
+class Place:
+    """What is known of the tensor that one node of the model saves under one role.
+
+    Attributes:
+        facts: about the tensor.
+        claimable: whether a kernel of the package backward reads it.
+        action: what the policy said; None where it was not asked yet, or may say something else next time.
+        delay: how many torch functions the program held the storage for, when this was found out last.
+    """
+
+    __slots__ = ("action", "claimable", "delay", "facts")
+
+    def __init__(self, facts: SavedTensor, claimable: bool = False) -> None:
+        self.facts, self.claimable = facts, claimable
+        self.action: Action | None = None
+        self.delay = 1

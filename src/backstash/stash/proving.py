@@ -1,0 +1,75 @@
+"""Whether a recipe makes the value that it is to replace: it is run, and its result is compared with the value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backstash.ops.reference import bits_of
+from backstash.saved import TensorSpec
+from backstash.stash.calls import Leaf
+from backstash.stash.decode import fetch
+from backstash.stash.gains import gains
+from backstash.stash.recipes import Recipe
+from backstash.stash.value import holder
+
+
+def prove(recipe: Recipe, whole: Tensor) -> str:
+    """How the recipe makes the bits of ``whole``: "fused", "plain" (call by call), or "" if it does not."""
+    expected = whole.as_strided((whole.numel(),), (1,), 0)
+    for way, candidate in (("fused", recipe), ("plain", recipe.unfused())):
+        result = candidate.run(_fetch_unguarded)
+        if result.dtype == whole.dtype and result.untyped_storage().nbytes() == whole.untyped_storage().nbytes():
+            flat = result.as_strided((whole.numel(),), (1,), 0)
+            if torch.equal(bits_of(flat), bits_of(expected)):
+                return way
+    return ""
+
+
+def prove_within(recipe: Recipe, whole: Tensor) -> str:
+    """Whether the recipe makes ``whole`` as precisely as its leaves' bounds and rounding allow: "within", or ""."""
+    off = off_by(recipe)
+    if off is None:
+        return ""
+    result = recipe.run(_fetch_unguarded)
+    if TensorSpec.of(result) != recipe.call.spec:
+        return ""
+    error = (result - whole.as_strided(result.shape, result.stride(), 0)).abs_()
+    by_channel = error.amax([dim for dim in range(result.dim()) if dim != 1])
+    return "within" if bool((by_channel <= off * 1.001 + rounding(result)).all()) else ""
+
+
+def rounding(whole: Tensor) -> float:
+    """How far apart the results of two ways to compute the same numbers may lie."""
+    return float(8 * torch.finfo(whole.dtype).eps * whole.abs().max())
+
+
+def off_by(recipe: Recipe) -> Tensor | None:
+    """The largest error that the recipe's result may have, by channel: [C] or [1]; None where it is not known."""
+    found = gains(recipe)
+    if found is None:
+        return None
+    total = torch.zeros(1, device=recipe.call.spec.device)
+    for leaf, gain in found.items():
+        off: Tensor | None
+        if leaf.recipe is not None and leaf.recipe.from_statistics:
+            off = off_by(leaf.recipe)
+        else:
+            bound = leaf.form.codec.bound if leaf.form is not None and leaf.recipe is None else None
+            off = torch.zeros(1, device=total.device)
+            if bound is not None:
+                off = None if bound.abs is None else off + bound.abs
+        if off is None:
+            return None
+        total = total + gain * off
+    return total
+
+
+def _fetch_unguarded(leaf: Leaf) -> Tensor:
+    """As :func:`decode.fetch`, at a time when nothing guards the leaf yet."""
+    value = leaf.value
+    if not value.is_dense or value.guard is not None:
+        return fetch(leaf)
+    member = holder(value)
+    assert member is not None and member.dense is not None
+    return member.dense.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)

@@ -1,0 +1,143 @@
+"""Recipes: the tree of calls by which a value is made again, bit for bit, instead of being stored.
+
+The call that made a content is followed back until every input is something that is held anyway: another stored value
+(a leaf), or a copy of a parameter or of something small. A recipe is proven before it is trusted (Note: [proven
+recipes] in remaking.py). It may also begin from values that are stored within a bound; gains.py tells what becomes of
+their errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from backstash.stash import fused
+from backstash.stash.calls import OVERWRITES, Call, Content, Held, Leaf, Memory, View, norm_from_statistics, repeat
+
+if TYPE_CHECKING:
+    from backstash.stash.value import Value
+
+MAX_CALLS = 12
+"""The most calls that one recipe makes."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A tree of calls that makes one value.
+
+    Attributes:
+        call: the last call.
+        inputs: for each tensor argument, in the order of ``call.inputs()``: a Leaf, something Held, or the recipe of
+            what the argument is a view of, with that view.
+        fused: whether batch norm, add and relu may run as one kernel.
+        from_statistics: whether batch norm uses the statistics that it has saved, and not those of its present input.
+    """
+
+    call: Call
+    inputs: tuple[Leaf | Held | tuple[Recipe, View], ...]
+    fused: bool = True
+    from_statistics: bool = False
+
+    def __str__(self) -> str:
+        inner = [str(given[0]) for given in self.inputs if isinstance(given, tuple)]
+        return f"{self.call.name}({', '.join(inner)})" if inner else self.call.name
+
+    def leaves(self) -> Iterator[Value]:
+        """The stored values that it begins from."""
+        for given in self.inputs:
+            if isinstance(given, Leaf):
+                yield given.value
+            elif isinstance(given, tuple):
+                yield from given[0].leaves()
+
+    def run(self, fetch: Callable[[Leaf], Tensor], out: Memory | None = None) -> Tensor:
+        """Make the value.
+
+        Args:
+            fetch: returns the tensor that a leaf stands for, which the recipe does not change.
+            out: makes the memory for the result; it is asked only where the recipe can use it.
+
+        Returns:
+            The value, laid out like the original; in ``out`` or in fresh memory.
+        """
+        if self.fused:
+            result = fused.affine(self, fetch, out)
+            if result is not None:
+                return result
+        tensors = [self._input(index, fetch, out) for index in range(len(self.inputs))]
+        if self.from_statistics and self.call.statistics is not None:
+            return norm_from_statistics(self.call, tensors)
+        first, call = self.inputs[0] if self.inputs else None, self.call
+        is_temporary = isinstance(first, tuple) and tensors[0].shape == call.spec.shape
+        if is_temporary and tensors[0].dtype == call.spec.dtype and call.name in OVERWRITES:
+            return repeat(call, OVERWRITES[call.name], tensors)
+        return repeat(call, call.function, tensors)
+
+    def unfused(self) -> Recipe:
+        """The same calls, each on its own."""
+        inputs = tuple((given[0].unfused(), given[1]) if isinstance(given, tuple) else given for given in self.inputs)
+        return replace(self, inputs=inputs, fused=False)
+
+    def using_statistics(self) -> Recipe:
+        """The same calls, for inputs that have errors: the statistics that batch norm has saved are exact."""
+        inputs = tuple(
+            (given[0].using_statistics(), given[1]) if isinstance(given, tuple) else given for given in self.inputs
+        )
+        return replace(self, inputs=inputs, from_statistics=True)
+
+    def _input(self, index: int, fetch: Callable[[Leaf], Tensor], out: Memory | None) -> Tensor:
+        given = self.inputs[index]
+        if isinstance(given, Held):
+            return given.get()
+        if isinstance(given, Leaf):
+            return fetch(given)
+        recipe, view = given
+        result = recipe.run(fetch, out if index == 0 else None)
+        if result.shape == view.spec.shape and result.stride() == view.spec.stride and view.offset == 0:
+            return result
+        return result.as_strided(view.spec.shape, view.spec.stride, view.offset)
+
+
+def build(content: Content, leaf: Callable[[View], Leaf | str | None], budget: int = MAX_CALLS) -> Recipe | str:
+    """The recipe that makes ``content``, or the reason why there is none.
+
+    Args:
+        content: what is to be made.
+        leaf: returns a Leaf where a stored value holds what a view looks at, None where no value does, and a reason
+            where one does that may not be used.
+        budget: the most calls that the recipe may make.
+    """
+    call = content.call
+    if call is None:
+        return "what made it is not known, or costs too much to do again"
+    if budget < 1:
+        return f"it would take more than {MAX_CALLS} calls to make it again"
+    budget -= 1
+    inputs: list[Leaf | Held | tuple[Recipe, View]] = []
+    for given in call.inputs():
+        if isinstance(given, Held):
+            if given.tensor._version != given.version:
+                return f"an input of the {call.name} that made it was changed since"
+            inputs.append(given)
+            continue
+        found = leaf(given)
+        if isinstance(found, str):
+            return found
+        if found is None:
+            recipe = build(given.content, leaf, budget)
+            if isinstance(recipe, str):
+                return f"{recipe} (input of {call.name})" if given.content.call is None else recipe
+            if recipe.call.spec.dtype is not given.spec.dtype:
+                return "its storage is seen as different types"
+            budget -= _number_of_calls(recipe)
+            inputs.append((recipe, given))
+        else:
+            inputs.append(found)
+    return Recipe(call, tuple(inputs))
+
+
+def _number_of_calls(recipe: Recipe) -> int:
+    return 1 + sum(_number_of_calls(given[0]) for given in recipe.inputs if isinstance(given, tuple))

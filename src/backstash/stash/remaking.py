@@ -1,0 +1,149 @@
+"""Which values are forgotten and made again, and the proof that this makes the same bits.
+
+Note: [proven recipes]
+    Whether an op repeats itself bit for bit depends on the device, its library, shapes and layouts, and is documented
+    nowhere. So a recipe runs when it is first used, on the very data, and is trusted only if the bits are the same:
+    with fused kernels, or else call by call. A recipe that begins from bounded values has to come as near as their
+    bounds allow. The proof is repeated now and then, on the numbers of another step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+from torch import Tensor
+
+from backstash.policy import MAX_DEPTH, Policy, Recompute
+from backstash.saved import TensorSpec
+from backstash.stash import leaves, proving
+from backstash.stash.calls import Leaf, View
+from backstash.stash.encode import has_error
+from backstash.stash.gains import gains
+from backstash.stash.leaning import Leaning
+from backstash.stash.ledger import Step
+from backstash.stash.live import Live
+from backstash.stash.recipes import Recipe, build
+from backstash.stash.sample import Sample
+from backstash.stash.value import Saved, Value, holder
+
+REPEAT = 256
+"""A recipe is proven again at every so many of its uses, on the numbers of that step; each recipe at another step."""
+
+
+class _Proof:
+    """What is known of a recipe: how it makes the value ("" if it does not), and how often this was asked.
+
+    The phase is another number for each recipe, so that they are not all proven again in the same step.
+    """
+
+    __slots__ = ("phase", "uses", "way")
+
+    def __init__(self, way: str, phase: int) -> None:
+        self.way, self.uses, self.phase = way, 1, phase
+
+
+class Remaking:
+    """Finds recipes, and proves them.
+
+    Args:
+        policy: decides about the values that recipes begin from.
+        live: the running totals.
+        leaning: watches the leaves that the program may still change.
+        full: whether samples are checksums.
+        decide_first: decides about an older value that nobody holds, so that it is known how it is stored.
+    """
+
+    def __init__(
+        self, policy: Policy, live: Live, leaning: Leaning, full: bool, decide_first: Callable[[Value], object]
+    ) -> None:
+        self._policy = policy
+        self._live = live
+        self._leaning = leaning
+        self._full = full
+        self._decide_first = decide_first
+        self._proofs: dict[tuple[str, ...], _Proof] = {}
+        self.step = Step()
+        self.number = 0
+
+    def begin_step(self, step: Step, number: int) -> None:
+        """The accounts of the step that begins, and its number."""
+        self.step, self.number = step, number
+
+    def recipe(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Recipe | str:
+        """How to make ``whole`` again; else the reason why it cannot be."""
+        content = value.content
+        if content is None or content.version != strongest.version:
+            return "what made it is not known"
+        recipe = build(content, lambda view: self._find_leaf(view, value, action))
+        if isinstance(recipe, str):
+            return recipe
+        begins_from = set(recipe.leaves())
+        if action.max_inputs is not None and len(begins_from) > action.max_inputs:
+            return f"it would begin from {len(begins_from)} stored values"
+        assert strongest.tensor is not None
+        bounded = any(leaf.errors for leaf in begins_from)
+        if bounded and value.height:
+            return "others, which were proven with its exact numbers, are made again of it"
+        if bounded and not leaves.keeps_signs(recipe, value, whole):
+            return "its sign is read in another way than a relu does"
+        key = (strongest.tensor.key, str(recipe), f"{TensorSpec.of(whole)}{' within' * bounded}")
+        if key in self._live.distrusted:
+            return f"{recipe} has made other bits than the value had"
+        way = self._proof(key, recipe, whole, bounded)
+        if not way:
+            return f"{recipe} does not repeat itself {'within its bounds' if bounded else 'bit for bit'}"
+        for leaf in begins_from:
+            leaves.guard(leaf)
+        recipe = recipe.using_statistics() if bounded else recipe if way == "fused" else recipe.unfused()
+        self._leaning.watch(value, begins_from)
+        tolerance = None
+        if bounded:
+            off = proving.off_by(recipe)
+            tolerance = None if off is None else 1.001 * float(off.max()) + proving.rounding(whole)
+        value.proof = key
+        value.sample = Sample.of(whole, self.number, self._full, tolerance)
+        return recipe
+
+    def sources(self, value: Value, strongest: Saved) -> dict[str, Tensor] | None:
+        """From which stored values a value could be made, and by how much errors of theirs are multiplied.
+
+        See ``trace`` of :class:`backstash.policy.Policy`.
+        """
+        content = value.content
+        if content is None or content.version != strongest.version:
+            return None
+        recipe = build(content, lambda view: leaves.find_leaf(view, value, MAX_DEPTH, None))
+        found = gains(recipe) if isinstance(recipe, Recipe) else None
+        return None if found is None else {leaf.key: gain for leaf, gain in found.items() if leaf.key}
+
+    def _find_leaf(self, view: View, root: Value, action: Recompute) -> Leaf | str | None:
+        """As :func:`leaves.find_leaf`, but nothing begins from a value that is yet to be stored with an error."""
+        stored = view.content.value() if view.content.value is not None else None
+        if stored is not None and stored is not root and stored.storage is not None:
+            self._decide_first(stored)
+        leaf = leaves.find_leaf(view, root, action.max_depth, action.within)
+        if not isinstance(leaf, Leaf):
+            return leaf
+        value = leaf.value
+        held = holder(value) if value.storage is not None and not value.height else None
+        if held is not None and held.tensor is not None and has_error(self._policy.decide(held.tensor)):
+            return "it would begin from a value that may be stored with an error"
+        return leaf
+
+    def _proof(self, key: tuple[str, ...], recipe: Recipe, whole: Tensor, bounded: bool) -> str:
+        """How the recipe makes the value: "fused", "plain", "within", or "" where it does not."""
+        proof = self._proofs.get(key)
+        if proof is not None:
+            proof.uses += 1
+            if not proof.way or (proof.uses + proof.phase) % REPEAT:
+                return proof.way
+        way = proving.prove_within(recipe.using_statistics(), whole) if bounded else proving.prove(recipe, whole)
+        self._live.buffers.clear()  # nothing is held of what the recipe begins from
+        if proof is None:
+            self.step.proofs += 1
+            self._proofs[key] = _Proof(way, zlib.crc32("\n".join(key).encode()))
+        else:
+            self.step.repeated_proofs += 1
+            proof.way = way
+        return way
