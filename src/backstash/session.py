@@ -33,8 +33,8 @@ import time
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -92,6 +92,7 @@ from backstash.stash.ledger import Entry, PeakRow, Report, Step
 from backstash.stash.live import Live
 from backstash.stash.sample import Sample
 from backstash.stash.value import Form, Saved, Value, holder, version_of
+from backstash.stash.watcher import Watcher
 from backstash.stores import DeviceStore, HostStore, Store
 from backstash.torch_internals import (
     hide_from_dynamo,
@@ -295,6 +296,19 @@ class Session:
                 step.repeated_proofs,
                 tuple(self._live.monitor.found) if self._live.monitor is not None else (),
             )
+
+    @contextmanager
+    def watched_by(self, watcher: Watcher) -> Iterator[None]:
+        """Inside this context, ``watcher`` is told what the Session does with memory."""
+        before, self._live.watcher = self._live.watcher, watcher
+        try:
+            yield
+        finally:
+            self._live.watcher = before
+
+    def report_peak(self, rows: tuple[PeakRow, ...]) -> None:
+        """From now on, reports list these rows as what was alive at the peak of a step."""
+        self._peak = rows
 
     def _checks(self) -> bool:
         """Whether the step in progress keeps exact data for measuring the gradient's error."""
@@ -715,6 +729,8 @@ class Session:
                 else:
                     mask = facts.mask if facts.need is Need.SIGN else None
                     store = self.stores[action.store]
+                    if self._live.watcher is not None:
+                        self._live.watcher.storing(encoded)
                     return Form(codec, mask, encoded.spec, store, store.put(encoded)), ""
             reason = f"{getattr(codec, 'label', codec.id)}: {refusal}"
         return None, reason
@@ -949,6 +965,12 @@ class Session:
         return tensor if wrapping is None else wrapping.wrap(tensor)
 
     def _unpack(self, saved: Saved | tuple[Tensor, int]) -> Tensor:
+        tensor = self._read(saved)
+        if self._live.watcher is not None:
+            self._live.watcher.read(tensor, is_stored=isinstance(saved, Saved) and saved.dense is None)
+        return tensor
+
+    def _read(self, saved: Saved | tuple[Tensor, int]) -> Tensor:
         live = self._live
         if not live.unpacked and in_backward():  # and not a look at grad_fn._saved_*
             with self._lock:
