@@ -22,7 +22,7 @@ ALLOWED = {
     "needs": {"effects", "saved"},
     "ops": {"errors", "saved"},
     "codecs": {"errors", "saved", "ops"},
-    "stores": {"errors", "saved", "codecs.base"},
+    "stores": {"errors", "saved", "codecs.base", "torch_internals"},
     "policy": {"errors", "saved", "codecs"},
     "policies_offload": {"saved", "codecs", "policy"},
     "policies": {"errors", "saved", "codecs", "policy", "policies_offload"},

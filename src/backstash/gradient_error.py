@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from backstash.stash.ledger import GradientError
+from backstash.torch_internals import backward_engine, functorch_level, in_backward, replace_backward_engine
 
-_autograd: Any = torch.autograd
 _lock = threading.RLock()
 _waiting: weakref.WeakSet[Monitor] = weakref.WeakSet()
 _engine: Any = None
@@ -76,8 +76,8 @@ class Monitor:
             if self.is_due:
                 _waiting.add(self)
                 if _engine is None:
-                    _engine = _autograd._engine_run_backward
-                    _autograd._engine_run_backward = _start
+                    _engine = backward_engine()
+                    replace_backward_engine(_start)
             else:
                 _waiting.discard(self)
                 _restore()
@@ -164,7 +164,7 @@ def _obstacle(graph: _Graph, packed: Iterable[Any], create_graph: bool) -> str:
     """Why the gradient's error cannot be measured, or an empty string if it can."""
     if create_graph:
         return "backward was asked for a graph of its own (create_graph=True)"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if functorch_level() is not None:
         return "backward runs under a transform of torch.func"
     checkpointed = any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph.nodes)
     if checkpointed or any(type(mine).__module__ == "torch.utils.checkpoint" for mine in packed):
@@ -203,7 +203,7 @@ def _start(
 ) -> Any:
     """Stands in for the function that starts autograd's engine, while a Session waits for a backward pass."""
     engine = _engine
-    if torch._C._current_autograd_node() is None:  # and not inside another backward
+    if not in_backward():  # and not inside another backward
         with _lock:
             waiting = list(_waiting)
         for monitor in waiting:
@@ -216,6 +216,6 @@ def _start(
 def _restore() -> None:
     """Put back torch's own function when nobody waits any more, unless somebody else has wrapped ours."""
     global _engine
-    if not _waiting and _engine is not None and _autograd._engine_run_backward is _start:
-        _autograd._engine_run_backward = _engine
+    if not _waiting and _engine is not None and backward_engine() is _start:
+        replace_backward_engine(_engine)
         _engine = None

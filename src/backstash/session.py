@@ -20,8 +20,8 @@ Note: [ownership]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
@@ -52,6 +52,7 @@ from backstash.stash.pending import Pending
 from backstash.stash.place import Place
 from backstash.stash.remaking import Remaking
 from backstash.stash.value import Saved, Value, version_of
+from backstash.stash.watcher import Watcher
 from backstash.stores import DeviceStore, HostStore, Store
 from backstash.torch_internals import hide_from_dynamo, in_backward, no_torch_function
 
@@ -207,6 +208,19 @@ class Session:
                 step.repeated_proofs,
                 tuple(self._live.monitor.found) if self._live.monitor is not None else (),
             )
+
+    @contextmanager
+    def watched_by(self, watcher: Watcher) -> Iterator[None]:
+        """Inside this context, ``watcher`` is told what the Session does with memory."""
+        before, self._live.watcher = self._live.watcher, watcher
+        try:
+            yield
+        finally:
+            self._live.watcher = before
+
+    def report_peak(self, rows: tuple[PeakRow, ...]) -> None:
+        """From now on, reports list these rows as what was alive at the peak of a step."""
+        self._peak = rows
 
     # -- steps and modules ---------------------------------------------------------------------------------------
 
@@ -419,7 +433,10 @@ class Session:
         with no_torch_function():
             if not self._live.unpacked and in_backward():  # and not a look at grad_fn._saved_*
                 self._begin_backward()
-            return unpack(packed, self._live, self.min_nbytes)
+            tensor = unpack(packed, self._live, self.min_nbytes)
+            if self._live.watcher is not None:
+                self._live.watcher.read(tensor, is_stored=isinstance(packed, Saved) and packed.dense is None)
+            return tensor
 
     def _begin_backward(self) -> None:
         live = self._live

@@ -45,6 +45,41 @@ saved_tensor_hooks: Callable[[bool], Any] = _find("_C._autograd._top_saved_tenso
 no_torch_function: Any = _find("_C.DisableTorchFunction")
 """A context in which nobody sees the torch functions that are called."""
 
+no_torch_function_subclass: Any = _find("_C.DisableTorchFunctionSubclass")
+"""A context in which tensor subclasses do not see the torch functions that are called; modes still do."""
+
+profiler_event: Any = _find("_C._profiler._EventType")
+"""The kinds of events in the profiler's record: ``TorchOp``, ``Allocation`` and others."""
+
+record_scope: Any = _find("_C._profiler.RecordScope")
+"""Where an event of the profiler was recorded: ``FUNCTION`` is an operator, others are nodes and user annotations."""
+
+is_traceable_wrapper_subclass: Callable[[object], bool] = _find("utils._python_dispatch.is_traceable_wrapper_subclass")
+"""Whether a tensor or a class of tensors wraps other tensors and tells which, through ``__tensor_flatten__``."""
+
+tree_map_only: Callable[..., Any] = _find("utils._pytree.tree_map_only")
+"""``tree_map_only(type, function, tree)``: nested lists and dicts with ``function`` applied to the leaves of a type."""
+
+operator: Any = _find("_ops.OpOverload")
+"""The class of an operator such as ``torch.ops.aten.add.Tensor``."""
+
+operator_packet: Any = _find("_ops.OpOverloadPacket")
+"""The class of all overloads of an operator, such as ``torch.ops.aten.add``."""
+
+_find("autograd._engine_run_backward")
+_autograd: Any = torch.autograd
+
+
+def backward_engine() -> Callable[..., Any]:
+    """The function by which ``torch.autograd`` starts the engine now: torch's own, or what has replaced it."""
+    engine: Callable[..., Any] = _autograd._engine_run_backward
+    return engine
+
+
+def replace_backward_engine(engine: Callable[..., Any]) -> None:
+    """Have ``torch.autograd`` start the engine by this function, which takes the same arguments."""
+    _autograd._engine_run_backward = engine
+
 
 def in_backward() -> bool:
     """Whether autograd runs a node on this thread: what is packed then belongs to the step in progress."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from backstash.torch_internals import operator, operator_packet
 
 
 class SideEffect(Enum):
@@ -70,11 +71,9 @@ def side_effect_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def _find_side_effect(function: Callable[..., Any]) -> SideEffect:
     if function in _ESCAPES:
         return SideEffect.ESCAPES
-    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(function, (operator, operator_packet)):
         overloads = (
-            [function]
-            if isinstance(function, torch._ops.OpOverload)
-            else [getattr(function, name) for name in function.overloads()]
+            [function] if isinstance(function, operator) else [getattr(function, name) for name in function.overloads()]
         )
         if any(overload.namespace not in ("aten", "prims", "backstash") for overload in overloads):
             return SideEffect.ESCAPES

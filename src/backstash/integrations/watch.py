@@ -33,6 +33,7 @@ from backstash.integrations.launcher import execute
 from backstash.ops import backends
 from backstash.report.meter import CountedPeak, reset_resident_peak, resident_nbytes, resident_peak_nbytes
 from backstash.session import Session
+from backstash.torch_internals import no_torch_function
 
 PLAIN = "plain"
 """The name that stands for no Session at all."""
@@ -145,7 +146,7 @@ class Watch:
             outermost, self._inside_backward = not self._inside_backward, True
             try:
                 if outermost and loss.numel() == 1 and loss.is_floating_point():
-                    with torch._C.DisableTorchFunction():
+                    with no_torch_function():
                         self._losses.append(loss.detach().clone())  # a script may change its loss later
                 original(loss, *args, **kwargs)
             finally:

@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._profiler import RecordScope, _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from backstash.backward.accumulation import LINEAR
@@ -27,12 +26,12 @@ from backstash.codecs.base import Encoded
 from backstash.errors import MeasureError
 from backstash.planning.trace import Buffer, Decode, Op, Role, Trace
 from backstash.policy import Policy
-from backstash.saved import TensorSpec
 from backstash.session import MIN_NBYTES, Session
-from backstash.stash.buffers import Buffers, release
-from backstash.stores import Store, Ticket
+from backstash.stash.buffers import release
+from backstash.stores import Store
+from backstash.torch_internals import no_torch_function, profiler_event, record_scope
 
-_PUT, _GOT, _TAKEN, _READ, _SETTLED = (f"backstash {what} " for what in ("put", "got", "taken", "read", "settled"))
+_PUT, _GOT, _TAKEN, _READ, _RELEASED = (f"backstash {what} " for what in ("put", "got", "taken", "read", "released"))
 _NODE = "autograd::engine::evaluate_function: "
 _NO_OPERATION = ("aten::detach", "aten::_has_compatible_shallow_copy_type")
 """What a Session calls to hold a tensor, or its version alone."""
@@ -84,7 +83,7 @@ def record(
         with session or nullcontext():
             step()
 
-    with nullcontext() if session is None else _watched(session):
+    with nullcontext() if session is None else session.watched_by(_Notes()):
         for _ in range(warmup):
             once()
         release()  # so that the trace sees the decode buffers come
@@ -103,66 +102,28 @@ def record(
     outlasting = [replace(b, end=trace.end) for b, memory in resident if memory in still and memory[0] not in new]
     trace = replace(trace, buffers=(*trace.buffers, *outlasting))  # at the end: decodes name buffers by number
     if session is not None:
-        session._peak = trace.at_peak()
+        session.report_peak(trace.at_peak())
     return trace
 
 
-class _WatchedStore:
-    """A store that writes the addresses of the planes it is given and gives into the profiler's record."""
+class _Notes:
+    """A watcher that writes what it is told into the profiler's record, between the allocations."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def put(self, encoded: Encoded) -> Ticket:
+    def storing(self, encoded: Encoded) -> None:
         _note(_PUT, planes=_addresses(encoded), codec=encoded.codec)
-        return self._store.put(encoded)
 
-    def get(self, ticket: Ticket) -> Encoded:
-        encoded = self._store.get(ticket)
+    def fetched(self, encoded: Encoded) -> None:
         _note(_GOT, planes=_addresses(encoded))
-        return encoded
 
+    def taken(self, memory: Tensor) -> None:
+        _note(_TAKEN, whole=memory.untyped_storage().data_ptr(), nbytes=memory.numel() * memory.itemsize)
 
-class _WatchedBuffers(Buffers):
-    """Decode buffers that write into the profiler's record what is taken from them."""
+    def released(self, memory: Tensor) -> None:
+        _note(_RELEASED, whole=memory.untyped_storage().data_ptr())
 
-    def take(self, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-        taken = super().take(spec, dtype)
-        _note(_TAKEN, whole=taken.untyped_storage().data_ptr(), nbytes=taken.numel() * taken.itemsize)
-        return taken
-
-    def release(self, owner: object) -> None:
-        whole = self.holding(owner)
-        if whole is not None:
-            _note(_SETTLED, whole=whole.untyped_storage().data_ptr())
-        del whole
-        super().release(owner)
-
-
-@contextmanager
-def _watched(session: Session) -> Iterator[None]:
-    """Inside, the Session writes into the profiler's record what it stores and what backward reads."""
-    stores, buffers, unpack = session.stores, session._buffers, session._unpack
-
-    def watching(saved: Any) -> Tensor:
-        tensor = unpack(saved)
+    def read(self, tensor: Tensor, is_stored: bool) -> None:
         if tensor.layout is torch.strided and type(tensor) is Tensor:
-            made = not isinstance(saved, tuple) and saved.dense is None
-            _note(_READ, whole=tensor.untyped_storage().data_ptr(), made=made)
-        return tensor
-
-    session.stores = {name: _WatchedStore(store) for name, store in stores.items()}
-    session._live.buffers = session._buffers = _WatchedBuffers()
-    session._unpack = watching  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        session.stores = stores
-        session._live.buffers = session._buffers = buffers
-        del session._unpack
+            _note(_READ, whole=tensor.untyped_storage().data_ptr(), made=is_stored)
 
 
 def _addresses(encoded: Encoded) -> list[int]:
@@ -170,7 +131,7 @@ def _addresses(encoded: Encoded) -> list[int]:
 
 
 def _note(what: str, **facts: Any) -> None:
-    with torch._C.DisableTorchFunction(), record_function(what + json.dumps(facts)):
+    with no_torch_function(), record_function(what + json.dumps(facts)):
         pass
 
 
@@ -239,7 +200,7 @@ def _read(roots: list[Any], device: str) -> _Log:
             for decoding in read:
                 decoding.end = log.ticks - 1  # as if the node's last event released it
             read.clear()
-        if event.tag == _EventType.Allocation:
+        if event.tag == profiler_event.Allocation:
             _allocation(log, open_now, event.extra_fields, device, doing)
         elif event.name.startswith(_PUT):
             facts = json.loads(event.name.removeprefix(_PUT))
@@ -277,8 +238,8 @@ def _read(roots: list[Any], device: str) -> _Log:
                 log.decodings.append(latest[memory])
             if memory in latest:
                 read.add(latest[memory])
-        elif event.name.startswith(_SETTLED):
-            settled = latest.get(open_now.get(json.loads(event.name.removeprefix(_SETTLED))["whole"]))  # type: ignore[arg-type]
+        elif event.name.startswith(_RELEASED):
+            settled = latest.get(open_now.get(json.loads(event.name.removeprefix(_RELEASED))["whole"]))  # type: ignore[arg-type]
             if settled in read:
                 read.discard(settled)
                 settled.end = log.ticks - 1
@@ -320,9 +281,9 @@ def _walk(roots: list[Any]) -> Iterator[tuple[Any, bool]]:
     while waiting:
         event, inside = waiting.pop()
         is_op = False
-        if not inside and event.tag == _EventType.TorchOp:
+        if not inside and event.tag == profiler_event.TorchOp:
             of_autograd = event.extra_fields.sequence_number >= 0
-            is_function = event.extra_fields.scope == RecordScope.FUNCTION and event.name not in _NO_OPERATION
+            is_function = event.extra_fields.scope == record_scope.FUNCTION and event.name not in _NO_OPERATION
             is_op = event.name.startswith(_NODE) or (of_autograd and is_function)
         yield event, is_op
         waiting += [(child, inside or is_op) for child in reversed(event.children)]

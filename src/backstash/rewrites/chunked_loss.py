@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backstash.errors import RewriteError
+from backstash.torch_internals import no_torch_function_subclass
 
 CHUNK_NBYTES = 16 << 20
 """Bytes of logits that are there at a time, by default."""
@@ -153,7 +154,7 @@ class _Deferred(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_torch_function_subclass():
                 return func(*args, **kwargs)
         follow = _FOLLOWED.get(func)
         if follow is not None and isinstance(args[0], _Deferred) and args[0].logits is None:

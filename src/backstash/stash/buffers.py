@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backstash.ops.backends import advise_huge
 from backstash.saved import TensorSpec
+from backstash.torch_internals import storage_use_count
 
 SMALLEST = 1 << 18
 """Smaller buffers are not pooled: the allocator has them at hand."""
@@ -22,7 +23,6 @@ LARGE = 1 << 20
 """Larger buffers are given back once they were read, where peaks are; smaller ones wait for the next layer."""
 
 _pools: weakref.WeakSet[Buffers] = weakref.WeakSet()
-_use_count = torch._C._storage_Use_Count
 
 
 class _Buffer:
@@ -38,7 +38,7 @@ class _Buffer:
 
     @property
     def free(self) -> bool:
-        return _use_count(self.cdata) == 2 + (self.whole is not None)
+        return storage_use_count(self.cdata) == 2 + (self.whole is not None)
 
     @property
     def awaited(self) -> bool:

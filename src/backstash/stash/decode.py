@@ -141,7 +141,7 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
         # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
         one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
         dtype = torch.bool if one_bit and form.spec.device.type != "cpu" else form.spec.dtype
-        whole = buffers.take(form.spec, dtype)
+        whole = _take(value, form.spec, dtype)
         encoded = planes(value, form)
         started = time.perf_counter()  # what was waited for is counted apart
         form.codec.decode(encoded, whole)
@@ -159,10 +159,10 @@ def remake(value: Value, fresh: bool = False) -> Tensor:
     Raises:
         RecomputedDifferentlyError: it has other bits than it had (Note: [samples]).
     """
-    recipe, form, buffers = value.recipe, value.form, value.buffers
-    assert recipe is not None and buffers is not None
+    recipe, form = value.recipe, value.form
+    assert recipe is not None
     spec = recipe.call.spec
-    whole = recipe.run(fetch, None if fresh else lambda: buffers.take(spec, spec.dtype))
+    whole = recipe.run(fetch, None if fresh else lambda: _take(value, spec, spec.dtype))
     if form is not None:
         _apply(form, planes(value, form), whole)
     if value.sample is not None and value.sample.differs(whole):
@@ -175,6 +175,15 @@ def remake(value: Value, fresh: bool = False) -> Tensor:
             f"backstash.policies.lossless(recompute=False); from the next step on this value is stored."
         )
     return whole
+
+
+def _take(value: Value, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
+    """Memory from the pool of decode buffers, laid out like ``spec``; its contents are undefined."""
+    assert value.buffers is not None
+    memory = value.buffers.take(spec, dtype)
+    if value.live.watcher is not None:
+        value.live.watcher.taken(memory)
+    return memory
 
 
 def release(value: Value) -> None:
@@ -203,6 +212,11 @@ def release(value: Value) -> None:
         value.bits = None
     del whole
     value.hold(None)
+    if value.live.watcher is not None:
+        whole = buffers.holding(owner)
+        if whole is not None:
+            value.live.watcher.released(whole)
+        del whole
     buffers.release(owner)
 
 
@@ -213,9 +227,12 @@ MANY = 8
 def planes(value: Value, form: Form) -> Encoded:
     """The planes of a value, from wherever they are."""
     if form.tag is None:
-        return form.store.get(form.ticket)
-    encoded, seconds = value.live.prefetcher.read(form, value.live.below_peak)
-    value.account.stall_seconds += seconds
+        encoded = form.store.get(form.ticket)
+    else:
+        encoded, seconds = value.live.prefetcher.read(form, value.live.below_peak)
+        value.account.stall_seconds += seconds
+    if value.live.watcher is not None:
+        value.live.watcher.fetched(encoded)
     return encoded
 
 

@@ -187,6 +187,8 @@ class Encoder:
                     refusal = str(refused)
                 else:
                     mask = facts.mask if facts.need is Need.SIGN else None
+                    if self._live.watcher is not None:
+                        self._live.watcher.storing(encoded)
                     return Form(codec, mask, encoded.spec, store, store.put(encoded)), ""
             reason = f"{getattr(codec, 'label', codec.id)}: {refusal}"
         return None, reason

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from backstash.stash.buffers import Buffers
 from backstash.stash.prefetch import Prefetcher
+from backstash.stash.watcher import Watcher
 
 if TYPE_CHECKING:
     from backstash.gradient_error import Monitor
@@ -28,6 +29,7 @@ class Live:
         peak_nbytes: the most bytes on the device so far.
         unpacked: whether backward has begun.
         monitor: measures the gradient's error in the first steps, where that was asked for.
+        watcher: is told of what happens to memory; None when nobody asked for that.
         distrusted: keys of recipes that have failed after they had been proven.
     """
 
@@ -40,6 +42,7 @@ class Live:
         self.peak_nbytes = 0
         self.unpacked = False
         self.monitor: Monitor | None = None
+        self.watcher: Watcher | None = None
         self.distrusted: set[tuple[str, ...]] = set()
         self._saved = self._nbytes = self._remade_nbytes = 0
         self._losses: deque[tuple[int, int, int]] = deque()

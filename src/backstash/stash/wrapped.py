@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from backstash import needs
 from backstash.codecs.shape import stand_in
 from backstash.errors import SavedTensorModifiedError
 from backstash.saved import PLAIN, Need, TensorSpec, is_odd
+from backstash.torch_internals import is_traceable_wrapper_subclass
 
 
 def inner_tensor(x: Tensor) -> Tensor | None:

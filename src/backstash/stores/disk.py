@@ -25,6 +25,7 @@ from backstash.codecs.base import Encoded
 from backstash.errors import DamagedPlanesError, StoreError, StoreFullError
 from backstash.stores.base import Account, DropLock, Ticket, Usage
 from backstash.stores.space import Space
+from backstash.torch_internals import storage_use_count
 
 _PAGE = 4096  # what the system reads and writes past its cache: whole ones, aligned in memory and in the file
 _LINE = 64  # planes begin at multiples of it, as those that torch allocates do
@@ -322,7 +323,7 @@ class _Memory:
         """Memory with any contents, uint8 [nbytes]; whoever holds it or a view of it keeps it."""
         for i, (memory, storage) in enumerate(self._kept):
             fits = nbytes <= memory.numel() <= nbytes + nbytes // 4
-            if fits and torch._C._storage_Use_Count(storage._cdata) == 2:  # memory and storage
+            if fits and storage_use_count(storage._cdata) == 2:  # memory and storage
                 self._kept.append(self._kept.pop(i))
                 return memory[:nbytes]
         memory = _aligned(nbytes)

@@ -1,0 +1,38 @@
+"""What a Session tells of its memory while a step runs, to anybody who wants to record it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from backstash.codecs.base import Encoded
+
+
+class Watcher(Protocol):
+    """Is told what a Session stores, where it decodes, and what backward reads, at the moment when it happens.
+
+    A watcher must not keep a tensor or planes that it is given, nor write to them: a reference changes when memory is
+    free. Calls arrive on the thread that saves or reads the tensor, most of them under the Session's lock. A Session
+    without a watcher pays one attribute look-up for each of these events.
+    """
+
+    def storing(self, encoded: Encoded) -> None:
+        """These planes are about to be given to a store."""
+
+    def fetched(self, encoded: Encoded) -> None:
+        """These planes are about to be decoded or read; their store has brought them, now or for an earlier reader."""
+
+    def taken(self, memory: Tensor) -> None:
+        """A value is about to be decoded or remade into this memory."""
+
+    def released(self, memory: Tensor) -> None:
+        """The reader of what was decoded into this memory is done with it, before its node has ended."""
+
+    def read(self, tensor: Tensor, is_stored: bool) -> None:
+        """Autograd was given this tensor.
+
+        Args:
+            tensor: what backward reads. It may be a claim, which has no memory.
+            is_stored: whether the value is decoded or remade, and not held as it is.
+        """
