@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -116,8 +117,14 @@ class TensorSpec:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> TensorSpec:
-        """The spec of ``x``."""
-        return cls(tuple(x.shape), x.stride(), x.dtype, x.device, x.numel() * x.element_size())
+        """The spec of ``x``; tensors that look the same have the same object, because training repeats itself."""
+        index = x.shape, x.stride(), x.dtype, x.device
+        known = _specs.get(index)
+        if known is None:
+            if len(_specs) >= _MOST_SPECS:
+                _specs.clear()
+            known = _specs[index] = cls(tuple(x.shape), x.stride(), x.dtype, x.device, x.numel() * x.element_size())
+        return known
 
     @property
     def numel(self) -> int:
@@ -126,6 +133,10 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+_specs: dict[tuple[Any, ...], TensorSpec] = {}
+_MOST_SPECS = 4096
 
 
 class Effect(Enum):

@@ -137,7 +137,9 @@ class Session:
         self._step = Step()
         self._steps = 0
         self._elsewhere = False
-        self._shapes: dict[int, tuple[StorageWeakRef, Account]] = {}  # of storages of which only the shape is read
+        self._shapes: dict[
+            int, tuple[parameters.StorageReference, Account]
+        ] = {}  # of storages of which only the shape is read
         self._unnamed: list[Saved] = []
         self._lock = self._live.lock
         self._installed: ExitStack | None = None
@@ -381,13 +383,13 @@ class Session:
         storage = dense.untyped_storage()
         cdata = storage._cdata
         value = self._pending.get(cdata)
-        if facts.need is Need.SHAPE and self._releases_shapes(facts):
+        if facts.need is Need.SHAPE and self._releases_shape(place):
             if value is not None:
                 value.account.share(facts)
             else:
                 account = self._account_of_shape(facts, storage)
                 if account is None:
-                    self._shapes[cdata] = StorageWeakRef(storage), self._step.open(facts, storage.nbytes(), "shape")
+                    self._shapes[cdata] = weakref.ref(storage), self._step.open(facts, storage.nbytes(), "shape")
             saved.counter, saved.dense = version_of(dense), None
             return
         if value is None:
@@ -396,8 +398,8 @@ class Session:
             account.stash_nbytes, account.codec = nbytes, "kept"
             account.reason = "held by the program, kept by reference"
             self._live.add(nbytes)
-            value = Value(storage, account, self._live)
-            self._pending.add(value, place)
+            value = Value(storage, account, self._live, place)
+            self._pending.add(value)
         else:
             value.account.share(facts)
         value.members.append(weakref.ref(saved))
@@ -410,14 +412,16 @@ class Session:
             value.content = self._contents.of(dense)
             value.content.value = weakref.ref(value)
 
-    def _releases_shapes(self, facts: SavedTensor) -> bool:
-        action = self.policy.decide(facts)
-        return isinstance(action, Stash) and any(choice.id == Shape.id for choice in action.codecs)
+    def _releases_shape(self, place: Place) -> bool:
+        if place.releases is None or not self._encoder.is_fixed:
+            action = self.policy.decide(place.facts)
+            place.releases = isinstance(action, Stash) and any(codec.id == Shape.id for codec in action.codecs)
+        return place.releases
 
     def _account_of_shape(self, facts: SavedTensor, storage: torch.UntypedStorage) -> Account | None:
         """The account of a storage of which only the shape was read so far, shared with one more saved tensor."""
         known = self._shapes.get(storage._cdata)
-        if known is None or known[0].expired():
+        if known is None or known[0]() is not storage:
             return None
         known[1].share(facts)
         return known[1]

@@ -62,6 +62,7 @@ class Content:
     """What a storage held at one version.
 
     Attributes:
+        storage: the storage.
         version: the version.
         call: how it was made; None where that is not known or not cheap.
         value: the stored value that holds it, once one does.
@@ -69,10 +70,10 @@ class Content:
         escaped: whether something may change it without a new version: a pointer was taken, or its ``.data``.
     """
 
-    __slots__ = ("before", "call", "escaped", "value", "version")
+    __slots__ = ("before", "call", "escaped", "storage", "value", "version")
 
-    def __init__(self, version: int, before: Content | None = None) -> None:
-        self.version = version
+    def __init__(self, storage: weakref.ref[torch.UntypedStorage], version: int, before: Content | None = None) -> None:
+        self.storage, self.version = storage, version
         self.before = before
         if before is not None:
             before.before = None
@@ -131,7 +132,8 @@ class Call:
     Attributes:
         name: of the function.
         function: what to call to do it again.
-        args, kwargs: arguments; tensors as View or Held.
+        args, kwargs: arguments, with INPUT in the places of tensors.
+        inputs: the tensors, in order.
         spec: of the result, which fills its storage.
         in_place: whether the first argument's memory became the result's.
         autocast: device type, dtype and cache setting where autocast was on.
@@ -143,16 +145,23 @@ class Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    inputs: tuple[View | Held, ...]
     spec: TensorSpec
     in_place: bool
     autocast: tuple[str, torch.dtype] | None = None
     random_state: Tensor | None = None
     statistics: tuple[Held, Held] | None = None
 
-    def inputs(self) -> Iterator[View | Held]:
-        """All tensor arguments, in order."""
-        for arg in (*self.args, *self.kwargs.values()):
-            yield from (x for x in (arg if isinstance(arg, list) else (arg,)) if isinstance(x, (View, Held)))
+    def named_input(self, name: str) -> View | Held | None:
+        """The tensor that was given as the keyword argument ``name``; None where none was, or not by its name."""
+        if self.kwargs.get(name) is not INPUT:
+            return None
+        before = sum(1 for arg in self.args if arg is INPUT)
+        for key, arg in self.kwargs.items():
+            if key == name:
+                return self.inputs[before]
+            before += arg is INPUT
+        return None
 
 
 def random_state(function: Any, args: Sequence[Any]) -> Tensor | None:
@@ -168,64 +177,98 @@ def call_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Tensor,
-    view: Callable[[Tensor], View | Held | None],
+    storage: torch.UntypedStorage,
+    view: Callable[[Tensor, torch.UntypedStorage], View | Held | None],
     before: Tensor | None,
 ) -> Call | None:
     """The call that made ``result``, or None where it cannot be repeated from its arguments.
 
     Args:
         function, args, kwargs, result: what was called with what, and what it returned.
-        view: makes View or Held of a tensor argument; None where a call that reads it cannot be repeated.
+        storage: of the result.
+        view: makes View or Held of a tensor argument of the call that filled ``storage``; None where a call that reads
+            it cannot be repeated.
         before: what :func:`random_state` returned.
     """
-    spec = TensorSpec.of(result)
-    storage = result.untyped_storage()
-    if result.storage_offset() != 0 or spec.nbytes != storage.nbytes():
+    if result.storage_offset() != 0 or result.nbytes != storage.nbytes():
         return None
     name, in_place = CHEAP[function], function in _IN_PLACE
-    if kwargs.get("inplace"):
-        in_place, kwargs = True, {**kwargs, "inplace": False}
-    if kwargs.get("out") is not None or kwargs.get("generator") is not None:
-        return None
-    tensors = _tensors_in((*args, *kwargs.values()))
-    if not all(type(x) in PLAIN and x.layout is torch.strided and not is_odd(x) for x in tensors):
-        return None
-    aliased = [x for x in tensors if x.untyped_storage()._cdata == storage._cdata]
-    if len(aliased) != in_place or (in_place and aliased[0] is not args[0]):
+    if kwargs:
+        if kwargs.get("inplace"):
+            in_place, kwargs = True, {**kwargs, "inplace": False}
+        if kwargs.get("out") is not None or kwargs.get("generator") is not None:
+            return None
+    aliases = 0
+    for x in _tensors_in(args, kwargs):
+        if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
+            return None
+        if x.untyped_storage() is storage:
+            aliases += 1
+            if not args or x is not args[0]:
+                return None
+    if aliases != in_place:
         return None  # a view, a conversion that had nothing to do, or a positional inplace=True
     statistics = None
     if name == "batch_norm":
         args, kwargs, statistics = _batch_norm(args, kwargs, result)
+    inputs: list[View | Held] = []
+    for x in _tensors_in(args, kwargs):
+        given = view(x, storage)
+        if given is None:
+            return None
+        inputs.append(given)
+    spec = TensorSpec.of(result)
     device = spec.device.type
     autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-    call = Call(
+    return Call(
         name,
         getattr(Tensor, name) if function in _IN_PLACE else function,
-        tuple(_each_tensor(arg, view) for arg in args),
-        {key: _each_tensor(arg, view) for key, arg in kwargs.items()},
+        tuple([_without_tensors(arg) for arg in args]),
+        {key: _without_tensors(arg) for key, arg in kwargs.items()},
+        tuple(inputs),
         spec,
         in_place,
         autocast,
         before,
         statistics,
     )
-    return call if sum(1 for _ in call.inputs()) == len(_tensors_in((*args, *kwargs.values()))) else None
 
 
-def _tensors_in(given: Sequence[Any]) -> list[Tensor]:
-    flat = [item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    return [item for item in flat if isinstance(item, Tensor)]
+class _Input:
+    """Stands in a call's arguments where a tensor was."""
+
+    def __repr__(self) -> str:
+        return "input"
 
 
-def _each_tensor(arg: Any, change: Callable[[Any], Any]) -> Any:
-    """``arg`` with ``change`` made to every Tensor, View and Held in it.
+INPUT = _Input()
 
-    No closure that calls itself: that would be a cycle, which holds on to tensors until the garbage collector comes.
-    """
-    if isinstance(arg, (Tensor, View, Held)):
-        return change(arg)
-    if isinstance(arg, (list, tuple)) and any(isinstance(item, (Tensor, View, Held)) for item in arg):
-        return [_each_tensor(item, change) for item in arg]
+
+def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """All tensors among the arguments, and one level deep in lists, in order."""
+    found: list[Tensor] = []
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, Tensor):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found += [item for item in arg if isinstance(item, Tensor)]
+    return found
+
+
+def _without_tensors(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return INPUT
+    if isinstance(arg, (list, tuple)) and any(isinstance(item, Tensor) for item in arg):
+        return [INPUT if isinstance(item, Tensor) else item for item in arg]
+    return arg
+
+
+def _with_tensors(arg: Any, tensors: Iterator[Tensor]) -> Any:
+    """``arg`` with the next tensors in the places of inputs."""
+    if arg is INPUT:
+        return next(tensors)
+    if isinstance(arg, list):
+        return [next(tensors) if item is INPUT else item for item in arg]
     return arg
 
 
@@ -271,8 +314,8 @@ def repeat(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> T
     """Runs a function with the arguments of a call, in whose tensors' places come others."""
     given = iter(tensors)
 
-    args = tuple(_each_tensor(arg, lambda _: next(given)) for arg in call.args)
-    kwargs = {key: _each_tensor(arg, lambda _: next(given)) for key, arg in call.kwargs.items()}
+    args = [_with_tensors(arg, given) for arg in call.args]
+    kwargs = {key: _with_tensors(arg, given) for key, arg in call.kwargs.items()}
     if call.autocast is None:
         device = call.spec.device.type
         cast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
@@ -286,9 +329,7 @@ def repeat(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> T
 def norm_from_statistics(call: Call, tensors: list[Tensor]) -> Tensor:
     """Batch norm of an input that has errors, with the statistics that were saved of the exact input."""
     assert call.statistics is not None
-    given = dict(
-        zip((name for name, arg in call.kwargs.items() if isinstance(arg, (View, Held))), tensors, strict=True)
-    )
+    given = dict(zip((name for name, arg in call.kwargs.items() if arg is INPUT), tensors, strict=True))
     mean, invstd = (held.get() for held in call.statistics)
     eps = call.kwargs.get("eps", 1e-5)
     variance = (invstd.double().pow(-2) - eps).clamp_(min=0.0).to(invstd.dtype)

@@ -129,7 +129,7 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
         whole = remake(value)
         if not ahead or value.live.has_room(whole.untyped_storage().nbytes()):
             value.hold(whole.detach())
-        if any(leaf.recipe is not None and leaf.remade is None for leaf in value.recipe.leaves()):
+        if any(leaf.recipe is not None and leaf.remade is None for leaf in value.recipe.leaves):
             buffers.shrink()  # there was no room for them
     elif form is not None and borrows and isinstance(form.codec, Raw):
         encoded = planes(value, form)

@@ -43,7 +43,7 @@ class Encoder:
         self._remaking = remaking
         self._together = policy if isinstance(policy, DecidesTogether) else None
         self._trace = optional(policy, "trace")
-        self._is_fixed: bool = getattr(policy, "is_fixed", False)
+        self.is_fixed: bool = getattr(policy, "is_fixed", False)
 
     def encode(self, value: Value) -> None:
         """Store a value that nobody but autograd holds in the form that the policy chooses."""
@@ -103,7 +103,7 @@ class Encoder:
     def _action(self, value: Value, strongest: Saved, facts: SavedTensor, fresh: list[Saved]) -> Action:
         """What the policy says of a value; at a place that is known it is not asked again if it would say the same."""
         place = strongest.place
-        if self._is_fixed and place is not None and place.facts is facts:
+        if self.is_fixed and place is not None and place.facts is facts:
             if place.action is None:
                 place.action = self.policy.decide(facts)
             return place.action
@@ -121,12 +121,13 @@ class Encoder:
     ) -> None:
         """Let go of a value that its recipe makes again."""
         if recipe.from_statistics:
-            value.errors = frozenset().union(*(leaf.errors for leaf in recipe.leaves()))
+            value.errors = frozenset().union(*(leaf.errors for leaf in recipe.leaves))
             value.form = self._mask(whole, facts, fresh)
         if value.errors and self._live.keeps_exact_data:
             value.exact = whole.detach()
         value.recipe, value.guard = recipe, None
-        for leaf in recipe.leaves():
+        value.depth = 1 + max((leaf.depth for leaf in recipe.leaves), default=0)
+        for leaf in recipe.leaves:
             leaf.raise_to(value.height + 1)
         nbytes = 0 if value.form is None else value.form.ticket.nbytes
         label = "recompute within" if recipe.from_statistics else "recompute"
@@ -151,13 +152,13 @@ class Encoder:
         account.stash_nbytes, account.codec, account.reason, account.store = nbytes, codec, note, store
         live.add(account.device_nbytes)
         account.encode_seconds += time.perf_counter() - started
-        if not self._is_fixed:
+        if not self.is_fixed:
             self.policy.observe(Outcome(facts, codec, nbytes))
 
     def keep(self, value: Value, facts: SavedTensor, reason: str) -> None:
         """Hold a value as it is."""
         value.account.codec, value.account.reason = "kept", reason
-        if not self._is_fixed:
+        if not self.is_fixed:
             self.policy.observe(Outcome(facts, None, value.account.stash_nbytes, reason))
 
     def form(self, x: Tensor, facts: SavedTensor, action: Stash, readers: list[Saved]) -> tuple[Form | None, str]:

@@ -31,7 +31,7 @@ def affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) 
     norm, residual = _norm_and_residual(inner)
     if norm.call.statistics is None or isinstance(residual, Held) or not hasattr(_kernels(norm), "affine"):
         return None
-    given, spec = norm.call.kwargs, recipe.call.spec
+    spec = recipe.call.spec
     source = norm.inputs[0]
     if spec.dtype is not torch.float32 or norm.call.autocast is not None or recipe.call.autocast is not None:
         return None
@@ -46,7 +46,9 @@ def affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) 
     if x.dtype is not torch.float32 or x.stride() != spec.stride or x.shape != spec.shape:
         return None
     mean, invstd = (held.get() for held in norm.call.statistics)
-    weight, bias = (held.get() if isinstance(held, Held) else None for held in (given.get("weight"), given.get("bias")))
+    held_weight, held_bias = norm.call.named_input("weight"), norm.call.named_input("bias")
+    weight = held_weight.get() if isinstance(held_weight, Held) else None
+    bias = held_bias.get() if isinstance(held_bias, Held) else None
     result = out() if out is not None else None
     if result is None or TensorSpec.of(result) != spec:  # the memory is for what a later call converts the result to
         result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)

@@ -26,7 +26,7 @@ def gains(recipe: Recipe) -> dict[Value, Tensor] | None:
         return _gains_through(recipe, 0)
     if call.name == "batch_norm" and call.statistics is not None:
         factor = call.statistics[1].get()
-        weight = call.kwargs.get("weight")
+        weight = call.named_input("weight")
         if isinstance(weight, Held):
             factor = factor * weight.get().detach().to(factor.dtype)
         return _scaled(_gains_through(recipe, 0), factor.abs())

@@ -75,7 +75,7 @@ def _store_instead(value: Value, encoder: Encoder) -> None:
         form, reason = encoder.form(whole, facts, otherwise, readers)
     value.hold(None)
     value.buffers.forget(value if value.form is None else value.form)
-    value.recipe, value.sample, value.form = None, None, form
+    value.recipe, value.sample, value.form, value.depth = None, None, form, 0
     live = value.live
     if form is not None:
         store = otherwise.store if isinstance(otherwise, Stash) else "device"

@@ -20,19 +20,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import SavedTensorFreedError
 from backstash.saved import PLAIN, TensorSpec
 from backstash.stash import wrapped
 
+StorageReference = weakref.ref[torch.UntypedStorage]
+"""A weak reference to a storage's Python object, which lives as long as the storage, whoever holds it."""
+
 
 def is_parameter(x: Tensor) -> bool:
     """Whether ``x`` is a parameter, frozen or not, or a view of one."""
-    if isinstance(x, nn.Parameter):
+    if type(x) is not Tensor and isinstance(x, nn.Parameter):  # isinstance is slow here
         return True
     base = x._base
-    return base is not None and isinstance(base, nn.Parameter)
+    return base is not None and type(base) is not Tensor and isinstance(base, nn.Parameter)
 
 
 def is_leaf_of_graph(x: Tensor) -> bool:
@@ -101,29 +103,29 @@ class ParameterStorages:
     """
 
     def __init__(self) -> None:
-        self._roots: weakref.WeakKeyDictionary[nn.Module, dict[int, StorageWeakRef]] = weakref.WeakKeyDictionary()
-        self._state: dict[int, StorageWeakRef] = {}
-        self._recognised: dict[int, StorageWeakRef] = {}
+        self._roots: weakref.WeakKeyDictionary[nn.Module, dict[int, StorageReference]] = weakref.WeakKeyDictionary()
+        self._state: dict[int, StorageReference] = {}
+        self._recognised: dict[int, StorageReference] = {}
 
     def enter(self, root: nn.Module) -> None:
         """Learn the storages of a root module's parameters and buffers, which is about to be called."""
         self._roots[root] = {
-            storage._cdata: self._state.get(storage._cdata) or StorageWeakRef(storage)
-            for storage in _state_storages(root)
+            storage._cdata: self._state.get(storage._cdata) or weakref.ref(storage) for storage in _state_storages(root)
         }
         self._state = {}
         for storages in self._roots.values():
             self._state |= storages
-        self._recognised = {cdata: known for cdata, known in self._recognised.items() if not known.expired()}
+        self._recognised = {cdata: known for cdata, known in self._recognised.items() if known() is not None}
 
     def include(self, x: Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether ``x``, whose memory is ``storage``, is a parameter, a buffer or a view of one."""
         cdata = storage._cdata
-        if cdata in self._state or cdata in self._recognised:
+        known = self._state.get(cdata) or self._recognised.get(cdata)
+        if known is not None and known() is storage:
             return True
         if not is_parameter(x):
             return False
-        self._recognised[cdata] = StorageWeakRef(storage)
+        self._recognised[cdata] = weakref.ref(storage)
         return True
 
     def may_be_freed(self, storage: torch.UntypedStorage) -> bool:

@@ -21,11 +21,8 @@ import torch
 
 from backstash.stash.ledger import Account
 from backstash.stash.live import Live
-from backstash.stash.place import Place
 from backstash.stash.value import Value
 from backstash.torch_internals import storage_use_count
-
-Look = tuple[weakref.ref[Value], Place]
 
 
 class Pending:
@@ -42,7 +39,7 @@ class Pending:
         self.clock = 0
         self._decide = decide
         self._values: dict[int, weakref.ref[Value]] = {}
-        self._due: dict[int, list[Look]] = {}
+        self._due: dict[int, list[weakref.ref[Value]]] = {}
 
     def __contains__(self, cdata: int) -> bool:
         return cdata in self._values
@@ -52,29 +49,25 @@ class Pending:
         reference = self._values.get(cdata)
         return None if reference is None else reference()
 
-    def add(self, value: Value, place: Place) -> None:
-        """Queue a value that was saved at that place."""
+    def add(self, value: Value) -> None:
+        """Queue a value that was saved just now."""
         self._values[value.cdata] = reference = weakref.ref(value)
         value.born = self.clock
-        self._look_again(self.clock + place.delay, (reference, place))
+        self._look_again(self.clock + (1 if value.place is None else value.place.delay), reference)
 
-    def tick(self) -> list[Look] | None:
+    def tick(self) -> list[weakref.ref[Value]] | None:
         """A torch function is about to run: the values to look at now."""
         self.clock = clock = self.clock + 1
         return self._due.pop(clock, None)
 
-    def look_at(self, due: list[Look]) -> None:
+    def look_at(self, due: list[weakref.ref[Value]]) -> None:
         """Decide about those of these values that nobody else holds; look at the others later."""
         for look in due:
-            value, place = look[0](), look[1]
+            value = look()
             if value is None or value.storage is None:  # its graph is gone, or it was decided on
                 continue
-            age = self.clock - value.born
-            if self.decide_if_orphaned(value):
-                # Perhaps it was let go of earlier than it was looked at: a little earlier next time.
-                place.delay = max(1, age - age // 8)
-            else:
-                self._look_again(self.clock + max(1, age // 4), look)
+            if not self.decide_if_orphaned(value):
+                self._look_again(self.clock + max(1, (self.clock - value.born) // 4), look)
 
     def look_at_all(self) -> None:
         """Decide about every pending value that nobody else holds."""
@@ -88,7 +81,14 @@ class Pending:
         if value.cdata not in self._values or not _is_orphaned(value):
             return False
         del self._values[value.cdata]  # so it is decided about once
-        with torch.no_grad():
+        if value.place is not None:
+            age = self.clock - value.born
+            # Perhaps it was let go of earlier than it was looked at: a little earlier next time.
+            value.place.delay = max(1, age - age // 8)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._decide(value)
+        else:
             self._decide(value)
         value.storage = None
         return True
@@ -102,7 +102,7 @@ class Pending:
         self._values.clear()
         self._due.clear()
 
-    def _look_again(self, clock: int, look: Look) -> None:
+    def _look_again(self, clock: int, look: weakref.ref[Value]) -> None:
         looks = self._due.get(clock)
         if looks is None:
             self._due[clock] = [look]

@@ -22,12 +22,14 @@ class Place:
         facts: about the tensor.
         claimable: whether a kernel of the package backward reads it.
         action: what the policy said; None where it was not asked yet, or may say something else next time.
+        releases: whether the policy lets go of a tensor of which only the shape is read; None where it was not asked.
         delay: how many torch functions the program held the storage for, when this was found out last.
     """
 
-    __slots__ = ("action", "claimable", "delay", "facts")
+    __slots__ = ("action", "claimable", "delay", "facts", "releases")
 
     def __init__(self, facts: SavedTensor, claimable: bool = False) -> None:
         self.facts, self.claimable = facts, claimable
         self.action: Action | None = None
+        self.releases: bool | None = None
         self.delay = 1

@@ -8,8 +8,7 @@ their errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -24,34 +23,38 @@ MAX_CALLS = 12
 """The most calls that one recipe makes."""
 
 
-@dataclass(frozen=True)
 class Recipe:
     """A tree of calls that makes one value.
 
     Attributes:
         call: the last call.
-        inputs: for each tensor argument, in the order of ``call.inputs()``: a Leaf, something Held, or the recipe of
+        inputs: for each tensor argument, in the order of ``call.inputs``: a Leaf, something Held, or the recipe of
             what the argument is a view of, with that view.
         fused: whether batch norm, add and relu may run as one kernel.
         from_statistics: whether batch norm uses the statistics that it has saved, and not those of its present input.
+        leaves: the stored values that it begins from, each as often as it is read.
     """
 
-    call: Call
-    inputs: tuple[Leaf | Held | tuple[Recipe, View], ...]
-    fused: bool = True
-    from_statistics: bool = False
+    __slots__ = ("call", "from_statistics", "fused", "inputs", "leaves")
+
+    def __init__(
+        self,
+        call: Call,
+        inputs: tuple[Leaf | Held | tuple[Recipe, View], ...],
+        fused: bool = True,
+        from_statistics: bool = False,
+    ) -> None:
+        self.call, self.inputs, self.fused, self.from_statistics = call, inputs, fused, from_statistics
+        self.leaves: list[Value] = []
+        for given in inputs:
+            if isinstance(given, Leaf):
+                self.leaves.append(given.value)
+            elif isinstance(given, tuple):
+                self.leaves += given[0].leaves
 
     def __str__(self) -> str:
         inner = [str(given[0]) for given in self.inputs if isinstance(given, tuple)]
         return f"{self.call.name}({', '.join(inner)})" if inner else self.call.name
-
-    def leaves(self) -> Iterator[Value]:
-        """The stored values that it begins from."""
-        for given in self.inputs:
-            if isinstance(given, Leaf):
-                yield given.value
-            elif isinstance(given, tuple):
-                yield from given[0].leaves()
 
     def run(self, fetch: Callable[[Leaf], Tensor], out: Memory | None = None) -> Tensor:
         """Make the value.
@@ -79,14 +82,14 @@ class Recipe:
     def unfused(self) -> Recipe:
         """The same calls, each on its own."""
         inputs = tuple((given[0].unfused(), given[1]) if isinstance(given, tuple) else given for given in self.inputs)
-        return replace(self, inputs=inputs, fused=False)
+        return Recipe(self.call, inputs, False, self.from_statistics)
 
     def using_statistics(self) -> Recipe:
         """The same calls, for inputs that have errors: the statistics that batch norm has saved are exact."""
         inputs = tuple(
             (given[0].using_statistics(), given[1]) if isinstance(given, tuple) else given for given in self.inputs
         )
-        return replace(self, inputs=inputs, from_statistics=True)
+        return Recipe(self.call, inputs, self.fused, True)
 
     def _input(self, index: int, fetch: Callable[[Leaf], Tensor], out: Memory | None) -> Tensor:
         given = self.inputs[index]
@@ -117,7 +120,7 @@ def build(content: Content, leaf: Callable[[View], Leaf | str | None], budget: i
         return f"it would take more than {MAX_CALLS} calls to make it again"
     budget -= 1
     inputs: list[Leaf | Held | tuple[Recipe, View]] = []
-    for given in call.inputs():
+    for given in call.inputs:
         if isinstance(given, Held):
             if given.tensor._version != given.version:
                 return f"an input of the {call.name} that made it was changed since"

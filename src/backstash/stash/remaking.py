@@ -78,7 +78,7 @@ class Remaking:
         recipe = build(content, lambda view: self._find_leaf(view, value, action))
         if isinstance(recipe, str):
             return recipe
-        begins_from = set(recipe.leaves())
+        begins_from = set(recipe.leaves)
         if action.max_inputs is not None and len(begins_from) > action.max_inputs:
             return f"it would begin from {len(begins_from)} stored values"
         assert strongest.tensor is not None

@@ -66,6 +66,8 @@ class Value:
         errors: keys of the bounded values whose errors it has, its own among them.
         exact: in a checked step, the exact data beside a form or a recipe that has an error.
         born: when it was queued, on the Session's clock.
+        place: where in the model it was saved first.
+        depth: how many recomputed values had to be made before it was there, itself included, when it was forgotten.
         written: the versions of tensors that were decoded for readers who may write into them.
     """
 
@@ -78,6 +80,7 @@ class Value:
         "buffers",
         "cdata",
         "content",
+        "depth",
         "errors",
         "exact",
         "facts",
@@ -88,6 +91,7 @@ class Value:
         "live",
         "members",
         "otherwise",
+        "place",
         "proof",
         "recipe",
         "remade",
@@ -98,7 +102,7 @@ class Value:
         "written",
     )
 
-    def __init__(self, storage: torch.UntypedStorage, account: Account, live: Live, born: int = 0) -> None:
+    def __init__(self, storage: torch.UntypedStorage, account: Account, live: Live, place: Place | None = None) -> None:
         self.storage: torch.UntypedStorage | None = storage
         self.cdata: int = storage._cdata
         self.address: StorageWeakRef | None = None
@@ -122,13 +126,10 @@ class Value:
         self.facts: SavedTensor | None = None
         self.errors: frozenset[str] = frozenset()
         self.exact: Tensor | None = None
-        self.born = born
+        self.born = 0
+        self.place = place
+        self.depth = 0
         self.written: list[tuple[Tensor, int]] | None = None
-
-    @property
-    def depth(self) -> int:
-        """How many recomputed values have to be made before it is there, itself included."""
-        return 0 if self.recipe is None else 1 + max((leaf.depth for leaf in self.recipe.leaves()), default=0)
 
     @property
     def is_dense(self) -> bool:
@@ -139,7 +140,7 @@ class Value:
         """Note that a chain of that many recipes begins here."""
         if height > self.height:
             self.height = height
-            for leaf in self.recipe.leaves() if self.recipe is not None else ():
+            for leaf in self.recipe.leaves if self.recipe is not None else ():
                 leaf.raise_to(height + 1)
 
     def saved(self) -> Iterator[Saved]:
