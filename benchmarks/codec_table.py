@@ -20,7 +20,7 @@ from backstash import Encoded, Keep, Need, Policy, Session, Stash
 from backstash.codecs import Bitmask, Codec, ErrorBound
 from backstash.codecs.base import flat
 from backstash.policies import lossless
-from backstash.policy import Action, Outcome
+from backstash.policies.base import Action
 from backstash.saved import SavedTensor, TensorSpec
 from benchmarks import networks
 from benchmarks.cases import SEED, image_batch
@@ -178,7 +178,7 @@ class _Tap:
 
 
 @dataclass(frozen=True, eq=False)
-class Capture:
+class Capture(Policy):
     """A policy that taps another one's codecs for the saved tensors whose keys are wanted, and encodes no other."""
 
     keys: frozenset[str]
@@ -194,9 +194,6 @@ class Capture:
             return Keep()
         taps: list[Any] = [_Tap(codec, saved, self.captured) for codec in action.codecs]
         return Stash(taps, action.store)
-
-    def observe(self, outcome: Outcome) -> None:
-        """Learns nothing."""
 
 
 def capture(work: Work, device: str, deadline: Deadline) -> tuple[list[Captured], Training, str]:

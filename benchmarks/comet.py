@@ -1,7 +1,7 @@
 """Bounds that follow the gradients: ``python -m benchmarks.comet [--json FILE] [--seconds N] [--network NAME]``.
 
 A network is trained on Fashion-MNIST (or, where it is not installed, on scikit-learn's digits) with plain PyTorch,
-``lossless``, COMET's rules (control.comet), JPEG-ACT's transform of what convolutions read (codecs.Dct), and values in
+``lossless``, COMET's rules (policies.comet), JPEG-ACT's transform of what convolutions read (codecs.Dct), and values in
 8, 4 and 2 bits (``quantized``). Within a seed all begin from the same weights and see the same images in the same
 order, and all make a step in turn, so that a step's times can be compared. The table has how much smaller the
 convolutions' stored inputs and the whole stash are, the counted peak, a step's time over the plain one's, the test
@@ -30,9 +30,9 @@ from torch.nn.grad import conv2d_weight
 
 from backstash import Session, policies
 from backstash.codecs import Binary, Dct, Signed, Szp, Zvc
-from backstash.control import Comet, bound_for, comet, comet_bound
-from backstash.control.bound import channel_norms, coverage
-from backstash.policy import Policy, Rules, Stash
+from backstash.policies.base import Policy, Rules, Stash
+from backstash.policies.comet import Comet, bound_for, comet, comet_bound
+from backstash.policies.comet.bound import channel_norms, coverage
 from backstash.report.meter import CountedPeak
 from backstash.stash.ledger import Entry
 from benchmarks import datasets, gist_accuracy, networks

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from backstash import Session, codecs, policies
 from backstash.codecs import Codec
-from backstash.policy import Policy
+from backstash.policies.base import Policy
 from benchmarks import datasets
 from benchmarks.datasets import Dataset
 from benchmarks.networks.initialisation import initialise, kaiming_fan_in

@@ -20,7 +20,7 @@ from backstash import Encoded, Keep, Need, Policy, Session, Stash
 from backstash.codecs import Csr, Minifloat, Shape, Zvc
 from backstash.codecs.base import EXACT, ErrorBound, flat
 from backstash.ops.reference import bits_of
-from backstash.policy import Action, Outcome
+from backstash.policies.base import Action
 from backstash.saved import SavedTensor, TensorSpec
 from backstash.stash.ledger import Report
 from benchmarks import networks
@@ -133,12 +133,12 @@ class _Scales:
 
 
 @dataclass(frozen=True, eq=False)
-class Weighing:
+class Weighing(Policy):
     """A policy that weighs every activation: each floating value of which backward reads a sign or the value."""
 
     weights: dict[str, Weight] = field(default_factory=dict)
 
-    recomputes: ClassVar[bool] = False
+    recomputes = False
 
     def decide(self, saved: SavedTensor) -> Action:
         """A shape as a shape, what is weighed as zvc, everything else as it is."""
@@ -147,9 +147,6 @@ class Weighing:
         if saved.need in (Need.SIGN, Need.VALUE) and saved.spec.dtype.is_floating_point:
             return Stash(_Scales(saved.key, self.weights))
         return Keep()
-
-    def observe(self, outcome: Outcome) -> None:
-        """Learns nothing."""
 
 
 def measure(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from backstash import Session, policies
-from backstash.policy import Policy
+from backstash.policies.base import Policy
 from backstash.report.meter import CountedPeak
 from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, Summary, interleave, mib, spread, summarise, table

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backstash import Policy
 from backstash.codecs import Encoded
-from backstash.policy import Action, Keep, Outcome, Stash
+from backstash.policies.base import Action, Keep, Outcome, Stash
 from backstash.saved import Need, SavedTensor
 from tests.fuzz.__main__ import main
 from tests.fuzz.execute import FAILURES, check

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "backstash"
 MODULES = sorted(SOURCE.rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "config", "manager"}
 COMMAND_LINE = {"__main__", "cli", "commands"}
-OUTER = {"report", "integrations", "testing", "rewrites", "planning", "control"} | COMMAND_LINE
+OUTER = {"report", "integrations", "testing", "rewrites", "planning"} | COMMAND_LINE
 
 # A unit is a module or a package right below backstash. What may be imported beside itself:
 ALLOWED = {
@@ -23,9 +23,7 @@ ALLOWED = {
     "ops": {"errors", "saved"},
     "codecs": {"errors", "saved", "ops"},
     "stores": {"errors", "saved", "codecs.base", "torch_internals"},
-    "policy": {"errors", "saved", "codecs"},
-    "policies_offload": {"saved", "codecs", "policy"},
-    "policies": {"errors", "saved", "codecs", "policy", "policies_offload"},
+    "policies": {"errors", "saved", "codecs", "needs"},
     "torch_internals": set(),
     "stash": {
         "errors",
@@ -34,11 +32,27 @@ ALLOWED = {
         "ops",
         "codecs",
         "stores",
-        "policy",
+        "policies.base",
         "torch_internals",
     },
     "backward": {"saved", "ops", "codecs", "torch_internals"},
     "capture": {"saved", "stash", "torch_internals"},
+}
+
+_FAMILY = {"saved", "codecs", "policies.base", "policies.lossless"}
+
+# The same for the modules of policies/, where an entry with a dot is a module beside them.
+POLICIES = {
+    "": {"policies"},
+    "base": {"saved", "codecs"},
+    "registry": {"errors", "policies.base"},
+    "lossless": {"saved", "codecs", "policies.base"},
+    "gist": _FAMILY,
+    "quantized": _FAMILY,
+    "sliced": _FAMILY,
+    "offload": _FAMILY,
+    "published": {"saved", "codecs", "policies.base"},
+    "comet": {*_FAMILY, "errors", "needs"},
 }
 
 
@@ -83,6 +97,14 @@ def test_layers(path: Path) -> None:
         assert {name for name in found if name.split(".")[0] in OUTER} == set()
 
 
+@pytest.mark.parametrize("path", sorted((SOURCE / "policies").rglob("*.py")), ids=identifier)
+def test_layers_of_policies(path: Path) -> None:
+    first = path.relative_to(SOURCE / "policies").parts[0].removesuffix(".py")
+    family = "" if first == "__init__" else first
+    beside = {name for name in imports(path) if not within(name, {f"policies.{family}"})}
+    assert {name for name in beside if not within(name, POLICIES[family])} == set()
+
+
 @pytest.mark.parametrize("path", MODULES, ids=identifier)
 def test_only_the_command_line_imports_the_command_line(path: Path) -> None:
     if unit(path) not in COMMAND_LINE:
@@ -93,14 +115,15 @@ def test_only_the_command_line_imports_the_command_line(path: Path) -> None:
 def test_planning_measures_nothing_and_only_reports_read_it(path: Path) -> None:
     found = {name.split(".")[0] for name in imports(path)}
     if unit(path) == "planning":
-        assert not found & {"report", "integrations", "testing", "control"}
+        assert not found & {"report", "integrations", "testing"}
+        assert not [name for name in imports(path) if within(name, {"policies.comet"})]
     elif unit(path) not in {"", "report"} | COMMAND_LINE:
         assert "planning" not in found
 
 
 def test_a_codec_knows_of_no_store_session_or_policy() -> None:
     for path in (SOURCE / "codecs").glob("*.py"):
-        assert not {name.split(".")[0] for name in imports(path)} & {"stores", "session", "policy", "policies"}, path
+        assert not {name.split(".")[0] for name in imports(path)} & {"stores", "session", "policies"}, path
 
 
 def test_a_store_never_decodes() -> None:

@@ -3,7 +3,7 @@
 from backstash import codecs, policies
 from backstash.codecs import Codec, Encoded, register_codec
 from backstash.errors import BackstashError
-from backstash.policy import Keep, Policy, Recompute, Stash
+from backstash.policies.base import Keep, Policy, Recompute, Stash
 from backstash.report.meter import measure
 from backstash.saved import Need
 from backstash.session import Session

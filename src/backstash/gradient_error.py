@@ -135,7 +135,7 @@ class Monitor:
             f"backstash: in step {found.step} the policy {self.policy} made the gradient wrong by {found.error:.3g} of "
             f"its length, and check_limit is {self.limit:g}; the worst leaf is {found.worst}, with a cosine of "
             f"{found.cosine:.3f} to its exact gradient. Give the policy more bits or a smaller bound, keep the worst "
-            f"layers exact with backstash.policy.Rules, or pass a larger check_limit.",
+            f"layers exact with backstash.policies.Rules, or pass a larger check_limit.",
             UserWarning,
             stacklevel=6,
         )

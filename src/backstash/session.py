@@ -40,7 +40,7 @@ from backstash.capture.side_effects import SideEffect, tensors_in
 from backstash.codecs.shape import Shape
 from backstash.errors import SessionError
 from backstash.gradient_error import Monitor
-from backstash.policy import Policy, Stash, optional
+from backstash.policies.base import Policy, Stash
 from backstash.saved import PLAIN, Need, SavedTensor, is_odd
 from backstash.stash import parameters, wrapped
 from backstash.stash.contents import Contents
@@ -118,9 +118,9 @@ class Session:
         self.min_nbytes = min_nbytes
         self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore(), **(stores or {})}
         self.depth = 0
-        self.recomputes: bool = optional(self.policy, "recomputes")
+        self.recomputes = self.policy.recomputes
         self._names = Names(model, table.can_claim)
-        self._live = Live(optional(self.policy, "ahead"), overwrite_gradients)
+        self._live = Live(self.policy.ahead, overwrite_gradients)
         if isinstance(check, int) and check:
             name_of = self._names.parameter_name
             self._live.monitor = Monitor(check, check_limit, repr(self.policy), packed_by, name_of)
@@ -132,8 +132,7 @@ class Session:
             self.policy, self._live, self._leaning, check == "full", self._pending.decide_if_orphaned
         )
         self._encoder = Encoder(self.policy, self.stores, self._live, self._remaking)
-        self._begun = optional(self.policy, "begin_step")
-        self._watch = optional(self.policy, "watch")
+        self._is_watched = not self.policy.is_fixed
         self._step = Step()
         self._steps = 0
         self._elsewhere = False
@@ -252,8 +251,7 @@ class Session:
         self._live.unpacked = False
         self._live.stashed_nbytes = 0  # there is room for nothing before backward has freed something
         self._steps += 1
-        if self._begun is not None:
-            self._begun()
+        self.policy.begin_step()
         if self._live.monitor is not None:
             self._live.monitor.begin_step(self._steps)
         self._step = Step()
@@ -323,8 +321,7 @@ class Session:
             if self._steps == 0:
                 self._steps = 1
                 self._remaking.begin_step(self._step, 1)
-                if self._begun is not None:
-                    self._begun()
+                self.policy.begin_step()
                 if self._live.monitor is not None:
                     self._live.monitor.begin_step(1)
             if self._step.accounts and self._live.saved == 0 and not in_backward():  # the last graph is gone
@@ -363,10 +360,10 @@ class Session:
                         self._step.parameters[id(saved)] = place.facts.spec.nbytes
                         continue
                     builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
-                    dense = saved.dense if builtin and self._watch is not None else None
+                    dense = saved.dense if builtin and self._is_watched else None
                     self._take(saved, place, builtin)
-                    if dense is not None and self._watch is not None:
-                        self._watch(place.facts, node, dense.detach())
+                    if dense is not None:
+                        self.policy.watch(place.facts, node, dense.detach())
                     del dense
                     if builtin:
                         saved.node, saved.claimable = node._sequence_nr(), place.claimable

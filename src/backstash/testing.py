@@ -30,7 +30,7 @@ from backstash import codecs
 from backstash.codecs.base import EXACT, Codec, Encoded, ErrorBound, flat
 from backstash.errors import BackstashError, CodecRefusedError, DamagedPlanesError
 from backstash.ops import reference
-from backstash.policy import Policy
+from backstash.policies.base import Policy
 from backstash.saved import Mask, Need, TensorSpec, Test
 from backstash.session import Session
 from backstash.stash.ledger import Report

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from backstash import Keep, Stash, commands
 from backstash.codecs import Zvc
-from backstash.policy import Action, Outcome
+from backstash.policies.base import Action, Outcome
 from backstash.saved import SavedTensor
 from benchmarks import batch_table, gist, layer_table
 from benchmarks.batch_table import Question

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from backstash import Encoded, Keep, Need, Stash
 from backstash.codecs import Zvc
 from backstash.codecs.base import EXACT, ErrorBound
-from backstash.policy import Action, Outcome
+from backstash.policies.base import Action, Outcome
 from backstash.saved import SavedTensor, TensorSpec
 from benchmarks import cases, codec_table, rounds, run, step_table
 from benchmarks.peers import Absent, Plain, Stashing, codec_peers

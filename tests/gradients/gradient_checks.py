@@ -13,7 +13,7 @@ from backstash.codecs import Bitmask, Encoded, ErrorBound, Narrow, Shape, Zvc
 from backstash.codecs.base import EXACT, flat, like, refuses_layout, require
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.narrow import INTEGERS
-from backstash.policy import Action, Outcome, Stash
+from backstash.policies.base import Action, Outcome, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.ledger import Report
 

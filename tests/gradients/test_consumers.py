@@ -22,7 +22,7 @@ from backstash.codecs import Binary
 from backstash.codecs.bitmask import FLOATS
 from backstash.errors import NeedNotMetError
 from backstash.ops import cpu
-from backstash.policy import Action, Outcome, Stash
+from backstash.policies.base import Action, Outcome, Stash
 from backstash.report.meter import CountedPeak
 from backstash.saved import Need, SavedTensor
 from backstash.stash import buffers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from backstash import Session, effects, needs, policies
 from backstash.codecs import BlockQuant
-from backstash.policy import Keep, Outcome, Stash
+from backstash.policies.base import Keep, Outcome, Stash
 from backstash.saved import Effect, SavedTensor, TensorSpec
 
 

@@ -22,7 +22,7 @@ from backstash.codecs.fewbit import ACTIVATIONS, BITS
 from backstash.errors import DamagedPlanesError
 from backstash.ops import cpu
 from backstash.policies import Lossless
-from backstash.policy import Action, Outcome, Stash
+from backstash.policies.base import Action, Outcome, Stash
 from backstash.report.meter import CountedPeak
 from backstash.saved import SavedTensor, TensorSpec
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Session, policies
-from backstash.policy import Policy
+from backstash.policies.base import Policy
 from backstash.stash.ledger import GradientError
 
 

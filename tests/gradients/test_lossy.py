@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from backstash import Session, policies
 from backstash.codecs import FewBit, Minifloat
-from backstash.policy import Keep, Stash
+from backstash.policies.base import Keep, Stash
 from backstash.saved import Need, SavedTensor
 
 

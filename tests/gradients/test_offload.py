@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from backstash import Encoded, Policy, Session, policies
 from backstash.codecs import Raw
 from backstash.errors import UnknownNameError
-from backstash.policies_offload import Cdma, Layrub, Vdnn, VdnnDyn
-from backstash.policy import Action, Keep, Outcome, Recompute, Stash
+from backstash.policies.base import Action, Keep, Outcome, Recompute, Stash
+from backstash.policies.published import Cdma, Layrub, Vdnn, VdnnDyn
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.prefetch import WINDOW, Prefetcher
 from backstash.stores import DiskStore, HostStore, Store, Ticket, Usage

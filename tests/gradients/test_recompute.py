@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from backstash import Session
 from backstash.policies import Lossless
-from backstash.policy import Keep, Recompute
+from backstash.policies.base import Keep, Recompute
 from backstash.saved import Need, SavedTensor
 from backstash.stash.calls import CHEAP
 from backstash.stash.ledger import Entry

@@ -28,7 +28,7 @@ from backstash.errors import (
     SessionError,
     UnknownNameError,
 )
-from backstash.policy import Action, Outcome, Rules
+from backstash.policies.base import Action, Outcome, Rules
 from backstash.saved import Mask, SavedTensor, Test
 
 POLICIES: dict[str, str | Policy] = {"lossless": "lossless", "everything": Everything()}

@@ -17,7 +17,7 @@ from backstash import Session
 from backstash.codecs import Szp
 from backstash.ops import cpu
 from backstash.policies import Lossless
-from backstash.policy import Action, Outcome, Recompute, Rules, Stash
+from backstash.policies.base import Action, Outcome, Recompute, Rules, Stash
 from backstash.saved import Need, SavedTensor
 from backstash.stash import fused, proving
 from backstash.stash.ledger import Entry

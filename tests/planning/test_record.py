@@ -213,7 +213,7 @@ def test_a_checkpoint_inside() -> None:
 
 def test_stores_are_watched(step: Callable[[], object]) -> None:
     class Everything:
-        def decide(self, saved: bs.policy.SavedTensor) -> bs.policy.Action:
+        def decide(self, saved: bs.saved.SavedTensor) -> bs.policies.Action:
             action = CODECS.decide(saved)
             return bs.Stash(action.codecs, "mine") if isinstance(action, bs.Stash) else action
 

@@ -8,7 +8,7 @@ import torch
 
 from backstash import Encoded, Stash
 from backstash.codecs import Bitmask, Shape, Zvc
-from backstash.policy import Action, Keep, Outcome
+from backstash.policies.base import Action, Keep, Outcome
 from backstash.saved import Need, SavedTensor, TensorSpec
 
 

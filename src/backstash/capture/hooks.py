@@ -42,7 +42,7 @@ def refuse_other_hooks() -> None:
         raise SessionError(
             "a Session was opened inside another one, but only the innermost hooks of autograd run, so the outer one "
             "would see nothing. Open one Session around the whole forward pass; for different treatment of parts of "
-            "the model use backstash.policy.Rules."
+            "the model use backstash.policies.Rules."
         )
     top = saved_tensor_hooks(True)
     if top is not None:

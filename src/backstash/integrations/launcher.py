@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from backstash.errors import ScriptError
-from backstash.policy import Policy
+from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.stash.ledger import Report
 

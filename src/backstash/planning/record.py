@@ -25,7 +25,7 @@ from backstash.backward.accumulation import LINEAR
 from backstash.codecs.base import Encoded
 from backstash.errors import MeasureError
 from backstash.planning.trace import Buffer, Decode, Op, Role, Trace
-from backstash.policy import Policy
+from backstash.policies.base import Policy
 from backstash.session import MIN_NBYTES, Session
 from backstash.stash.buffers import release
 from backstash.stores import Store

@@ -157,8 +157,8 @@ def compare(
     """
     require(script)
     for name in policies:
-        if name != PLAIN and name not in registry.POLICIES:
-            known = ", ".join(sorted([PLAIN, *registry.POLICIES]))
+        if name != PLAIN and name not in registry.names():
+            known = ", ".join(sorted([PLAIN, *registry.names()]))
             raise UnknownNameError(f"policy {name!r} was asked for, but there are {known}.")
     if not policies or repeats < 1:
         raise MeasureError(

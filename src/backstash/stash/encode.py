@@ -14,7 +14,7 @@ from backstash.codecs.base import Codec, is_dense
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.raw import Raw
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
-from backstash.policy import Action, DecidesTogether, Keep, Outcome, Policy, Recompute, Slice, Stash, optional
+from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.decode import follow_original
 from backstash.stash.live import Live
@@ -41,9 +41,7 @@ class Encoder:
         self.stores = stores
         self._live = live
         self._remaking = remaking
-        self._together = policy if isinstance(policy, DecidesTogether) else None
-        self._trace = optional(policy, "trace")
-        self.is_fixed: bool = getattr(policy, "is_fixed", False)
+        self.is_fixed = policy.is_fixed
 
     def encode(self, value: Value) -> None:
         """Store a value that nobody but autograd holds in the form that the policy chooses."""
@@ -101,20 +99,17 @@ class Encoder:
         self.release(value, fresh, facts, label, form.ticket.nbytes, why.removeprefix("; "), started, action.store)
 
     def _action(self, value: Value, strongest: Saved, facts: SavedTensor, fresh: list[Saved]) -> Action:
-        """What the policy says of a value; at a place that is known it is not asked again if it would say the same."""
-        place = strongest.place
-        if self.is_fixed and place is not None and place.facts is facts:
+        """Returns the policy's action for a value. A fixed policy is asked once for each known place."""
+        if self.is_fixed:
+            place = strongest.place
+            if place is None or place.facts is not facts:
+                return self.policy.decide(facts)
             if place.action is None:
                 place.action = self.policy.decide(facts)
             return place.action
-        if self._trace is None and self._together is None:
-            return self.policy.decide(facts)
         readers = [saved.tensor for saved in fresh if saved.tensor is not None]
-        if self._trace is not None:
-            self._trace(facts, readers, lambda: self._remaking.sources(value, strongest))
-        if self._together is not None:
-            return self._together.decide_together(facts, readers)
-        return self.policy.decide(facts)
+        self.policy.trace(facts, readers, lambda: self._remaking.sources(value, strongest))
+        return self.policy.decide_together(facts, readers)
 
     def _forget(
         self, value: Value, fresh: list[Saved], facts: SavedTensor, whole: Tensor, recipe: Recipe, started: float

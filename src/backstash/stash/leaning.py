@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from backstash.policy import Stash
+from backstash.policies.base import Stash
 from backstash.stash.decode import remake
 from backstash.stash.encode import Encoder, without_error
 from backstash.stash.leaves import guard_with

@@ -311,7 +311,8 @@ class Account:
     Attributes:
         facts: of the saved tensor whose need is strongest.
         shared_by: facts of the other saved tensors that view the storage.
-        saved_nbytes, stash_nbytes, codec, reason, encode_seconds, decode_seconds, decodes, store, stall_seconds: as in Entry.
+        saved_nbytes, stash_nbytes, codec, reason, encode_seconds, decode_seconds, decodes, store, stall_seconds:
+            as in Entry.
     """
 
     __slots__ = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from backstash.saved import SavedTensor
 
 if TYPE_CHECKING:
-    from backstash.policy import Action
+    from backstash.policies.base import Action
 
 
 class Place:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from backstash.policy import MAX_DEPTH, Policy, Recompute
+from backstash.policies.base import MAX_DEPTH, Policy, Recompute
 from backstash.saved import TensorSpec
 from backstash.stash import leaves, proving
 from backstash.stash.calls import Leaf, View
@@ -108,7 +108,7 @@ class Remaking:
     def sources(self, value: Value, strongest: Saved) -> dict[str, Tensor] | None:
         """From which stored values a value could be made, and by how much errors of theirs are multiplied.
 
-        See ``trace`` of :class:`backstash.policy.Policy`.
+        See :meth:`backstash.policies.Policy.trace`.
         """
         content = value.content
         if content is None or content.version != strongest.version:

@@ -22,7 +22,7 @@ from backstash.stash.sample import Sample
 from backstash.stores import Store, Ticket
 
 if TYPE_CHECKING:
-    from backstash.policy import Keep, Stash
+    from backstash.policies.base import Keep, Stash
     from backstash.stash.calls import Content
     from backstash.stash.recipes import Recipe
     from backstash.stash.wrapped import Wrapping

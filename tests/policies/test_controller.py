@@ -1,4 +1,4 @@
-"""Training under bounds that follow the gradients: what is stored how, what is measured, and what goes wrong."""
+"""Training under bounds that follow the gradients: how values are stored, what is measured, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -6,75 +6,20 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from comet_networks import batches, convolutions, network, sgd, train
 from thinning import star
 from torch import Tensor, nn
 
-from backstash import Session, policies
-from backstash.control import Comet, Record, comet
-from backstash.policy import Keep, Recompute, Rules, Stash
-
-sklearn_datasets = pytest.importorskip("sklearn.datasets")
-
-
-def digits() -> tuple[Tensor, Tensor]:
-    bunch = sklearn_datasets.load_digits()
-    return torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16 - 0.3, torch.tensor(bunch.target)
-
-
-def network() -> nn.Sequential:
-    """Inputs of all kinds: the images themselves, relus' and poolings' results."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1, stride=2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(128, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
-
-
-def batches(steps: int, size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
-    images, labels = digits()
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        chosen = torch.randperm(len(images), generator=generator)[:size]
-        yield images[chosen], labels[chosen]
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Any, steps: int) -> tuple[list[float], Session]:
-    session, losses = Session(policy, model=model, min_nbytes=0), []
-    for x, y in batches(steps):
-        optimizer.zero_grad()
-        with session:
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, session
-
-
-def convolutions(session: Session) -> dict[str, str]:
-    """The codec of each convolution's input."""
-    rows = session.report().rows
-    return {row.key.split("/")[0]: row.codec for row in rows for key in [row.key, *row.shared_by] if ":input" in key}
+from backstash import Session
+from backstash.errors import UnknownNameError
+from backstash.policies import Keep, Recompute, Rules, Stash
+from backstash.policies.comet import Comet, Record, comet
 
 
 @pytest.mark.parametrize(("layers", "codec"), star(["conv+linear", "conv"], ["sz", "szp"]))
@@ -123,11 +68,11 @@ def test_bounds_over_time_are_on_record() -> None:
 
 
 def test_no_hook_outside_of_collecting_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from backstash.control import controller
+    from backstash.policies.comet import controller
 
     calls = []
-    original = controller._collector
-    monkeypatch.setattr(controller, "_collector", lambda *given: calls.append(policy._step) or original(*given))
+    original = controller.collector
+    monkeypatch.setattr(controller, "collector", lambda *given: calls.append(policy._step) or original(*given))
     model = network()
     policy = comet(every=20)
     train(model, sgd(model), policy, 39)
@@ -365,17 +310,17 @@ def test_gradients_of_gradients_are_collected_too() -> None:
 
 
 def test_copies_for_comparison_die_with_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    from backstash.control import controller
+    from backstash.policies.comet import controller
 
     copies: list[weakref.ref[Tensor]] = []
-    original = controller._collector
+    original = controller.collector
 
     def collector(*given: Any) -> Any:
         if given[-1] is not None:
             copies.append(weakref.ref(given[-1]))
         return original(*given)
 
-    monkeypatch.setattr(controller, "_collector", collector)
+    monkeypatch.setattr(controller, "collector", collector)
     model = network()
     policy = comet(every=2, samples=3)
     train(model, sgd(model), policy, 8)
@@ -406,7 +351,7 @@ def test_what_can_be_made_again_is() -> None:
 
 @pytest.mark.parametrize("wrong", [{"layers": "convs"}, {"layers": ""}, {"layers": "conv,linear"}, {"codec": "zvc"}])
 def test_names_that_are_unknown_list_the_names(wrong: dict[str, Any]) -> None:
-    with pytest.raises(policies.UnknownNameError, match=r"comet was asked for .* but there are"):
+    with pytest.raises(UnknownNameError, match=r"comet was asked for .* but there are"):
         comet(**wrong)
 
 
@@ -420,122 +365,3 @@ def test_a_sigma_that_is_none_is_refused(sigma: float) -> None:
 def test_other_numbers_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"comet was asked for every="):
         comet(**wrong)
-
-
-def normalised() -> nn.Sequential:
-    """A relu's result in front of a convolution, a batch norm's input behind it."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(16, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(inplace=True),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, 10),
-    )
-
-
-def test_a_batch_norm_is_off_by_what_was_predicted() -> None:
-    model = normalised()
-    optimizer = sgd(model)
-    policy = comet("conv+norm", every=5, codec="sz", optimizer=optimizer, samples=4)
-    _, session = train(model, optimizer, policy, 80)
-    norms = {"1/NativeBatchNorm#0:input", "4/NativeBatchNorm#0:input"}
-    assert norms < set(policy.bounds)
-    rows = {row.key: row.codec.split("+")[0] for row in session.report().rows}
-    assert {rows[key] for key in norms} == {"sz"}
-    assert rows["3/Convolution#0:input"] == "recompute within"
-    ratios = [one.measured / one.predicted for one in policy.history if one.key in norms and one.measured]  # type: ignore[operator]
-    assert len(ratios) > 10
-    assert 0.8 < sorted(ratios)[len(ratios) // 2] < 1.2
-
-
-class Residual(nn.Module):
-    """Batch norms' results with a relu, and with a sum that the next one's goes into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.head = nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.Linear(16, 10)
-        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norms[0](self.stem(x)))
-        for number in (0, 2):
-            y = F.relu(self.norms[number + 1](self.convs[number](x)))
-            x = F.relu(self.norms[number + 2](self.convs[number + 1](y)) + x)
-        logits: Tensor = self.head(x.mean([2, 3]))
-        return logits
-
-
-@pytest.mark.parametrize("codec", ["szp", "sz"])
-def test_a_convolution_is_off_by_what_was_predicted_of_what_is_made_again(codec: str) -> None:
-    plain, _ = train(model := Residual(), sgd(model), "keep", 60)
-    model = Residual()
-    optimizer = sgd(model)
-    policy = comet("conv+norm", every=5, codec=codec, optimizer=optimizer, samples=4)
-    losses, session = train(model, optimizer, policy, 60)
-    assert sum(losses[-20:]) == pytest.approx(sum(plain[-20:]), abs=1.0)
-    inputs = {f"convs.{number}/Convolution#0:input" for number in range(4)}
-    rows = {row.key: row.codec for row in session.report().rows}
-    assert {rows[key] for key in inputs} == {"recompute within"}
-    assert set(policy.plan.within) == inputs
-    norms = {key: bound for key, bound in policy.plan.bounds.items() if "BatchNorm" in key}
-    assert all(bound <= policy.bounds[key] for key, bound in norms.items())
-    assert any(bound < policy.bounds[key] for key, bound in norms.items())
-    measured = [one for one in policy.history if one.key in inputs and one.measured and one.predicted]
-    ratios = sorted(one.measured / one.predicted for one in measured)  # type: ignore[operator]
-    assert len(ratios) > 8
-    assert 0.8 < ratios[len(ratios) // 2] < 1.2
-    wanted = sorted(one.measured / one.target for one in measured)  # type: ignore[operator]
-    assert wanted[len(wanted) // 2] < 1.3
-
-
-def test_without_batch_norms_bounds_their_results_are_made_again_exactly() -> None:
-    model = Residual()
-    policy = comet("conv", every=4, codec="sz")
-    _, session = train(model, sgd(model), policy, 16)
-    rows = {row.key: row.codec for row in session.report().rows}
-    assert {rows[f"convs.{number}/Convolution#0:input"] for number in range(4)} == {"recompute"}
-    assert policy.plan.within == {}
-
-
-def test_without_recomputation_nothing_is_made_again() -> None:
-    model = Residual()
-    policy = comet("conv+norm", every=4, codec="sz", recompute=False)
-    _, session = train(model, sgd(model), policy, 16)
-    assert policy.bounds
-    assert {row.codec.split("+")[0] for row in session.report().rows if "convs" in row.key} == {"signed sz"}
-    assert policy.plan.within == {}
-
-
-def test_a_batch_norms_input_gradient_is_off_by_no_more_than_the_share() -> None:
-    torch.manual_seed(0)
-    norm, x = nn.BatchNorm2d(8), torch.randn(16, 8, 12, 12) * 3 + 1
-    policy = comet("norm", sigma=0.02, every=1, samples=0, recompute=False)
-    session = Session(policy, model=norm, min_nbytes=0)
-    target = torch.randn_like(x)
-
-    def gradient(manager: Any) -> Tensor:
-        leaf = x.clone().requires_grad_()
-        with manager:
-            loss = (norm(leaf * 1.0) - leaf.detach().sign() - target).square().sum()
-        loss.backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    expected = gradient(nullcontext())
-    errors = [float((gradient(session) - expected).norm() / expected.norm()) for _ in range(4)]
-    assert errors[0] == 0.0
-    assert all(0.0 < error < 0.022 for error in errors[1:])
-
-
-def test_a_batch_norm_that_uses_running_statistics_is_exact() -> None:
-    model = normalised().eval()
-    policy = comet("norm", every=1)
-    train(model, sgd(model), policy, 6)
-    assert policy.bounds == {}

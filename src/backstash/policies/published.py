@@ -1,25 +1,22 @@
-"""Policies of published systems that move what autograd saves to another memory: vDNN, cDMA, Layrub.
+"""Policies of published systems that move saved tensors to another memory: vDNN, cDMA, Layrub.
 
-They differ in what they move, and in the form. All of them fetch one value ahead (``ahead``), as their papers do, and
-store nothing smaller than the papers do, so that they are what ours is compared with. None of them waits for a transfer
-to end before the next layer runs, which vDNN and Layrub do.
+The systems differ in which tensors they move, and in which form. Ours fetch one value ahead (``ahead = 1``), as the
+papers do, and store nothing smaller than the papers do, because they are the baselines of our own policies. There is a
+single difference: vDNN and Layrub wait for a transfer to end before the next layer runs, and ours do not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 from backstash import codecs
 from backstash.codecs import Bitmask, Deflate, Raw, Rle, Shape, Zvc
-from backstash.policy import Action, Keep, Outcome, Stash
+from backstash.policies.base import LOSSES, Action, Keep, Outcome, Policy, Stash
 from backstash.saved import Need, SavedTensor
 
 Rule = Literal["none", "conv", "all"]
-"""What vDNN moves."""
-
-LOSSES = frozenset({"LogSoftmax", "NllLoss", "NllLoss2D"})
-"""Autograd nodes of losses."""
+"""Which tensors vDNN moves."""
 
 _CLASSIFIER = frozenset({"Addmm", "Mm"}) | LOSSES
 _RULES = get_args(Rule)
@@ -32,13 +29,15 @@ def _moves(rule: Rule, saved: SavedTensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Vdnn:
+class Vdnn(Policy):
     """vDNN's static rules (MICRO 2016): feature maps are moved as they are.
 
-    ``"all"`` moves whatever the layers that extract features save, ``"conv"`` the inputs of convolutions, ``"none"``
-    nothing. What the classifier saves, fully connected layers and losses, stays. What stays is kept as it is.
+    ``"all"`` moves every tensor that the layers in front of the classifier save, ``"conv"`` the inputs of convolutions,
+    ``"none"`` nothing. The tensors that the classifier saves, fully connected layers and losses, stay. A tensor that
+    stays is kept as it is.
 
-    A value that a convolution and another layer read counts as the first one's of those that read most of it.
+    If several layers read a value, the rule is applied to the reader that reads most of it, and to the first of these
+    if there are several.
 
     Args:
         rule: ``"all"``, ``"conv"`` or ``"none"``.
@@ -46,49 +45,52 @@ class Vdnn:
 
     Raises:
         ValueError: there is no such rule.
+
+    Source: vDNN (MICRO 2016).
     """
 
     rule: Rule = "all"
     store: str = "host"
 
-    recomputes: ClassVar[bool] = False
-    ahead: ClassVar[int] = 1
+    is_fixed = True
+    recomputes = False
+    ahead = 1
 
     def __post_init__(self) -> None:
         if self.rule not in _RULES:
             raise ValueError(f"Vdnn was asked for the rule {self.rule!r}, but there are {', '.join(_RULES)}.")
 
     def decide(self, saved: SavedTensor) -> Action:
-        """Move it or keep it."""
+        """Returns the action that moves the tensor, or Keep."""
         if _moves(self.rule, saved):
             return Stash(Raw(), self.store)
         return Keep(f"vDNN's rule {self.rule!r} does not move it")
 
-    def observe(self, outcome: Outcome) -> None:
-        """Learns nothing."""
-
 
 @dataclass
-class VdnnDyn:
-    """vDNN's dynamic rule (MICRO 2016): as little is moved as a budget allows.
+class VdnnDyn(Policy):
+    """vDNN's dynamic rule (MICRO 2016): it moves as little as a budget allows.
 
-    The first step moves all, and counts. Every later one moves nothing if all fits into ``budget``, else the inputs of
-    convolutions if the rest fits, else all. What is under way counts too: twice the largest value. vDNN also chooses
-    the algorithms of convolutions; PyTorch does that itself.
+    The first step moves everything, and counts the bytes. Each later step moves nothing if everything fits into
+    ``budget``; or else the inputs of convolutions if the other tensors fit; or else everything. Twice the largest moved
+    value counts as well, for the values that are under way. vDNN also chooses the algorithms of convolutions, which
+    PyTorch does itself.
 
     Args:
-        budget: bytes of what is saved that may stay on the device.
+        budget: bytes of saved tensors that may stay on the device.
         store: name of the store that the values are moved to.
 
     Raises:
         ValueError: ``budget`` is negative.
+
+    Source: vDNN (MICRO 2016).
     """
 
     budget: int
     store: str = "host"
 
-    recomputes: ClassVar[bool] = False
-    ahead: ClassVar[int] = 1
+    recomputes = False
+    ahead = 1
 
     _rule: Rule = field(default="all", init=False, repr=False)
     _seen: list[tuple[int, bool]] = field(default_factory=list, init=False, repr=False)  # bytes; moved by "conv"
@@ -98,7 +100,7 @@ class VdnnDyn:
             raise ValueError(f"VdnnDyn was asked for budget={self.budget}, but it is a number of bytes: 0 or more.")
 
     def begin_step(self) -> None:
-        """Choose the rule by what the step before saved."""
+        """Choose the rule by the bytes that the step before saved."""
         seen, self._seen = self._seen, []
         if not seen:
             return
@@ -111,33 +113,36 @@ class VdnnDyn:
             self._rule = "all"
 
     def decide(self, saved: SavedTensor) -> Action:
-        """As the rule in force does."""
+        """Returns the action of the static rule that was chosen for this step."""
         return Vdnn(self._rule, self.store).decide(saved)
 
     def observe(self, outcome: Outcome) -> None:
-        """Counts the bytes: nothing is compressed, so they are those that were saved."""
+        """Count the bytes. Nothing is compressed, so the bytes that are held are those that were saved."""
         self._seen.append((outcome.nbytes, _moves("conv", outcome.saved)))
 
 
 @dataclass(frozen=True)
-class Cdma:
-    """cDMA's compression on the way (HPCA 2018): what vDNN's rule ``"all"`` moves, with its zeros left out.
+class Cdma(Policy):
+    """cDMA's compression on the way (HPCA 2018): vDNN's rule ``"all"``, with zeros left out of the transfers.
 
-    What the codec cannot make smaller is moved as it is; cDMA would send its mask along.
+    A tensor that the codec cannot make smaller is moved as it is; cDMA would send its mask along.
 
     Args:
         codec: ``"zvc"``, ``"rle"`` or ``"deflate"``.
         store: name of the store that the values are moved to.
 
     Raises:
-        ValueError: it is another codec.
+        ValueError: the codec is another one.
+
+    Source: cDMA (HPCA 2018).
     """
 
     codec: str = "zvc"
     store: str = "host"
 
-    recomputes: ClassVar[bool] = False
-    ahead: ClassVar[int] = 1
+    is_fixed = True
+    recomputes = False
+    ahead = 1
 
     def __post_init__(self) -> None:
         ids = (Zvc.id, Rle.id, Deflate.id)
@@ -145,46 +150,46 @@ class Cdma:
             raise ValueError(f"Cdma was asked for the codec {self.codec!r}, but it compares {', '.join(ids)}.")
 
     def decide(self, saved: SavedTensor) -> Action:
-        """Compress and move it, or keep it."""
+        """Returns the action that compresses and moves the tensor, or Keep."""
         if _moves("all", saved):
             return Stash((codecs.get(self.codec, min_saving=0.0), Raw()), self.store)
         return Keep("cDMA moves what vDNN does, and that does not move it")
 
-    def observe(self, outcome: Outcome) -> None:
-        """Learns nothing."""
-
 
 @dataclass
-class Layrub:
+class Layrub(Policy):
     """Layrub's migration (TACO 2018): all but the first and the last two layers' inputs are moved, as they are.
 
-    Of a relu that nothing else is read of, its mask is moved: Layrub's has a byte per element, ours a bit. What is read
-    for its shape only takes no memory, as Layrub gives it to the next layer; what a loss saves stays. Layrub's other
-    half, gradients in the memory of activations, is what backstash.consumers does under every policy.
+    If backward only reads a relu's mask, the mask is moved; Layrub's takes a byte per element, ours a bit. A tensor of
+    which backward only reads the shape takes no memory here, and Layrub gives its memory to the next layer. The tensors
+    that a loss saves stay. Layrub's other half, gradients in the memory of activations, is done under every policy
+    (``backward/exclusive.py``).
 
-    Which layers are the first and the last ones is known from the second step on; the first one moves them too. An
-    input that the program holds itself, such as the batch, is not moved and not counted.
+    The policy learns in the first step which layers are the first and the last. That step moves their inputs too. An
+    input that the program holds itself, such as the batch, is neither moved nor counted.
 
     Args:
         store: name of the store that the values are moved to.
+
+    Source: Layrub (TACO 2018).
     """
 
     store: str = "host"
 
-    recomputes: ClassVar[bool] = False
-    ahead: ClassVar[int] = 1
+    recomputes = False
+    ahead = 1
 
     _seen: list[str] = field(default_factory=list, init=False, repr=False)  # keys of layers' inputs, in order
     _ends: frozenset[str] = field(default=frozenset(), init=False, repr=False)
 
     def begin_step(self) -> None:
-        """Learn which layers are at the ends."""
+        """Take the layers at the ends from the step before."""
         if self._seen:
             self._ends = frozenset((self._seen[0], *self._seen[-2:]))
             self._seen = []
 
     def decide(self, saved: SavedTensor) -> Action:
-        """Move it, or keep it."""
+        """Returns the action that moves the tensor, or Keep."""
         if saved.need is Need.SHAPE:
             return Stash(Shape())
         if saved.op in LOSSES:
@@ -195,6 +200,30 @@ class Layrub:
         return Stash((*mask, Raw()), self.store)
 
     def observe(self, outcome: Outcome) -> None:
-        """Notes the order of the layers."""
+        """Note the order of the layers."""
         if outcome.saved.need in (Need.VALUE, Need.INDEX) and outcome.saved.op not in LOSSES:
             self._seen.append(outcome.saved.key)
+
+
+def vdnn(rule: Literal["all", "conv", "dyn"] = "all", store: str = "host", budget: int | None = None) -> Vdnn | VdnnDyn:
+    """Returns the policy :class:`Vdnn`, or for ``"dyn"``, which needs a ``budget`` in bytes, :class:`VdnnDyn`.
+
+    Raises:
+        ValueError: there is no such rule, a budget was given to a rule that takes none, or ``"dyn"`` has none.
+    """
+    if (rule == "dyn") is not (budget is not None):
+        raise ValueError(
+            f"vdnn was asked for the rule {rule!r} and budget={budget}, but 'dyn' takes a budget, the bytes that may "
+            f"stay on the device, and no other rule does."
+        )
+    return Vdnn(rule, store) if rule != "dyn" else VdnnDyn(budget or 0, store)
+
+
+def cdma(codec: str = "zvc", store: str = "host") -> Cdma:
+    """Returns the policy :class:`Cdma`."""
+    return Cdma(codec, store)
+
+
+def layrub(store: str = "host") -> Layrub:
+    """Returns the policy :class:`Layrub`."""
+    return Layrub(store)

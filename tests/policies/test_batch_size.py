@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from backstash import Session
-from backstash.control import BatchSize
+from backstash.policies.comet import BatchSize
 from backstash.report.meter import Measurement
 
 

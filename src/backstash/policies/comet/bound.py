@@ -1,22 +1,22 @@
-"""What an error in a layer's stored input does to its weight gradient, and the bound for an error that is wanted.
+"""The error model: what an error in a layer's stored input does to the layer's weight gradient, and the reverse.
 
-A weight's gradient is a sum over the samples and positions: for a convolution
+A weight's gradient is a sum over the samples and positions. For a convolution it is
 
     dW[c, i, k] = sum over n, p of dY[n, c, p] * x[n, i, stride * p - padding + dilation * k]
 
-and for a linear layer the same with one position. Where ``x`` is stored to within a bound ``b``, its elements are off
-by errors that are near enough independent and uniform in [-b, b], each with variance b**2 / 3. So the error of
-dW[c, i, k] has mean zero, is normal where many terms are added, and its variance is
+and for a linear layer the same with a single position. If ``x`` is stored to within a bound ``b``, the errors of its
+elements are nearly independent and uniform in [-b, b], each with variance b**2 / 3. Therefore the error of dW[c, i, k]
+has mean zero, is normal if many terms are added, and has the variance
 
     b**2 / 3 * sum of dY[n, c, p]**2 over those n, p that read an element with an error.
 
-No term reads an error where the position is in the padding (``coverage``), nor where the element is zero, as codecs
-for this purpose keep zeros; if zeros are spread evenly, a share R of the rest does. This leaves
+A term reads no error if its position is in the padding (``coverage``), or if the element is zero, because codecs for
+this purpose keep zeros. If zeros are spread evenly, a share R of the other terms reads an error. This leaves
 
     sigma_c = b / sqrt(3) * sqrt(R * coverage) * ||dY_c||
 
-with the 2-norm over all samples and positions of channel c. Groups, strides and dilation are in it already. Nothing
-else of backward is off: dX and the bias's gradient do not read ``x``, so the errors of layers do not add up.
+with the 2-norm over all samples and positions of channel c. Groups, strides and dilation are contained in it. Nothing
+else in backward has an error: dX and the bias's gradient do not read ``x``, so the errors of layers do not add up.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torch import Tensor
 
 
 def channel_norms(grad: Tensor, dim: int = 1) -> Tensor:
-    """The 2-norm of each output channel of ``grad``, float32 [channels].
+    """Returns the 2-norm of each output channel of ``grad``, float32 ``[channels]``.
 
     Args:
-        grad: the gradient of the layer's output.
-        dim: its dimension of channels: 1 for a convolution, -1 for a linear layer.
+        grad: the gradient of the layer's output: ``[N, C, *spatial]`` or ``[*, C]``.
+        dim: the dimension of channels: 1 for a convolution, -1 for a linear layer.
     """
     others = [other for other in range(grad.dim()) if other != dim % grad.dim()]
     return torch.linalg.vector_norm(grad, dim=others, dtype=torch.float32) if others else grad.float().abs()
@@ -50,9 +50,11 @@ def coverage(
     dilation: Sequence[int],
     transposed: bool = False,
 ) -> float:
-    """Of all pairs of an output position and a kernel's tap the share that reads the input, and not the padding.
+    """Returns the share of (output position, kernel tap) pairs that read the input and not the padding.
 
-    One entry per spatial dimension each. Of a transposed convolution many pairs read nothing: its strides leave gaps.
+    Args:
+        input_size, output_size, kernel, stride, padding, dilation: one entry per spatial dimension each.
+        transposed: whether the convolution is transposed. Many of its pairs read nothing, as its strides leave gaps.
     """
     dims = zip(input_size, output_size, kernel, stride, padding, dilation, strict=True)
     return math.prod(_coverage(*dim, transposed) for dim in dims)
@@ -69,16 +71,16 @@ def _coverage(
 
 
 def predicted_sigma(bound: float, norms: Tensor, share: float = 1.0) -> Tensor:
-    """The standard deviation of the weight gradient's error, one number for each output channel.
+    """Returns the standard deviation of the weight gradient's error for each output channel, ``[channels]``.
 
     Args:
-        bound: of the stored input's absolute error.
-        norms: of the output's gradient, by channel (:func:`channel_norms`).
-        share: of the terms that read an element with an error: the input's share of elements that are not zero, times
-            the :func:`coverage`.
+        bound: the bound of the stored input's absolute error.
+        norms: the norms of the output's gradient, ``[channels]`` (:func:`channel_norms`).
+        share: the share of terms that read an element with an error: the input's share of elements that are not zero,
+            times the :func:`coverage`.
 
     Raises:
-        ValueError: the bound is negative or not finite, or the share is none.
+        ValueError: the bound is negative or not finite, or the share is not from 0 to 1.
 
     Example:
         >>> predicted_sigma(0.3, torch.tensor([1.0, 2.0]), share=0.75)
@@ -91,20 +93,21 @@ def predicted_sigma(bound: float, norms: Tensor, share: float = 1.0) -> Tensor:
 
 
 def bound_for(sigma: float, norms: Tensor, share: float = 1.0, channels: Literal["rms", "each"] = "rms") -> float:
-    """The bound by which a weight gradient's error has a wanted standard deviation.
+    """Returns the bound with which a weight gradient's error has the wanted standard deviation.
 
     Args:
-        sigma: the standard deviation.
+        sigma: the wanted standard deviation.
         norms, share: as for :func:`predicted_sigma`.
-        channels: ``"rms"``: over all of the weight gradient's elements, so that the loudest channel is off by more and
-            quiet ones by less, each in proportion to its own gradient; ``"each"``: in no channel more than that, which
-            is the smallest of the channels' bounds.
+        channels: what the deviation is measured over. ``"rms"``: over all elements of the weight gradient, so that the
+            error of the loudest channel is larger and that of quiet channels is smaller, each in proportion to its own
+            gradient. ``"each"``: over each channel by itself, so that the smallest of the channels' bounds is returned.
 
     Returns:
-        The bound; infinity where the output's gradient is zero, as no error comes through then.
+        The bound, or infinity if the output's gradient is zero, because no error comes through then.
 
     Raises:
-        ValueError: ``sigma`` is not a finite number above zero, the norms are not finite or the share is none.
+        ValueError: ``sigma`` is not a finite number above zero, a norm is not finite, the share is not from 0 to 1, or
+            ``channels`` is another word.
 
     Example:
         >>> round(bound_for(0.15, torch.tensor([1.0, 1.0]), share=0.75), 6)
@@ -130,26 +133,26 @@ def bound_for(sigma: float, norms: Tensor, share: float = 1.0, channels: Literal
 
 
 def comet_bound(sigma: float, loss_gradient: float, batch: int, nonzero: float, a: float = 0.32) -> float:
-    """COMET's own bound, to compare with: ``sigma / (a * loss_gradient * sqrt(batch * nonzero))``.
+    """Returns COMET's own bound, for comparison: ``sigma / (a * loss_gradient * sqrt(batch * nonzero))``.
 
-    Hazards of the published equation, each of which changes the bound several times over:
+    The published equation has four hazards. Each changes the bound several times over:
 
-    * Its R is called the sparsity ratio where it is introduced; it is the share of elements that are *not* zero.
-    * Its L is called the average gradient at the layer's output, but derived from the *maximum* of each sample. With
-      mean magnitudes the bound comes out far too large.
-    * The momentum whose hundredth sigma is has to be a mean of *magnitudes*.
-    * ``a`` was measured and takes up all that. In the size of an image, which decides how many terms a weight's
-      gradient has, it is constant. :func:`bound_for` needs no such constant.
+    * The paper introduces R as the sparsity ratio; it is the share of elements that are *not* zero.
+    * The paper calls L the average gradient at the layer's output, but derives it from the *maximum* of each sample.
+      With mean magnitudes the bound is far too large.
+    * Sigma is a hundredth of the momentum, which has to be a mean of *magnitudes*.
+    * The constant ``a`` was measured, and absorbs everything else. It does not depend on the size of the image, though
+      that decides how many terms a weight's gradient has. :func:`bound_for` needs no such constant.
 
     Args:
         sigma: the wanted standard deviation.
         loss_gradient: mean over the samples of the largest magnitude in the output's gradient.
-        batch: samples.
+        batch: number of samples.
         nonzero: the input's share of elements that are not zero.
         a: the constant.
 
     Raises:
-        ValueError: one of them is not above zero.
+        ValueError: an argument is not a finite number above zero.
 
     Source: COMET (PVLDB 15(4), 2022), equation 3.
     """

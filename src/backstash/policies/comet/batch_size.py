@@ -1,30 +1,54 @@
-"""The batch size that the memory has room for."""
+"""The largest batch size for which the memory has room."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-from backstash.report.meter import Measurement
-from backstash.session import Session
+
+@runtime_checkable
+class Reporting(Protocol):
+    """What BatchSize needs of a Session."""
+
+    def report(self) -> Stashing:
+        """Returns the accounts of the last step."""
+
+
+class Stashing(Protocol):
+    """What BatchSize needs of a Session's report."""
+
+    @property
+    def stash_nbytes(self) -> int:
+        """Bytes that were held for saved tensors."""
+
+
+@runtime_checkable
+class Peaking(Protocol):
+    """What BatchSize needs of a Measurement."""
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes that a step holds at once."""
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """The largest power of two that fits, from what one batch was measured to take.
+    """The largest power of two that fits, computed from the memory that a step with one batch size took.
 
-    What a step holds grows in proportion to the batch, but for what is ``fixed``.
+    The memory of a step is taken to grow in proportion to the batch, apart from the bytes in ``fixed``.
 
     Args:
         limit: bytes of memory.
         maximum: the largest batch that training wants.
-        fixed: bytes beside the measured ones that do not grow with the batch: parameters, the optimizer's state.
+        fixed: bytes that the measurement does not contain and that do not grow with the batch: parameters, the
+            optimizer's state.
         free: the share of the limit that stays free.
 
     Raises:
         ValueError: a number is out of its range, or ``fixed`` leaves no room.
 
-    Source: COMET (PVLDB 15(4), 2022), which chooses it after the first period.
+    Source: COMET (PVLDB 15(4), 2022), which chooses the batch size after the first period.
 
     Example:
         >>> BatchSize(limit=1000, maximum=4096).after(100, batch=32)
@@ -48,21 +72,21 @@ class BatchSize:
         """Bytes that may be used."""
         return self.limit * (1.0 - self.free)
 
-    def after(self, measured: Session | Measurement | float, batch: int) -> int:
-        """The batch for the steps that follow.
+    def after(self, measured: Reporting | Peaking | float, batch: int) -> int:
+        """Returns the batch size for the steps that follow.
 
         Args:
-            measured: what a step with ``batch`` samples took: a Measurement, whose counted peak is everything that a
-                step allocates; a Session, whose last step counts, but of it only what was stashed; or bytes.
+            measured: the memory that a step with ``batch`` samples took. A Measurement, whose counted peak contains
+                everything that a step allocates; or a Session, of whose last step only the stash is counted; or bytes.
             batch: samples of that step.
 
         Raises:
-            ValueError: nothing was measured, or not even a batch of one fits.
+            ValueError: nothing was measured, or not even a batch of one sample fits.
         """
-        if isinstance(measured, Session):
+        if isinstance(measured, Reporting):
             nbytes: float = measured.report().stash_nbytes
         else:
-            nbytes = measured.peak_nbytes if isinstance(measured, Measurement) else measured
+            nbytes = measured.peak_nbytes if isinstance(measured, Peaking) else measured
         if batch < 1 or not 0.0 < nbytes < math.inf:
             raise ValueError(
                 f"{self} was given {nbytes} bytes for a batch of {batch}, which tell nothing of a sample's. Pass what "

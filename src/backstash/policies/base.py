@@ -1,0 +1,431 @@
+"""What can be done with a saved tensor (Action), and who decides it (Policy)."""
+
+# ruff: noqa: B027  (the empty methods of Policy are defaults that do nothing, not forgotten abstract methods)
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+from backstash import codecs as codec_registry
+from backstash.codecs.base import Codec
+from backstash.codecs.sliced import Sliced
+from backstash.saved import SavedTensor
+
+MAX_DEPTH = 6
+"""The longest chain of remade values, each of which begins from the next, unless a policy asks for another length."""
+
+LOSSES = frozenset({"LogSoftmax", "NllLoss", "NllLoss2D"})
+"""The autograd nodes of losses, which some policies leave alone."""
+
+Sources = Callable[[], dict[str, Tensor] | None]
+"""The argument of that name of :meth:`Policy.trace`."""
+
+
+# -- actions -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Hold the tensor as it is, by reference.
+
+    Args:
+        reason: why; the report shows it.
+    """
+
+    reason: str = "the policy says so"
+
+
+@dataclass(frozen=True, init=False)
+class Stash:
+    """Encode the tensor and hold the planes.
+
+    Args:
+        codecs: a codec, a codec's name, or several of them. The first codec that accepts the tensor encodes it. If none
+            does, the tensor is kept, and the report says why.
+        store: name of the store that holds the planes.
+
+    Raises:
+        TypeError: one of ``codecs`` is neither a codec nor a name.
+        UnknownNameError: no codec has that name.
+    """
+
+    codecs: tuple[Codec, ...]
+    store: str
+
+    def __init__(self, codecs: Codec | str | Sequence[Codec | str], store: str = "device") -> None:
+        chosen = codecs if isinstance(codecs, Sequence) and not isinstance(codecs, str) else (codecs,)
+        resolved = tuple(codec_registry.get(codec) if isinstance(codec, str) else codec for codec in chosen)
+        for codec in resolved:
+            if isinstance(codec, type) or not hasattr(codec, "nbytes_bound"):
+                raise TypeError(
+                    f"Stash was asked for the codec {codec!r}, which is none. Pass a codec such as Zvc(), a name "
+                    f"({', '.join(codec_registry.names())}), or several of these."
+                )
+        object.__setattr__(self, "codecs", resolved)
+        object.__setattr__(self, "store", store)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Hold nothing, and remake the value in backward with the cheap functions that computed it.
+
+    The remade value is equal bit for bit, unless ``within`` names values.
+
+    Args:
+        otherwise: the action for a value that cannot be remade. That is so if the function that computed it is not
+            cheap, or draws random numbers that nobody noted; if an input is not held; or if the proof failed.
+        max_depth: the longest chain of remade values, each of which begins from the next.
+        max_inputs: the most stored values that a recipe may begin from; None for any number.
+        within: keys of values that are stored within a bound, and from which the value may be remade nevertheless. Only
+            relu, sums and batch norms may lie between. The remade value is then off by as much as these functions make
+            of the bounds. Its sign stays exact for those who read it, because a bit per element is stored for them.
+
+    Raises:
+        ValueError: a number is below 1, or ``otherwise`` is neither a Keep nor a Stash.
+    """
+
+    otherwise: Keep | Stash = Keep()
+    max_depth: int = MAX_DEPTH
+    max_inputs: int | None = None
+    within: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        most = 1 if self.max_inputs is None else self.max_inputs
+        if self.max_depth < 1 or most < 1 or not isinstance(self.otherwise, (Keep, Stash)):
+            raise ValueError(
+                f"Recompute was asked for max_depth={self.max_depth}, max_inputs={self.max_inputs} and "
+                f"otherwise={self.otherwise!r}, but it takes a depth of 1 or more, as many inputs, and Keep() or "
+                f"Stash(...)."
+            )
+
+
+@dataclass(frozen=True, init=False)
+class Slice(Stash):
+    """Encode a convolution's input in slices of the batch, and compute its backward slice by slice. Not bit-equal.
+
+    Backward decodes a single slice at a time, and the library's reordered copies are of a slice too. The weight's
+    gradient is the same sum in another order, so no policy that is called exact uses this action. A tensor that is not
+    a convolution's input is encoded whole.
+
+    Args:
+        parts: how many slices, 2 or more.
+        codecs, store: as for Stash.
+
+    Raises:
+        ValueError: fewer than two parts.
+    """
+
+    parts: int
+
+    def __init__(self, parts: int, codecs: Codec | str | Sequence[Codec | str] = "zvc", store: str = "device") -> None:
+        super().__init__(codecs, store)
+        if parts < 2:
+            raise ValueError(f"Slice was asked for {parts} parts, but it takes 2 or more.")
+        object.__setattr__(self, "parts", parts)
+
+    def sliced(self) -> Stash:
+        """Returns the same action with codecs that can decode a slice at a time."""
+        return Stash(tuple(Sliced(codec, self.parts) for codec in self.codecs), self.store)
+
+
+Action = Keep | Stash | Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the Session did with a saved tensor.
+
+    Attributes:
+        saved: the tensor.
+        codec: id of the codec that encoded it; ``"recompute"`` or ``"recompute within"`` if it will be remade; None if
+            it was kept.
+        nbytes: bytes that are held for it now.
+        reason: why it was kept; empty if it was encoded.
+    """
+
+    saved: SavedTensor
+    codec: str | None
+    nbytes: int
+    reason: str = ""
+
+
+# -- the contract of a policy ------------------------------------------------------------------------------------------
+
+
+class Policy(ABC):
+    """Decides what is done with each saved tensor.
+
+    Inherit from this class and define :meth:`decide`; every other member has a default. A Session reads ``recomputes``
+    and ``ahead`` when it is created. In each step it calls :meth:`begin_step` first, :meth:`watch` for each tensor that
+    one of torch's own autograd nodes saves, and then, for each value that it stores, :meth:`trace`,
+    :meth:`decide_together` and :meth:`observe`, in this order.
+
+    An object that does not inherit from this class, but has ``decide()`` and ``observe()``, serves as well (see
+    :func:`adapt`). A policy that holds another policy has to forward every member to it: inherit from :class:`Wrapper`.
+
+    Attributes:
+        is_fixed: whether :meth:`decide` depends on the facts of the tensor alone, and every other method does nothing.
+            A Session then asks it once for each place in the model, and need not call the other methods. A subclass
+            that overrides a method is not fixed, unless it says so itself.
+        recomputes: whether an action may be Recompute. If it is False, the Session saves itself the work of noting how
+            values are computed.
+        ahead: how many values may come back from a store before backward reads them; None for as many as there is room
+            for (see stash/prefetch.py).
+
+    Example:
+        >>> class KeepConvolutions(Policy):
+        ...     def decide(self, saved):
+        ...         return Keep() if saved.op == "Convolution" else Stash("zvc")
+    """
+
+    is_fixed: bool = False
+    recomputes: bool = True
+    ahead: int | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        methods = {name for name, member in vars(Policy).items() if callable(member) and not name.startswith("_")}
+        if "is_fixed" not in vars(cls) and methods & set(vars(cls)):
+            cls.is_fixed = False  # inherited from a class whose methods this class overrides
+
+    @abstractmethod
+    def decide(self, saved: SavedTensor) -> Action:
+        """Returns the action for one stored value.
+
+        A Session may also call this to learn what the policy would do; no outcome follows then.
+
+        Args:
+            saved: the strongest use of the value (see docs/architecture.md).
+        """
+
+    def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
+        """Returns the action for one stored value, for a policy to which all readers of the value matter.
+
+        Args:
+            saved: the strongest use of the value.
+            readers: all uses of the value, ``saved`` included.
+
+        Returns:
+            By default what :meth:`decide` returns.
+        """
+        return self.decide(saved)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Is told what became of a value. Does nothing by default."""
+
+    def begin_step(self) -> None:
+        """Is called before a forward pass saves its first tensor. Does nothing by default."""
+
+    def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
+        """Is called when one of torch's own autograd nodes has saved a tensor. Does nothing by default.
+
+        Args:
+            saved: the tensor's facts.
+            node: the autograd node, before its backward.
+            x: the tensor, detached. Only a copy of it may be held after the call.
+        """
+
+    def trace(self, saved: SavedTensor, readers: Sequence[SavedTensor], sources: Sources) -> None:
+        """Is called before a value is decided on. Does nothing by default.
+
+        Args:
+            saved, readers: as for :meth:`decide_together`.
+            sources: a function that tells from which held values the value could be remade. It returns, by the key with
+                which each of these was decided on, the factor by which an error in it is multiplied on the way, one
+                number for each channel, ``[channels]`` (see stash.gains); or None if that is not known.
+        """
+
+
+class Wrapper(Policy):
+    """A policy in front of another policy, to which it forwards every member of the contract.
+
+    Inherit from this class and override only the members that the wrapper changes.
+    """
+
+    @property
+    @abstractmethod
+    def inner(self) -> Policy:
+        """The policy that every member is forwarded to."""
+
+    @property
+    def is_fixed(self) -> bool:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.is_fixed
+
+    @property
+    def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.recomputes
+
+    @property
+    def ahead(self) -> int | None:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.ahead
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """As ``inner``."""
+        return self.inner.decide(saved)
+
+    def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
+        """As ``inner``."""
+        return self.inner.decide_together(saved, readers)
+
+    def observe(self, outcome: Outcome) -> None:
+        """As ``inner``."""
+        self.inner.observe(outcome)
+
+    def begin_step(self) -> None:
+        """As ``inner``."""
+        self.inner.begin_step()
+
+    def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
+        """As ``inner``."""
+        self.inner.watch(saved, node, x)
+
+    def trace(self, saved: SavedTensor, readers: Sequence[SavedTensor], sources: Sources) -> None:
+        """As ``inner``."""
+        self.inner.trace(saved, readers, sources)
+
+
+@dataclass(frozen=True, repr=False)
+class Adapted(Policy):
+    """An object that has ``decide()`` and ``observe()``, with the defaults of Policy for the members that it lacks.
+
+    Its repr is that of the object, and it looks the object's members up at each use. A member that is None counts as
+    lacking.
+
+    Args:
+        policy: the object.
+    """
+
+    policy: Any
+
+    def __repr__(self) -> str:
+        return repr(self.policy)
+
+    def _own(self, name: str, default: Any) -> Any:
+        member = getattr(self.policy, name, None)
+        return default if member is None else member
+
+    @property
+    def is_fixed(self) -> bool:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        return bool(self._own("is_fixed", Policy.is_fixed))
+
+    @property
+    def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        return bool(self._own("recomputes", Policy.recomputes))
+
+    @property
+    def ahead(self) -> int | None:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        ahead: int | None = self._own("ahead", Policy.ahead)
+        return ahead
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """The object's."""
+        action: Action = self.policy.decide(saved)
+        return action
+
+    def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
+        """The object's, or the default."""
+        action: Action = self._own("decide_together", super().decide_together)(saved, readers)
+        return action
+
+    def observe(self, outcome: Outcome) -> None:
+        """The object's."""
+        self.policy.observe(outcome)
+
+    def begin_step(self) -> None:
+        """The object's, or the default."""
+        self._own("begin_step", super().begin_step)()
+
+    def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
+        """The object's, or the default."""
+        self._own("watch", super().watch)(saved, node, x)
+
+    def trace(self, saved: SavedTensor, readers: Sequence[SavedTensor], sources: Sources) -> None:
+        """The object's, or the default."""
+        self._own("trace", super().trace)(saved, readers, sources)
+
+
+def is_policy(policy: Any) -> bool:
+    """Whether the object inherits from Policy, or at least has ``decide()`` and ``observe()``. A class is no policy."""
+    if isinstance(policy, type):
+        return False
+    return isinstance(policy, Policy) or all(callable(getattr(policy, name, None)) for name in ("decide", "observe"))
+
+
+def adapt(policy: Any) -> Policy:
+    """Returns the policy itself if it inherits from Policy, or else an :class:`Adapted` around it.
+
+    A policy is adapted once, where the package takes it in: by policies.get, which a Session calls, and by Rules.
+
+    Raises:
+        TypeError: the object is no policy (see :func:`is_policy`).
+    """
+    if not is_policy(policy):
+        raise TypeError(
+            f"a policy was asked for, got {policy!r}, which has no decide() and observe(). Pass an object of a class "
+            f"that inherits from backstash.Policy, or one with these methods."
+        )
+    return policy if isinstance(policy, Policy) else Adapted(policy)
+
+
+@dataclass(frozen=True)
+class Rules(Wrapper):
+    """Actions by pattern. The first pattern that matches a tensor's key decides.
+
+    Args:
+        rules: (pattern, action) pairs. A pattern is matched against the whole ``SavedTensor.key`` as in a shell, with
+            regard to case (``"features.*/Relu*:result"``).
+        otherwise: the policy for every other tensor.
+
+    Raises:
+        TypeError: ``otherwise`` is not a policy.
+
+    Example:
+        >>> from backstash import policies
+        >>> rules = Rules((("classifier.*", Keep()),), otherwise=policies.get("lossless"))
+    """
+
+    rules: tuple[tuple[str, Action], ...]
+    otherwise: Policy
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "otherwise", adapt(self.otherwise))
+
+    @property
+    def inner(self) -> Policy:
+        """The policy ``otherwise``."""
+        return self.otherwise
+
+    @property
+    def is_fixed(self) -> bool:  # type: ignore[override]  # read-only here
+        """As ``otherwise``: patterns depend on the tensor's key alone."""
+        return self.otherwise.is_fixed
+
+    @property
+    def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
+        """Whether the action of a rule is Recompute, or ``otherwise`` recomputes."""
+        return any(isinstance(action, Recompute) for _, action in self.rules) or self.otherwise.recomputes
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """Returns the action of the first pattern that matches, or else what ``otherwise`` decides."""
+        action = self._by_pattern(saved)
+        return self.otherwise.decide(saved) if action is None else action
+
+    def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
+        """Likewise; only the key of ``saved`` is matched."""
+        action = self._by_pattern(saved)
+        return self.otherwise.decide_together(saved, readers) if action is None else action
+
+    def _by_pattern(self, saved: SavedTensor) -> Action | None:
+        return next((action for pattern, action in self.rules if fnmatchcase(saved.key, pattern)), None)

@@ -1,0 +1,81 @@
+"""What a collecting step notes of each layer: readings from the layer's backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backstash.policies.comet.layers import Linear
+
+
+@dataclass(slots=True)
+class Reading:
+    """The numbers of a layer in a collecting step. If a module runs twice they add up, as its weight gradients do.
+
+    Attributes:
+        parameter: the layer's weight.
+        shares: the input's share of elements that are not zero, ``[channels]``.
+        spread: how large the input's numbers are (see layers.Linear.spread).
+        applied: the bound within which the input was stored or remade.
+        coarsest: no larger bound is allowed.
+        energy: 3 / bound**2 times the variance of the weight gradient's error, ``[output channels]``; None until
+            backward has run.
+        magnitude: mean magnitude of the weight gradient.
+        error: mean square of the weight gradient's difference from the exact gradient; None if it was not compared.
+        cosine: cosine between these two gradients.
+    """
+
+    parameter: nn.Parameter
+    shares: Tensor
+    spread: Tensor
+    applied: float = 0.0
+    coarsest: Tensor | float = math.inf
+    energy: Tensor | None = None
+    magnitude: Tensor | float = 0.0
+    error: Tensor | float | None = None
+    cosine: Tensor | float = 1.0
+
+    def keep_below(self, bound: Tensor) -> None:
+        """Allow no bound above the given bound."""
+        self.coarsest = torch.minimum(torch.as_tensor(self.coarsest, device=bound.device), bound)
+
+
+def collector(
+    reading: Reading, layer: Linear, sigma: float, place: int, exact: Tensor | None
+) -> Callable[[Any, Any], None]:
+    """Returns a hook for the layer's autograd node, which adds the node's gradients to the reading when it has run.
+
+    Args:
+        reading: the reading.
+        layer: facts of the layer.
+        sigma: the wanted deviation, as a share of the gradient.
+        place: the position of the weight among the node's inputs.
+        exact: a copy of the exact input, to compare the weight gradient with that of the exact input; None: not
+            compared.
+    """
+
+    def collect(outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
+        grad, weight_grad = incoming[0], outgoing[place]
+        if grad is None or weight_grad is None:
+            return
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            grad, weight_grad, weight = grad.detach(), weight_grad.detach(), reading.parameter.detach()
+            energy = layer.energy(grad, weight)
+            reading.energy = energy if reading.energy is None else reading.energy + energy
+            reading.magnitude = reading.magnitude + weight_grad.abs().mean(dtype=torch.float32)
+            coarsest = layer.coarsest(sigma, outgoing[0], weight_grad, weight)
+            if coarsest is not None:
+                reading.keep_below(coarsest)
+            if exact is not None:
+                truth = layer.weight_gradient(grad, exact, torch.empty_like(weight_grad)).float()
+                error = (weight_grad.float() - truth).square().mean()
+                cosine = torch.cosine_similarity(weight_grad.float().flatten(), truth.flatten(), dim=0)
+                reading.error = error if reading.error is None else reading.error + error
+                reading.cosine = torch.minimum(torch.as_tensor(reading.cosine, device=cosine.device), cosine)
+
+    return collect

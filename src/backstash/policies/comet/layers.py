@@ -1,0 +1,187 @@
+"""The kinds of layers whose inputs COMET bounds: how their autograd nodes save the input, and their error models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backstash.needs import op_of
+from backstash.policies.comet.bound import channel_norms, coverage
+
+LAYERS: dict[str, frozenset[tuple[str, str]]] = {
+    "conv": frozenset({("Convolution", "input")}),
+    "linear": frozenset({("Addmm", "mat1"), ("Mm", "self")}),
+    "norm": frozenset({("NativeBatchNorm", "input"), ("CudnnBatchNorm", "input")}),
+}
+"""For each kind of layer, the autograd nodes that compute it and the role in which they save its input."""
+
+WEIGHTS = {"Convolution": 1, "Addmm": 2, "Mm": 1, "NativeBatchNorm": 1, "CudnnBatchNorm": 1}
+"""The position of the layer's weight among its node's inputs."""
+
+_dispatch: Any = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The facts that a collecting step needs of a layer. This class is for a linear layer, the others inherit from it.
+
+    A weight of a linear layer reads each sample once.
+
+    Attributes:
+        shape: shape of the input.
+        shares: the input's share of elements that are not zero, ``[channels]``.
+    """
+
+    shape: tuple[int, ...]
+    shares: Tensor
+
+    @property
+    def share(self) -> Tensor:
+        """The share of elements that are not zero, over all channels."""
+        return self.shares.mean()
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Returns how large the numbers are that the codec has to tell apart: the root mean square of non-zeros."""
+        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
+        return norm / (self.share * max(x.numel(), 1)).clamp(min=1).sqrt()
+
+    def energy(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Returns 3 / bound**2 times the variance of the weight gradient's error, ``[output channels]``.
+
+        Args:
+            grad: the gradient of the layer's output.
+            weight: the layer's weight.
+        """
+        return channel_norms(grad, -1).square() * self.share
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns the weight gradient as the node computes it; only the layout of ``weight`` is read."""
+        return x.T @ grad
+
+    def coarsest(self, sigma: float, input_grad: Tensor | None, weight_grad: Tensor, weight: Tensor) -> Tensor | None:
+        """Returns the bound with which the error of the input's gradient is the share ``sigma`` of it.
+
+        Returns:
+            The bound, or None if that gradient does not depend on the stored input.
+        """
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution(Linear):
+    """A convolution. Some of a weight's taps fall into the padding."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    def energy(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """As for Linear, with the :func:`backstash.policies.comet.bound.coverage`."""
+        spatial = self.shape[2:], grad.shape[2:], weight.shape[2:]
+        covered = coverage(*spatial, self.stride, self.padding, self.dilation, self.transposed)
+        return channel_norms(grad).square() * (self.share * covered)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """As for Linear."""
+        where = self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+        gradient: Tensor = _dispatch.convolution_backward(grad, x, weight, None, *where, [False, True, False])[1]
+        return gradient
+
+
+@dataclass(frozen=True, slots=True)
+class BatchNorm(Linear):
+    """A batch norm. An error in the stored input reaches the input's gradient as well.
+
+    The weight's gradient is the sum of dY * (x - mean) * scale, and the input's gradient is
+
+        weight * scale * (dY - mean of dY - (x - mean) * scale * weight's gradient / n)
+
+    Of this only the last term reads ``x``. Mean and scale are stored apart, and exact.
+
+    Attributes:
+        mean: mean of each channel.
+        scale: one over the standard deviation of each channel, as the node has it.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Returns the standard deviation within channels."""
+        return self.scale.square().reciprocal().mean().sqrt()
+
+    def energy(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """As for Linear; the errors count in normalised numbers."""
+        return (channel_norms(grad) * self.scale).square()
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """As for Linear, apart from rounding."""
+        channels = [1, -1, *[1] * (x.dim() - 2)]
+        normalised = (x.float() - self.mean.view(channels)) * self.scale.view(channels)
+        return (normalised * grad).sum([0, *range(2, x.dim())])
+
+    def coarsest(self, sigma: float, input_grad: Tensor | None, weight_grad: Tensor, weight: Tensor) -> Tensor | None:
+        """As for Linear, by the last term above: errors are independent, each with the deviation bound / sqrt(3)."""
+        if input_grad is None:
+            return None
+        count = input_grad.numel() / weight.numel()
+        slope = torch.linalg.vector_norm(weight * self.scale.square() * weight_grad, dtype=torch.float32)
+        wanted = sigma * torch.linalg.vector_norm(input_grad, dtype=torch.float32)
+        limit: Tensor = wanted * (math.sqrt(3 * count) / slope)
+        return limit
+
+
+def layer_of(node: Any, x: Tensor) -> Linear:
+    """Returns the facts of the layer whose autograd node saved ``x`` as its input."""
+    op, shape = op_of(node), tuple(x.shape)
+    others = [dim for dim in range(x.dim()) if dim != 1]
+    shares = x.count_nonzero(others) / max(x.numel() // max(x.shape[1], 1), 1)
+    if op == "Convolution":
+        return Convolution(
+            shape,
+            shares,
+            tuple(node._saved_stride),
+            tuple(node._saved_padding),
+            tuple(node._saved_dilation),
+            node._saved_transposed,
+            tuple(node._saved_output_padding),
+            node._saved_groups,
+        )
+    if "BatchNorm" in op:
+        eps = node._saved_epsilon if op == "CudnnBatchNorm" else node._saved_eps
+        variance, mean = torch.var_mean(x.float(), [0, *range(2, x.dim())], correction=0)
+        return BatchNorm(shape, shares, mean, (variance + eps).rsqrt())
+    return Linear(shape, shares)
+
+
+def weight_of(node: Any) -> nn.Parameter | None:
+    """Returns the layer's weight, or None unless the weight's gradient goes to a parameter and nowhere else."""
+    following, _ = node.next_functions[WEIGHTS[op_of(node)]]
+    while following is not None and type(following).__name__ in ("TBackward0", "ToCopyBackward0"):
+        following, _ = following.next_functions[0]
+    return following.variable if type(following).__name__ == "AccumulateGrad" else None
+
+
+def uses_running_statistics(node: Any) -> bool:
+    """Whether the node is a batch norm's in evaluation mode."""
+    return not getattr(node, "_saved_training", True)
+
+
+def mean_gain(gain: Tensor, shares: Tensor) -> float:
+    """Returns the root mean square of a gain over the elements that are not zero.
+
+    Args:
+        gain: by channel, or a single number.
+        shares: the share of elements that are not zero, by channel.
+    """
+    square = gain.square()
+    if square.numel() != shares.numel():  # the reader sees the value through another view
+        return float(square.mean().sqrt())
+    return float(((square * shares).sum() / shares.sum().clamp(min=torch.finfo(shares.dtype).tiny)).sqrt())

@@ -1,0 +1,66 @@
+"""Exact policies that stay on the device: Lossless, and KeepAll, which encodes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backstash.codecs import Binary, Bitmask, Narrow, Shape, Zvc
+from backstash.codecs.bitmask import FLOATS
+from backstash.codecs.narrow import INTEGERS
+from backstash.policies.base import Action, Keep, Policy, Recompute, Stash
+from backstash.saved import Need, SavedTensor
+
+
+@dataclass(frozen=True)
+class Lossless(Policy):
+    """Exact: gradients are bit-identical.
+
+    If backward only reads the shape, nothing but the shape is stored; if it only reads the sign, a bit per element.
+    Integers and bools are stored in the fewest bits. A value that a cheap function computed from held values is remade.
+    Any other value is compressed if a sample of it shows zeros, or only two different numbers.
+
+    Args:
+        min_saving: the smallest share of a value's bytes that makes compression worthwhile (see codecs.Zvc).
+        recompute: whether values are remade.
+    """
+
+    min_saving: float = 0.02
+    recompute: bool = True
+
+    is_fixed = True
+
+    @property
+    def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
+        """The argument ``recompute``."""
+        return self.recompute
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """Returns the smallest exact form of what backward reads."""
+        if saved.need is Need.SHAPE:
+            return Stash(Shape())
+        if saved.need is Need.SIGN and saved.mask is not None:
+            return Stash(Bitmask(saved.mask))
+        if saved.spec.dtype in INTEGERS:
+            windowed = () if saved.window is None else (Narrow(saved.window),)
+            return Stash((*windowed, Narrow()))
+        if saved.spec.dtype in FLOATS:
+            stash = Stash((Binary(), Zvc(self.min_saving)))
+            return Recompute(stash) if self.recompute else stash
+        return Keep(f"no exact codec takes {saved.spec.dtype}")
+
+
+@dataclass(frozen=True)
+class KeepAll(Policy):
+    """Encodes nothing. Memory is that of plain PyTorch, and the report shows what is in it."""
+
+    is_fixed = True
+    recomputes = False
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """Returns Keep()."""
+        return Keep()
+
+
+def lossless(min_saving: float = 0.02, recompute: bool = True) -> Lossless:
+    """Returns the policy :class:`Lossless`."""
+    return Lossless(min_saving, recompute)

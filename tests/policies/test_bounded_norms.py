@@ -1,0 +1,98 @@
+"""Batch norms' inputs within bounds, and convolutions' inputs that are remade from them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from comet_networks import Residual, normalised, sgd, train
+from torch import Tensor, nn
+
+from backstash import Session
+from backstash.policies.comet import comet
+
+
+def test_a_batch_norm_is_off_by_what_was_predicted() -> None:
+    model = normalised()
+    optimizer = sgd(model)
+    policy = comet("conv+norm", every=5, codec="sz", optimizer=optimizer, samples=4)
+    _, session = train(model, optimizer, policy, 80)
+    norms = {"1/NativeBatchNorm#0:input", "4/NativeBatchNorm#0:input"}
+    assert norms < set(policy.bounds)
+    rows = {row.key: row.codec.split("+")[0] for row in session.report().rows}
+    assert {rows[key] for key in norms} == {"sz"}
+    assert rows["3/Convolution#0:input"] == "recompute within"
+    ratios = [one.measured / one.predicted for one in policy.history if one.key in norms and one.measured]  # type: ignore[operator]
+    assert len(ratios) > 10
+    assert 0.8 < sorted(ratios)[len(ratios) // 2] < 1.2
+
+
+@pytest.mark.parametrize("codec", ["szp", "sz"])
+def test_a_convolution_is_off_by_what_was_predicted_of_what_is_made_again(codec: str) -> None:
+    plain, _ = train(model := Residual(), sgd(model), "keep", 60)
+    model = Residual()
+    optimizer = sgd(model)
+    policy = comet("conv+norm", every=5, codec=codec, optimizer=optimizer, samples=4)
+    losses, session = train(model, optimizer, policy, 60)
+    assert sum(losses[-20:]) == pytest.approx(sum(plain[-20:]), abs=1.0)
+    inputs = {f"convs.{number}/Convolution#0:input" for number in range(4)}
+    rows = {row.key: row.codec for row in session.report().rows}
+    assert {rows[key] for key in inputs} == {"recompute within"}
+    assert set(policy.allotment.within) == inputs
+    norms = {key: bound for key, bound in policy.allotment.bounds.items() if "BatchNorm" in key}
+    assert all(bound <= policy.bounds[key] for key, bound in norms.items())
+    assert any(bound < policy.bounds[key] for key, bound in norms.items())
+    measured = [one for one in policy.history if one.key in inputs and one.measured and one.predicted]
+    ratios = sorted(one.measured / one.predicted for one in measured)  # type: ignore[operator]
+    assert len(ratios) > 8
+    assert 0.8 < ratios[len(ratios) // 2] < 1.2
+    wanted = sorted(one.measured / one.target for one in measured)  # type: ignore[operator]
+    assert wanted[len(wanted) // 2] < 1.3
+
+
+def test_without_batch_norms_bounds_their_results_are_made_again_exactly() -> None:
+    model = Residual()
+    policy = comet("conv", every=4, codec="sz")
+    _, session = train(model, sgd(model), policy, 16)
+    rows = {row.key: row.codec for row in session.report().rows}
+    assert {rows[f"convs.{number}/Convolution#0:input"] for number in range(4)} == {"recompute"}
+    assert policy.allotment.within == {}
+
+
+def test_without_recomputation_nothing_is_made_again() -> None:
+    model = Residual()
+    policy = comet("conv+norm", every=4, codec="sz", recompute=False)
+    _, session = train(model, sgd(model), policy, 16)
+    assert policy.bounds
+    assert {row.codec.split("+")[0] for row in session.report().rows if "convs" in row.key} == {"signed sz"}
+    assert policy.allotment.within == {}
+
+
+def test_a_batch_norms_input_gradient_is_off_by_no_more_than_the_share() -> None:
+    torch.manual_seed(0)
+    norm, x = nn.BatchNorm2d(8), torch.randn(16, 8, 12, 12) * 3 + 1
+    policy = comet("norm", sigma=0.02, every=1, samples=0, recompute=False)
+    session = Session(policy, model=norm, min_nbytes=0)
+    target = torch.randn_like(x)
+
+    def gradient(manager: Any) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        with manager:
+            loss = (norm(leaf * 1.0) - leaf.detach().sign() - target).square().sum()
+        loss.backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    expected = gradient(nullcontext())
+    errors = [float((gradient(session) - expected).norm() / expected.norm()) for _ in range(4)]
+    assert errors[0] == 0.0
+    assert all(0.0 < error < 0.022 for error in errors[1:])
+
+
+def test_a_batch_norm_that_uses_running_statistics_is_exact() -> None:
+    model = normalised().eval()
+    policy = comet("norm", every=1)
+    train(model, sgd(model), policy, 6)
+    assert policy.bounds == {}
