@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from backstash import cli, codecs
 from backstash.cli.commands import app
 from backstash.codecs.base import Codec
-from backstash.integrations.watch import Observed
 from backstash.report import machine, plot
 from backstash.report.compare import Comparison
+from backstash.report.watch import Observed
 
 TRAINING = """
 import sys

@@ -20,6 +20,7 @@ from backstash.needs import op_of
 from backstash.policies import Lossless
 from backstash.policy import Action, Outcome, Recompute, Stash
 from backstash.saved import Need, SavedTensor
+from backstash.torch_internals import no_torch_function
 
 LAYERS: dict[str, frozenset[tuple[str, str]]] = {
     "conv": frozenset({("Convolution", "input")}),
@@ -550,7 +551,7 @@ def _collector(
         grad, weight_grad = incoming[0], made[place]
         if grad is None or weight_grad is None:
             return
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with no_torch_function(), torch.no_grad():
             grad, weight_grad, weight = grad.detach(), weight_grad.detach(), reading.parameter.detach()
             energy = layer.energy(grad, weight)
             reading.energy = energy if reading.energy is None else reading.energy + energy

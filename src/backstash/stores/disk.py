@@ -46,6 +46,7 @@ class DiskStore:
         ValueError: ``capacity`` is negative, or ``in_flight`` is less than 8 MiB.
 
     Example:
+        >>> import torch
         >>> from tempfile import TemporaryDirectory
         >>> from backstash import codecs
         >>> with TemporaryDirectory() as directory, DiskStore(directory) as store:
