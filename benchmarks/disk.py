@@ -23,7 +23,7 @@ import torch
 from backstash.codecs import Encoded
 from backstash.saved import TensorSpec
 from backstash.stores import DiskStore, Ticket
-from backstash.stores.disk import BLOCK
+from backstash.stores.blocks import BLOCK
 from benchmarks.results import Results
 from benchmarks.rounds import Effort, interleave, spread, summarise, table
 

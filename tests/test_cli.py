@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from backstash import cli, codecs
+from backstash.cli.commands import app
 from backstash.codecs.base import Codec
-from backstash.commands import app
-from backstash.integrations.watch import Observed
 from backstash.report import machine, plot
 from backstash.report.compare import Comparison
+from backstash.report.watch import Observed
 
 TRAINING = """
 import sys
@@ -238,7 +238,8 @@ def test_doctor_finds_a_codec_that_loses_bits(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_the_command_line_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "backstash.commands")
+    for module in ("backstash.cli.commands", "backstash.cli.comparison"):
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SystemExit, match=rf"{missing} is not installed. Run: pip install 'backstash\[cli\]'"):
         cli.main()

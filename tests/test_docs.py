@@ -21,7 +21,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SOURCE = ROOT / "src" / "backstash"
 ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:work|root|home|tmp|Users)/")
 OPTIONAL = {  # modules that need what a plain install does not bring
-    "backstash.commands": "typer",
+    "backstash.cli.commands": "typer",
+    "backstash.cli.comparison": "typer",
     "backstash.ops.triton.blockquant_kernels": "triton",
     "backstash.ops.triton.elements": "triton",
     "backstash.ops.triton.kernels": "triton",

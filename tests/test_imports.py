@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,33 +12,85 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "backstash"
 MODULES = sorted(SOURCE.rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "config", "manager"}
-COMMAND_LINE = {"__main__", "cli", "commands"}
-OUTER = {"report", "integrations", "testing", "rewrites", "planning"} | COMMAND_LINE
+PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("understand/architecture.md", "architecture.md")]
+HOOKS = {"session", "capture", "report", "rewrites", "integrations"}
+"""Units that may install hooks: the Session's own, and those that observe somebody's program from outside."""
 
-# A unit is a module or a package right below backstash. What may be imported beside itself:
-ALLOWED = {
+# A unit is a module or a package right below backstash; "backstash" is the package itself. Its row names what it may
+# import of the others. A row names units of rows above it only, so that no unit is reached again from below. The page
+# of the architecture shows the same table.
+ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "version": set(),
+    "torch_internals": set(),
     "saved": set(),
     "effects": {"saved"},
     "needs": {"effects", "saved"},
     "ops": {"errors", "saved"},
     "codecs": {"errors", "saved", "ops"},
-    "stores": {"errors", "saved", "codecs.base", "torch_internals"},
-    "policies": {"errors", "saved", "codecs", "needs"},
-    "torch_internals": set(),
-    "stash": {
+    "stores": {"errors", "torch_internals", "codecs.base"},
+    "arguments": {"stores"},
+    "policies": {"errors", "torch_internals", "saved", "needs", "codecs"},
+    "stash": {"errors", "torch_internals", "saved", "needs", "ops", "codecs", "stores", "policies.base"},
+    "backward": {"errors", "torch_internals", "saved", "ops", "codecs", "stash"},
+    "capture": {"errors", "torch_internals", "saved", "needs", "stash"},
+    "gradient_error": {"torch_internals", "stash.ledger"},
+    "session": {
         "errors",
+        "torch_internals",
         "saved",
-        "needs",
+        "codecs",
+        "stores",
+        "arguments",
+        "policies.base",
+        "policies",
+        "stash",
+        "backward",
+        "capture",
+        "gradient_error",
+    },
+    "testing": {"errors", "saved", "ops", "codecs", "stores", "policies.base", "stash.ledger", "session"},
+    "rewrites": {"errors", "torch_internals", "saved", "session", "testing.bits"},
+    "integrations": {"errors", "policies.base", "stash.ledger", "session"},
+    "planning": {
+        "errors",
+        "torch_internals",
+        "codecs.base",
+        "stores",
+        "policies.base",
+        "stash",
+        "backward.accumulation",
+        "session",
+    },
+    "report": {
+        "errors",
+        "version",
+        "torch_internals",
+        "saved",
         "ops",
+        "codecs",
+        "policies",
+        "stash",
+        "session",
+        "testing",
+        "integrations",
+        "planning.trace",
+    },
+    "backstash": {
+        "errors",
+        "version",
+        "saved",
         "codecs",
         "stores",
         "policies.base",
-        "torch_internals",
+        "policies",
+        "session",
+        "report.meter",
     },
-    "backward": {"saved", "ops", "codecs", "torch_internals"},
-    "capture": {"saved", "stash", "torch_internals"},
+    "cli": {"errors", "stash.ledger", "integrations", "report"},
+    "__main__": {"cli"},
 }
+
 
 _FAMILY = {"saved", "codecs", "policies.base", "policies.lossless"}
 
@@ -52,23 +105,34 @@ POLICIES = {
     "sliced": _FAMILY,
     "offload": _FAMILY,
     "published": {"saved", "codecs", "policies.base"},
-    "comet": {*_FAMILY, "errors", "needs"},
+    "comet": {*_FAMILY, "errors", "needs", "torch_internals"},
 }
 
 
 def unit(path: Path) -> str:
-    """``codecs`` for src/backstash/codecs/zvc.py, ``""`` for the package itself."""
+    """``codecs`` for src/backstash/codecs/zvc.py, ``backstash`` for the package itself."""
     first = path.relative_to(SOURCE).parts[0]
-    return "" if first == "__init__.py" else first.removesuffix(".py")
+    return "backstash" if first == "__init__.py" else first.removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Modules of the package that ``path`` imports anywhere, without ``backstash.``; not those for types only."""
+def module(path: Path) -> str:
+    """``codecs.zvc`` for src/backstash/codecs/zvc.py, ``codecs`` for src/backstash/codecs/__init__.py."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, anywhere: bool = True) -> Iterator[str]:
+    """What ``path`` imports of the package, at any place in the file but under TYPE_CHECKING, without ``backstash.``.
+
+    Args:
+        path: the file.
+        anywhere: whether imports inside functions count as well.
+    """
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             node.body = []
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if anywhere else tree.body:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -90,11 +154,9 @@ def identifier(path: Path) -> str:
 @pytest.mark.parametrize("path", MODULES, ids=identifier)
 def test_layers(path: Path) -> None:
     here = unit(path)
+    assert here in ALLOWED, f"{here} has no row in the table of this test"
     found = {name for name in imports(path) if name.split(".")[0] != here}
-    if here in ALLOWED:
-        assert {name for name in found if not within(name, ALLOWED[here])} == set()
-    elif here and here not in OUTER:
-        assert {name for name in found if name.split(".")[0] in OUTER} == set()
+    assert {name for name in found if not within(name, ALLOWED[here])} == set()
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "policies").rglob("*.py")), ids=identifier)
@@ -105,25 +167,76 @@ def test_layers_of_policies(path: Path) -> None:
     assert {name for name in beside if not within(name, POLICIES[family])} == set()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=identifier)
-def test_only_the_command_line_imports_the_command_line(path: Path) -> None:
-    if unit(path) not in COMMAND_LINE:
-        assert not {name for name in imports(path) if name.split(".")[0] in COMMAND_LINE}
+def test_every_row_of_the_table_is_a_unit_and_is_needed() -> None:
+    assert set(ALLOWED) == {unit(path) for path in MODULES}
+    for row, allowed in ALLOWED.items():
+        found = {name for path in MODULES if unit(path) == row for name in imports(path)}
+        assert {name for name in allowed if not any(within(other, {name}) for other in found)} == set(), row
+
+
+def test_no_unit_is_reached_again_from_below() -> None:
+    above: set[str] = set()
+    for row, allowed in ALLOWED.items():
+        assert {name.split(".")[0] for name in allowed} <= above, row
+        above.add(row)
+
+
+def test_no_module_is_imported_again_by_what_it_imports() -> None:
+    names = {module(path) for path in MODULES} - {""}
+    direct = {}
+    for path in MODULES:
+        found = imports(path, anywhere=False)
+        direct[module(path)] = {name if name in names else name.rpartition(".")[0] for name in found} & names
+    reached: dict[str, set[str]] = {}
+    for start in direct:
+        waiting, seen = list(direct[start]), set()
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += direct[name]
+        reached[start] = seen
+    # The files of a backend of ops are parts of their package's __init__, and import it.
+    assert [name for name, seen in reached.items() if name in seen and not name.startswith("ops.")] == []
+
+
+def test_the_page_of_the_architecture_shows_the_same_table() -> None:
+    page = next(page for page in PAGES if page.exists())
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    (table,) = [block for block in blocks if block.startswith("errors:")]
+    rows = [line.partition(":") for line in table.splitlines()]
+    assert [row for row, _, _ in rows] == list(ALLOWED)
+    for row, _, allowed in rows:
+        assert {name.strip() for name in allowed.split(",")} - {""} == ALLOWED[row], row
 
 
 @pytest.mark.parametrize("path", MODULES, ids=identifier)
-def test_planning_measures_nothing_and_only_reports_read_it(path: Path) -> None:
-    found = {name.split(".")[0] for name in imports(path)}
-    if unit(path) == "planning":
-        assert not found & {"report", "integrations", "testing"}
-        assert not [name for name in imports(path) if within(name, {"policies.comet"})]
-    elif unit(path) not in {"", "report"} | COMMAND_LINE:
-        assert "planning" not in found
+def test_private_names_of_torch_are_in_one_file(path: Path) -> None:
+    """Members of tensors, nodes and modules are no names of torch's modules."""
+    if unit(path) == "torch_internals":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            first, *rest = name.split(".")
+            private = [part for part in rest if part.startswith("_") and not part.startswith("__")]
+            assert first != "torch" or not private, f"{path} line {getattr(node, 'lineno', '?')}: {name}"
 
 
 def test_a_codec_knows_of_no_store_session_or_policy() -> None:
     for path in (SOURCE / "codecs").glob("*.py"):
-        assert not {name.split(".")[0] for name in imports(path)} & {"stores", "session", "policies"}, path
+        assert not {name.split(".")[0] for name in imports(path)} & {
+            "stores",
+            "session",
+            "policies.base",
+            "policies",
+        }, path
 
 
 def test_a_store_never_decodes() -> None:
@@ -136,7 +249,7 @@ def test_a_store_never_decodes() -> None:
 def test_hooks_are_installed_by_the_session_and_capture_alone() -> None:
     texts = ("saved_tensors_hooks(", "register_module_forward_hook", "register_module_forward_pre_hook")
     for path in MODULES:
-        if unit(path) not in ("session", "capture", *OUTER):
+        if unit(path) not in HOOKS:
             assert not [text for text in texts if text in path.read_text()], path
 
 

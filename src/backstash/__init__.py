@@ -8,8 +8,7 @@ from backstash.report.meter import measure
 from backstash.saved import Need
 from backstash.session import Session
 from backstash.stores import Store
-
-__version__ = "0.1.0"
+from backstash.version import __version__ as __version__
 
 __all__ = [
     "BackstashError",

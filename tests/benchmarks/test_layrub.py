@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from backstash import commands
+from backstash.cli import commands
 from benchmarks import deep, layrub
 from benchmarks.deep import Asked
 

@@ -13,7 +13,8 @@ from backstash.codecs import BlockQuant, Encoded
 from backstash.codecs.base import ErrorBound
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.ops import reference
-from backstash.testing import _compare_bounded, check_codec
+from backstash.testing import check_codec
+from backstash.testing.comparison import compare_bounded
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 EVERY = [
@@ -40,7 +41,7 @@ def test_every_element_is_within_the_bound_or_all_is_refused(codec: BlockQuant, 
 def test_numbers_of_any_size(codec: BlockQuant, dtype: torch.dtype, exponent: float, mean: float, seed: int) -> None:
     x = (torch.randn(700, generator=torch.Generator().manual_seed(seed)) + mean) * 2**exponent
     x = x.clamp(-torch.finfo(dtype).max / 2, torch.finfo(dtype).max / 2).to(dtype)
-    _compare_bounded(repr(codec), codec.bound, x, through(codec, x))
+    compare_bounded(repr(codec), codec.bound, x, through(codec, x))
 
 
 def test_layout() -> None:
@@ -146,6 +147,6 @@ def test_damage(plane: str) -> None:
 def test_a_broken_bound_of_groups_is_caught() -> None:
     bound = ErrorBound(rel=0.1, ulps=1, group_size=2)
     x = torch.tensor([0.0, 100.0, 0.0, 1.0])
-    _compare_bounded("here", bound, x, torch.tensor([9.0, 100.0, 0.05, 1.0]))
+    compare_bounded("here", bound, x, torch.tensor([9.0, 100.0, 0.05, 1.0]))
     with pytest.raises(AssertionError, match="in a group 0.1"):
-        _compare_bounded("here", bound, x, torch.tensor([9.0, 100.0, 0.2, 1.0]))
+        compare_bounded("here", bound, x, torch.tensor([9.0, 100.0, 0.2, 1.0]))

@@ -16,7 +16,8 @@ from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.ops import reference
 from backstash.ops.formats import FORMATS, LEAST_SCALE, SCALED
 from backstash.saved import Mask, Need, TensorSpec, Test
-from backstash.testing import _compare_bounded, check_codec
+from backstash.testing import check_codec
+from backstash.testing.comparison import compare_bounded
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = [Minifloat(format, 0) for format in FORMATS]
@@ -47,10 +48,10 @@ def through(codec: Minifloat | Zvc, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("codec", "dtype"), TAKEN, ids=str)
 def test_every_number_is_within_the_bound(codec: Minifloat, dtype: torch.dtype) -> None:
     x = numbers(dtype)
-    _compare_bounded(repr(codec), codec.bound, x, through(codec, x))
+    compare_bounded(repr(codec), codec.bound, x, through(codec, x))
     if not codec.group_size:
         behind = Zvc(values=codec)
-        _compare_bounded(repr(behind), behind.bound, x, through(behind, x))
+        compare_bounded(repr(behind), behind.bound, x, through(behind, x))
         assert torch.equal(through(behind, x) == 0, x == 0)
 
 
@@ -283,5 +284,5 @@ def test_a_plane_too_long_is_damage(plane: str) -> None:
 def test_a_broken_bound_is_caught(bound: ErrorBound, got: list[float], message: str) -> None:
     x = torch.tensor([1.0, 2.0, math.nan])
     with pytest.raises(AssertionError, match=message):
-        _compare_bounded("here", bound, x, torch.tensor(got))
-    _compare_bounded("here", bound, x.clamp(max=bound.limit), x.clamp(max=bound.limit))
+        compare_bounded("here", bound, x, torch.tensor(got))
+    compare_bounded("here", bound, x.clamp(max=bound.limit), x.clamp(max=bound.limit))

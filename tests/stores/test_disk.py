@@ -28,7 +28,7 @@ from backstash.errors import DamagedPlanesError, StoreError, StoreFullError
 from backstash.report import meter
 from backstash.saved import TensorSpec
 from backstash.stores import DiskStore, Ticket, Usage
-from backstash.stores.disk import BLOCK
+from backstash.stores.blocks import BLOCK
 from backstash.testing import check_store, equal_bits
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from backstash.ops.reference import bits_of
 from backstash.saved import PLAIN
-from backstash.torch_internals import running_node, will_run_node
+from backstash.torch_internals import no_torch_function, running_node, tree_map_only, will_run_node
 
 LARGE = 16 << 20
 """Bytes of a gradient from which it is put off: below, it is no peak."""
@@ -114,7 +113,7 @@ class _Deferred(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """A hook of the program looks at it: it meets the numbers, in an ordinary tensor."""
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             args, kwargs = tree_map_only(_Deferred, _Deferred.compute, (args, kwargs or {}))
             return func(*args, **kwargs)
 

@@ -23,12 +23,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from backstash.backward import exclusive
 from backstash.codecs.base import Encoded
 from backstash.saved import TensorSpec
-from backstash.torch_internals import dispatch_mode, functorch_level, no_torch_function, running_node
+from backstash.torch_internals import dispatch_mode, functorch_level, no_torch_function, running_node, tree_map_only
 
 _aten = torch.ops.aten
 

@@ -1,7 +1,7 @@
 """One unchanged script under several policies, side by side: what ``backstash compare`` measures and writes.
 
 Each run is a fresh process, so that no policy profits from memory that another has left behind. What is measured of a
-run, and in which of its steps, is told in ``backstash.integrations.watch``.
+run, and in which of its steps, is told in ``backstash.report.watch``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from backstash import policies as registry
 from backstash.errors import MeasureError, ScriptFailedError, UnknownNameError
 from backstash.integrations.launcher import require
-from backstash.integrations.watch import COUNTED, PLAIN, Observed
 from backstash.report.machine import Machine, describe
+from backstash.report.watch import COUNTED, PLAIN, Observed
 
 TAIL = 30
 """Lines of a failed script's stderr that are shown."""
@@ -176,7 +176,7 @@ def _run(script: str | Path, args: Sequence[str], policy: str, printed: Callable
     """One run in a process of its own, which ends with this function, whatever happens."""
     with tempfile.TemporaryDirectory(prefix="backstash-") as folder:
         result, errors = Path(folder, "result.json"), Path(folder, "stderr.txt")
-        command = [sys.executable, "-m", "backstash.integrations.watch", policy, str(result), str(script), *args]
+        command = [sys.executable, "-m", "backstash.report.watch", policy, str(result), str(script), *args]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # what the script prints is shown as it comes
         with (
             errors.open("w") as stderr,

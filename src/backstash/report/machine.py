@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-import backstash
+from backstash.version import __version__
 
-_PACKAGE = Path(backstash.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _CPUINFO = Path("/proc/cpuinfo")
 _SETTINGS = ("BACKSTASH_", "MALLOC_", "LD_PRELOAD", "OMP_", "MKL_", "KMP_", "PYTORCH_")
 
@@ -59,7 +59,7 @@ def describe() -> Machine:
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         python=platform.python_version(),
         torch=torch.__version__,
-        backstash=backstash.__version__,
+        backstash=__version__,
         commit=_commit(),
         settings={name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
     )

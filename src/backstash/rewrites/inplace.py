@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from backstash.errors import RewriteError
 from backstash.saved import PLAIN
 from backstash.session import Session
-from backstash.testing import equal_bits
+from backstash.testing.bits import equal_bits
 
 OVERWRITING = (
     nn.ReLU,

@@ -1,4 +1,4 @@
-"""Where planes are held between forward and backward."""
+"""Stores hold planes between the forward and the backward pass: on the device, on the host, on a disk, or in tiers."""
 
 from backstash.stores.base import Store, Ticket, Usage
 from backstash.stores.device import DeviceStore

@@ -1,4 +1,4 @@
-"""What a store is: it holds encoded values, and never decodes them."""
+"""The contract of a store, which holds encoded values and never decodes them, and the pieces that stores share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from backstash.errors import StoreFullError
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a store holds.
+    """How much a store holds.
 
     Attributes:
         nbytes: bytes held now.
-        peak_nbytes: the most it ever held.
-        count: values held now.
-        stall_seconds: time that ``put`` and ``get`` have waited for a transfer, since the store was made.
+        peak_nbytes: the most bytes that the store ever held.
+        count: number of values held now.
+        stall_seconds: how long ``put`` and ``get`` have waited for transfers, since the store was created.
     """
 
     nbytes: int
@@ -39,11 +39,11 @@ class Ticket:
 
 
 class Account:
-    """Counts what a store holds; whoever calls it holds the store's lock.
+    """Counts the bytes and values of a store. The caller holds the store's lock.
 
     Args:
-        name: of the store, for its errors.
-        capacity: the most bytes that it may hold; None for no limit.
+        name: the store's name, for errors.
+        capacity: the most bytes that the store may hold; None for no limit.
     """
 
     def __init__(self, name: str, capacity: int | None = None) -> None:
@@ -54,10 +54,10 @@ class Account:
         self.stall_seconds = 0.0
 
     def add(self, encoded: Encoded, nbytes: int) -> None:
-        """Count a value in.
+        """Counts a value of ``nbytes`` in.
 
         Raises:
-            StoreFullError: it does not fit; then nothing is counted.
+            StoreFullError: the value exceeds the capacity. Nothing is counted then.
         """
         if self.capacity is not None and self.nbytes + nbytes > self.capacity:
             raise StoreFullError(
@@ -70,25 +70,26 @@ class Account:
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def remove(self, nbytes: int) -> None:
-        """Count a value out."""
+        """Counts a value of ``nbytes`` out."""
         self.nbytes -= nbytes
         self.count -= 1
 
     def usage(self) -> Usage:
-        """What is held."""
+        """Bytes and values that are held now."""
         return Usage(self.nbytes, self.peak_nbytes, self.count, self.stall_seconds)
 
 
 class DropLock:
-    """The lock of a store whose bookkeeping must not change under its hands.
+    """The lock of a store that must not forget a value while another method changes its accounts.
 
     Note: [drop inside put]
         The garbage collector may run a finalizer anywhere, so also inside ``put``, on the thread that holds the lock.
-        Waiting for the lock would be a deadlock, and entering it a second time would change what ``put`` is halfway
-        through. So what is dropped meanwhile is forgotten when the lock is free again.
+        If the finalizer waited for the lock, that would be a deadlock. If it entered the lock a second time, it would
+        change accounts that ``put`` has changed by half. So a value that is dropped meanwhile is forgotten as soon as
+        the lock is free again.
 
     Args:
-        forget: a method of the store, called under the lock; held weakly.
+        forget: a method of the store, which is called under the lock. It is held weakly.
     """
 
     def __init__(self, forget: Callable[[Ticket], None]) -> None:
@@ -101,14 +102,14 @@ class DropLock:
 
     def __exit__(self, *raised: object) -> None:
         self._lock.release()
-        self._settle()
+        self._forget_dropped()
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget the value now, or when whoever holds the lock leaves it. Never waits."""
+        """Forgets the value now, or when the lock is free again. Never waits."""
         self._dropped.append(ticket)
-        self._settle()
+        self._forget_dropped()
 
-    def _settle(self) -> None:
+    def _forget_dropped(self) -> None:
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 forget = self._forget()
@@ -122,29 +123,29 @@ class DropLock:
 
 @runtime_checkable
 class Store(Protocol):
-    """Holds encoded values by ticket. All methods may be called from any thread."""
+    """Holds encoded values by ticket. Every method may be called from any thread."""
 
     def put(self, encoded: Encoded) -> Ticket:
-        """Take a value.
+        """Holds a value from now on.
 
         Raises:
-            StoreFullError: there is no room for it.
-            StoreError: what is put can no longer be written.
+            StoreFullError: there is no room for the value.
+            StoreError: the store has failed and cannot take values any more.
         """
 
     def prefetch(self, ticket: Ticket) -> None:
-        """Hint that ``get`` will come soon."""
+        """Begins to bring the value back, because ``get`` will ask for it soon."""
 
     def get(self, ticket: Ticket) -> Encoded:
-        """The value, any number of times.
+        """Returns the value that was put, any number of times.
 
         Raises:
-            StoreError: it cannot be brought back.
-            DamagedPlanesError: what came back is not what was put.
+            StoreError: the value cannot be brought back.
+            DamagedPlanesError: other bytes came back than were put.
         """
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget the value."""
+        """Forgets the value; a second call does nothing."""
 
     def usage(self) -> Usage:
-        """What is held."""
+        """Bytes and values that are held now."""

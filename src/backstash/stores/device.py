@@ -1,4 +1,4 @@
-"""Planes stay where they were made."""
+"""The store that leaves planes on the device that encoded them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DeviceStore:
         self._lock = RLock()  # a finalizer that drops a value may run inside put, on the same thread
 
     def put(self, encoded: Encoded) -> Ticket:
-        """Take a value; nothing is copied.
+        """Holds a value, without a copy.
 
         Raises:
             StoreFullError: it does not fit into ``capacity``.
@@ -38,18 +38,18 @@ class DeviceStore:
         return ticket
 
     def prefetch(self, ticket: Ticket) -> None:
-        """Nothing to do: the planes are here."""
+        """Does nothing, because the planes are on the device already."""
 
     def get(self, ticket: Ticket) -> Encoded:
-        """The value."""
+        """The value that was put."""
         return self._values[ticket.number]
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget the value; its planes go with their last reference."""
+        """Forgets the value. Its planes are freed with their last reference."""
         with self._lock:
             if self._values.pop(ticket.number, None) is not None:
                 self._account.remove(ticket.nbytes)
 
     def usage(self) -> Usage:
-        """What is held."""
+        """Bytes and values that are held now."""
         return self._account.usage()

@@ -1,4 +1,4 @@
-"""Planes in the memory of the host."""
+"""The store that holds planes in the memory of the host."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from backstash.codecs.base import Encoded
 from backstash.stores.base import Account, DropLock, Ticket, Usage
 from backstash.stores.space import Space
 
-_SLAB = 64 << 20  # a power of two: that is what the pinned allocator rounds up to
+_SLAB = 64 << 20
+"""Bytes of a slab of pinned memory. A power of two, because the pinned allocator rounds up to the next one."""
+
 _ALIGNMENT = 512
+"""Planes in a slab begin at multiples of this many bytes."""
 
 
 class HostStore:
-    """Holds the planes in host memory: those on CUDA in pinned memory, all others as they are.
+    """Holds planes in host memory: copies of CUDA planes in pinned memory, and all other planes as they are.
 
-    A copy runs on a stream of its own and ``put`` does not wait for it, unless more than ``in_flight`` bytes are on
-    their way. Pinned memory comes in slabs, is used again, and is not given back; where the system pins no more,
-    pageable memory serves, with one notice.
+    A copy runs on a stream of its own. ``put`` waits for it only if more than ``in_flight`` bytes are under way. Pinned
+    memory is allocated in slabs, used again, and not given back. If the system refuses to pin more memory, the store
+    uses pageable memory, with one warning.
 
     Args:
-        capacity: the most bytes that it may hold; None for no limit.
-        in_flight: bytes of CUDA memory that may wait for their copy to end.
+        capacity: the most bytes that the store may hold; None for no limit.
+        in_flight: bytes of CUDA memory that may wait for the end of their copy.
 
     Raises:
         ValueError: ``capacity`` is negative.
@@ -52,10 +55,10 @@ class HostStore:
         return f"HostStore(capacity={self._account.capacity})"
 
     def put(self, encoded: Encoded) -> Ticket:
-        """Take a value; on CPU nothing is copied.
+        """Holds a value. Planes on CPU are not copied.
 
         Raises:
-            StoreFullError: it does not fit into ``capacity``.
+            StoreFullError: the value exceeds ``capacity``.
         """
         device = next((plane.device for plane in encoded.planes.values() if plane.device.type == "cuda"), None)
         with self._lock:
@@ -69,24 +72,24 @@ class HostStore:
             return ticket
 
     def prefetch(self, ticket: Ticket) -> None:
-        """Start the copy back to CUDA."""
+        """Begins the copy back to CUDA."""
         with self._lock:
             value = self._values.get(ticket.number)
             if isinstance(value, _Parked):
                 value.lane.fetch(value)
 
     def get(self, ticket: Ticket) -> Encoded:
-        """The value. The current stream, and not the host, waits for a copy back to CUDA."""
+        """The value that was put. The current stream waits for the copy back to CUDA; the host does not."""
         with self._lock:
             value = self._values[ticket.number]
             return value.lane.take(value) if isinstance(value, _Parked) else value
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget the value."""
+        """Forgets the value."""
         self._lock.drop(ticket)
 
     def usage(self) -> Usage:
-        """What is held."""
+        """Bytes and values that are held now."""
         with self._lock:
             return self._account.usage()
 
@@ -104,19 +107,19 @@ class HostStore:
 
 
 class _Parked:
-    """A value of which the planes in ``places`` are in pinned memory; the others are in ``encoded``."""
+    """A value whose CUDA planes are in pinned memory, at ``places``. Its other planes are in ``encoded``."""
 
     __slots__ = ("done", "encoded", "fetched", "lane", "places", "stream")
 
     def __init__(self, encoded: Encoded, lane: _Lane, places: dict[str, _Place]) -> None:
         self.encoded, self.lane, self.places = encoded, lane, places
-        self.fetched: dict[str, Tensor] | None = None  # on its way back, or there
-        self.stream: torch.cuda.Stream | None = None  # whose memory that is
-        self.done: torch.cuda.Event | None = None  # the last copy of it, in either direction
+        self.fetched: dict[str, Tensor] | None = None  # planes that are being copied back, or are back
+        self.stream: torch.cuda.Stream | None = None  # the stream on which that memory was allocated
+        self.done: torch.cuda.Event | None = None  # the end of the value's last copy, in either direction
 
 
 class _Place:
-    """Where the bytes of a plane are, and what it was."""
+    """The pinned memory of a plane, and its dtype, shape and device."""
 
     __slots__ = ("device", "dtype", "memory", "shape", "slab", "start")
 
@@ -126,12 +129,13 @@ class _Place:
 
 
 class _Lane:
-    """The copies between one CUDA device and host memory; used under the store's lock.
+    """The copies between one CUDA device and host memory. The caller holds the store's lock.
 
     Note: [copies on side streams]
-        What a copy reads or writes stays referenced in ``flying`` until its event has passed: were it freed before, the
-        caching allocator would hand it to the compute stream, which knows nothing of the copy. Memory to copy back into
-        is taken on the compute stream, and the copy waits for what that stream was given before.
+        The memory that a copy reads or writes stays referenced in ``flying`` until the copy's event has passed. If it
+        were freed earlier, the caching allocator would hand it to the compute stream, which does not wait for the copy.
+        Memory to copy back into is allocated on the compute stream, and the copy waits for the work that was queued on
+        that stream before.
     """
 
     def __init__(self, device: torch.device, in_flight: int, account: Account) -> None:
@@ -143,7 +147,7 @@ class _Lane:
         self.pins = True
 
     def park(self, encoded: Encoded) -> _Parked:
-        """Begin to copy the planes that are on this device to the host."""
+        """Begins to copy the planes that are on this device to the host."""
         planes = {name: plane.contiguous() for name, plane in encoded.planes.items() if plane.device == self.device}
         rest = {name: plane for name, plane in encoded.planes.items() if name not in planes}
         order = Encoded(encoded.codec, encoded.spec, dict.fromkeys(encoded.planes, torch.empty(0)) | rest, encoded.meta)
@@ -157,7 +161,7 @@ class _Lane:
         return value
 
     def fetch(self, value: _Parked) -> dict[str, Tensor]:
-        """Begin to copy the planes back, unless that has begun."""
+        """Begins to copy the planes back, unless that has begun already. Returns the planes that are copied into."""
         if value.fetched is None:
             assert value.done is not None
             value.stream = torch.cuda.current_stream(self.device)
@@ -187,7 +191,7 @@ class _Lane:
         return Encoded(encoded.codec, encoded.spec, {**encoded.planes, **fetched}, encoded.meta)
 
     def release(self, value: _Parked) -> None:
-        """Give the places back. Whatever is copied there next is copied on ``out``, which waits for the last reader."""
+        """Frees the value's places. The next copy into them runs on ``out``, which waits here for the last reader."""
         assert value.done is not None
         self.out.wait_event(value.done)
         for place in value.places.values():
@@ -222,7 +226,7 @@ class _Lane:
             return None
 
     def _keep(self, done: torch.cuda.Event, tensors: list[Tensor]) -> None:
-        """Hold ``tensors`` until their copy has ended; wait for the oldest copies where too much is under way."""
+        """Holds ``tensors`` until their copy has ended. Waits for the oldest copies if too much is under way."""
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_cuda)
         self.flying.append((done, nbytes, tensors))
         self.nbytes += nbytes
@@ -240,5 +244,5 @@ def _bytes(plane: Tensor) -> Tensor:
 
 
 def _room(nbytes: int) -> int:
-    """Bytes set aside: none so few that two planes begin at the same place."""
+    """Bytes to set aside for a plane of ``nbytes``; more than 0, so that no two planes begin at the same place."""
     return max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT

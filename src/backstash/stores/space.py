@@ -1,4 +1,4 @@
-"""Which parts of a range are free: of a file, or of a slab of memory."""
+"""A range of bytes, of a file or of a slab of memory, and which parts of it are free."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from bisect import bisect_left
 
 
 class Space:
-    """Hands out parts of ``[0, size)``, the first that fits, and joins what is given back.
+    """Hands out parts of the range ``[0, size)``, and joins the parts that are given back.
 
-    First fit keeps what is in use near the beginning, and so a file that grows with it short.
+    It hands out the first free part that is large enough. So the parts in use stay near the beginning, and a file that
+    grows as far as they reach stays short.
 
     Example:
         >>> space = Space(100)
@@ -17,10 +18,10 @@ class Space:
     """
 
     def __init__(self, size: int) -> None:
-        self._starts, self._ends = [0], [size]  # the free parts, in order, none touching the next
+        self._starts, self._ends = [0], [size]  # of the free parts, in order; no part touches the next
 
     def take(self, nbytes: int) -> int | None:
-        """Where ``nbytes`` > 0 neighbours begin that were free; None where there are none."""
+        """Returns the beginning of ``nbytes`` > 0 bytes that were free, or None if no free part is so large."""
         for i, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             if end - start >= nbytes:
                 self._starts[i] += nbytes
@@ -30,7 +31,7 @@ class Space:
         return None
 
     def give(self, start: int, nbytes: int) -> None:
-        """Take back what :meth:`take` handed out."""
+        """Takes back a part that :meth:`take` handed out."""
         end, i = start + nbytes, bisect_left(self._starts, start)
         if i < len(self._starts) and self._starts[i] == end:
             end = self._ends[i]

@@ -1,4 +1,4 @@
-"""Several stores, one behind the other."""
+"""The store that consists of several stores, one behind the other."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from backstash.stores.base import Account, DropLock, Store, Ticket, Usage
 
 
 class TierStore:
-    """Puts each value into the first store that takes it: what one has no room for goes on to the next.
+    """Puts each value into the first of its stores that has room for it.
 
-    A store that fails is passed over from then on, with one notice; what it holds can still be asked of it.
+    A store that fails is passed over from then on, with one warning. The values that it holds can still be read.
 
     Args:
-        stores: the fastest first; all but the last one with a capacity.
+        stores: the stores, the fastest first. All but the last need a capacity.
 
     Raises:
-        ValueError: there is no store.
+        ValueError: ``stores`` is empty.
 
     Example:
         >>> from backstash.stores import DeviceStore, HostStore
@@ -43,10 +43,10 @@ class TierStore:
         return f"TierStore([{', '.join(map(repr, self.stores))}])"
 
     def put(self, encoded: Encoded) -> Ticket:
-        """Take a value.
+        """Holds a value in the first store that has room for it.
 
         Raises:
-            StoreFullError: no store has room for it.
+            StoreFullError: no store has room for the value.
             StoreError: the last store failed.
         """
         store, held = self._put(encoded)
@@ -57,22 +57,22 @@ class TierStore:
         return ticket
 
     def prefetch(self, ticket: Ticket) -> None:
-        """Passed on to the store that has it."""
+        """Asks the store that holds the value to begin to bring it back."""
         found = self._values.get(ticket.number)
         if found is not None:
             found[0].prefetch(found[1])
 
     def get(self, ticket: Ticket) -> Encoded:
-        """The value, from the store that has it."""
+        """The value, from the store that holds it."""
         store, held = self._values[ticket.number]
         return store.get(held)
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget the value."""
+        """Forgets the value, here and in the store that holds it."""
         self._lock.drop(ticket)
 
     def usage(self) -> Usage:
-        """What was put here and is held, and the time that the stores have waited."""
+        """Bytes and values that were put here and are held now, and how long all stores together have waited."""
         with self._lock:
             usage = self._account.usage()
         stalls = sum(store.usage().stall_seconds for store in self.stores)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from backstash.policies.comet.layers import Linear
+from backstash.torch_internals import no_torch_function
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ def collector(
         grad, weight_grad = incoming[0], outgoing[place]
         if grad is None or weight_grad is None:
             return
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with no_torch_function(), torch.no_grad():
             grad, weight_grad, weight = grad.detach(), weight_grad.detach(), reading.parameter.detach()
             energy = layer.energy(grad, weight)
             reading.energy = energy if reading.energy is None else reading.energy + energy

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from backstash import Session
-from backstash.integrations.watch import PLAIN, Observed, Watch
+from backstash.report.watch import PLAIN, Observed, Watch
 
 
 def train(steps: int, losses_per_step: int = 1) -> list[float]:

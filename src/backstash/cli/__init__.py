@@ -1,6 +1,6 @@
-"""The entry point of the command ``backstash``; the commands themselves are in ``backstash.commands``.
+"""The command line. This file is the entry point of the command ``backstash``; ``commands`` has the commands.
 
-This file needs nothing but backstash, so that it can say what is missing.
+This file imports nothing but the standard library, so that it can say which package is missing.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or tell how to install what it needs."""
+    """Runs the command line, or exits with the command that installs a missing package."""
     try:
-        from backstash.commands import app
+        from backstash.cli.commands import app
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in ("typer", "rich"):
             raise

@@ -1,30 +1,24 @@
-"""The commands ``run``, ``compare``, ``bench`` and ``doctor``: what is asked for, and how results are shown."""
+"""The commands ``run``, ``compare``, ``bench`` and ``doctor``: their options, and what they print and write."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
 
+from backstash.cli.comparison import progress, show
 from backstash.errors import BackstashError, ScriptError, UnknownNameError
 from backstash.integrations import allocator
 from backstash.integrations.launcher import INTERRUPTED, launch
 from backstash.report import doctor as doctoring
-from backstash.report.compare import Comparison, Row
-from backstash.report.compare import Progress as Told
 from backstash.report.compare import compare as run_comparison
-from backstash.stash.ledger import mib
 
 app = typer.Typer(
     name="backstash",
@@ -53,7 +47,7 @@ BENCHES = {
     "hostcost": "processor time per saved tensor, beside identity hooks; growth with tensors that are kept",
     "sz_table": "ratio and speed of the error-bounded coder, beside others",
 }
-"""Modules of the repository's folder benchmarks that are programs, and what they measure."""
+"""The programs in the repository's folder benchmarks, by module, and what each measures."""
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -68,7 +62,7 @@ def run(
 ) -> None:
     """Run a training script, unchanged, under a Session, and print what was saved.
 
-    Options before the script are backstash's; whatever follows the script is the script's own. The exit code is the
+    Options before the script are backstash's; all that follows the script is passed to it. The exit code is the
     script's.
     """
     if report_json is not None and not report_json.parent.is_dir():
@@ -76,7 +70,7 @@ def run(
     if keep_memory and not allocator.keep_memory():
         typer.echo("backstash: --keep-memory needs glibc, and does nothing here", err=True)
     before = allocator.Usage.now()
-    with _told():
+    with _exits():
         launched = launch(script, args or (), policy)
     advice = None if keep_memory else allocator.Usage.now().since(before).advice()
     print(f"\nbackstash: {script}, {launched.report}", flush=True)
@@ -97,8 +91,8 @@ def compare(
 ) -> None:
     """Run a training script, unchanged, under several policies, each in a fresh process, and show them side by side.
 
-    Writes comparison.json, comparison.png and comparison.svg. Options that compare does not know belong to the script;
-    everything after -- does.
+    Writes comparison.json, comparison.png and comparison.svg. Options that compare does not know are passed to the
+    script, and so is everything after --.
     """
     try:
         from backstash.report import plot
@@ -111,11 +105,11 @@ def compare(
         )
         raise typer.Exit(1) from None
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    with _told(), _progress(len(set(names)) * repeats) as told:
-        comparison = run_comparison(script, args or (), names, repeats, told)
-    _show(comparison)
+    with _exits(), progress(len(set(names)) * repeats) as update:
+        comparison = run_comparison(script, args or (), names, repeats, update)
+    show(comparison)
     out.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out) as unfinished:  # whole files appear under their names, or none
+    with TemporaryDirectory(dir=out) as unfinished:  # no file is ever half written under its name
         folder = Path(unfinished)
         folder.joinpath("comparison.json").write_text(comparison.to_json() + "\n")
         plot.save(comparison, folder / "comparison.png", folder / "comparison.svg")
@@ -129,14 +123,14 @@ def bench(
     name: Annotated[str, typer.Argument(help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()) + ".")],
     args: Annotated[list[str] | None, typer.Argument(help="The benchmark's own arguments.")] = None,
 ) -> None:
-    """Run one of the repository's benchmarks; whatever follows its name is its own (--help lists what it takes).
+    """Run one of the repository's benchmarks; all that follows its name is passed to it (--help lists its options).
 
-    The exit code is the benchmark's. Benchmarks are not installed with the package: this needs a clone of the
+    The exit code is the benchmark's. Benchmarks are not installed with the package: this command needs a clone of the
     repository.
     """
-    with _told():
+    with _exits():
         root = _repository(name)
-        paths = [str(root), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        paths = [str(root), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         command = [sys.executable, "-P", "-m", f"benchmarks.{name}", *(args or ())]  # -P: no other folder benchmarks
         exit_code = subprocess.run(command, env=environment, check=False).returncode
@@ -145,7 +139,7 @@ def bench(
 
 @app.command()
 def doctor() -> None:
-    """Tell what serves this machine, and check every codec. Exit code 1: something is wrong."""
+    """Tell which kernels serve this machine, and check every codec. Exit code 1: something is wrong."""
     wrong = 0
     for finding in doctoring.examine():
         typer.echo(f"{'ok   ' if finding.ok else 'WRONG'} {finding.subject}: {finding.text}")
@@ -155,10 +149,10 @@ def doctor() -> None:
 
 
 def _repository(name: str) -> Path:
-    """The folder whose folder benchmarks has this one: above the package, or where the command was given."""
+    """The clone of the repository that has this benchmark: above the package, or the current folder."""
     if name not in BENCHES:
         raise UnknownNameError(f"benchmark {name!r} was asked for, but there are {', '.join(BENCHES)}.")
-    here = Path(__file__).resolve().parents[2]
+    here = Path(__file__).resolve().parents[3]
     for folder in (here, Path.cwd()):
         if folder.joinpath("benchmarks", f"{name}.py").is_file():
             return folder
@@ -169,8 +163,8 @@ def _repository(name: str) -> Path:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Errors that backstash raises on purpose become their message and an exit code: 2 for what was asked wrongly."""
+def _exits() -> Iterator[None]:
+    """Turns an error of backstash into its message and an exit code: 2 for a wrong argument, 1 for any other error."""
     try:
         yield
     except BackstashError as error:
@@ -178,79 +172,3 @@ def _told() -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, (ScriptError, UnknownNameError)) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Told]:
-    """A bar on stderr, and the last line that the script has printed; yields what tells it of news."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total, line="")
-        started = 0
-
-        def told(policy: str, repeat: int, line: str | None) -> None:
-            nonlocal started
-            started += line is None
-            bar.update(task, description=f"{policy}, run {repeat + 1}", completed=started - 1, line=line or "")
-
-        yield told
-
-
-def _show(comparison: Comparison) -> None:
-    rows = comparison.rows()
-    base = next(row for row in rows if row.policy == comparison.baseline)
-    lines: list[tuple[str, Callable[[Row], str]]] = [
-        ("counted peak", lambda row: _amount(row.peak_nbytes, base.peak_nbytes)),
-        ("resident peak", lambda row: _amount(row.resident_nbytes, base.resident_nbytes)),
-        ("stash", _stash),
-        ("step time", lambda row: _time(row.step_seconds, base.step_seconds)),
-        ("final loss", lambda row: "-" if row.final_loss is None else repr(row.final_loss)),
-        (f"bits equal to {base.policy}", lambda row: "" if row is base else _equal(row)),
-    ]
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for row in rows:
-        table.add_column(row.policy, justify="right")
-    for label, cell in lines:
-        table.add_row(label, *(cell(row) for row in rows))
-    terminal = Console()
-    # Where the output is no terminal its width is only a guess, and a table cut to it is of no use.
-    console = terminal if terminal.is_terminal else Console(width=30 + 40 * len(rows))
-    typer.echo(f"\n{' '.join([comparison.script, *comparison.args])}\n{comparison.made_on}")
-    console.print(table)
-    unequal = [row for row in rows if row.losses_equal is False or not row.weights_equal]
-    if unequal and len(comparison.of(base.policy)) == 1:
-        typer.echo("Not all bits are equal. Whether the script repeats itself at all is told by --repeats 2.")
-
-
-def _amount(nbytes: int | None, base: int | None) -> str:
-    return "-" if nbytes is None else mib(nbytes) + _relative(nbytes, base)
-
-
-def _stash(row: Row) -> str:
-    if row.stash_nbytes is None or row.saved_nbytes is None:
-        return "-"
-    if row.stash_nbytes == row.saved_nbytes:
-        return mib(row.stash_nbytes)
-    return f"{mib(row.stash_nbytes)} (ratio {row.saved_nbytes / row.stash_nbytes:.2f})" if row.stash_nbytes else "0"
-
-
-def _time(seconds: float | None, base: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.0f} ms" + _relative(seconds, base)
-
-
-def _relative(value: float, base: float | None) -> str:
-    return "" if not base or value == base else f" ({value / base:.2f}x)"
-
-
-def _equal(row: Row) -> str:
-    if row.losses_equal is None:
-        return "weights" if row.weights_equal else "no"
-    both = ("losses" * row.losses_equal, "weights" * row.weights_equal)
-    return " and ".join(filter(None, both)) or "no"

@@ -214,7 +214,7 @@ def _digest(optimizers: Any) -> str:
 
 
 def main() -> None:
-    """``python -m backstash.integrations.watch POLICY RESULT SCRIPT [ARGS...]``: run, watch, write ``RESULT``."""
+    """``python -m backstash.report.watch POLICY RESULT SCRIPT [ARGS...]``: run, watch, write ``RESULT``."""
     policy, result, script, *args = sys.argv[1:]
     session = None if policy == PLAIN else Session(policy)
     with session or nullcontext(), Watch(policy, session) as watch:
