@@ -37,7 +37,8 @@ ALLOWED = {
         "policy",
         "torch_internals",
     },
-    "backward": {"saved", "ops", "codecs", "torch_internals"},
+    "proofs": {"torch_internals"},
+    "backward": {"saved", "ops", "codecs", "proofs", "torch_internals"},
     "capture": {"saved", "stash", "torch_internals"},
 }
 
