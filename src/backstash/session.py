@@ -45,14 +45,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash import needs, policies
 from backstash.arguments import check_arguments
-from backstash.backward import accumulation, claims, linear, table
+from backstash.backward import accumulation, claims, install, linear, table
 from backstash.capture import modules
 from backstash.capture.naming import find, packed_by, weight_copies
 from backstash.capture.observer import Observer
 from backstash.capture.side_effects import SideEffect, tensors_in
+from backstash.codecs import base
 from backstash.codecs.base import Codec, is_dense
 from backstash.codecs.bitmask import Bitmask
-from backstash.codecs.raw import Raw
 from backstash.codecs.shape import Shape, stand_in
 from backstash.errors import (
     CodecRefusedError,
@@ -84,7 +84,7 @@ from backstash.stash.decode import (
     check_version,
     decode,
     follow_original,
-    has_codes,
+    has_direct,
     modified_message,
     remake,
 )
@@ -187,7 +187,7 @@ class Session:
         check_limit: float = CHECK_LIMIT,
         overwrite_gradients: bool = True,
     ) -> None:
-        table.prepare()
+        install.prepare()
         self.policy = policies.get(policy)
         check_arguments(model, stores, min_nbytes, check, check_limit, overwrite_gradients)
         self.check = check
@@ -659,7 +659,7 @@ class Session:
                 value.exact = whole.detach()
         if action.store != "device":
             self._live.prefetcher.put(form, facts.key)
-        label = getattr(form.codec, "label", form.codec.id)
+        label = base.label(form.codec)
         note = why.removeprefix("; ")
         self._released(value, fresh, facts, label, form.ticket.nbytes, note, started, action.store)
 
@@ -697,7 +697,7 @@ class Session:
             )
         reason = "the policy named no codec"
         for codec in action.codecs:
-            of_another_test = facts.need is Need.SIGN and getattr(codec, "mask", facts.mask) != facts.mask
+            of_another_test = facts.need is Need.SIGN and base.mask_of(codec) not in (None, facts.mask)
             if facts.need not in codec.preserves or of_another_test:
                 raise NeedNotMetError(
                     f"codec {codec.id!r} preserves {{{', '.join(sorted(need.name for need in codec.preserves))}}}, but "
@@ -709,14 +709,14 @@ class Session:
             if refusal is None:
                 try:
                     # Nobody else holds the memory, so it may become the plane: nothing is copied, nothing lives twice.
-                    encoded = codec.adopt(x) if isinstance(codec, Raw) else codec.encode(x)
+                    encoded = base.adopt(codec, x)
                 except CodecRefusedError as refused:  # only the full pass could tell
                     refusal = str(refused)
                 else:
                     mask = facts.mask if facts.need is Need.SIGN else None
                     store = self.stores[action.store]
                     return Form(codec, mask, encoded.spec, store, store.put(encoded)), ""
-            reason = f"{getattr(codec, 'label', codec.id)}: {refusal}"
+            reason = f"{base.label(codec)}: {refusal}"
         return None, reason
 
     # -- recompute -----------------------------------------------------------------------------------------------
@@ -892,7 +892,7 @@ class Session:
         if form is not None:
             if isinstance(otherwise, Stash) and otherwise.store != "device":
                 self._live.prefetcher.put(form, facts.key)
-            label, nbytes = getattr(form.codec, "label", form.codec.id), form.ticket.nbytes
+            label, nbytes = base.label(form.codec), form.ticket.nbytes
             store = otherwise.store if isinstance(otherwise, Stash) else "device"
             note = "not recomputed: the program could change what it is made from"
             self._released(value, readers, facts, label, nbytes, note, started, store)
@@ -981,7 +981,7 @@ class Session:
         if value is None:
             return stand_in(saved.spec)
         op = saved.tensor.op if saved.tensor is not None else ""
-        if saved.claimable and table.is_worth_a_claim(op, saved.spec.nbytes, has_codes(value)):
+        if saved.claimable and table.is_worth_a_claim(op, saved.spec.nbytes, has_direct(value, table.FORMS.get(op))):
             claim = self._claim(saved)
             if claim is not None:
                 return claim
@@ -1034,13 +1034,12 @@ def _misreads(codec: Codec, readers: list[Saved]) -> str | None:
     """Why a codec with an error does not do for everybody who reads the value; None where it does."""
     if codec.bound is None:
         return None
-    serves, keeps = getattr(codec, "serves", None), getattr(codec, "keeps", None)
     for reader in readers:
         facts = reader.tensor
         assert facts is not None
-        if serves is not None and (facts.function is None or facts.function not in serves):
+        if not base.serves(codec, facts.function):
             return f"backward of {facts.op} reads more of it than that derivative"
-        if facts.need is Need.SIGN and (facts.mask is None or keeps is None or not keeps(facts.mask)):
+        if facts.need is Need.SIGN and (facts.mask is None or not base.keeps(codec, facts.mask)):
             return f"backward of {facts.op} reads on which side of a threshold it is"
     return None
 
