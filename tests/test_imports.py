@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "torch_internals": set(),
     "saved": set(),
+    "proofs": {"torch_internals"},
     "effects": {"saved"},
     "needs": {"effects", "saved"},
     "ops": {"errors", "saved"},
@@ -31,8 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "stores": {"errors", "torch_internals", "codecs.base"},
     "arguments": {"stores"},
     "policies": {"errors", "torch_internals", "saved", "needs", "codecs"},
-    "stash": {"errors", "torch_internals", "saved", "needs", "ops", "codecs", "stores", "policies.base"},
-    "backward": {"errors", "torch_internals", "saved", "ops", "codecs", "stash"},
+    "stash": {"errors", "torch_internals", "saved", "proofs", "needs", "ops", "codecs", "stores", "policies.base"},
+    "backward": {"errors", "torch_internals", "saved", "proofs", "ops", "codecs", "stash"},
     "capture": {"errors", "torch_internals", "saved", "needs", "stash"},
     "gradient_error": {"torch_internals", "stash.ledger"},
     "session": {

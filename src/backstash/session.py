@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash import policies
 from backstash.arguments import check_arguments
-from backstash.backward import table
+from backstash.backward import install, table
 from backstash.backward.unpack import Packed, unpack
 from backstash.capture import hooks
 from backstash.capture.names import Names
@@ -111,7 +111,7 @@ class Session:
         check_limit: float = CHECK_LIMIT,
         overwrite_gradients: bool = True,
     ) -> None:
-        table.prepare()
+        install.prepare()
         self.policy = policies.get(policy)
         check_arguments(model, stores, min_nbytes, check, check_limit, overwrite_gradients)
         self.check = check
@@ -205,8 +205,8 @@ class Session:
                 self._live.peak_nbytes,
                 self._peak,
                 tuple(notes),
-                step.proofs,
-                step.repeated_proofs,
+                step.counts.proven,
+                step.counts.repeated,
                 tuple(self._live.monitor.found) if self._live.monitor is not None else (),
             )
 

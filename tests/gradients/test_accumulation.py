@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from backstash import Session
 from backstash.backward import accumulation
+from backstash.proofs import Proofs
 from backstash.report.meter import CountedPeak
 
 
@@ -153,7 +154,7 @@ def test_who_sees_a_gradient_sees_all_of_it(way: str) -> None:
 
 
 def test_where_slices_differ_the_whole_is_made(monkeypatch: pytest.MonkeyPatch, slices: list[int]) -> None:
-    monkeypatch.setattr(accumulation, "_proven", {})
+    monkeypatch.setattr(accumulation, "proofs", Proofs())
     monkeypatch.setattr(
         accumulation._Product, "rows", lambda self, begin: self.whole()[begin : begin + self.step] + 1e-3
     )

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from backstash import Session
 from backstash.backward import exclusive, table
-from backstash.backward.claims import Claim
+from backstash.backward.claims import Claim, Unstashed
 from backstash.saved import TensorSpec
 
 
@@ -195,25 +195,6 @@ def test_backward_under(layer: str, around: str, wrapped: Any, monkeypatch: pyte
                 assert not differences(expected, got), (frozen, autocast, policy)
 
 
-class Sample:
-    overwrites = True
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def whole(self) -> Tensor:
-        return self.x
-
-    def encoded(self) -> None:
-        return None
-
-    def release(self) -> None:
-        pass
-
-    def adopt(self, dead: Tensor) -> None:
-        pass
-
-
 READINGS: dict[str, Callable[[Tensor], Any]] = {
     "data_ptr": lambda x: x.data_ptr(),
     "numpy": lambda x: x.numpy(),
@@ -236,7 +217,7 @@ READINGS: dict[str, Callable[[Tensor], Any]] = {
 def test_a_claim_has_no_zeros_to_be_read(name: str) -> None:
     """Whatever reads it gets the data, or an error."""
     x = torch.randn(8, 8)
-    claim = Claim(Sample(x), TensorSpec.of(x))
+    claim = Claim(Unstashed(x, overwrites=True), TensorSpec.of(x))
     expected = READINGS[name](x)
     try:
         got = READINGS[name](claim)

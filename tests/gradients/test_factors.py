@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Session
-from backstash.backward import claims, pointwise
+from backstash.backward import factors
+from backstash.backward.claims import Claim, Unstashed
 from backstash.codecs import Binary, FewBit
 from backstash.codecs.fewbit import ACTIVATIONS, BITS
 from backstash.errors import DamagedPlanesError
@@ -435,26 +436,8 @@ def test_ways_to_run_backward(way: str, policy: str) -> None:
 def test_other_questions_are_answered_with_data() -> None:
     """A claim of a factor that something else than the product reads is decoded for it."""
 
-    class Stashed:
-        overwrites = True
-
-        def __init__(self, x: Tensor) -> None:
-            self.x = x
-
-        def whole(self) -> Tensor:
-            return self.x
-
-        def encoded(self) -> None:
-            return None
-
-        def release(self) -> None:
-            pass
-
-        def adopt(self, dead: Tensor) -> None:
-            raise AssertionError
-
     x, y = two_valued(random(8, 8)), random(8, 8, seed=1)
-    factor = claims.Claim(Stashed(x), TensorSpec.of(x))
+    factor = Claim(Unstashed(x, overwrites=True), TensorSpec.of(x))
     assert (factor.shape, factor.dtype, factor.stride()) == (x.shape, x.dtype, x.stride())
     questions: list[Callable[[Tensor], Tensor]] = [
         lambda one: one + y,
@@ -550,7 +533,7 @@ class FewBits:
 def decoding_first(function: Callable[[Tensor], Tensor], x: Tensor, policy: Any) -> Tensor:
     """The gradient where nothing is read from codes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pointwise, "scaled", lambda *args: None)
+        patch.setattr(factors, "scaled", lambda *args: None)
         return step(function, x, policy)[0]
 
 
@@ -626,6 +609,6 @@ def test_a_gradient_that_somebody_holds_is_not_scaled(
         return [x.grad, *[one.grad if one.requires_grad else one for one in keep]]  # type: ignore[list-item]
 
     got = run(Session(FewBits(), min_nbytes=0))
-    monkeypatch.setattr(pointwise, "scaled", lambda *args: None)
+    monkeypatch.setattr(factors, "scaled", lambda *args: None)
     for one, other in zip(run(Session(FewBits(), min_nbytes=0)), got, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

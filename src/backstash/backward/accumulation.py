@@ -1,51 +1,61 @@
 """A large weight's gradient is added to ``.grad`` where it belongs, some rows at a time.
 
-Where ``.grad`` is there already - ``zero_grad(set_to_none=False)``, or the second of several backward passes that add
-up - autograd makes the new gradient first and adds it then. Of VGG16's first fully connected layer that is 411 MB, the
-peak of a step whose activations have long been stored smaller. Here the product of matrices that makes it is put off
-until it is added, and then made and added in slices of its rows.
+Where a weight has a ``.grad`` already - after ``zero_grad(set_to_none=False)``, or in the second of several backward
+passes that add up - autograd computes a new gradient and adds it then. Of VGG16's first fully connected layer the new
+gradient takes 411 MB: the peak of a step whose activations have long been stored smaller. Here the product of matrices
+that gives the gradient is put off until it is added, and then computed and added in slices of its rows.
 
 Note: [deferred gradients]
-    What the product returns is a tensor that has yet to be computed. It goes from the linear layer's node through a
-    transposition to the node that accumulates, which adds it to ``.grad`` in place: that is done in slices. Whatever
-    else is done with it computes it first; if the weight was used twice, the engine adds both gradients before it
-    accumulates. It is made only on that path, and not under ``autograd.grad``.
+    The product returns a tensor that has yet to be computed. It goes from the linear layer's node through a
+    transposition to the node that accumulates, which adds it to ``.grad`` in place: that is done in slices. Anything
+    else that is done with the tensor computes it first. If the weight was used twice, the engine adds both gradients
+    before it accumulates. The product is put off only on that path, and not under ``autograd.grad``.
 
-    Every element of the product is the same bits in a slice of rows as in the whole; that depends on the library and
-    the shapes, so it is compared once for each shape before it is relied on.
+    Whether every element of a slice has the bits of the whole product depends on the library and the shapes, so the
+    bits are compared once for each shape before a product is put off (:mod:`backstash.proofs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from backstash.ops.reference import bits_of
+from backstash.proofs import proofs
 from backstash.saved import PLAIN
 from backstash.torch_internals import no_torch_function, running_node, tree_map_only, will_run_node
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.autograd.graph import Node
+
 LARGE = 16 << 20
-"""Bytes of a gradient from which it is put off: below, it is no peak."""
+"""Bytes of a gradient from which its product is put off; a smaller one is no peak."""
 
 CHUNK = 8 << 20
 """Bytes of a slice."""
 
 ROWS = 64
-"""Of a slice, a multiple."""
+"""A slice has a multiple of this many rows."""
 
 LINEAR = ("AddmmBackward0", "MmBackward0")
 """Nodes of linear layers."""
 
-_proven: dict[tuple[Any, ...], bool] = {}
+Mm = Callable[[Tensor, Tensor], Tensor]
+"""``aten::mm``."""
+
+_add_ = torch.ops.aten.add_.Tensor
+_detach = torch.ops.aten.detach.default
+_transpose = torch.ops.aten.t.default
 
 
 class _Product:
     """A product of matrices, [rows, k] times [k, columns], that is going to be added to a weight's gradient."""
 
-    def __init__(self, aten: Callable[..., Any], a: Tensor, b: Tensor, weight: Tensor) -> None:
+    def __init__(self, aten: Mm, a: Tensor, b: Tensor, weight: Tensor) -> None:
         self.aten, self.a, self.b, self.weight = aten, a, b, weight
 
     @property
@@ -54,30 +64,29 @@ class _Product:
         return max(ROWS, CHUNK // (self.b.shape[1] * self.a.element_size()) // ROWS * ROWS)
 
     def whole(self) -> Tensor:
-        """All of it."""
-        made: Tensor = self.aten(self.a, self.b)
-        return made
+        """The product, [rows, columns]."""
+        return self.aten(self.a, self.b)
 
     def rows(self, begin: int) -> Tensor:
-        """A slice of it."""
-        made: Tensor = self.aten(self.a[begin : begin + self.step], self.b)
-        return made
+        """The slice of the product that begins with that row."""
+        return self.aten(self.a[begin : begin + self.step], self.b)
 
     def add_to(self, out: Tensor) -> None:
-        """Add it, slice by slice."""
+        """Adds the product to ``out``, [rows, columns], slice by slice."""
         for begin in range(0, out.shape[0], self.step):
             out[begin : begin + self.step] += self.rows(begin)
 
-    def repeats_itself(self) -> bool:
-        """Whether slices have the bits of the whole; computed once for each shape and layout."""
-        facts = (self.a.shape, self.a.stride(), self.b.shape, self.b.stride(), self.a.dtype, torch.get_num_threads())
-        if facts not in _proven:
-            whole = self.whole()
-            _proven[facts] = all(
-                torch.equal(bits_of(whole[begin : begin + self.step]), bits_of(self.rows(begin)))
-                for begin in range(0, whole.shape[0], self.step)
-            )
-        return _proven[facts]
+    def is_proven(self) -> bool:
+        """Whether slices have the bits of the whole."""
+        a, b = self.a, self.b
+        return proofs.ask("mm by rows", (a.shape, a.stride(), b.shape, b.stride(), a.dtype, self.step), self._prove)
+
+    def _prove(self) -> bool:
+        whole = self.whole()
+        return all(
+            torch.equal(bits_of(whole[begin : begin + self.step]), bits_of(self.rows(begin)))
+            for begin in range(0, whole.shape[0], self.step)
+        )
 
 
 class _Deferred(Tensor):
@@ -86,48 +95,46 @@ class _Deferred(Tensor):
     product: _Product
     transposed: bool
     dense: Tensor | None
-    __class__ = property(lambda self: Tensor)  # type: ignore[assignment]  # what a hook of the program is told
+    __class__ = property(lambda self: Tensor)  # type: ignore[assignment]  # which is what a hook is told
 
     @staticmethod
     def __new__(cls, product: _Product, transposed: bool) -> _Deferred:
         rows, columns = product.a.shape[0], product.b.shape[1]
-        made: _Deferred = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        deferred: _Deferred = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             (columns, rows) if transposed else (rows, columns),
             strides=(1, columns) if transposed else (columns, 1),
             dtype=product.a.dtype,
             device=product.a.device,
         )
-        made.product, made.transposed, made.dense = product, transposed, None
-        return made
+        deferred.product, deferred.transposed, deferred.dense = product, transposed, None
+        return deferred
 
     def compute(self) -> Tensor:
-        """The numbers."""
+        """The numbers, computed on the first call."""
         if self.dense is None:
             whole = self.product.whole()
             self.dense = whole.t() if self.transposed else whole
         return self.dense
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """A hook of the program looks at it: it meets the numbers, in an ordinary tensor."""
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A hook of the program looks at it, and meets the numbers in an ordinary tensor."""
         with no_torch_function():
             args, kwargs = tree_map_only(_Deferred, _Deferred.compute, (args, kwargs or {}))
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: OpOverload[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0]
-        if func is torch.ops.aten.t.default and first.dense is None:
+        if func is _transpose and first.dense is None:
             return _Deferred(first.product, not first.transposed)
-        if func is torch.ops.aten.detach.default and first.dense is None:
+        if func is _detach and first.dense is None:
             return _Deferred(first.product, first.transposed)
-        if func is torch.ops.aten.add_.Tensor and not kwargs:
+        if func is _add_ and not kwargs:
             other = args[1]
             if not isinstance(first, _Deferred) and other.dense is None and not other.transposed:
                 if first is other.product.weight.grad:
@@ -140,37 +147,37 @@ class _Deferred(Tensor):
 
 
 def _computed(arg: Any) -> Any:
+    """An op's argument with the numbers in place of every deferred product."""
     if isinstance(arg, _Deferred):
         return arg.compute()
-    if isinstance(arg, (list, tuple)) and any(isinstance(one, _Deferred) for one in arg):
-        return type(arg)(_computed(one) for one in arg)
+    if isinstance(arg, (list, tuple)) and any(isinstance(item, _Deferred) for item in arg):
+        return type(arg)(_computed(item) for item in arg)
     return arg
 
 
-def mm(aten: Callable[..., Any], a: Tensor, b: Tensor) -> Tensor:
-    """``aten::mm``; puts off what makes a large weight's gradient that is only going to be added."""
+def mm(aten: Mm, a: Tensor, b: Tensor) -> Tensor:
+    """``aten::mm``, put off where it is the gradient of a large weight and is only going to be added."""
     product, held = a.shape[0] * b.shape[1], a.numel() + b.numel()
-    # Who waits for the gradient of another use of the weight holds what the product is made of.
+    # A gradient that waits for that of another use of the weight holds both factors, so these have to be small.
     if product * a.element_size() >= LARGE and 4 * held <= product and not torch.is_grad_enabled():
         weight = _destination(a, b)
         if weight is not None:
             later = _Product(aten, a, b, weight)
-            if later.repeats_itself():
+            if later.is_proven():
                 return _Deferred(later, transposed=False)
-    made: Tensor = aten(a, b)
-    return made
+    return aten(a, b)
 
 
 def _destination(a: Tensor, b: Tensor) -> Tensor | None:
-    """The weight to whose ``.grad`` the product of ``a`` and ``b`` is going to be added, and nothing else."""
+    """The weight to whose ``.grad`` the product of ``a`` and ``b`` is going to be added, and used for nothing else."""
     node = running_node()
     if node is None or type(node).__name__ not in LINEAR or a.dtype not in (torch.float32, torch.float64):
         return None
-    transposition: Any = node.next_functions[-1][0]
+    transposition = node.next_functions[-1][0]
     if type(transposition).__name__ != "TBackward0":
         return None
     leaf = transposition.next_functions[0][0]
-    weight = getattr(leaf, "variable", None)
+    weight: Tensor | None = getattr(leaf, "variable", None)
     if weight is None or type(weight) not in PLAIN or weight.shape != (a.shape[0], b.shape[1]):
         return None
     grad = weight.grad
@@ -178,14 +185,14 @@ def _destination(a: Tensor, b: Tensor) -> Tensor | None:
         return None
     if weight._backward_hooks or torch.is_anomaly_enabled() or weight.device.type != "cpu":
         return None
-    of_input = b.untyped_storage()._cdata == weight.untyped_storage()._cdata
-    if of_input or grad.requires_grad or not will_run(leaf):
+    is_input_grad = b.untyped_storage()._cdata == weight.untyped_storage()._cdata
+    if is_input_grad or grad.requires_grad or not will_run(leaf):
         return None
-    return weight  # type: ignore[no-any-return]
+    return weight
 
 
 def awaits_large_weight() -> bool:
-    """Whether the node that runs is a linear layer's that makes the gradient of a large weight with a ``.grad``."""
+    """Whether the running node is a linear layer's that computes the gradient of a large weight with a ``.grad``."""
     node = running_node()
     if node is None or type(node).__name__ not in LINEAR:
         return False
@@ -195,9 +202,9 @@ def awaits_large_weight() -> bool:
     return weight is not None and weight.nbytes >= LARGE and weight.grad is not None
 
 
-def will_run(node: Any) -> bool:
+def will_run(node: Node) -> bool:
     """Whether the engine is certain to run that node: not, as far as it tells, under ``autograd.grad``."""
     try:
         return bool(will_run_node(node))
-    except RuntimeError:  # it says that autograd.grad asked for the leaf
+    except RuntimeError:  # the engine says so where autograd.grad asked for the leaf
         return False

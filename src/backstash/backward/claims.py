@@ -1,35 +1,39 @@
-"""What a saved tensor is unpacked as when a backward kernel of ours is going to read it: a claim, without data.
+"""A claim: what a saved tensor is unpacked as when a backward kernel of this package is going to read it.
 
-A saved tensor is unpacked before its node's formula begins, and what was unpacked lives until the formula is over. So
-a convolution's decoded input would lie beside both of its gradients, and a relu's mask would be written out as floats
-to be read once. A claim is unpacked instead: a tensor with a layout and no memory. The formula hands it to its backward
-op, the dispatcher hands that op to the claim, and the kernel registered for it here takes from the stash what it needs,
-when it needs it. The graph is autograd's own, and nothing is registered with torch: an op that was not given a claim
-never gets here.
+Autograd unpacks a saved tensor before its node's formula begins, and holds it until the formula is over. So a
+convolution's decoded input would lie beside both of its gradients, and a relu's mask would be written out as floats to
+be read once. A claim is unpacked instead: a tensor with a layout and no memory. The formula hands the claim to its
+backward op, torch's dispatcher hands that op to the claim, and the kernel that is registered for the op here takes what
+it needs from the stash when it needs it. The graph stays autograd's own, and nothing is registered with torch: an op
+that was not given a claim never gets here.
 
 Note: [claims]
     A claim has no memory, so nobody can read it by mistake: there are no zeros behind it. Whatever else is asked of it
-    through torch - a cast by autocast, a formula or a tensor subclass that computes by itself, an op that is not in the
-    table - runs on the decoded tensor, and its data pointer is an error. So a claim is right everywhere; where a kernel
-    of ours would not be asked anyway (grad mode, dispatch modes, functorch, a look at ``grad_fn._saved_self``), the
-    tensor is decoded at once because that is cheaper.
+    through torch - a cast by autocast, a formula or a tensor subclass that computes by itself, an op that no kernel is
+    registered for - runs on the decoded tensor, and its data pointer is an error. So a claim is right everywhere. Where
+    no kernel of this package would be asked (grad mode, dispatch modes, functorch, a look at ``grad_fn._saved_self``),
+    the tensor is decoded at once because that is cheaper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from backstash.backward import exclusive
-from backstash.codecs.base import Encoded
+from backstash.codecs.direct import Readable
 from backstash.saved import TensorSpec
 from backstash.torch_internals import dispatch_mode, functorch_level, no_torch_function, running_node, tree_map_only
 
-_aten = torch.ops.aten
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+_detach = torch.ops.aten.detach.default
+_transpose = torch.ops.aten.t.default
 
 
 class Stashed(Protocol):
@@ -41,17 +45,43 @@ class Stashed(Protocol):
     def whole(self) -> Tensor:
         """The tensor in its original layout, decoded or remade."""
 
-    def encoded(self) -> tuple[Any, Encoded] | None:
-        """Codec and planes in which exactly this reader's need is stored; None where something else is stored."""
+    def direct(self, form: type[Readable]) -> Readable | None:
+        """The planes of exactly what the reader needs, in that form; None where they are not stored in it."""
 
     def release(self) -> None:
         """The reader has what it needed: free what was decoded for it."""
 
     def adopt(self, dead: Tensor) -> None:
-        """Memory that nobody will read any more, to decode into from now on."""
+        """Decode into that memory from now on: nobody will read the tensor any more."""
 
 
-Kernel = Callable[["Claim", Any, tuple[Any, ...], Mapping[str, Any], bool], Any]
+class Unstashed:
+    """A tensor that is at hand, in the place of a stashed one."""
+
+    __slots__ = ("overwrites", "tensor")
+
+    def __init__(self, tensor: Tensor, overwrites: bool = False) -> None:
+        self.tensor, self.overwrites = tensor, overwrites
+
+    def whole(self) -> Tensor:
+        """The tensor."""
+        return self.tensor
+
+    def direct(self, form: type[Readable]) -> Readable | None:
+        """Nothing: there are no planes."""
+        return None
+
+    def release(self) -> None:
+        """Frees nothing: somebody else holds the tensor as well."""
+
+    def adopt(self, dead: Tensor) -> None:
+        """Takes nothing: there is nothing to decode."""
+
+
+Result = Any
+"""What an op returns: a tensor, or a tuple of tensors and None."""
+
+Kernel = Callable[["Claim", "OpOverload[..., Any]", tuple[Any, ...], Mapping[str, Any], bool], Result]
 """Runs an op for a claim: the claim, the op, its arguments, and whether nobody else holds the first of these."""
 
 
@@ -59,7 +89,7 @@ class Claim(Tensor):
     """A tensor whose data is in the stash (Note: [claims]).
 
     Attributes:
-        stashed: what it stands for.
+        stashed: the saved tensor that it stands for.
         spec: the layout of that.
         transposed: whether a formula has transposed it since, [rows, columns] to [columns, rows].
     """
@@ -78,20 +108,22 @@ class Claim(Tensor):
         claim.stashed, claim.spec, claim.transposed = stashed, spec, transposed
         return claim
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Python looks at it, for a pointer or an array perhaps: it is given the decoded tensor's."""
-        with no_torch_function():
-            args, kwargs = tree_map_only(Claim, Claim.whole, (args, kwargs or {}))
-            return func(*args, **kwargs)
-
     def whole(self) -> Tensor:
         """The tensor that it stands for."""
         whole = self.stashed.whole()
         return whole.t() if self.transposed else whole
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Python code looks at it, for a pointer or an array perhaps, and gets the decoded tensor's."""
+        with no_torch_function():
+            args, kwargs = tree_map_only(Claim, Claim.whole, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Result:
         with no_torch_function():
             counts = None
             if type(args[0]) is Tensor and args[0].layout is torch.strided:
@@ -104,9 +136,9 @@ class Claim(Tensor):
                     alone = counts is not None and claim.stashed.overwrites
                     alone = alone and exclusive.is_alone(args[0], counts, entry.call)  # type: ignore[arg-type]
                     return entry.kernel(claim, func, args, kwargs or {}, alone)
-            elif func is _aten.detach.default:  # by the engine, for what it unpacks
+            elif func is _detach:  # the engine detaches whatever it unpacks
                 return Claim(args[0].stashed, args[0].spec, args[0].transposed)
-            elif func is _aten.t.default:
+            elif func is _transpose:
                 return Claim(args[0].stashed, args[0].spec, not args[0].transposed)
             args, kwargs = tree_map_only(Claim, Claim.whole, (args, kwargs or {}))
             return func(*args, **kwargs)
@@ -118,8 +150,8 @@ class _Entry:
 
     Attributes:
         kernel: runs the op.
-        position: of the claim among the op's arguments; None: any.
-        call: how the formula calls it (see exclusive.CALLS).
+        position: of the claim among the op's arguments; None for any.
+        call: how the formula calls the op, one of :data:`exclusive.CALLS`.
     """
 
     kernel: Kernel
@@ -127,10 +159,10 @@ class _Entry:
     call: str
 
 
-_kernels: dict[Any, _Entry] = {}
+_kernels: dict[OpOverload[..., Any], _Entry] = {}
 
 
-def redeems(op: Any, position: int | None = 1, call: str = "relu") -> Callable[[Kernel], Kernel]:
+def redeems(op: OpOverload[..., Any], position: int | None = 1, call: str = "relu") -> Callable[[Kernel], Kernel]:
     """Registers the decorated kernel for an op's overload; ``position`` and ``call`` as in :class:`_Entry`."""
 
     def register(kernel: Kernel) -> Kernel:
@@ -144,7 +176,7 @@ def claim(stashed: Stashed, spec: TensorSpec, node: int) -> Claim | None:
     """A claim for a saved tensor whose node runs; None where decoding at once is as good or better.
 
     Args:
-        stashed: what it stands for.
+        stashed: the saved tensor.
         spec: its layout.
         node: the sequence number of the node that saved it.
     """

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backstash.backward.claims import Claim, redeems
-from backstash.codecs.base import Encoded
+from backstash.codecs.direct import Slices
 from backstash.codecs.shape import stand_in
-from backstash.codecs.sliced import Sliced
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @redeems(torch.ops.aten.convolution_backward.default)
 def convolution_backward(
-    claim: Claim, aten: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
+    claim: Claim, aten: Callable[..., Gradients], args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
 ) -> Gradients:
     """Gradients of input, weight and bias."""
     grad, _, weight, bias, *geometry, (of_input, of_weight, of_bias) = args
     stashed = claim.stashed
     weight_grad = bias_grad = input_grad = None
-    sizes = stand_in(claim.spec)  # the input's gradient depends on no more of it than its sizes
-    known = stashed.encoded() if of_weight else None
-    if known is not None and isinstance(known[0], Sliced):
-        return _by_slices(aten, known[0], known[1], grad, sizes, weight, bias, geometry, of_input, of_bias)
+    sizes = stand_in(claim.spec)  # the input's gradient depends on no more of the input than its sizes
+    slices = stashed.direct(Slices) if of_weight else None
+    if slices is not None:
+        return _by_slices(aten, slices, grad, sizes, weight, bias, geometry, of_input, of_bias)
     if of_weight:
         whole = stashed.whole()
         _, weight_grad, bias_grad = aten(grad, whole, weight, bias, *geometry, [False, True, of_bias])
@@ -43,35 +42,34 @@ def convolution_backward(
 
 
 def _by_slices(
-    aten: Any,
-    codec: Sliced,
-    encoded: Encoded,
+    aten: Callable[..., Gradients],
+    slices: Slices,
     grad: Tensor,
     sizes: Tensor,
     weight: Tensor,
-    bias: Any,
-    geometry: list[Any],
+    bias: object,
+    geometry: list[object],
     of_input: bool,
     of_bias: bool,
 ) -> Gradients:
     """A slice of the batch at a time; the slices' gradients of weight and bias are added up.
 
-    In channels_last the library makes no reordered copies, so the input's gradient is made at once.
+    In channels_last the library makes no reordered copies, so the input's gradient is computed at once.
     """
     weight_grad = bias_grad = input_grad = None
     at_once = grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last) and not grad.is_contiguous()
-    for number, (begin, end) in enumerate(codec.ranges(encoded.spec)):
-        part, decoded = grad[begin:end], codec.decode_part(encoded, number)
+    for number, (begin, end) in enumerate(slices.ranges):
+        part, decoded = grad[begin:end], slices.decode(number)
         _, more, more_bias = aten(part, decoded, weight, bias, *geometry, [False, True, of_bias])
         del decoded
         weight_grad = more if weight_grad is None or more is None else weight_grad.add_(more)
         bias_grad = more_bias if bias_grad is None or more_bias is None else bias_grad.add_(more_bias)
         if of_input and not at_once:
-            made, _, _ = aten(part, sizes[begin:end], weight, bias, *geometry, [True, False, False])
-            assert made is not None
+            part_grad, _, _ = aten(part, sizes[begin:end], weight, bias, *geometry, [True, False, False])
+            assert part_grad is not None
             if input_grad is None:
-                input_grad = torch.empty(sizes.shape, dtype=made.dtype, device=made.device)
-            input_grad[begin:end] = made
+                input_grad = torch.empty(sizes.shape, dtype=part_grad.dtype, device=part_grad.device)
+            input_grad[begin:end] = part_grad
     if of_input and at_once:
         input_grad, _, _ = aten(grad, sizes, weight, bias, *geometry, [True, False, False])
     return input_grad, weight_grad, bias_grad

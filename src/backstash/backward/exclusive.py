@@ -1,17 +1,18 @@
 """Whether a gradient may be overwritten: only where nobody but the node that received it holds its memory.
 
 Note: [exclusive gradients]
-    A gradient may be overwritten when only the node that received it holds it: not the sum that sent it both ways, a
-    hook's list, ``autograd.grad`` for a tensor in between, or the caller of backward. All of these hold the tensor, its
-    Python object, its storage or the storage's Python object, so four counts tell. A gradient that a reshape made is a
-    view that holds its base, of which two more tell; a formula that calls ``grad.contiguous()`` first holds it once
-    more. What the counts are when nobody else holds the gradient is measured, on tiny steps, not known.
+    A gradient may be overwritten when only the node that received it holds it. Others that may hold it are the sum that
+    sent it both ways, a hook's list, ``autograd.grad`` for a tensor in between, and the caller of backward. All of them
+    hold the tensor, its Python object, its storage or the storage's Python object, so four reference counts show them.
+    A gradient that comes out of a reshape is a view and holds its base, whose two counts show the rest. A formula that
+    calls ``grad.contiguous()`` first holds the gradient once more. Torch documents none of these numbers, so the counts
+    of a gradient that nobody else holds are measured on tiny steps.
 
     A debugger or a profiler may hold what it looks at. Whatever it holds can only raise a count, so the smallest count
-    that was ever measured is the one that says "nobody else"; measurements are repeated when further Sessions are
-    entered, and while a trace or profile function is set nothing is overwritten.
+    that was ever measured means "nobody else". Measurements are repeated when further Sessions are made, and while a
+    trace or profile function is set nothing is overwritten.
 
-    Memory that torch did not allocate (``from_numpy``, DLPack, a mapped file) belongs to somebody whom no count shows.
+    Memory that torch did not allocate (``from_numpy``, DLPack, a mapped file) belongs to a holder that no count shows.
     Its storage cannot be resized, and it is never overwritten.
 """
 
@@ -29,23 +30,21 @@ from backstash.codecs.base import is_dense
 from backstash.torch_internals import storage_use_count
 
 Counts = tuple[int, ...]
-"""Who holds a tensor: Python and tensor references, and those to its storage; then those to the base of a view."""
-
-Measure = Callable[[Callable[[Tensor], Tensor]], Counts]
-"""Runs a tiny step through a function and returns what :func:`count` said in its kernel."""
+"""References to a tensor's Python object, to the tensor, to its storage and to the storage's Python object; of a view
+then those to its base's Python object and to its base."""
 
 MEASUREMENTS = 3
-"""How often the counts are measured in a process, when that many Sessions are entered."""
+"""How often the counts are measured in a process: when each of that many Sessions is made."""
 
 _lock = threading.Lock()
 _alone: dict[tuple[str, bool], Counts] = {}
 _held: dict[str, set[Counts]] = {}
 _measured = 0
-_probing = threading.local()  # .counts, where the tiny steps run: other threads train meanwhile
+_probing = threading.local()  # .counts, on the thread that runs the tiny steps while others train
 
 
 def count(grad: Tensor) -> Counts:
-    """Who holds ``grad``. All callers are alike: a kernel's first statement, with its first positional argument."""
+    """References to ``grad``, which every caller holds equally often: it asks first, about its first argument."""
     storage = grad.untyped_storage()
     counts: Counts = (
         sys.getrefcount(grad),
@@ -81,11 +80,16 @@ def is_alone(grad: Tensor, counts: Counts, call: str) -> bool:
 
 
 CALLS = ("relu", "silu", "group_norm", "product")
-"""Ways in which formulas call their kernels, named after examples: torch holds the gradient more often in some."""
+"""Ways in which formulas call their kernels, named after examples: in some, torch holds the gradient more often."""
+
+
+def is_measured() -> bool:
+    """Whether :func:`measure` has nothing to do: it has measured often enough, or would measure a tracer."""
+    return _measured >= MEASUREMENTS or _is_traced()
 
 
 def measure(x: Tensor, functions: dict[str, Callable[[Tensor], Tensor]]) -> None:
-    """Find out what the counts are when nobody else holds a gradient, unless they are known well enough.
+    """Measures the counts of a gradient that nobody else holds, unless they are known well enough.
 
     Args:
         x: a tensor that requires grad.
@@ -93,7 +97,7 @@ def measure(x: Tensor, functions: dict[str, Callable[[Tensor], Tensor]]) -> None
     """
     global _measured
     with _lock:
-        if _measured >= MEASUREMENTS or _is_traced():
+        if is_measured():
             return
         _measured += 1
         for call, function in functions.items():
@@ -122,16 +126,17 @@ def _collecting() -> Iterator[list[Counts]]:
 
 
 def _counts(step: Callable[[Tensor], Tensor], x: Tensor) -> Counts:
-    """What the first kernel of the step's backward says; ``x.grad`` is untouched."""
+    """The counts that the first kernel of the step's backward takes; ``x.grad`` is untouched."""
     with _collecting() as counts:
         torch.autograd.grad((step(x) * 2.0).sum(), x)
     return counts[0]
 
 
 def _counts_of_held(function: Callable[[Tensor], Tensor], x: Tensor) -> Iterator[Counts]:
-    """The same where somebody else holds the gradient.
+    """The same where somebody else holds the gradient, in every way that we know.
 
-    The function is called last, so that its kernel is the first: a later one may be the last to hold what was shared.
+    The function is called last, so that its kernel is the first of backward: a later kernel may be the last that holds
+    what was shared.
     """
     kept: list[Tensor] = []
 

@@ -1,15 +1,16 @@
 """A linear layer's backward: the weight's gradient, then the input is freed, then the input's gradient.
 
-The formula asks for the two products the other way round: [rows, out] times [out, in], and then [out, rows] times
-[rows, in]. So the layer's weight is unpacked as a claim as well, to be asked for the first product; the second one is
-computed before it and kept for a moment.
+Autograd's formula asks for the two products the other way round: first [rows, out] times [out, in], which is the
+input's gradient, and then [out, rows] times [rows, in], the weight's. So the layer's weight is unpacked as a claim as
+well. When the first product is asked of that claim, the second one is computed before it, and kept until the formula
+asks for it.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 
 from backstash.backward import accumulation, claims
-from backstash.backward.claims import Claim, redeems
-from backstash.codecs.base import Encoded
+from backstash.backward.claims import Claim, Stashed, Unstashed, redeems
 from backstash.saved import PLAIN, TensorSpec
 from backstash.torch_internals import running_node
+
+Mm = Callable[[Tensor, Tensor], Tensor]
+"""``aten::mm``."""
 
 
 @dataclass(slots=True)
@@ -30,44 +33,27 @@ class _Layer:
     Attributes:
         node: its sequence number.
         stashed: the input.
-        grad: the gradient of the output, and
-        made: that of the weight, where it has been made already.
+        grad: the gradient of the output, where the weight's has been computed already.
+        weight_grad: the gradient of the weight, where it has been computed already.
     """
 
     node: int
-    stashed: weakref.ref[Any]
+    stashed: weakref.ref[Stashed]
     grad: Tensor | None = None
-    made: Tensor | None = None
+    weight_grad: Tensor | None = None
 
 
 _running = threading.local()  # .layer
 
 
-class _Weight:
-    """A layer's weight in the place of a stashed tensor: it is held as it is."""
+class _Weight(Unstashed):
+    """A layer's weight, which is held as it is."""
 
-    __slots__ = ("tensor",)
-
-    overwrites = False
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def whole(self) -> Tensor:
-        return self.tensor
-
-    def encoded(self) -> tuple[object, Encoded] | None:
-        return None
-
-    def release(self) -> None:
-        pass
-
-    def adopt(self, dead: Tensor) -> None:
-        pass
+    __slots__ = ()
 
 
-def begin(stashed: Any, node: int) -> None:
-    """The input of the linear layer's node that runs was unpacked as a claim."""
+def begin(stashed: Stashed, node: int) -> None:
+    """Notes that the input of the linear layer's node that runs was unpacked as a claim."""
     _running.layer = _Layer(node, weakref.ref(stashed))
 
 
@@ -83,7 +69,7 @@ def claim_weight(weight: Tensor) -> Tensor:
 
 
 @redeems(torch.ops.aten.mm.default, position=None)
-def mm(claim: Claim, aten: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Tensor:
+def mm(claim: Claim, aten: Mm, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Tensor:
     """A product with the layer's input or with its weight."""
     layer: _Layer | None = getattr(_running, "layer", None)
     a, b = args
@@ -92,22 +78,23 @@ def mm(claim: Claim, aten: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             a = claim.whole()
         else:
             b = claim.whole()
-            _make_weight_grad(aten, layer, a, b)
+            _compute_weight_grad(aten, layer, a, b)
         return accumulation.mm(aten, a, b)
     _running.layer = None
     known = layer if layer is not None and layer.stashed() is claim.stashed and b is claim else None
-    if known is not None and known.made is not None and known.grad is not None and _is_transposed(a, known.grad):
-        return known.made
+    if known is not None and known.grad is not None and _is_transposed(a, known.grad):
+        assert known.weight_grad is not None
+        return known.weight_grad
     whole = claim.whole()
-    made = accumulation.mm(aten, whole, b) if a is claim else accumulation.mm(aten, a, whole)
+    product = accumulation.mm(aten, whole, b) if a is claim else accumulation.mm(aten, a, whole)
     del whole
     claim.stashed.release()
-    return made
+    return product
 
 
-def _make_weight_grad(aten: Any, layer: _Layer | None, grad: Tensor, weight: Tensor) -> None:
+def _compute_weight_grad(aten: Mm, layer: _Layer | None, grad: Tensor, weight: Tensor) -> None:
     """Computes the product that the formula will ask for next, and frees the layer's input."""
-    if layer is None or layer.made is not None:
+    if layer is None or layer.weight_grad is not None:
         return
     node, stashed = running_node(), layer.stashed()
     if node is None or node._sequence_nr() != layer.node or stashed is None:
@@ -115,7 +102,7 @@ def _make_weight_grad(aten: Any, layer: _Layer | None, grad: Tensor, weight: Ten
     elif weight.is_contiguous() and accumulation.will_run(node.next_functions[-1][0]):
         whole = stashed.whole()
         if whole.shape == (grad.shape[0], weight.shape[1]):
-            layer.made, layer.grad = accumulation.mm(aten, grad.t(), whole), grad
+            layer.weight_grad, layer.grad = accumulation.mm(aten, grad.t(), whole), grad
             del whole
             stashed.release()
 

@@ -1,15 +1,15 @@
 """Norms' backward kernels that can write the input's gradient over the output's.
 
-ATen has no form of them that writes into memory given to it, so:
+ATen has no form of them that writes into memory given to it. So:
 
-* a batch norm with the batch's statistics is computed by kernels of our own, to ATen's bits, and faster;
-* a layer norm and a group norm are computed by ATen, some rows or images at a time, whose gradients do not depend on
-  the others; weight's and bias's first, and at once.
+* A batch norm with the batch's statistics is computed by kernels of our own, to ATen's bits, and faster.
+* A layer norm and a group norm are computed by ATen, some rows or images at a time, whose gradients do not depend on
+  the others. The gradients of weight and bias are computed first, from the whole.
 
 Note: [proven norms]
     The order in which ATen adds up, which of its products are rounded, and whether a part of the rows has the bits of
     the whole are nowhere documented. So each is compared, bit for bit, on a small example of the same layout before it
-    is used for the first time; where it differs, ATen's kernel makes a gradient of its own as ever.
+    is used for the first time (:mod:`backstash.proofs`). Where it differs, ATen's kernel allocates a gradient as ever.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from torch import Tensor
 from backstash.backward.claims import Claim, redeems
 from backstash.ops import cpu
 from backstash.ops.reference import bits_of
+from backstash.proofs import proofs
 
-Aten = Callable[..., Any]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of input, weight and bias."""
+
+Aten = Callable[..., Gradients]
 
 _CHUNK = 1 << 20
 """Bytes of the rows whose gradient is computed at a time: it stays in a cache until it is copied."""
 
 _LARGE = 4 << 20
-"""Bytes from which a gradient is computed in parts: that takes about twice the time of ATen's one pass, and below, it
-is no peak."""
+"""Bytes from which a gradient is computed in parts: that takes about twice the time of ATen's one pass, and a smaller
+gradient is no peak."""
 
 _EXAMPLE = 1 << 10
-"""Elements for a proof, a multiple of: what is rounded otherwise differs in a few of a hundred."""
+"""Elements of an example, at least: numbers that are rounded otherwise differ in a few of a hundred elements."""
 
 _LANES = 8
-"""Channels that ATen's kernel for channels last takes at a time; it treats what is left over otherwise."""
-
-_proven: dict[Hashable, bool] = {}
+"""Channels that ATen's kernel for channels last takes at a time; it treats the remaining ones otherwise."""
 
 
 # -- batch norm --------------------------------------------------------------------------------------------------------
@@ -61,13 +62,15 @@ class _BatchNorm:
 
     def run(self, grad: Tensor, mask: list[bool]) -> Gradients:
         """ATen's gradients."""
-        made: Gradients = self.aten(grad, self.x, self.weight, None, None, self.mean, self.invstd, True, self.eps, mask)
-        return made
+        return self.aten(grad, self.x, self.weight, None, None, self.mean, self.invstd, True, self.eps, mask)
 
     def of(self, channels: Tensor) -> _BatchNorm:
-        """These channels of it."""
+        """The same for these channels alone."""
         x, weight = self.x[:, channels].contiguous(), None if self.weight is None else self.weight[channels]
         return replace(self, x=x, weight=weight, mean=self.mean[channels], invstd=self.invstd[channels])
+
+
+_Kernel = Callable[[_BatchNorm, Tensor, Tensor, list[bool]], Gradients]
 
 
 def batch_norm(
@@ -87,8 +90,11 @@ def batch_norm(
     """Gradients of input, weight and bias, as ``aten::native_batch_norm_backward``.
 
     Args:
-        aten: that.
-        over: whether the input's is to be in the memory of ``grad``.
+        aten: that op.
+        over: whether the input's gradient is to be in the memory of ``grad``.
+        grad, x: [N, C, ...].
+        weight, mean, invstd: [C].
+        mask: which of the three gradients are asked for.
 
     Returns:
         None, with ``grad`` untouched, where the kernels here do not take these tensors.
@@ -96,23 +102,26 @@ def batch_norm(
     if not (train and mask[0] and cpu.available()) or mean is None or invstd is None or not x.numel():
         return None
     channels = x.shape[1]
-    vectors = [one for one in (weight, mean, invstd) if one is not None]
+    vectors = [vector for vector in (weight, mean, invstd) if vector is not None]
     if grad.shape != x.shape or grad.stride() != x.stride():
         return None
-    if any(one.dtype is not torch.float32 or one.device.type != "cpu" for one in (grad, x, *vectors)):
+    if any(tensor.dtype is not torch.float32 or tensor.device.type != "cpu" for tensor in (grad, x, *vectors)):
         return None
-    if any(one.shape != (channels,) or not one.is_contiguous() for one in vectors):
+    if any(vector.shape != (channels,) or not vector.is_contiguous() for vector in vectors):
         return None
     _, inner = cpu.images(x) or (0, 0)
+    kernel: _Kernel
     example: tuple[int, ...]
     if inner > 1 and x.stride(1) == inner:
         kernel, example = _by_channel, (3, max(8, _EXAMPLE // inner), inner)
     elif inner == 1 and x.dim() == 4 and over and channels % _LANES == 0:
-        pixels = (1, 1) if x.is_contiguous() else (5, 3)  # which is both layouts at once, or one
+        pixels = (1, 1) if x.is_contiguous() else (5, 3)  # one pixel is contiguous and channels last at once
         kernel, example = _by_pixel, (max(2, _EXAMPLE // channels), channels, *pixels)
     else:
         return None
-    if not _is_proven((kernel, example, weight is None), lambda: _proof(aten, kernel, example, weight is None)):
+    has_weight = weight is not None
+    facts = (kernel.__name__, example, has_weight)
+    if not proofs.ask("batch norm", facts, lambda: _matches_batch_norm(aten, kernel, example, has_weight)):
         return None
     out = grad
     if not over:
@@ -123,10 +132,10 @@ def batch_norm(
 def _by_channel(norm: _BatchNorm, grad: Tensor, out: Tensor, mask: list[bool]) -> Gradients:
     """Contiguous images: the kernel here adds up and writes a channel while it is in the cache."""
     weight_grad, bias_grad, left = cpu.batch_norm_channels(grad, norm.x, norm.mean, norm.invstd, norm.weight, out)
-    if left:  # infinities and NaNs: which of them comes out is ATen's to say
-        some = weight_grad.isnan().nonzero().flatten()
-        made: Any = norm.of(some).run(grad[:, some].contiguous(), [True, True, True])
-        out[:, some], weight_grad[some], bias_grad[some] = made
+    if left:  # channels with infinities and NaNs: ATen decides which of them comes out
+        channels = weight_grad.isnan().nonzero().flatten()
+        gradients: Any = norm.of(channels).run(grad[:, channels].contiguous(), [True, True, True])
+        out[:, channels], weight_grad[channels], bias_grad[channels] = gradients
     return out, weight_grad if mask[1] else None, bias_grad if mask[2] else None
 
 
@@ -134,8 +143,8 @@ def _by_pixel(norm: _BatchNorm, grad: Tensor, out: Tensor, mask: list[bool]) -> 
     """Channels last: ATen adds up, as the order depends on its threads, and the kernel here writes. No faster."""
     invstd = norm.invstd
     # The weight's gradient is the sum times invstd, so with ones it is the sum.
-    found: Any = replace(norm, invstd=torch.ones_like(invstd)).run(grad, [False, True, True])
-    _, dot, sums = found
+    _, dot, sums = replace(norm, invstd=torch.ones_like(invstd)).run(grad, [False, True, True])
+    assert dot is not None and sums is not None
     count = grad.numel() // grad.shape[1]
     k, grad_mean = dot * invstd * invstd / count, sums / count
     if not bool((k + grad_mean).isfinite().all()):
@@ -144,14 +153,14 @@ def _by_pixel(norm: _BatchNorm, grad: Tensor, out: Tensor, mask: list[bool]) -> 
     return out, dot * invstd if mask[1] else None, sums if mask[2] else None
 
 
-def _proof(aten: Aten, kernel: Callable[..., Gradients], shape: tuple[int, ...], bare: bool) -> bool:
-    """Whether the kernel makes ATen's bits of an example; ``bare``: without a weight."""
+def _matches_batch_norm(aten: Aten, kernel: _Kernel, shape: tuple[int, ...], has_weight: bool) -> bool:
+    """Whether the kernel gives ATen's bits on an example of that shape."""
     layout = torch.channels_last if kernel is _by_pixel else torch.contiguous_format
     x, grad = (_example(shape, phase).contiguous(memory_format=layout) for phase in (0.0, 1.0))
     mean, invstd, weight = (_example(shape[1:2], phase).abs() for phase in (2.0, 3.0, 4.0))
-    norm, every = _BatchNorm(aten, x, None if bare else weight, mean, invstd, 1e-5), [True, True, True]
+    norm, every = _BatchNorm(aten, x, weight if has_weight else None, mean, invstd, 1e-5), [True, True, True]
     expected = norm.run(grad, every)
-    return _same(expected, kernel(norm, grad, grad, every))
+    return _are_equal(expected, kernel(norm, grad, grad, every))
 
 
 # -- layer norm and group norm -----------------------------------------------------------------------------------------
@@ -172,17 +181,16 @@ def layer_norm(
     """As :func:`batch_norm`, for ``aten::native_layer_norm_backward``; None unless it is ``over`` the gradient."""
     width = math.prod(shape)
     rows = x.numel() // width if width else 0
-    if not over or not _takes(grad, x, mean, rstd) or mean.numel() != rows or rstd.numel() != rows:
+    if not over or not _has_rows(grad, x, mean, rstd) or mean.numel() != rows or rstd.numel() != rows:
         return None
-    one = (1,) * len(shape)
-    given = grad.view(rows, *shape), x.view(rows, *shape), mean.view(rows, *one), rstd.view(rows, *one)
+    ones = (1,) * len(shape)
+    given = grad.view(rows, *shape), x.view(rows, *shape), mean.view(rows, *ones), rstd.view(rows, *ones)
 
-    def some(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, mask: list[bool]) -> Gradients:
-        made: Gradients = aten(grad, x, shape, mean, rstd, weight, bias, mask)
-        return made
+    def part(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, mask: list[bool]) -> Gradients:
+        return aten(grad, x, shape, mean, rstd, weight, bias, mask)
 
-    made = _in_parts(some, given, mask, ("layer_norm", *shape, weight is None, bias is None))
-    return None if made is None else (grad, *made)
+    gradients = _in_parts("layer norm", part, given, mask, (*shape, weight is None, bias is None))
+    return None if gradients is None else (grad, *gradients)
 
 
 def group_norm(
@@ -200,65 +208,70 @@ def group_norm(
     mask: list[bool],
 ) -> Gradients | None:
     """As :func:`batch_norm`, for ``aten::native_group_norm_backward``; None unless it is ``over`` the gradient."""
-    if not over or not _takes(grad, x, mean, rstd) or mean.shape != (images, groups):
+    if not over or not _has_rows(grad, x, mean, rstd) or mean.shape != (images, groups):
         return None
 
-    def some(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, mask: list[bool]) -> Gradients:
-        made: Gradients = aten(grad, x, mean, rstd, weight, x.shape[0], channels, pixels, groups, mask)
-        return made
+    def part(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, mask: list[bool]) -> Gradients:
+        return aten(grad, x, mean, rstd, weight, x.shape[0], channels, pixels, groups, mask)
 
-    made = _in_parts(some, (grad, x, mean, rstd), mask, ("group_norm", *x.shape[1:], groups, weight is None))
-    return None if made is None else (grad, *made)
+    gradients = _in_parts("group norm", part, (grad, x, mean, rstd), mask, (*x.shape[1:], groups, weight is None))
+    return None if gradients is None else (grad, *gradients)
 
 
-def _takes(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> bool:
-    """Whether rows of these are parts of their own."""
+def _has_rows(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> bool:
+    """Whether a part of the rows of these tensors is a contiguous part of each."""
     if x.numel() == 0 or grad.shape != x.shape or grad.dtype is not x.dtype:
         return False
-    return all(one.is_contiguous() and one.device.type == "cpu" for one in (grad, x, mean, rstd))
+    return all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in (grad, x, mean, rstd))
 
 
 def _in_parts(
-    some: Callable[..., Gradients],
+    name: str,
+    part: Callable[..., Gradients],
     given: tuple[Tensor, Tensor, Tensor, Tensor],
     mask: list[bool],
     facts: tuple[Hashable, ...],
 ) -> tuple[Tensor | None, Tensor | None] | None:
-    """The gradients of weight and bias; then the input's are written over the first of ``given``, part by part."""
+    """Writes the input's gradient over the output's, part by part.
+
+    Args:
+        name: of the norm.
+        part: computes the gradients of a part of the rows.
+        given: the output's gradient, the input, mean and reciprocal standard deviation, each with the same rows.
+        mask: which of the three gradients are asked for.
+        facts: what the gradients' bits depend on beside the rows.
+
+    Returns:
+        The gradients of weight and bias; None, with nothing written, where the parts' bits are not those of the whole
+        or the tensors are small.
+    """
     x = given[1]
     rows = x.shape[0]
     step = max(1, _CHUNK // (x[0].numel() * x.element_size()))
     if not mask[0] or x.nbytes < _LARGE or step >= rows:
         return None
-    facts = (*facts, x.dtype, given[2].dtype, torch.get_num_threads())
 
     def run(given: tuple[Tensor, ...], step: int) -> tuple[Tensor | None, Tensor | None]:
         weight_grad = bias_grad = None
         if mask[1] or mask[2]:
-            _, weight_grad, bias_grad = some(*given, [False, mask[1], mask[2]])
+            _, weight_grad, bias_grad = part(*given, [False, mask[1], mask[2]])
         for begin in range(0, given[0].shape[0], step):
-            part = [one[begin : begin + step] for one in given]
-            made: Any = some(*part, [True, False, False])[0]
-            part[0].copy_(made)
+            few = [tensor[begin : begin + step] for tensor in given]
+            few_grad = part(*few, [True, False, False])[0]
+            assert few_grad is not None
+            few[0].copy_(few_grad)
         return weight_grad, bias_grad
 
-    def proof() -> bool:
-        few = [_example((min(rows, 6), *one.shape[1:]), phase).to(one.dtype) for phase, one in enumerate(given)]
-        expected = some(*few, mask)
-        made = run(tuple(few), 2)
-        return _same(expected, (few[0], *made))
+    def prove() -> bool:
+        example = tuple(
+            _example((min(rows, 6), *tensor.shape[1:]), phase).to(tensor.dtype) for phase, tensor in enumerate(given)
+        )
+        expected = part(*example, mask)
+        got = run(example, 2)
+        return _are_equal(expected, (example[0], *got))
 
-    return run(given, step) if _is_proven((facts, *mask), proof) else None
-
-
-# -- proofs ------------------------------------------------------------------------------------------------------------
-
-
-def _is_proven(facts: Hashable, proof: Callable[[], bool]) -> bool:
-    """Whether that was found to repeat ATen's bits (Note: [proven norms])."""
-    if facts not in _proven:
-        _proven[facts] = proof()
-    return _proven[facts]
+    every_fact = (*facts, min(rows, 6), x.dtype, given[2].dtype, *mask)
+    return run(given, step) if proofs.ask(name, every_fact, prove) else None
 
 
 def _example(shape: tuple[int, ...], phase: float) -> Tensor:
@@ -267,7 +280,8 @@ def _example(shape: tuple[int, ...], phase: float) -> Tensor:
     return ((steps * (1.7 + phase)).sin() * (steps * 0.37 + phase).cos().exp2()).float().reshape(shape)
 
 
-def _same(expected: Gradients, got: Gradients) -> bool:
+def _are_equal(expected: Gradients, got: Gradients) -> bool:
+    """Whether the same gradients are there, with the same bits."""
     return all(
         (a is None and b is None) or (a is not None and b is not None and torch.equal(bits_of(a), bits_of(b)))
         for a, b in zip(expected, got, strict=True)
@@ -279,7 +293,7 @@ def _same(expected: Gradients, got: Gradients) -> bool:
 
 @redeems(torch.ops.aten.native_batch_norm_backward.default)
 def native_batch_norm_backward(
-    claim: Claim, aten: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
+    claim: Claim, aten: Aten, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
 ) -> Gradients:
     """A batch norm's gradients, by the kernels here where they take its tensors."""
     return _run(batch_norm, claim, aten, args, alone)
@@ -287,26 +301,26 @@ def native_batch_norm_backward(
 
 @redeems(torch.ops.aten.native_layer_norm_backward.default)
 def native_layer_norm_backward(
-    claim: Claim, aten: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
+    claim: Claim, aten: Aten, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
 ) -> Gradients:
-    """A layer norm's gradients, written over the incoming one if nobody else holds that."""
+    """A layer norm's gradients, written over the incoming gradient if nobody else holds that."""
     return _run(layer_norm, claim, aten, args, alone)
 
 
 @redeems(torch.ops.aten.native_group_norm_backward.default, call="group_norm")
 def native_group_norm_backward(
-    claim: Claim, aten: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
+    claim: Claim, aten: Aten, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
 ) -> Gradients:
-    """A group norm's gradients, written over the incoming one if nobody else holds that."""
+    """A group norm's gradients, written over the incoming gradient if nobody else holds that."""
     return _run(group_norm, claim, aten, args, alone)
 
 
 def _run(
-    norm: Callable[..., Gradients | None], claim: Claim, aten: Any, args: tuple[Any, ...], alone: bool
+    norm: Callable[..., Gradients | None], claim: Claim, aten: Aten, args: tuple[Any, ...], alone: bool
 ) -> Gradients:
     grad, _, *rest = args
     whole = claim.whole()
-    gradients: Gradients = norm(aten, alone, grad, whole, *rest) or aten(grad, whole, *rest)
+    gradients = norm(aten, alone, grad, whole, *rest) or aten(grad, whole, *rest)
     del whole
     claim.stashed.release()
     return gradients

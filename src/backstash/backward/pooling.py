@@ -1,8 +1,8 @@
-"""Max pooling's backward: adds the gradient up where the stored window codes say."""
+"""Max pooling's backward: adds the gradient up where the stored window offsets say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,31 +11,28 @@ from torch import Tensor
 from backstash.backward.claims import Claim, redeems
 from backstash.backward.pointwise import same_order
 from backstash.codecs.base import flat
-from backstash.codecs.narrow import Narrow
+from backstash.codecs.direct import WindowOffsets
 from backstash.ops import cpu
 
 
 @redeems(torch.ops.aten.max_pool2d_with_indices_backward.default, position=7)
 def max_pool2d_with_indices_backward(
-    claim: Claim, aten: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
+    claim: Claim, aten: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
 ) -> Tensor:
     """The input's gradient."""
     grad, x, *geometry, indices = args
     stashed = claim.stashed
-    known = stashed.encoded()
-    if known is not None and same_order(grad, indices):
-        codec, encoded = known
-        if isinstance(codec, Narrow) and codec.window is not None:
-            window = codec.geometry(encoded.spec)
-            channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-            if x.is_contiguous() if window[0] == 1 else channels_last:
-                stashed.release()  # gives back decode buffers, for a gradient that is larger than these
-                out = torch.empty_strided(x.shape, x.stride(), dtype=grad.dtype, device="cpu")
-                cpu.advise_huge(out)
-                if cpu.window_scatter(encoded.planes["packed"], window, flat(grad), flat(out)):
-                    return out
+    offsets = stashed.direct(WindowOffsets) if same_order(grad, indices) else None
+    if offsets is not None:
+        channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        if x.is_contiguous() if offsets.geometry[0] == 1 else channels_last:
+            stashed.release()  # frees decode buffers for a gradient that is larger than these
+            out = torch.empty_strided(x.shape, x.stride(), dtype=grad.dtype, device="cpu")
+            cpu.advise_huge(out)
+            if cpu.window_scatter(offsets.packed, offsets.geometry, flat(grad), flat(out)):
+                return out
     whole = stashed.whole()
-    result: Tensor = aten(grad, x, *geometry, whole)
+    result = aten(grad, x, *geometry, whole)
     del whole
     stashed.release()
     return result

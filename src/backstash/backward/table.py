@@ -1,18 +1,10 @@
-"""Which saved tensors are unpacked as claims."""
+"""Which saved tensors are unpacked as claims, and what their kernels read of the stash."""
 
 from __future__ import annotations
 
-import threading
-
-import torch
-from torch import Tensor
-
-# The kernels register themselves with claims.redeems when they are imported.
-from backstash.backward import convolution, exclusive, linear, norms, pointwise, pooling  # noqa: F401
-from backstash.backward.claims import Claim
-from backstash.codecs.base import Encoded, is_dense
+from backstash.codecs.base import is_dense
+from backstash.codecs.direct import Direct, Factors, MaskBits, Slices, Slopes, WindowOffsets
 from backstash.saved import TensorSpec
-from backstash.torch_internals import no_torch_function
 
 READERS = frozenset(
     {
@@ -42,18 +34,33 @@ READERS = frozenset(
         ("Threshold", "self"),
     }
 )
-"""Saved tensors that a kernel here reads, by autograd node and by the name that its formula has for them."""
+"""Saved tensors that a kernel of this package reads: the autograd node, and its formula's name for the tensor."""
+
+FORMS: dict[str, type[Direct]] = {
+    "Convolution": Slices,
+    "Elu": Slopes,
+    "Gelu": Slopes,
+    "Hardtanh": MaskBits,
+    "LeakyRelu": Slopes,
+    "MaxPool2DWithIndices": WindowOffsets,
+    "Mul": Factors,
+    "Relu": MaskBits,
+    "Sigmoid": Slopes,
+    "Silu": Slopes,
+    "Softplus": Slopes,
+    "Tanh": Slopes,
+    "Threshold": MaskBits,
+}
+"""The form in which a node's kernel reads planes without decoding them; the other nodes' kernels read the whole."""
 
 LARGE = 1 << 18
 """Bytes of a value from which it is claimed although its reader needs all of it: the gradient may be written over."""
 
 FREES_EARLY = frozenset({"Convolution", "Addmm", "Mm", "MaxPool2DWithIndices"})
-"""Nodes whose kernels free what was decoded before they make a gradient as large."""
+"""Nodes whose kernels free what was decoded before they allocate a gradient of that size."""
 
 NEVER_WHOLE = frozenset({"Mul"})
-"""Nodes whose kernel is asked only where it can read codes."""
-
-_once = threading.Lock()
+"""Nodes whose kernel is asked only where it can read planes directly."""
 
 
 def can_claim(op: str, role: str, spec: TensorSpec) -> bool:
@@ -66,60 +73,12 @@ def can_claim(op: str, role: str, spec: TensorSpec) -> bool:
     )
 
 
-def is_worth_a_claim(op: str, nbytes: int, has_codes: bool) -> bool:
+def is_worth_a_claim(op: str, nbytes: int, is_direct: bool) -> bool:
     """Whether a claim gains anything over decoding at once.
 
     Args:
         op: the node that reads.
-        nbytes: of the tensor.
-        has_codes: whether it is stored in bits or codes that kernels read directly.
+        nbytes: bytes of the tensor.
+        is_direct: whether it is stored in the form of :data:`FORMS` that the node's kernel reads directly.
     """
-    return has_codes or op in FREES_EARLY or (nbytes >= LARGE and op not in NEVER_WHOLE)
-
-
-class _Sample:
-    """A stashed tensor of the tiny steps by which exclusive gradients are told."""
-
-    overwrites = False
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x.detach()
-
-    def whole(self) -> Tensor:
-        return self.x
-
-    def encoded(self) -> tuple[object, Encoded] | None:
-        return None
-
-    def release(self) -> None:
-        pass
-
-    def adopt(self, dead: Tensor) -> None:
-        pass
-
-
-def prepare() -> None:
-    """Find out, on tiny steps, what a gradient looks like that nobody else holds (Note: [exclusive gradients])."""
-    with _once, no_torch_function(), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
-        x = torch.tensor([[[[0.5, -1.0], [2.0, 7.0]]]], device="cpu", requires_grad=True)
-        factor = (x.detach() > 0) * 1.25
-        exclusive.measure(
-            x,
-            {
-                "relu": lambda x: _claimed(torch.relu(x), "result"),
-                "silu": lambda x: _claimed(torch.nn.functional.silu(x), "self"),
-                "group_norm": lambda x: _claimed(torch.nn.functional.group_norm(x, 1), "input"),
-                "product": lambda x: _claimed(x * factor, "other"),
-            },
-        )
-
-
-def _no_autocast() -> torch.autocast:
-    return torch.autocast("cpu", enabled=False)
-
-
-def _claimed(y: Tensor, role: str) -> Tensor:
-    """The tensor, whose node will be given a claim in place of what it saved as ``role``."""
-    raw = getattr(y.grad_fn, f"_raw_saved_{role}")
-    raw.register_hooks(_Sample, lambda sample: Claim(sample, TensorSpec.of(sample.x)))
-    return y
+    return is_direct or op in FREES_EARLY or (nbytes >= LARGE and op not in NEVER_WHOLE)

@@ -14,7 +14,7 @@ from backstash.stash.decode import (
     check_version,
     decode,
     follow_original,
-    has_codes,
+    has_direct,
     modified_message,
 )
 from backstash.stash.live import Live
@@ -82,7 +82,7 @@ def _inner(saved: Saved, live: Live) -> Tensor:
     if value is None:
         return stand_in(saved.spec)
     op = saved.tensor.op if saved.tensor is not None else ""
-    if saved.claimable and table.is_worth_a_claim(op, saved.spec.nbytes, has_codes(value)):
+    if saved.claimable and table.is_worth_a_claim(op, saved.spec.nbytes, has_direct(value, table.FORMS.get(op))):
         claim = _claim(saved)
         if claim is not None:
             return claim

@@ -1,32 +1,42 @@
 """What a codec is.
 
-A codec turns a tensor into named planes and back. It is a frozen dataclass, so its ``repr`` is the call that makes it
-and two equal codecs do the same. The contract, which :func:`backstash.testing.check_codec` checks:
+A codec turns a tensor into named planes and back. It is a frozen dataclass, so its ``repr`` is the call that makes it,
+and two equal codecs do the same. Any class with the members of :class:`Codec` is a codec; nothing has to be inherited.
+:func:`backstash.testing.check_codec` checks this contract:
 
-* ``encode`` never changes ``x`` and never keeps a view of it; ``decode`` is a pure function of the planes, may run any
-  number of times, and fills the ``out`` it is given, whose strides are the original ones.
-* What it ``preserves`` it preserves exactly, bit for bit, unless it has a ``bound``.
-* It refuses what it cannot take: by the spec (``accepts``), by a cheap look at the data (``declines``), or, where only
-  the full pass can tell, by raising :class:`~backstash.errors.CodecRefusedError` from ``encode``.
-* It knows nothing of stores, sessions or policies.
+* ``encode`` never changes ``x`` and never keeps a view of it. ``decode`` is a pure function of the planes, may run any
+  number of times, and fills the ``out`` that it is given, whose strides are the original ones.
+* What a codec ``preserves`` it preserves bit for bit, unless it has a ``bound``.
+* A codec refuses what it cannot take: by the spec (``accepts``), by a cheap look at the data (``declines``), or, where
+  only the full pass can tell, by raising :class:`~backstash.errors.CodecRefusedError` from ``encode``.
+* A codec knows nothing of stores, sessions or policies.
 
-Three members are optional:
+A codec may also have the members below. Nobody reads them directly: the function that is named in brackets does, and it
+knows what counts for a codec that lacks the member.
 
-* ``label``, a str: what reports show in place of ``id``, where one id has several forms: ``"zvc+fp8"``.
-* ``keeps(mask: Mask) -> bool``: whether every element, NaN and infinities too, decodes to one that the mask's test
-  treats like the original, so that a codec which does not preserve SIGN at large can serve such a SIGN need
-  nevertheless; one that has no such method keeps no mask beyond what it preserves.
-* ``serves``, a frozenset: the functions (``SavedTensor.function``) for whose derivative alone the codec is made; a
-  Session uses it for no other reader.
+* ``label: str`` (:func:`label`): what reports show where one id has several forms: ``"zvc+fp8"``. Without it: ``id``.
+* ``mask: Mask`` (:func:`mask_of`): the test whose outcome the codec stores. A codec that preserves SIGN and not VALUE
+  has one.
+* ``keeps(mask) -> bool`` (:func:`keeps`): whether every element, NaN and infinities too, decodes to one for which the
+  mask's test has the same outcome. Then the codec serves that SIGN need although it does not preserve SIGN at large.
+  Without it: False.
+* ``serves: frozenset[str]`` (:func:`serves`): the functions (``SavedTensor.function``) for whose derivative alone the
+  codec is made. A Session uses it for no other reader. Without it: every reader.
+* ``direct(form) -> ReadPlanes | None`` (:func:`direct`): how a backward kernel reads the planes without decoding them,
+  in that form of :mod:`backstash.codecs.direct`. Without it: not at all.
+* ``adopt(x) -> Encoded`` (:func:`adopt`): as ``encode``, for a caller who gives ``x`` up, so that its memory may become
+  a plane. Without it: ``encode``.
+* ``view(encoded) -> Tensor`` (:func:`view`): as ``decode``, but a view of a plane, to which nobody may write. Without
+  it the tensor is always decoded.
 
-Tensors are encoded in memory order, so that any dense layout (contiguous, channels_last, transposed) costs the same
+Tensors are encoded in memory order, so that every dense layout (contiguous, channels_last, transposed) costs the same
 and comes back with the same strides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar, Protocol, runtime_checkable
@@ -34,11 +44,15 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from backstash.codecs.direct import Direct
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.saved import Mask, Need, TensorSpec, Test
 
 EXACT = frozenset(Need)
-"""What a codec preserves that gives back every bit."""
+"""What a codec preserves that returns every bit."""
+
+ReadPlanes = Callable[["Encoded"], "Direct | None"]
+"""Takes the planes out of an Encoded in a form that a backward kernel reads; None where they are not in that form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +137,54 @@ class Codec(Protocol):
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """Bytes of the planes in the worst case."""
+
+
+# -- optional members ------------------------------------------------------------------------------------------------
+
+
+def label(codec: Codec) -> str:
+    """What reports call the codec: its ``label``, else its ``id``."""
+    name: str | None = getattr(codec, "label", None)
+    return codec.id if name is None else name
+
+
+def mask_of(codec: Codec) -> Mask | None:
+    """The test whose outcome the codec stores: its ``mask``, else None."""
+    mask: Mask | None = getattr(codec, "mask", None)
+    return mask
+
+
+def keeps(codec: Codec, mask: Mask) -> bool:
+    """Whether a decoded element always has the same outcome of the mask's test as the original (``keeps``)."""
+    method: Callable[[Mask], bool] | None = getattr(codec, "keeps", None)
+    return method is not None and method(mask)
+
+
+def serves(codec: Codec, function: str | None) -> bool:
+    """Whether a reader of the derivative of that function, None for any other reader, may have the codec."""
+    functions: frozenset[str] | None = getattr(codec, "serves", None)
+    return functions is None or function in functions
+
+
+def direct(codec: Codec, form: type[Direct]) -> ReadPlanes | None:
+    """How a backward kernel reads the codec's planes in that form without decoding them; None where it cannot."""
+    method: Callable[[type[Direct]], ReadPlanes | None] | None = getattr(codec, "direct", None)
+    return None if method is None else method(form)
+
+
+def adopt(codec: Codec, x: Tensor) -> Encoded:
+    """Encodes a tensor that the caller gives up: nobody else holds its memory, which may become a plane."""
+    method: Callable[[Tensor], Encoded] = getattr(codec, "adopt", codec.encode)
+    return method(x)
+
+
+def view(codec: Codec) -> Callable[[Encoded], Tensor] | None:
+    """How the tensor is had as a view of a plane, to which nobody may write; None where it has to be decoded."""
+    method: Callable[[Encoded], Tensor] | None = getattr(codec, "view", None)
+    return method
+
+
+# -- for those who write a codec --------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, ErrorBound, check_planes, flat, like, refuses_layout, require
+from backstash.codecs.base import (
+    EXACT,
+    Encoded,
+    ErrorBound,
+    ReadPlanes,
+    check_planes,
+    flat,
+    like,
+    refuses_layout,
+    require,
+)
+from backstash.codecs.direct import Direct, Factors, MaskBits, Slopes
 from backstash.codecs.sample import look, sample
 from backstash.errors import CodecRefusedError
 from backstash.ops.reference import bits_of
@@ -48,10 +59,18 @@ class Bitmask:
     preserves: ClassVar[frozenset[Need]] = frozenset({Need.SHAPE, Need.SIGN})
     bound: ClassVar[ErrorBound | None] = None
 
-    @property
-    def stand_ins(self) -> tuple[float, float]:
-        """What a clear and a set bit are decoded to, unless the sign has three values."""
-        return self.mask.if_clear, self.mask.if_set
+    def direct(self, form: type[Direct]) -> ReadPlanes | None:
+        """The bits, or the two numbers that they are decoded to; not beside a third value or a NaN."""
+        return {MaskBits: self._bits, Slopes: self._slopes}.get(form)
+
+    def _bits(self, encoded: Encoded) -> MaskBits | None:
+        return MaskBits(encoded.planes["mask"]) if set(encoded.planes) == {"mask"} else None
+
+    def _slopes(self, encoded: Encoded) -> Slopes | None:
+        if set(encoded.planes) != {"mask"}:
+            return None
+        points = torch.tensor((self.mask.if_clear, self.mask.if_set), dtype=encoded.spec.dtype, device="cpu")
+        return Slopes(encoded.planes["mask"], points)
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Dense floating tensors of 16, 32 or 64 bits."""
@@ -170,9 +189,17 @@ class Binary:
         _ops.binary_decode(encoded.planes["mask"], encoded.planes["pair"], flat(out))
         return out
 
+    def direct(self, form: type[Direct]) -> ReadPlanes | None:
+        """Which of the two numbers each element is."""
+        return _factors if form is Factors else None
+
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """One bit per element and the two values."""
         return bytes_for(spec.numel, 1) + 2 * spec.dtype.itemsize
+
+
+def _factors(encoded: Encoded) -> Factors:
+    return Factors(encoded.planes["mask"], encoded.planes["pair"])
 
 
 def _first_two(x: Tensor) -> Tensor:

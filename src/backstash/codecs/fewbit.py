@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require
+from backstash.codecs.base import Encoded, ErrorBound, ReadPlanes, check_planes, flat, like, refuses_singles, require
+from backstash.codecs.direct import Direct, Slopes
 from backstash.codecs.fewbit_table import TABLE
 from backstash.errors import CodecRefusedError
 from backstash.ops.schema import bytes_for
@@ -141,14 +142,17 @@ class FewBit:
         return frozenset({self.function})
 
     @property
-    def stand_ins(self) -> tuple[float, ...]:
-        """What each code is decoded to."""
-        return TABLE[self.function, self.bits][1]
-
-    @property
     def derivative_error(self) -> DerivativeError:
         """The error on the derivative, from a fine grid of inputs."""
         return _derivative_error(self.function, self.bits)
+
+    def direct(self, form: type[Direct]) -> ReadPlanes | None:
+        """The codes, and for each the number that it is decoded to."""
+        return self._slopes if form is Slopes else None
+
+    def _slopes(self, encoded: Encoded) -> Slopes:
+        points = torch.tensor(TABLE[self.function, self.bits][1], dtype=encoded.spec.dtype, device="cpu")
+        return Slopes(encoded.planes["packed"], points)
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Dense float32, bfloat16 and float16 tensors."""
@@ -177,7 +181,7 @@ class FewBit:
         """
         check_planes(encoded, {"packed": bytes_for(encoded.spec.numel, self.bits)})
         out = like(encoded.spec, out)
-        _ops.fewbit_decode(encoded.planes["packed"], list(self.stand_ins), self.bits, flat(out))
+        _ops.fewbit_decode(encoded.planes["packed"], list(TABLE[self.function, self.bits][1]), self.bits, flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, ErrorBound, check_planes, flat, like, refuses_layout, require
+from backstash.codecs.base import (
+    EXACT,
+    Encoded,
+    ErrorBound,
+    ReadPlanes,
+    check_planes,
+    flat,
+    like,
+    refuses_layout,
+    require,
+)
+from backstash.codecs.direct import Direct, Geometry, WindowOffsets
 from backstash.errors import CodecRefusedError
 from backstash.ops.schema import bytes_for, window_bits
 from backstash.saved import Need, PoolWindow, TensorSpec
@@ -104,17 +115,29 @@ class Narrow:
             return bytes_for(spec.numel, window_bits(self.window.kernel))
         return bytes_for(spec.numel, 1 if spec.dtype == torch.bool else min(MAX_BITS, 8 * spec.dtype.itemsize))
 
-    def geometry(self, spec: TensorSpec) -> tuple[Any, ...]:
-        """How windows lie over indices like ``spec``, as ``window_encode`` takes it; only with a ``window``.
+    def direct(self, form: type[Direct]) -> ReadPlanes | None:
+        """The positions in their windows, where there is a window."""
+        return self._offsets if form is WindowOffsets and self.window is not None else None
 
-        Elements between spatial neighbours in memory; input size, output size, kernel, stride, padding, dilation.
-        """
+    def _offsets(self, encoded: Encoded) -> WindowOffsets:
+        return WindowOffsets(encoded.planes["packed"], self.geometry(encoded.spec))
+
+    def geometry(self, spec: TensorSpec) -> Geometry:
+        """How windows lie over indices like ``spec``, as ``window_encode`` takes it; only with a ``window``."""
         window = self.window
         assert window is not None
         dims = len(window.kernel)
         inner = _walk(spec, dims)
-        sizes = (window.input_size, spec.shape[-dims:], window.kernel, window.stride, window.padding, window.dilation)
-        return (inner, *(list(size) for size in sizes))
+        assert inner is not None  # accepts() has refused other layouts
+        return (
+            inner,
+            list(window.input_size),
+            list(spec.shape[-dims:]),
+            list(window.kernel),
+            list(window.stride),
+            list(window.padding),
+            list(window.dilation),
+        )
 
 
 def _range(x: Tensor) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from backstash.codecs import base
 from backstash.codecs.base import Codec, Encoded, ErrorBound, asks_for_sign, check_planes, flat, like, require
 from backstash.codecs.blockquant import BlockQuant
 from backstash.codecs.sample import sample
@@ -63,7 +64,7 @@ class Signed:
 
     def __post_init__(self) -> None:
         bound = getattr(self.values, "bound", None)
-        if bound is None or bound.each is not None or hasattr(self.values, "serves"):
+        if bound is None or bound.each is not None or not base.serves(self.values, None):
             raise ValueError(
                 f"Signed was asked for values={self.values!r}, but it takes a codec such as Sz() or BlockQuant(), that "
                 f"stores VALUE to within a bound which is not each element's own. For exact values, or a smaller "
@@ -73,7 +74,7 @@ class Signed:
     @property
     def label(self) -> str:
         """With the codec of the values: ``"signed sz+abs0.001"``."""
-        return f"{self.id} {getattr(self.values, 'label', self.values.id)}"
+        return f"{self.id} {base.label(self.values)}"
 
     @property
     def bound(self) -> ErrorBound:

@@ -9,7 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Codec, Encoded, ErrorBound, like, require
+from backstash.codecs import base
+from backstash.codecs.base import Codec, Encoded, ErrorBound, ReadPlanes, like, require
+from backstash.codecs.direct import Direct, Slices
 from backstash.saved import Mask, Need, TensorSpec
 
 
@@ -61,12 +63,18 @@ class Sliced:
     @property
     def label(self) -> str:
         """The codec's, and in how many parts."""
-        return f"{getattr(self.codec, 'label', self.codec.id)} in {self.parts} slices"
+        return f"{base.label(self.codec)} in {self.parts} slices"
 
     def keeps(self, mask: Mask) -> bool:
         """As the codec."""
-        keeps = getattr(self.codec, "keeps", None)
-        return bool(keeps is not None and keeps(mask))
+        return base.keeps(self.codec, mask)
+
+    def direct(self, form: type[Direct]) -> ReadPlanes | None:
+        """The slices."""
+        return self._slices if form is Slices else None
+
+    def _slices(self, encoded: Encoded) -> Slices:
+        return Slices(self.ranges(encoded.spec), lambda number: self.decode_part(encoded, number))
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """What the codec accepts of each slice, where the batch is the outermost dimension in memory."""

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backstash.codecs import base
 from backstash.codecs.base import Encoded, flat
-from backstash.codecs.bitmask import Binary, Bitmask
-from backstash.codecs.fewbit import FewBit
-from backstash.codecs.narrow import Narrow
-from backstash.codecs.raw import Raw
-from backstash.codecs.sliced import Sliced
+from backstash.codecs.bitmask import Bitmask
+from backstash.codecs.direct import Direct, MaskBits, Readable
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.ops import cpu
 from backstash.saved import Need, SavedTensor, TensorSpec
@@ -43,20 +41,25 @@ class StashedTensor:
         with torch.no_grad(), saved.live.lock:
             return decode(saved, self.spec, self.value)
 
-    def encoded(self) -> tuple[Any, Encoded] | None:
-        """Codec and planes of exactly what its reader needs; None where something else is stored."""
-        saved, value, spec = self.saved, self.value, self.spec
+    def direct(self, form: type[Readable]) -> Readable | None:
+        """The planes of exactly what the reader needs, in that form; None where they are not stored in it."""
+        saved, value = self.saved, self.value
         with saved.live.lock:
             if _exact(value) is not None:
                 return None
             if value.bits is not None and value.bits[0] == saved.mask:
-                return value.bits[1:] if _same_layout(value.bits[2].spec, spec) else None
-            form = value.form
-            if form is None or form.mask != saved.mask or not _same_layout(form.spec, spec):
-                return None
-            if not isinstance(form.codec, Bitmask if saved.need is Need.SIGN else (Binary, FewBit, Narrow, Sliced)):
-                return None
-            return form.codec, planes(value, form)
+                _, codec, encoded = value.bits
+                read = base.direct(codec, form) if _same_layout(encoded.spec, self.spec) else None
+                found = None if read is None else read(encoded)
+            else:
+                stored = value.form
+                if stored is None or stored.mask != saved.mask or not _same_layout(stored.spec, self.spec):
+                    return None
+                if form is MaskBits and base.mask_of(stored.codec) != saved.mask:
+                    return None
+                read = base.direct(stored.codec, form)
+                found = None if read is None else read(planes(value, stored))
+            return found if isinstance(found, form) else None
 
     def release(self) -> None:
         """Its reader is done: free what was decoded, but for the bits that others will read."""
@@ -92,13 +95,13 @@ def decode(saved: Saved, spec: TensorSpec, value: Value) -> Tensor:
     return whole.as_strided(spec.shape, spec.stride, saved.offset)
 
 
-def has_codes(value: Value) -> bool:
-    """Whether a value is stored in bits or codes that backward kernels read directly."""
-    form = value.form
-    return value.bits is not None or (form is not None and isinstance(form.codec, _CODES))
-
-
-_CODES = (Bitmask, Binary, FewBit, Narrow, Sliced)
+def has_direct(value: Value, form: type[Direct] | None) -> bool:
+    """Whether a value is stored by a codec whose planes a backward kernel can read in that form."""
+    if form is None:
+        return False
+    if value.bits is not None and base.direct(value.bits[1], form) is not None:
+        return True
+    return value.form is not None and base.direct(value.form.codec, form) is not None
 
 
 def _exact(value: Value) -> Tensor | None:
@@ -131,10 +134,10 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
             value.hold(whole.detach())
         if any(leaf.recipe is not None and leaf.remade is None for leaf in value.recipe.leaves):
             buffers.shrink()  # there was no room for them
-    elif form is not None and borrows and isinstance(form.codec, Raw):
+    elif form is not None and borrows and (view := base.view(form.codec)) is not None:
         encoded = planes(value, form)
         started = time.perf_counter()
-        whole = form.codec.view(encoded)
+        whole = view(encoded)
         buffers.lend(owner, whole)
     else:
         assert form is not None

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from backstash.codecs import base
 from backstash.codecs.base import Codec, is_dense
 from backstash.codecs.bitmask import Bitmask
-from backstash.codecs.raw import Raw
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
@@ -95,7 +95,7 @@ class Encoder:
                 value.exact = whole.detach()
         if action.store != "device":
             self._live.prefetcher.put(form, facts.key)
-        label = getattr(form.codec, "label", form.codec.id)
+        label = base.label(form.codec)
         self.release(value, fresh, facts, label, form.ticket.nbytes, why.removeprefix("; "), started, action.store)
 
     def _action(self, value: Value, strongest: Saved, facts: SavedTensor, fresh: list[Saved]) -> Action:
@@ -126,7 +126,7 @@ class Encoder:
             leaf.raise_to(value.height + 1)
         nbytes = 0 if value.form is None else value.form.ticket.nbytes
         label = "recompute within" if recipe.from_statistics else "recompute"
-        self.release(value, fresh, facts, label, nbytes, value.proof[1], started)
+        self.release(value, fresh, facts, label, nbytes, str(value.proof[1]), started)
 
     def release(
         self,
@@ -166,7 +166,7 @@ class Encoder:
             )
         reason = "the policy named no codec"
         for codec in action.codecs:
-            of_another_test = facts.need is Need.SIGN and getattr(codec, "mask", facts.mask) != facts.mask
+            of_another_test = facts.need is Need.SIGN and base.mask_of(codec) not in (None, facts.mask)
             if facts.need not in codec.preserves or of_another_test:
                 raise NeedNotMetError(
                     f"codec {codec.id!r} preserves {{{', '.join(sorted(need.name for need in codec.preserves))}}}, but "
@@ -178,7 +178,7 @@ class Encoder:
             if refusal is None:
                 try:
                     # Nobody else holds the memory, so it may become the plane: nothing is copied, nothing lives twice.
-                    encoded = codec.adopt(x) if isinstance(codec, Raw) else codec.encode(x)
+                    encoded = base.adopt(codec, x)
                 except CodecRefusedError as refused:  # only the full pass could tell
                     refusal = str(refused)
                 else:
@@ -186,7 +186,7 @@ class Encoder:
                     if self._live.watcher is not None:
                         self._live.watcher.storing(encoded)
                     return Form(codec, mask, encoded.spec, store, store.put(encoded)), ""
-            reason = f"{getattr(codec, 'label', codec.id)}: {refusal}"
+            reason = f"{base.label(codec)}: {refusal}"
         return None, reason
 
     def _mask(self, whole: Tensor, facts: SavedTensor, readers: list[Saved]) -> Form | None:
@@ -240,12 +240,11 @@ def _misreads(codec: Codec, readers: list[Saved]) -> str | None:
     """Why a codec with an error does not do for everybody who reads the value; None where it does."""
     if codec.bound is None:
         return None
-    serves, keeps = getattr(codec, "serves", None), getattr(codec, "keeps", None)
     for reader in readers:
         facts = reader.tensor
         assert facts is not None
-        if serves is not None and (facts.function is None or facts.function not in serves):
+        if not base.serves(codec, facts.function):
             return f"backward of {facts.op} reads more of it than that derivative"
-        if facts.need is Need.SIGN and (facts.mask is None or keeps is None or not keeps(facts.mask)):
+        if facts.need is Need.SIGN and (facts.mask is None or not base.keeps(codec, facts.mask)):
             return f"backward of {facts.op} reads on which side of a threshold it is"
     return None

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
+from backstash.codecs import base
 from backstash.policies.base import Stash
 from backstash.stash.decode import remake
 from backstash.stash.encode import Encoder, without_error
@@ -81,7 +82,7 @@ def _store_instead(value: Value, encoder: Encoder) -> None:
         store = otherwise.store if isinstance(otherwise, Stash) else "device"
         if store != "device":
             live.prefetcher.put(form, facts.key)
-        label = getattr(form.codec, "label", form.codec.id)
+        label = base.label(form.codec)
         note = "not recomputed: the program could change what it is made from"
         encoder.release(value, readers, facts, label, form.ticket.nbytes, note, started, store)
         return

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from backstash.proofs import Counts
+
 if TYPE_CHECKING:
     from backstash.saved import SavedTensor
 
@@ -379,15 +381,14 @@ class Step:
         accounts: of the storages that were saved, in order.
         small_nbytes: bytes of tensors that were too small to be looked at.
         parameters: bytes of parameters and buffers that were saved, by storage or by saved tensor.
-        proofs, repeated_proofs: as in Report.
+        counts: of the proofs of this step.
     """
 
     def __init__(self) -> None:
         self.accounts: list[Account] = []
         self.small_nbytes = 0
         self.parameters: dict[int, int] = {}
-        self.proofs = 0
-        self.repeated_proofs = 0
+        self.counts = Counts()
 
     def open(self, facts: SavedTensor, saved_nbytes: int, codec: str) -> Account:
         """An account for a storage that was not saved before in this step."""

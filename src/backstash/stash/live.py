@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from backstash.stash.buffers import Buffers
@@ -43,7 +44,7 @@ class Live:
         self.unpacked = False
         self.monitor: Monitor | None = None
         self.watcher: Watcher | None = None
-        self.distrusted: set[tuple[str, ...]] = set()
+        self.distrusted: set[tuple[Hashable, ...]] = set()
         self._saved = self._nbytes = self._remade_nbytes = 0
         self._losses: deque[tuple[int, int, int]] = deque()
 

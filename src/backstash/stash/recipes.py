@@ -8,11 +8,12 @@ their errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from backstash.saved import TensorSpec
 from backstash.stash import fused
 from backstash.stash.calls import OVERWRITES, Call, Content, Held, Leaf, Memory, View, norm_from_statistics, repeat
 
@@ -55,6 +56,19 @@ class Recipe:
     def __str__(self) -> str:
         inner = [str(given[0]) for given in self.inputs if isinstance(given, tuple)]
         return f"{self.call.name}({', '.join(inner)})" if inner else self.call.name
+
+    def signature(self) -> tuple[Hashable, ...]:
+        """Everything that its result depends on but the numbers: functions, arguments, and the specs of all tensors."""
+        call = self.call
+        inputs = [
+            given[0].signature() + (given[1].spec, given[1].offset)
+            if isinstance(given, tuple)
+            else (given.spec, given.offset)
+            if isinstance(given, Leaf)
+            else TensorSpec.of(given.tensor)
+            for given in self.inputs
+        ]
+        return call.name, call.arguments, call.spec, call.autocast, self.from_statistics, *inputs
 
     def run(self, fetch: Callable[[Leaf], Tensor], out: Memory | None = None) -> Tensor:
         """Make the value.

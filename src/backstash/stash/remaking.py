@@ -9,12 +9,12 @@ Note: [proven recipes]
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from torch import Tensor
 
 from backstash.policies.base import MAX_DEPTH, Policy, Recompute
+from backstash.proofs import proofs
 from backstash.saved import TensorSpec
 from backstash.stash import leaves, proving
 from backstash.stash.calls import Leaf, View
@@ -29,18 +29,6 @@ from backstash.stash.value import Saved, Value, holder
 
 REPEAT = 256
 """A recipe is proven again at every so many of its uses, on the numbers of that step; each recipe at another step."""
-
-
-class _Proof:
-    """What is known of a recipe: how it makes the value ("" if it does not), and how often this was asked.
-
-    The phase is another number for each recipe, so that they are not all proven again in the same step.
-    """
-
-    __slots__ = ("phase", "uses", "way")
-
-    def __init__(self, way: str, phase: int) -> None:
-        self.way, self.uses, self.phase = way, 1, phase
 
 
 class Remaking:
@@ -62,13 +50,12 @@ class Remaking:
         self._leaning = leaning
         self._full = full
         self._decide_first = decide_first
-        self._proofs: dict[tuple[str, ...], _Proof] = {}
-        self.step = Step()
-        self.number = 0
+        self._step = Step()
+        self._number = 0
 
     def begin_step(self, step: Step, number: int) -> None:
         """The accounts of the step that begins, and its number."""
-        self.step, self.number = step, number
+        self._step, self._number = step, number
 
     def recipe(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Recipe | str:
         """How to make ``whole`` again; else the reason why it cannot be."""
@@ -87,10 +74,10 @@ class Remaking:
             return "others, which were proven with its exact numbers, are made again of it"
         if bounded and not leaves.keeps_signs(recipe, value, whole):
             return "its sign is read in another way than a relu does"
-        key = (strongest.tensor.key, str(recipe), f"{TensorSpec.of(whole)}{' within' * bounded}")
-        if key in self._live.distrusted:
+        facts = (strongest.tensor.key, str(recipe), recipe.signature(), TensorSpec.of(whole), bounded)
+        if facts in self._live.distrusted:
             return f"{recipe} has made other bits than the value had"
-        way = self._proof(key, recipe, whole, bounded)
+        way = self._way(facts, recipe, whole, bounded)
         if not way:
             return f"{recipe} does not repeat itself {'within its bounds' if bounded else 'bit for bit'}"
         for leaf in begins_from:
@@ -101,8 +88,8 @@ class Remaking:
         if bounded:
             off = proving.off_by(recipe)
             tolerance = None if off is None else 1.001 * float(off.max()) + proving.rounding(whole)
-        value.proof = key
-        value.sample = Sample.of(whole, self.number, self._full, tolerance)
+        value.proof = facts
+        value.sample = Sample.of(whole, self._number, self._full, tolerance)
         return recipe
 
     def sources(self, value: Value, strongest: Saved) -> dict[str, Tensor] | None:
@@ -131,19 +118,14 @@ class Remaking:
             return "it would begin from a value that may be stored with an error"
         return leaf
 
-    def _proof(self, key: tuple[str, ...], recipe: Recipe, whole: Tensor, bounded: bool) -> str:
+    def _way(self, facts: tuple[Hashable, ...], recipe: Recipe, whole: Tensor, bounded: bool) -> str:
         """How the recipe makes the value: "fused", "plain", "within", or "" where it does not."""
-        proof = self._proofs.get(key)
-        if proof is not None:
-            proof.uses += 1
-            if not proof.way or (proof.uses + proof.phase) % REPEAT:
-                return proof.way
-        way = proving.prove_within(recipe.using_statistics(), whole) if bounded else proving.prove(recipe, whole)
-        self._live.buffers.clear()  # nothing is held of what the recipe begins from
-        if proof is None:
-            self.step.proofs += 1
-            self._proofs[key] = _Proof(way, zlib.crc32("\n".join(key).encode()))
-        else:
-            self.step.repeated_proofs += 1
-            proof.way = way
-        return way
+
+        def prove() -> str:
+            way = proving.prove_within(recipe.using_statistics(), whole) if bounded else proving.prove(recipe, whole)
+            self._live.buffers.clear()  # nothing is held of what the recipe begins from
+            return way
+
+        return proofs.ask(
+            "recipe", facts, prove, device_type=whole.device.type, repeat_every=REPEAT, counts=self._step.counts
+        )

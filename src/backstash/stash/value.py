@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,7 +118,7 @@ class Value:
         self.recipe: Recipe | None = None
         self.remade: Tensor | None = None
         self.sample: Sample | None = None
-        self.proof: tuple[str, ...] = ()
+        self.proof: tuple[Hashable, ...] = ()
         self.otherwise: Keep | Stash | None = None
         self.guard: Saved | None = None
         self.height = 0

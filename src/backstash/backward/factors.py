@@ -1,0 +1,90 @@
+"""The gradient is multiplied by the number that each element's code stands for; nothing is decoded.
+
+The codes are those of dropout's noise, which has two values, and of few-bit codecs, which store at which of a few
+points an activation's derivative is taken.
+
+Note: [factors]
+    The gradient of a product is a product, so a claim for a factor (dropout's noise) is asked for ``aten::mul``. The
+    node of a product with two factors that need gradients multiplies one gradient twice: it is not overwritten there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.backward.claims import Claim, redeems
+from backstash.backward.pointwise import same_order, with_whole, written
+from backstash.codecs.base import flat
+from backstash.codecs.direct import Factors, Slopes
+from backstash.ops import cpu
+from backstash.torch_internals import running_node
+
+_aten = torch.ops.aten
+
+SCALED = (torch.float32, torch.float64)
+"""Element types whose product is one multiplication in ATen."""
+
+_PRODUCT = "MulBackward0"
+
+
+@redeems(_aten.leaky_relu_backward.default)
+@redeems(_aten.gelu_backward.default)
+@redeems(_aten.silu_backward.default, call="silu")
+@redeems(_aten.elu_backward.default, position=5)
+@redeems(_aten.tanh_backward.default)
+@redeems(_aten.sigmoid_backward.default)
+@redeems(_aten.softplus_backward.default)
+def times_slopes(
+    claim: Claim, aten: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
+) -> Tensor:
+    """The gradient times the derivative at each code's point.
+
+    The derivative is rounded first and then the product, as in ATen. Where ATen multiplies in another order (silu,
+    sigmoid), few-bit codes differ from decoding first by that rounding; the bits of leaky_relu do not.
+    """
+    grad, stashed = args[0], claim.stashed
+    alike = grad.dtype is claim.dtype and grad.dtype in SCALED and same_order(grad, claim)
+    slopes = stashed.direct(Slopes) if alike else None
+    if slopes is not None:
+        given = with_whole(slopes.points, claim, args)[1:]
+        derivatives = aten(torch.ones_like(slopes.points), *given, **kwargs)
+        out = scaled(grad, slopes.packed, derivatives, alone)
+        if out is not None:
+            stashed.release()
+            return out
+    return written(claim, aten, args, kwargs, alone)
+
+
+@redeems(_aten.mul.Tensor, call="product")
+def times_factors(
+    claim: Claim, aten: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
+) -> Tensor:
+    """The gradient of a product with a stored factor (Note: [factors])."""
+    grad, stashed = args[0], claim.stashed
+    if alone:
+        node = running_node()
+        only = node is not None and sum(following is not None for following, _ in node.next_functions) == 1
+        alone = only and type(node).__name__ == _PRODUCT
+    alike = grad.dtype is claim.dtype and same_order(grad, claim)
+    factors = stashed.direct(Factors) if alike else None
+    if factors is not None:
+        out = scaled(grad, factors.packed, factors.values, alone)
+        if out is not None:
+            stashed.release()
+            return out
+    whole = stashed.whole()
+    return torch.mul(grad, whole, out=grad) if alone and alike else torch.mul(grad, whole)
+
+
+def scaled(grad: Tensor, packed: Tensor, table: Tensor, alone: bool) -> Tensor | None:
+    """The gradient times what each code stands for; None where the bits might not be those of ATen's product."""
+    if grad.dtype not in SCALED or table.isnan().any():  # of two NaNs either may stay
+        return None
+    out = grad if alone else torch.empty_like(grad)
+    if not alone:
+        cpu.advise_huge(out)
+    return out if cpu.scale_by_codes(flat(grad), packed, table, flat(out)) else None

@@ -1,0 +1,176 @@
+"""The cache of what was proven on first use: what belongs to a question, how many answers are kept, what is counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from backstash.proofs import Counts, Proofs
+
+
+class Proof:
+    """A proof with a fixed answer that counts its runs."""
+
+    def __init__(self, answer: bool = True) -> None:
+        self.answer, self.runs = answer, 0
+
+    def __call__(self) -> bool:
+        self.runs += 1
+        return self.answer
+
+
+@contextmanager
+def setting(get: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """``torch.set_float32_matmul_precision``, which leaves the newer settings changed when it is set back."""
+    matmuls = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    legacy, newer = torch.get_float32_matmul_precision(), [matmul.fp32_precision for matmul in matmuls]
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(legacy)
+        for matmul, value in zip(matmuls, newer, strict=True):
+            matmul.fp32_precision = value
+
+
+def attribute(holder: Any, name: str, value: Any) -> Any:
+    return setting(lambda: getattr(holder, name), lambda new: setattr(holder, name, new), value)
+
+
+SETTINGS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "threads": ("cpu", lambda: setting(torch.get_num_threads, torch.set_num_threads, 2)),
+    "deterministic algorithms": (
+        "cpu",
+        lambda: setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    ),
+    "float32 matmul precision": ("cpu", lambda: matmul_precision("medium")),
+    "mkldnn": ("cpu", lambda: attribute(torch.backends.mkldnn, "enabled", False)),
+    "deterministic mkldnn": ("cpu", lambda: attribute(torch.backends.mkldnn, "deterministic", True)),
+    "mkldnn's matmul": ("cpu", lambda: attribute(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")),
+    "cuda's matmul": ("cuda", lambda: attribute(torch.backends.cuda.matmul, "fp32_precision", "tf32")),
+    "cudnn's tf32": ("cuda", lambda: attribute(torch.backends.cudnn.conv, "fp32_precision", "ieee")),
+    "deterministic cudnn": ("cuda", lambda: attribute(torch.backends.cudnn, "deterministic", True)),
+    "cudnn's benchmark": ("cuda", lambda: attribute(torch.backends.cudnn, "benchmark", True)),
+    "reduced precision": (
+        "cuda",
+        lambda: attribute(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_setting_is_another_question(name: str) -> None:
+    device_type, changed = SETTINGS[name]
+    proofs, proof = Proofs(), Proof()
+    assert proofs.ask("op", (), proof, device_type=device_type)
+    with changed():
+        proofs.ask("op", (), proof, device_type=device_type)
+        assert proof.runs == 2
+    proofs.ask("op", (), proof, device_type=device_type)
+    assert proof.runs == 2
+
+
+def test_another_operation_argument_or_device_is_another_question() -> None:
+    proofs, proof = Proofs(), Proof()
+    for _ in range(2):
+        proofs.ask("op", ((2, 3), torch.float32), proof)
+        proofs.ask("op", ((2, 3), torch.float64), proof)
+        proofs.ask("other", ((2, 3), torch.float32), proof)
+        proofs.ask("op", ((2, 3), torch.float32), proof, device_type="cuda")
+    assert proof.runs == 4
+
+
+def test_a_false_answer_is_remembered_as_well() -> None:
+    proofs, proof = Proofs(), Proof(False)
+    assert [proofs.ask("op", (), proof, repeat_every=1) for _ in range(3)] == [False] * 3
+    assert proof.runs == 1
+
+
+def test_the_answer_that_was_used_longest_ago_is_forgotten() -> None:
+    proofs, proof = Proofs(capacity=2), Proof()
+    for number in (0, 1, 0, 2):  # 1 is forgotten
+        proofs.ask("op", (number,), proof)
+    assert (len(proofs), proof.runs) == (2, 3)
+    proofs.ask("op", (0,), proof)
+    assert proof.runs == 3
+    proofs.ask("op", (1,), proof)
+    assert proof.runs == 4
+
+
+def test_a_proof_is_repeated_at_every_so_many_uses_and_may_change_its_mind() -> None:
+    proofs, proof, counts = Proofs(), Proof(), Counts()
+    for _ in range(40):
+        assert proofs.ask("op", (), proof, repeat_every=10, counts=counts)
+    assert (counts.proven, counts.repeated) == (1, 4) or (counts.proven, counts.repeated) == (1, 3)
+    proof.answer = False
+    answers = [proofs.ask("op", (), proof, repeat_every=10) for _ in range(20)]
+    assert answers == sorted(answers, reverse=True)
+    assert not answers[-1]
+    assert (proofs.counts.proven, proofs.counts.repeated) == (1, counts.repeated + 1)
+
+
+def test_different_questions_are_repeated_at_different_uses() -> None:
+    proofs = Proofs()
+    repeated = []
+    for number in range(20):
+        proof = Proof()
+        for use in range(1, 11):
+            before = proof.runs
+            proofs.ask("op", (number,), proof, repeat_every=10)
+            if use > 1 and proof.runs > before:
+                repeated.append(use)
+    assert len(set(repeated)) > 3
+
+
+def test_forgetting_proves_again() -> None:
+    proofs, proof = Proofs(), Proof()
+    proofs.ask("op", (), proof)
+    proofs.forget()
+    proofs.ask("op", (), proof)
+    assert (len(proofs), proof.runs) == (1, 2)
+
+
+def test_a_proof_may_ask_and_other_threads_may_too() -> None:
+    """A proof runs without the lock, also one that asks something else itself."""
+    proofs = Proofs()
+    assert proofs.ask("outer", (), lambda: proofs.ask("inner", (), lambda: True))
+
+    def work(worker: int) -> None:
+        for number in range(200):
+            assert proofs.ask("op", (number % 50, worker % 2), lambda number=number: number % 50 != 7) is (
+                number % 50 != 7
+            )
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(proofs) == 102
+
+
+def test_an_error_in_a_proof_leaves_no_answer() -> None:
+    proofs = Proofs()
+
+    def fail() -> bool:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        proofs.ask("op", (), fail)
+    assert len(proofs) == 0
+    assert proofs.ask("op", (), lambda: True)
