@@ -61,7 +61,7 @@ class Recipe:
         """Everything that its result depends on but the numbers: functions, arguments, and the specs of all tensors."""
         call = self.call
         inputs = [
-            given[0].signature() + (given[1].spec, given[1].offset)
+            (*given[0].signature(), given[1].spec, given[1].offset)
             if isinstance(given, tuple)
             else (given.spec, given.offset)
             if isinstance(given, Leaf)

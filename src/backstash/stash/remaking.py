@@ -52,6 +52,7 @@ class Remaking:
         self._decide_first = decide_first
         self._step = Step()
         self._number = 0
+        self._own = object()  # bounds are this Session's own, and so are proofs within them
 
     def begin_step(self, step: Step, number: int) -> None:
         """The accounts of the step that begins, and its number."""
@@ -74,7 +75,7 @@ class Remaking:
             return "others, which were proven with its exact numbers, are made again of it"
         if bounded and not leaves.keeps_signs(recipe, value, whole):
             return "its sign is read in another way than a relu does"
-        facts = (strongest.tensor.key, str(recipe), recipe.signature(), TensorSpec.of(whole), bounded)
+        facts = (strongest.tensor.key, str(recipe), recipe.signature(), TensorSpec.of(whole), self._own if bounded else None)
         if facts in self._live.distrusted:
             return f"{recipe} has made other bits than the value had"
         way = self._way(facts, recipe, whole, bounded)
