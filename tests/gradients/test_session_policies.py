@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from gradient_checks import Copy, Everything, difference
+from gradient_checks import Copy, Everything
 from session_checks import Always, holds_nothing, hooks_installed, images, network
 from torch import Tensor
 
@@ -39,16 +39,12 @@ def test_codec_that_preserves_too_little(codec: Any) -> None:
 
 
 def test_mask_of_another_op() -> None:
-    """SIGN is not one thing: the bits must be those of the test that this formula makes."""
+    """A mask of ``x > 0`` does not serve an op that asks whether ``x`` lies between two bounds."""
     x = torch.linspace(-2, 2, 64, requires_grad=True)
-    expected = torch.autograd.grad(F.hardtanh(x * 2).sum(), x)[0]
-    try:
+    with pytest.raises(NeedNotMetError, match="'bitmask' preserves .*, but backward of Hardtanh reads the SIGN"):
         with Session(Always(Stash((SIGN, Zvc()))), min_nbytes=0):
-            loss = F.hardtanh(x * 2).sum()
-        got = torch.autograd.grad(loss, x)[0]
-    except NeedNotMetError:
-        return
-    assert difference(expected, got) is None
+            F.hardtanh(x * 2).sum()
+    assert hooks_installed() == []
 
 
 def test_unknown_policy_lists_the_names() -> None:
