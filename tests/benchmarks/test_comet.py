@@ -1,4 +1,4 @@
-"""The benchmark of bounds that follow the gradients: it runs, and its JSON holds what it says."""
+"""The benchmark of bounds that follow the gradients runs, and its JSON agrees with what it prints."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from benchmarks import comet
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:comet. with the input:UserWarning")
 def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")

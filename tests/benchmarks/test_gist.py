@@ -222,6 +222,7 @@ def test_a_budget_that_nothing_fits_is_refused() -> None:
 # ---- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_benchmark_where_it_is_given(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "backstash", "bench", "gist", "--quick", "--only", "layers", "--json", "g.json"]
     (tmp_path / "benchmarks").mkdir()

@@ -63,6 +63,7 @@ def test_a_network_that_its_memory_does_not_hold(tmp_path: Path, capsys: pytest.
     assert "RuntimeError" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_says_how() -> None:
     wrong = Asked(deep.QUICK, "no such way", 1)  # type: ignore[arg-type]
     run = deep.run(wrong)
