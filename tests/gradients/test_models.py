@@ -88,7 +88,7 @@ def check(make: Callable[[], nn.Module], loss_of: Loss, training: Training, size
 
 
 def smallest_sizes(training: Training) -> tuple[int, ...]:
-    """Values of ``min_nbytes``: every value is stored, and in float32 also the values that a Session stores by itself."""
+    """Values of ``min_nbytes``: with 0 all values are stored; the default of a Session is tested in float32 only."""
     return (0, MIN_NBYTES) if training.precision == "float32" else (0,)
 
 
