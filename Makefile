@@ -4,11 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard native/*) setup.py pyproject.toml constraints.txt
 
-# Tests run in two processes; one that has finished takes over tests of the other.
+# Tests run in two processes. A process that has finished takes over tests of the other process.
 PYTEST := -m pytest -q -n 2 --dist worksteal --durations=10
 REFERENCE_TESTS := $(addprefix tests/gradients/test_,consumers.py factors.py random_programs.py models.py)
 
-.PHONY: demo test test-all test-slow test-reference lint bench clean
+.PHONY: demo test test-all test-rest test-slow test-reference lint bench clean
 
 demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
@@ -24,7 +24,10 @@ test-slow: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	$(BIN)/python $(PYTEST)
 
-# Tests of gradients on the reference kernels; of the networks, which take minutes on them, two.
+# Everything that `make test` leaves out.
+test-rest: test-slow test-reference
+
+# Tests of gradients with the reference kernels, and of two networks, because networks take minutes with these kernels.
 test-reference: export BACKSTASH_KERNELS = reference
 test-reference: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m "not slow" $(REFERENCE_TESTS) -k "not test_network or resnet18 or vgg_small"

@@ -39,10 +39,12 @@ from backstash.stores import HostStore
         ({"check_limit": float("nan")}, ValueError, r"asked for check_limit=nan, but .* Pass a number above 0"),
     ],
 )
-def test_what_cannot_be_used_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_unusable_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Session("lossless", **arguments)
 
 
-def test_what_can_be_used_is_taken() -> None:
-    Session("lossless", model=None, stores={"other": HostStore()}, min_nbytes=0, check=0, check_limit=1)
+def test_usable_arguments_are_accepted() -> None:
+    store = HostStore()
+    session = Session("lossless", model=None, stores={"other": store}, min_nbytes=0, check=0, check_limit=1)
+    assert session.stores["other"] is store

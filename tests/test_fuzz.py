@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +18,7 @@ from backstash.policies.base import Action, Keep, Outcome, Stash
 from backstash.saved import Need, SavedTensor
 from tests.fuzz.__main__ import main
 from tests.fuzz.execute import FAILURES, check
-from tests.fuzz.generate import generate
+from tests.fuzz.generate import SHARE_CHANGING, generate
 from tests.fuzz.kinds import COMMON, FEATURES, KINDS
 from tests.fuzz.minimise import minimise
 from tests.fuzz.program import Statement, parse, to_text
@@ -89,15 +87,6 @@ with backward():
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _collecting_garbage_is_quick() -> Iterator[None]:
-    """What was there before these tests is not searched for garbage after each program."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def test_a_seed_stands_for_one_program() -> None:
     for seed in SEEDS:
         assert generate(seed) == generate(seed)
@@ -108,6 +97,23 @@ def test_text_is_read_back() -> None:
     for seed in SEEDS:
         program = generate(seed)
         assert parse(to_text(program)) == program
+
+
+def test_programs_that_change_repeat_some_of_their_steps() -> None:
+    for seed in SEEDS:
+        program = generate(seed, changing=True)
+        assert program.steps == len(program.pattern) >= 4
+        assert 1 < len(set(program.pattern)) < program.steps
+        assert any(KINDS[statement.kind].feature == "changing" for statement in program.statements())
+
+
+def test_programs_change_only_if_they_are_asked_to() -> None:
+    for seed in SEEDS:
+        program = generate(seed, changing=False)
+        assert (program.pattern, program.twice, program.before) == ("A", "", ())
+        assert not any(KINDS[statement.kind].feature == "changing" for statement in program.statements())
+    drawn = sum(generate(seed).pattern != "A" for seed in SEEDS) / len(SEEDS)
+    assert SHARE_CHANGING / 2 < drawn < 2 * SHARE_CHANGING
 
 
 def test_text_that_is_no_program_is_refused() -> None:
@@ -126,8 +132,8 @@ def test_programs_and_standalone_files_are_valid_python() -> None:
 
 
 def test_every_kind_is_generated() -> None:
-    made = {statement.kind for seed in range(3000) for statement in generate(seed).statements()}
-    assert made == set(KINDS)
+    programs = (generate(seed, changing=seed % 2 == 0) for seed in range(1500))
+    assert {statement.kind for program in programs for statement in program.statements()} == set(KINDS)
 
 
 def test_features_can_be_chosen_and_switched_off() -> None:
@@ -157,7 +163,7 @@ def test_a_planted_defect_is_found_and_made_small() -> None:
 def test_exit_status_and_saved_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, failures = tmp_path / "program.txt", tmp_path / "failures"
     text.write_text(PLANTED)
-    arguments = ["--program", str(text), "--failures", str(failures)]
+    arguments = ["--program", str(text), "--failures", str(failures), "--minimise-minutes", "0"]
     assert main(arguments, _KeepsAll()) == 0
     assert not list(failures.iterdir())
     assert main(arguments, DAMAGES_TANH) == 1

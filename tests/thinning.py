@@ -1,4 +1,4 @@
-"""Fewer cases for ``make test``, where every pair of two parameters' values would cost more than it finds."""
+"""Chooses the parameters' combinations that ``make test`` runs, where all combinations would take too long."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from _pytest.mark.structures import ParameterSet
 
 
 def star(*axes: Sequence[Any]) -> list[ParameterSet]:
-    """Every combination of values, in the order of itertools.product; marked slow unless it is in the star.
+    """Returns every combination of the axes' values, in the order of ``itertools.product``.
 
-    The star has the first value of each axis, and what differs from these in one axis only: so every value of every
-    axis. ``make test-all`` runs the other combinations.
+    The star consists of the combination of all first values, its centre, and of the combinations that differ from the
+    centre in one axis. So it has every value of every axis. Combinations outside the star are marked slow.
     """
     return star_of(product(*axes))
 
 
 def star_of(combinations: Iterable[Sequence[Any]]) -> list[ParameterSet]:
-    """Likewise, of combinations that are not a whole product; the first one is the middle of the star."""
+    """Likewise, of combinations that are no whole product; the first combination is the centre of the star."""
     combinations = [tuple(combination) for combination in combinations]
     return [
         pytest.param(*combination, marks=[pytest.mark.slow] if _distance(combinations[0], combination) > 1 else [])
@@ -30,13 +30,13 @@ def star_of(combinations: Iterable[Sequence[Any]]) -> list[ParameterSet]:
 
 
 def only(quick: Iterable[Any], values: Iterable[Any]) -> list[ParameterSet]:
-    """Every value, marked slow unless it is one of ``quick``."""
+    """Returns every value, marked slow unless it is in ``quick``."""
     quick = list(quick)
     return [pytest.param(value, marks=[] if value in quick else [pytest.mark.slow]) for value in values]
 
 
-def _distance(one: Sequence[Any], other: Sequence[Any]) -> int:
-    return sum(not _same(a, b) for a, b in zip(one, other, strict=True))
+def _distance(first: Sequence[Any], second: Sequence[Any]) -> int:
+    return sum(not _same(a, b) for a, b in zip(first, second, strict=True))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,6 @@ from benchmarks.gist import STAGES, Batch, Stage
 from benchmarks.peers import Plain
 from benchmarks.rounds import Effort, Summary
 from benchmarks.training import Schedule
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng(devices=[]):
-        yield
-    torch.set_num_threads(threads)
-
 
 # ---- the whole of it -----------------------------------------------------------------------------
 
@@ -234,6 +222,7 @@ def test_a_budget_that_nothing_fits_is_refused() -> None:
 # ---- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_benchmark_where_it_is_given(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "backstash", "bench", "gist", "--quick", "--only", "layers", "--json", "g.json"]
     (tmp_path / "benchmarks").mkdir()

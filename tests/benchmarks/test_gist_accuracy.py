@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,15 +13,6 @@ from torch import Tensor, nn
 from backstash.codecs import Encoded, Zvc
 from benchmarks import datasets, gist_accuracy
 from benchmarks.gist_accuracy import NETWORKS, QUICK, VARIANTS, Training, Variant
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng(devices=[]):
-        yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,16 +21,6 @@ from backstash.policies.base import Action, Outcome
 from backstash.saved import SavedTensor, TensorSpec
 from benchmarks import cases, codec_table, rounds, run, step_table
 from benchmarks.peers import Absent, Plain, Stashing, codec_peers
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng(devices=[]):
-        yield
-    torch.set_num_threads(threads)
 
 
 def only_rounds(count: int) -> step_table.Plan:

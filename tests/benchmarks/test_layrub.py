@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from backstash.cli import commands
@@ -16,14 +14,8 @@ from benchmarks.deep import Asked
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+def _memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layrub.allocator, "keep_memory", lambda: True)  # it cannot be undone
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng(devices=[]):
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
@@ -71,6 +63,7 @@ def test_a_network_that_its_memory_does_not_hold(tmp_path: Path, capsys: pytest.
     assert "RuntimeError" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_says_how() -> None:
     wrong = Asked(deep.QUICK, "no such way", 1)  # type: ignore[arg-type]
     run = deep.run(wrong)

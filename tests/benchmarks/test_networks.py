@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +34,6 @@ SMALLEST = {
 # made by the same code, run in earnest.
 TOO_LARGE = {"resnet101", "resnet152", "resnet1517", "resnet_cifar1202", "wrn28_10"}
 VERY_DEEP = {"resnet1517", "resnet_cifar512", "resnet_cifar1202"}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-    torch.set_num_threads(threads)
 
 
 def count(module: nn.Module) -> int:

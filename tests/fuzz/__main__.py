@@ -18,7 +18,7 @@ import torch
 
 from backstash import Policy
 from tests.fuzz.execute import Failure, check, run_plain
-from tests.fuzz.generate import POLICIES, SMALL, generate
+from tests.fuzz.generate import POLICIES, SHARE_CHANGING, SMALL, generate
 from tests.fuzz.kinds import COMMON, FEATURES
 from tests.fuzz.minimise import minimise
 from tests.fuzz.program import Program, parse, to_text
@@ -91,7 +91,14 @@ def _in_child(function: Callable[[], None]) -> int:
 
 def generate_by(options: argparse.Namespace, seed: int) -> Program:
     """The program of that seed with the features, the policy and the shape that the command line asks for."""
-    return generate(seed, features=options.only, off=options.off, policy=options.policy, shape=options.shape)
+    return generate(
+        seed,
+        features=options.only,
+        off=options.off,
+        policy=options.policy,
+        shape=options.shape,
+        changing=options.changing,
+    )
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -110,6 +117,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=optional,
         metavar="FEATURE",
         help=f"features of all programs beside {', '.join(COMMON)} (default: a random few of {', '.join(optional)})",
+    )
+    parser.add_argument(
+        "--changing",
+        action=argparse.BooleanOptionalAction,
+        help=f"only programs whose steps differ, or none of them (default: {SHARE_CHANGING:.0%} of the programs)",
     )
     parser.add_argument("--shape", type=int, nargs=4, default=SMALL, metavar="SIZE", help="N C H W of all values")
     parser.add_argument("--minimise-minutes", type=float, default=0.5, help="at most, for each failure")

@@ -6,7 +6,7 @@ import gc
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +70,9 @@ class _Outcome:
 
 def compile_program(program: Program) -> Callable[[Any, list[Any]], None]:
     """The function ``program(session, seen)``."""
-    names: dict[str, Any] = {**vars(pieces), "torch": torch, "F": F, "nn": nn, "checkpoint": checkpoint}
+    names: dict[str, Any] = {
+        **vars(pieces), "torch": torch, "F": F, "nn": nn, "checkpoint": checkpoint, "suppress": suppress
+    }  # fmt: skip
     exec(compile(program_code(program), "<program>", "exec"), names)
     function: Callable[[Any, list[Any]], None] = names["program"]
     return function

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
-from tests.fuzz.kinds import COMMON, FEATURES, GIVEN, KINDS, Kind
+from tests.fuzz.kind import GIVEN, Kind
+from tests.fuzz.kinds import COMMON, FEATURES, KINDS
 from tests.fuzz.program import Program, Statement
 
 SMALL = (2, 4, 6, 8)
 POLICIES = ("lossless", "lossless_stored", "keep", "everything")
-BLOCKS = ("autocast", "no_autocast", "no_grad", "dispatch_mode", "function_mode", "anomaly", "in_step", "after_step")
-BRANCHES = ("in_step", "after_step")
-BACKWARD_BLOCKS = ("autocast", "dispatch_mode", "function_mode", "anomaly")
+BLOCKS = (
+    "autocast",
+    "no_autocast",
+    "no_grad",
+    "dispatch_mode",
+    "function_mode",
+    "anomaly",
+    "in_step",
+    "after_step",
+    "in_variant",
+    "grad_by_variant",
+    "autocast_by_variant",
+)
+BRANCHES = ("in_step", "after_step", "in_variant")
+BACKWARD_BLOCKS = ("autocast", "dispatch_mode", "function_mode", "anomaly", "in_variant", "autocast_by_variant")
+PATTERNS = ("AAABAA", "AABAAB", "AAABAAC", "ABABAB", "AABBAA", "AAAABC", "ABCABC", "AABACA")
+"""Variants of the steps of programs that change from step to step. Most steps repeat an earlier one."""
+
+SHARE_CHANGING = 0.25
+"""Share of programs that change from step to step, where the caller does not say."""
 
 
 @dataclass
@@ -24,13 +43,14 @@ class _Scope:
     tracked: set[str] = field(default_factory=set)
     low: set[str] = field(default_factory=set)
     autocast: bool = False
+    varies: bool = False
     grad: bool = True
     branch: bool = False
     depth: int = 0
 
     def inner(self) -> _Scope:
         """A copy for a block whose names end with it."""
-        return _Scope(list(self.live), set(self.tracked), set(self.low), self.autocast, self.grad, True, self.depth)
+        return replace(self, live=list(self.live), tracked=set(self.tracked), low=set(self.low), branch=True)
 
 
 def generate(
@@ -41,6 +61,7 @@ def generate(
     policy: str | None = None,
     shape: tuple[int, ...] = SMALL,
     length: int = 14,
+    changing: bool | None = None,
 ) -> Program:
     """The program of that seed.
 
@@ -51,18 +72,28 @@ def generate(
         policy: name of the policy; None draws one.
         shape: ``[N, C, H, W]`` of its values.
         length: about how many statements its forward pass has.
+        changing: whether it has the feature ``changing``, which makes its steps differ; None draws it, or looks for it
+            in ``features``.
     """
-    return _Generator(seed, features, off, length).program(policy, shape)
+    if changing is None and features is None:
+        # Drawn from numbers of its own, so that the programs that do not change are the same with and without it.
+        changing = Random(f"changing {seed}").random() < SHARE_CHANGING
+    elif changing is None:
+        changing = "changing" in (features or ())
+    return _Generator(seed, features, off, length, changing).program(policy, shape)
 
 
 class _Generator:
-    def __init__(self, seed: int, features: Collection[str] | None, off: Collection[str], length: int) -> None:
+    def __init__(
+        self, seed: int, features: Collection[str] | None, off: Collection[str], length: int, changing: bool
+    ) -> None:
         self.random = Random(seed)
         self.seed, self.length = seed, length
-        optional = [name for name in FEATURES if name not in COMMON]
+        optional = [name for name in FEATURES if name not in (*COMMON, "changing")]
         drawn = [name for name in optional if self.random.random() < 0.25]
-        chosen = {*COMMON, *(drawn if features is None else features)} - set(off)
+        chosen = {*COMMON, *(drawn if features is None else features), *(["changing"] if changing else [])} - set(off)
         self.features = [name for name in FEATURES if name in chosen]
+        self.changing = "changing" in chosen
         self.count = 0
 
     def program(self, policy: str | None, shape: tuple[int, ...]) -> Program:
@@ -77,7 +108,10 @@ class _Generator:
             "min_nbytes": random.choice((0, 0, 256)),
         }
         drawn_policy = random.choice(POLICIES)
-        setup = tuple(self.make(kind, _Scope()) for kind in self.some("setup", 2))
+        if self.changing:
+            settings |= self.pattern(shape)
+        setup = tuple(self.make(kind, _Scope()) for kind in self.some("setup", 0, 2))
+        before = tuple(self.make(kind, _Scope()) for kind in self.some("before", 1, 3)) if self.changing else ()
         scope = _Scope()
         forward = [Statement("leaf", self.name(scope, tracked=True)), Statement("data", self.name(scope))]
         while sum(1 for statement in forward for _ in statement.walk()) < self.length:
@@ -96,10 +130,26 @@ class _Generator:
             shape=shape,
             policy=policy or drawn_policy,
             setup=setup,
+            before=before,
             forward=tuple(forward),
             backward=tuple(self.backward(scope, losses)),
             **settings,
         )
+
+    def pattern(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Settings of a program that changes from step to step: the variants of its steps and what they stand for."""
+        random = self.random
+        pattern = random.choice(PATTERNS)
+        sizes = dict.fromkeys(pattern, shape[0])
+        if random.random() < 0.3:
+            sizes["B"] += 1
+        return {
+            "pattern": pattern,
+            "steps": len(pattern),
+            "batches": tuple(sizes[letter] for letter in pattern) if len(set(sizes.values())) > 1 else (shape[0],),
+            "twice": random.choice(("", "", "", "A", "B")),
+            "sessions": random.choice(("each", "same", "same", "same", "around")),
+        }
 
     def name(self, scope: _Scope, *, tracked: bool = False, low: bool = False) -> str:
         """A new name for a value."""
@@ -112,10 +162,10 @@ class _Generator:
             scope.low.add(name)
         return name
 
-    def some(self, where: str, most: int) -> list[Kind]:
-        """A few kinds for that section."""
+    def some(self, where: str, least: int, most: int) -> list[Kind]:
+        """Between ``least`` and ``most`` kinds for that section, or fewer if there are no more."""
         fitting = [kind for kind in KINDS.values() if where in kind.where and kind.feature in self.features]
-        return self.random.sample(fitting, min(self.random.randint(0, most), len(fitting)))
+        return self.random.sample(fitting, min(self.random.randint(least, most), len(fitting)))
 
     def draw(self, where: str, scope: _Scope) -> Kind | None:
         """A kind for that section whose operands are there: first a feature by its weight, then one of its kinds."""
@@ -130,7 +180,7 @@ class _Generator:
 
     def operands(self, kind: Kind, scope: _Scope) -> list[str]:
         """Names that may be the kind's operands."""
-        strict = kind.strict and not (kind.lowers and scope.autocast)
+        strict = kind.strict and not (kind.lowers and scope.autocast and not scope.varies)
         return [
             name
             for name in scope.live
@@ -167,15 +217,17 @@ class _Generator:
         """A block with a few statements. A branch ends by assigning its last value to a name from outside."""
         branch = kind.name in BRANCHES
         scope = outer.inner() if branch else outer
-        before = scope.autocast, scope.grad
-        scope.autocast = {"autocast": True, "no_autocast": False}.get(kind.name, scope.autocast)
-        scope.grad = scope.grad and kind.name != "no_grad"
+        before = scope.autocast, scope.varies, scope.grad
+        autocast = {"autocast": True, "no_autocast": False, "autocast_by_variant": True}
+        scope.autocast = autocast.get(kind.name, scope.autocast)
+        scope.varies = kind.name == "autocast_by_variant" or (scope.varies and kind.name not in autocast)
+        scope.grad = scope.grad and kind.name not in ("no_grad", "grad_by_variant")
         scope.depth += 1
         statements: list[Statement] = []
         for _ in range(self.random.randint(1, 3)):
             statements += self.statement(scope)
         scope.depth -= 1
-        scope.autocast, scope.grad = before
+        scope.autocast, scope.varies, scope.grad = before
         if branch:
             target, last = self.random.choice(outer.live), scope.live[-1]
             if target in outer.tracked and last not in scope.tracked:

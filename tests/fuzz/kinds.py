@@ -1,77 +1,15 @@
-"""Everything that a statement of a program can be. This table is the one place to add a statement kind.
+"""Everything that a statement of a program can be. To add a statement kind, add a row here or in ``changing``.
 
 A kind is Python code with holes. ``{out}`` is the name that it assigns, ``{a}`` and ``{b}`` are values, any other hole
 is a constant that is drawn from ``choices``. Every value has the shape ``[N, C, H, W]``, so any value fits any hole.
+
+The file is longer than others because it is one table.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-HOLE = re.compile(r"\{(\w+)\}")
-OPERANDS = ("a", "b")
-GIVEN = ("out", "all", "leaf", *OPERANDS)
-"""Holes that are no constants."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of statement.
-
-    Attributes:
-        name: its name in a program's text.
-        feature: the group that it belongs to, by which it is weighted and switched off.
-        code: Python code with holes. A block's code ends in a colon.
-        where: sections in which it may stand: ``setup``, ``forward``, ``between`` (forward and backward, or two
-            backward passes), ``backward`` (operand ``a`` is then a loss). Empty: the generator places it by itself.
-        choices: constants by the name of their hole.
-        each: for a kind with any number of operands, the code of each one; they are joined into the hole ``{all}``.
-        join: what stands between them.
-        tracked: operand ``a`` has to require a gradient.
-        strict: fails on operands of different types, so no bfloat16 value may be its operand.
-        lowers: returns bfloat16 under autocast.
-        exact: returns float32 whatever it is given.
-        detaches: returns a value that requires no gradient.
-        trains: returns a value that requires a gradient, whatever it is given.
-    """
-
-    name: str
-    feature: str
-    code: str
-    where: tuple[str, ...] = ("forward",)
-    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    each: str = ""
-    join: str = ", "
-    tracked: bool = False
-    strict: bool = False
-    lowers: bool = False
-    exact: bool = False
-    detaches: bool = False
-    trains: bool = False
-
-    @property
-    def holes(self) -> list[str]:
-        """Names of the holes, in the order of the code."""
-        return list(dict.fromkeys(HOLE.findall(self.code)))
-
-    @property
-    def operands(self) -> int:
-        """How many operands it takes, without those of ``each``."""
-        return sum(name in self.holes for name in OPERANDS)
-
-    @property
-    def assigns(self) -> bool:
-        """Whether it assigns a name."""
-        return "out" in self.holes
-
-    @property
-    def is_block(self) -> bool:
-        """Whether other statements stand inside it."""
-        return self.code.endswith(":")
-
+from tests.fuzz.changing import CHANGING
+from tests.fuzz.kind import BACKWARD, BETWEEN, FORWARD, SETUP, TRAINED, Kind, changes, hooks, values
 
 FEATURES: dict[str, float] = {
     "unary": 6,
@@ -100,30 +38,12 @@ FEATURES: dict[str, float] = {
     "threads": 0.5,
     "second_order": 0.5,
     "partial_backward": 1,
+    "changing": 8,
 }
 """Groups of kinds, and how often a statement is of one of them."""
 
 COMMON = ("unary", "layers", "binary", "drop")
 """Features of every program. Of the others every program has a few."""
-
-FORWARD, BETWEEN, BACKWARD, SETUP = ("forward",), ("forward", "between"), ("backward",), ("setup",)
-TRAINED = ("linear", "conv", "norm", "layer_norm")
-
-
-def _values(feature: str, /, **codes: str) -> list[Kind]:
-    """Kinds of the forward pass without further properties, as the expression that they assign."""
-    return [Kind(name, feature, "{out} = " + code) for name, code in codes.items()]
-
-
-def _changes(feature: str, where: tuple[str, ...], /, **codes: str) -> list[Kind]:
-    """Kinds that assign nothing."""
-    return [Kind(name, feature, code, where) for name, code in codes.items()]
-
-
-def _hooks(feature: str, /, **codes: str) -> list[Kind]:
-    """Kinds that need a value with a gradient."""
-    return [Kind(name, feature, code, tracked=True) for name, code in codes.items()]
-
 
 _GIVEN_BY_GENERATOR = [
     Kind("leaf", "base", "{out} = {leaf}.clone()", (), trains=True),
@@ -153,7 +73,7 @@ _GIVEN_BY_GENERATOR = [
 ]
 
 _UNARY = [
-    *_values(
+    *values(
         "unary",
         relu="F.relu({a})",
         relu_inplace="F.relu_({a} * 1.5)",
@@ -232,7 +152,7 @@ _LAYERS = [
 ]
 
 _BINARY = [
-    *_values(
+    *values(
         "binary",
         multiply="{a} * {b}",
         add="{a} + {b}",
@@ -250,7 +170,7 @@ _BINARY = [
     Kind("lerp", "binary", "{out} = torch.lerp({a}, {b}, 0.3)", strict=True),
 ]
 
-_INPLACE = _changes(
+_INPLACE = changes(
     "inplace",
     BETWEEN,
     halve_="{a}.mul_(0.5)",
@@ -265,7 +185,7 @@ _INPLACE = _changes(
     add_value_="{a}.add_({b}, alpha=0.5)",
 )
 
-_OUTPUTS = _changes(
+_OUTPUTS = changes(
     "outputs",
     FORWARD,
     chunk="{out} = torch.cat([piece.exp().clamp(max=3) for piece in {a}.chunk(2, 1)], 1)",
@@ -285,7 +205,7 @@ _OUTPUTS = _changes(
 )
 
 _UNSEEN = [
-    *_changes(
+    *changes(
         "unseen",
         BETWEEN,
         data_mul="{a}.data.mul_(0.5)",
@@ -306,14 +226,14 @@ _UNSEEN = [
 ]
 
 _BUFFERS = [
-    *_values(
+    *values(
         "buffers",
         centre="{a} - statistics.mean",
         stretch="{a} / (statistics.factor + 1)",
         move="torch.add({a}, statistics.mean, alpha=2)",
         centre_in_module="statistics({a})",
     ),
-    *_changes(
+    *changes(
         "buffers",
         BETWEEN,
         update_mean="statistics.mean.mul_(0.9).add_({a}.detach().float().mean((0, 2, 3)).view(-1, 1, 1), alpha=0.1)",
@@ -347,7 +267,7 @@ _PARAMETERS = [
 ]
 
 _HOOKS = [
-    *_hooks(
+    *hooks(
         "hooks",
         keep_gradient="{a}.register_hook(kept.append)",
         keep_storage="{a}.register_hook(lambda g: kept.append(g.untyped_storage()))",
@@ -357,7 +277,7 @@ _HOOKS = [
         keep_data="{a}.register_hook(lambda g: kept.append(g.data))",
         retain_gradient="{a}.retain_grad()\nkept.append({a})",
     ),
-    *_hooks(
+    *hooks(
         "changing_hooks",
         double_gradient="{a}.register_hook(lambda g: g * 2)",
         new_gradient="{a}.register_hook(lambda g: torch.ones_like(g) * 0.01)",
@@ -365,7 +285,7 @@ _HOOKS = [
         change_gradient_data="{a}.register_hook(lambda g: g.data.mul_(2))",
         keep_and_double="{a}.register_hook(lambda g: kept.append(g) or g * 2)",
     ),
-    *_hooks(
+    *hooks(
         "node_hooks",
         node_hook="{a}.grad_fn.register_hook(lambda inputs, outputs: kept.extend(inputs))",
         node_hook_outputs="{a}.grad_fn.register_hook(lambda inputs, outputs: kept.extend(outputs))",
@@ -455,7 +375,7 @@ _HOOKS = [
 ]
 
 _REGIONS = [
-    *_values(
+    *values(
         "checkpoint",
         checkpoint="checkpoint(lambda y: torch.tanh(y).exp(), {a}, use_reentrant=False)",
         checkpoint_reentrant="checkpoint(lambda y: torch.relu(y * 2).sin(), {a}, use_reentrant=True)",
@@ -471,7 +391,7 @@ _REGIONS = [
         strict=True,
         lowers=True,
     ),
-    *_values(
+    *values(
         "functions",
         cube="Cube.apply({a}.tanh())",
         overwrites="Overwrites.apply({a})",
@@ -479,8 +399,8 @@ _REGIONS = [
         keeps_gradient="KeepsGradient.apply({a}, kept)",
     ),
     Kind("from_numpy", "functions", "{out} = FromNumpy.apply({a}, kept)", strict=True),
-    *_values("subclass_function", counting="{a}.as_subclass(Counting)", not_counting="{a}.as_subclass(torch.Tensor)"),
-    *_changes(
+    *values("subclass_function", counting="{a}.as_subclass(Counting)", not_counting="{a}.as_subclass(torch.Tensor)"),
+    *changes(
         "held",
         FORWARD,
         hold="kept.append({a})",
@@ -559,5 +479,6 @@ KINDS: dict[str, Kind] = {
         *_HOOKS,
         *_REGIONS,
         *_BACKWARD,
+        *CHANGING,
     )
 }

@@ -42,6 +42,9 @@ def _candidates(program: Program) -> Iterator[Program]:
     """Programs that are simpler by one step, setting or statement."""
     for steps in range(1, program.steps):
         yield replace(program, steps=steps)
+    for number in range(len(program.pattern) if len(program.pattern) > 1 else 0):
+        shorter = program.pattern[:number] + program.pattern[number + 1 :]
+        yield replace(program, pattern=shorter, steps=max(1, program.steps - 1))
     yield from _without_half(program)
     for section in SECTIONS:
         for statements in _shorter(getattr(program, section)):
@@ -59,6 +62,7 @@ def _candidates(program: Program) -> Iterator[Program]:
         "optimizer": "SGD",
         "policy": "lossless",
         "min_nbytes": 0,
+        "twice": "",
     }
     for name, value in settings.items():
         if getattr(program, name) != value:

@@ -23,8 +23,15 @@ DECLARATIONS = {
     "group_norm": "group_norm = nn.GroupNorm(2, {C})",
     "statistics": "statistics = Statistics({C})",
     "scale": "scale = nn.Parameter(torch.rand({C}, 1, 1) + 0.5)",
+    "block": "block = nn.Sequential(nn.Linear({W}, {W}), nn.ReLU())",
+    "dropping": "dropping = nn.Dropout(0.3)",
+    "leaky": "leaky = nn.LeakyReLU(0.1)",
 }
 """Layers and parameters that a program may name, and how to make them."""
+
+
+class Interrupted(Exception):  # noqa: N818
+    """Ends a training step in the middle of its forward pass; the program goes on with the next step."""
 
 
 class Statistics(torch.nn.Module):

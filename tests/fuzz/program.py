@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-SECTIONS = ("setup", "forward", "backward")
+SECTIONS = ("setup", "before", "forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,11 @@ class Program:
         inside: whether backward runs inside the Session.
         policy: name of the policy.
         min_nbytes: of the Session.
+        pattern: the variant of each step, one letter a step; statements of the feature ``changing`` read it.
+        twice: variants of the steps that consist of two micro-batches, whose gradients add up.
         setup: statements that run once, before the first step.
+        before: statements that run in every step before the Session is entered, or inside it if it is entered around
+            all steps.
         forward: statements that run in every step inside the Session, up to the losses.
         backward: statements that run in every step from the losses to the optimizer.
     """
@@ -78,7 +82,10 @@ class Program:
     inside: bool = False
     policy: str = "lossless"
     min_nbytes: int = 0
+    pattern: str = "A"
+    twice: str = ""
     setup: tuple[Statement, ...] = ()
+    before: tuple[Statement, ...] = ()
     forward: tuple[Statement, ...] = ()
     backward: tuple[Statement, ...] = ()
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 from tests.fuzz import pieces
-from tests.fuzz.kinds import HOLE, KINDS, OPERANDS
+from tests.fuzz.kind import HOLE, OPERANDS
+from tests.fuzz.kinds import KINDS
 from tests.fuzz.program import Program, Statement
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -61,7 +62,7 @@ def program_code(program: Program) -> str:
     """The function ``program(session, seen)``, which appends what can be observed to ``seen``."""
     body = [
         code_of(statement, program, "    ")
-        for section in (program.setup, program.forward, program.backward)
+        for section in (program.setup, program.before, program.forward, program.backward)
         for statement in section
     ]
     words = set(_WORD.findall("\n".join(body)))
@@ -88,6 +89,9 @@ def program_code(program: Program) -> str:
         lines.append(f"{deeper}d = torch.randn({size}, {channels}, {height}, {width}) * {_SCALES}")
     elif len(program.batches) > 1:
         lines.append(f"{deeper}d = range({program.batches}[step % {len(program.batches)}])")
+    if "variant" in words:
+        lines.append(f'{deeper}variant = "{program.pattern}"[step % {len(program.pattern)}]')
+    lines += [code_of(statement, program, deeper) for statement in program.before]
     if not around:
         lines.append(f"{deeper}with session():")
     inner = deeper if around else deeper + "    "
@@ -101,7 +105,7 @@ def program_code(program: Program) -> str:
     lines += [
         f"{loop}for step in range({program.steps}):",
         f"{loop}    optimizer.zero_grad()",
-        f"{loop}    train(step)",
+        *_call_of_train(program, f"{loop}    ", "Interrupted" in words),
     ]
     if "Wrap" in words:
         lines += [f"{loop}    for p in parameters:", f'{loop}        p.grad = getattr(p.grad, "held", p.grad)']
@@ -112,6 +116,18 @@ def program_code(program: Program) -> str:
     # Gradients that have graphs of their own (create_graph) and hooks that keep values would hold each other alive.
     lines += ["    kept.clear()", "    optimizer.zero_grad()"]
     return "\n".join(line for number, line in enumerate(lines) if line or number)
+
+
+def _call_of_train(program: Program, indent: str, interrupted: bool) -> Iterator[str]:
+    """The lines that run one training step."""
+    if program.twice:
+        letter = f'"{program.pattern}"[step % {len(program.pattern)}]'
+        yield f'{indent}for _ in range(2 if {letter} in "{program.twice}" else 1):'
+        indent += "    "
+    if interrupted:
+        yield f"{indent}with suppress(Interrupted):"
+        indent += "    "
+    yield f"{indent}train(step)"
 
 
 def _forward(program: Program, indent: str) -> Iterator[str]:
@@ -139,6 +155,7 @@ def standalone(program: Program, summary: str, kind: str) -> str:
         "import numpy as np",
         "from collections.abc import Callable",
         "from contextlib import nullcontext",
+        "from contextlib import suppress",
         "from typing import Any",
         "from torch import Tensor",
         "from torch import nn",
@@ -147,7 +164,7 @@ def standalone(program: Program, summary: str, kind: str) -> str:
         "from torch.utils._pytree import tree_map_only",
         "from torch.utils.checkpoint import checkpoint",
     ):
-        if line.split()[-1] in _WORD.findall(text) or "nullcontext" in line:
+        if line.split()[-1] in _WORD.findall(text) or "import nullcontext" in line:
             imports.append(line)
     if program.policy in _POLICIES:
         imports.append("from tests.gradients.gradient_checks import Everything")

@@ -23,12 +23,13 @@ from backstash import Policy, Session, policies
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 SAMPLES = 16
-"""Of each op. Most have fewer. Of those that have more (max_pool2d has 1,440), as many are taken, evenly spread."""
+"""How many samples of each op are tested. Most ops have fewer; others have far more (max_pool2d has 1,440)."""
 
 SECOND_ORDER_SAMPLES = 3
+"""Likewise, for gradients of gradients."""
 
 QUICK_SAMPLES, QUICK_SECOND_ORDER_SAMPLES = 4, 1
-"""Of these, how many are for ``make test``, evenly spread; the others are slow."""
+"""How many of these samples ``make test`` runs; ``make test-slow`` runs the others."""
 
 EXCEPTIONS: dict[str, str] = {}
 """Ops that are left out, with the reason."""
@@ -250,7 +251,7 @@ def test_module(info: Any, training: bool, which: str) -> None:
     check_first_order(info.name, part(list(module_forwards(info, training)), which, QUICK_SAMPLES))
 
 
-# -- that all this was not for nothing -------------------------------------------------------------------------------
+# -- the tests above compare values that were really stored in another form ------------------------------------------
 
 
 def test_exceptions_name_ops_of_the_database() -> None:
@@ -258,15 +259,15 @@ def test_exceptions_name_ops_of_the_database() -> None:
 
 
 def test_most_samples_are_really_encoded() -> None:
-    """Of every fourth op one sample."""
+    """Counts the saved tensors of one sample of every eighth op."""
     tally = Tally()
-    for op in OPS[::4]:
+    for op in OPS[::8]:
         forwards = op_forwards(op, 1)
         check_first_order(op.formatted_name, forwards, tally)
         if op.supports_gradgrad:
             check_second_order(op.formatted_name, forwards, tally)
-    assert tally.samples["first order"] > 120
-    assert tally.samples["second order"] > 100
+    assert tally.samples["first order"] > 60
+    assert tally.samples["second order"] > 50
     encoded = {policy: count / (count + tally.kept[policy]) for policy, count in tally.encoded.items()}
     assert encoded["everything"] > 0.95, encoded
     assert encoded["everything, second order"] > 0.75, encoded

@@ -10,12 +10,20 @@ from backstash import Encoded, Stash
 from backstash.codecs import Bitmask, Shape, Zvc
 from backstash.policies.base import Action, Keep, Outcome
 from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stores import DiskStore, Ticket
+from backstash.testing import equal_bits
 
 
 def value(nbytes: int, device: str = "cpu", seed: int = 0) -> Encoded:
     """One plane of random bytes."""
     plane = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).to(device)
     return Encoded("check", TensorSpec.of(plane), {"codes": plane})
+
+
+def comes_back(store: DiskStore, ticket: Ticket, expected: Encoded) -> bool:
+    got = store.get(ticket)
+    assert got.planes.keys() == expected.planes.keys()
+    return all(equal_bits(got.planes[name], plane) for name, plane in expected.planes.items())
 
 
 @dataclass(frozen=True)

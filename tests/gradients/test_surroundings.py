@@ -1,0 +1,296 @@
+"""What else a program has installed around or inside a Session: sessions, hooks, modes, checkpoints, threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gradient_checks import Everything, difference, differences
+from session_checks import by_policy, codecs_used, gradients_of, holds_nothing, images, network
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from backstash import Policy, Session
+from backstash.errors import (
+    SessionError,
+)
+
+
+def test_nested_session_is_refused() -> None:
+    with Session(), pytest.raises(SessionError, match="opened inside another one"), Session():
+        pass
+
+
+def test_a_session_inside_itself_is_refused() -> None:
+    session = Session()
+    with session, pytest.raises(SessionError, match="opened inside another one|in use already"), session:
+        pass
+    with session:
+        pass
+
+
+def test_a_session_that_another_thread_is_in_is_refused() -> None:
+    session, raised = Session(), []
+
+    def enter() -> None:
+        try:
+            with session:
+                pass
+        except SessionError as error:
+            raised.append(error)
+
+    with session:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+    assert len(raised) == 1
+
+
+def test_session_inside_a_checkpointed_function_is_refused() -> None:
+    def function(x: Tensor) -> Tensor:
+        with Session():
+            return x.sin()
+
+    with pytest.raises(SessionError, match="inside a checkpointed function"):
+        checkpoint(function, torch.randn(3, requires_grad=True), use_reentrant=False)
+
+
+def test_session_inside_save_on_cpu_is_refused() -> None:
+    with (
+        torch.autograd.graph.save_on_cpu(),
+        pytest.raises(SessionError, match="save_on_cpu.*would switch"),
+        Session(),
+    ):
+        pass
+
+
+def test_other_hooks_inside_a_session_take_over_where_they_are() -> None:
+    x = torch.randn(64, requires_grad=True)
+    expected = torch.autograd.grad(torch.tanh(torch.sigmoid(x * 2) * 3).sum(), x)[0]
+    with Session(Everything(), min_nbytes=0) as session:
+        h = x * 2
+        with torch.autograd.graph.save_on_cpu():
+            h = torch.sigmoid(h)
+        loss = torch.tanh(h * 3).sum()
+    assert [row.key for row in session.report().rows] == ["/Tanh#0:result"]
+    assert difference(expected, torch.autograd.grad(loss, x)[0]) is None
+
+
+@by_policy
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+def test_checkpoint_inside_a_session(policy: str | Policy, reentrant: bool, inside: bool) -> None:
+    def run(session: Session | None) -> list[Tensor | None]:
+        torch.manual_seed(6)
+        model, x = network(), images().requires_grad_()
+
+        def forward() -> Tensor:
+            h = model[:2](x)
+            h = checkpoint(model[2:6], h, use_reentrant=reentrant)
+            return checkpoint(model[6:], h, use_reentrant=reentrant).square().sum()
+
+        if session is None:
+            forward().backward()
+        elif inside:
+            with session:
+                forward().backward()
+        else:
+            with session:
+                loss = forward()
+            loss.backward()
+        return [x.grad, *gradients_of(model)]
+
+    session = Session(policy, min_nbytes=0)
+    assert not differences(run(None), run(session))
+    assert holds_nothing(session)
+
+
+def test_reentrant_checkpoint_still_frees_segment_by_segment() -> None:
+    """What a checkpoint recomputes during backward is not held until backward ends."""
+    most: list[int] = []
+    session = Session(min_nbytes=0)
+
+    def block(x: Tensor) -> Tensor:
+        y = torch.sigmoid(x * 2)
+        if y.requires_grad:
+            y.register_hook(lambda _: most.append(session._live.saved))
+        return torch.tanh(y * 2)
+
+    x = torch.randn(64, 64, requires_grad=True)
+    with session:
+        h = x
+        for _ in range(8):
+            h = checkpoint(block, h, use_reentrant=True)
+        h.sum().backward()
+    assert most == sorted(most, reverse=True), most  # each segment's input goes, and what it recomputed goes with it
+
+
+def test_modes_outside_a_session_see_what_they_see_without_one() -> None:
+    class Recorder(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(64, requires_grad=True)
+    with Recorder() as plain:
+        F.hardtanh(F.relu(x * 2) * 3).sum().backward()
+    with Recorder() as under:
+        with Session(min_nbytes=0):
+            loss = F.hardtanh(F.relu(x * 2) * 3).sum()
+        loss.backward()
+    assert plain.seen == [name for name in under.seen if name != "_set_grad_enabled"]
+
+
+def test_another_default_device() -> None:
+    """No tensor that a Session creates for itself may be on that device."""
+    x = torch.randn(64, requires_grad=True)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return F.hardtanh(F.relu(x * 2) * 3, -0.5, 2.5).square().sum()
+
+    (expected,) = torch.autograd.grad(loss_of(x), x)
+    torch.set_default_device("meta")
+    try:
+        with Session(min_nbytes=0) as session:
+            loss = loss_of(x)
+        loss.backward()
+    finally:
+        torch.set_default_device(None)
+    assert "bitmask" in codecs_used(session)
+    assert x.grad is not None and x.grad.device.type == "cpu"
+    assert not difference(expected, x.grad)
+
+
+def test_inference_mode_and_no_grad_inside() -> None:
+    model, x = network().eval(), images()
+    model(x).sum().backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    with Session(min_nbytes=0) as session:
+        with torch.inference_mode():
+            model(x)
+        with torch.no_grad():
+            model(x)
+        assert not session.report().rows
+        loss = model(x).sum()
+        with torch.no_grad():
+            model(x)
+        with torch.inference_mode():
+            model(x)
+    loss.backward()
+    assert not differences(expected, gradients_of(model))
+
+
+def test_first_backward_after_inference_mode() -> None:
+    """The Session creates buffers on first use, and they must not become inference tensors."""
+    x = torch.randn(512, 512, requires_grad=True)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return torch.exp(F.relu(x * 2)).sum()
+
+    (expected,) = torch.autograd.grad(loss_of(x), x)
+    with torch.inference_mode(), Session(min_nbytes=0):
+        with torch.inference_mode(False):
+            loss = loss_of(x)
+        torch.zeros(3) + 1
+    loss.backward()
+    assert not difference(expected, x.grad)
+    x.grad = None
+    with Session(min_nbytes=0):
+        loss = loss_of(x)
+        with torch.inference_mode():
+            torch.zeros(3) + 1
+    loss.backward()
+    assert not difference(expected, x.grad)
+
+
+def test_backward_on_another_thread() -> None:
+    model = network().eval()
+
+    def elsewhere(loss: Tensor) -> threading.Thread:
+        """Plain torch runs there too: each thread has its own number of threads, which decides the order of sums."""
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        return thread
+
+    elsewhere(model(images()).square().sum())
+    expected = gradients_of(model)
+    model.zero_grad()
+    with Session(Everything(), min_nbytes=0) as session:
+        loss = model(images()).square().sum()
+    thread = elsewhere(loss)
+    assert not differences(expected, gradients_of(model))
+    del loss
+    thread._target = None  # type: ignore[attr-defined]
+    assert holds_nothing(session)
+
+
+def test_two_sessions_in_two_threads() -> None:
+    def steps(seed: int, session: Session | None) -> list[Tensor | None]:
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Hardtanh(), nn.Linear(64, 1))
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2, generator=generator)
+        found = []
+        for _ in range(20):
+            x = torch.randn(32, 64, generator=generator)
+            model.zero_grad()
+            if session is None:
+                model(x).square().sum().backward()
+            else:
+                with session:
+                    loss = model(x).square().sum()
+                loss.backward()
+            found.extend(gradients_of(model))
+        return found
+
+    expected = [steps(seed, None) for seed in range(3)]
+    sessions = [Session(Everything(), min_nbytes=0) for _ in range(3)]
+    got: dict[int, list[Tensor | None]] = {}
+
+    def work(seed: int) -> None:
+        got[seed] = steps(seed, sessions[seed])
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(3):
+        assert not differences(expected[seed], got[seed])
+        keys = [key for row in sessions[seed].report().rows for key in (row.key, *row.shared_by)]
+        assert [key for key in keys if "Relu" in key] == ["1/Relu#0:result"], keys
+        assert holds_nothing(sessions[seed])
+
+
+def test_many_threads_run_backward_of_one_session() -> None:
+    """All threads use the buffers of one Session."""
+    leaves = [torch.randn(300, 300, generator=torch.Generator().manual_seed(i), requires_grad=True) for i in range(6)]
+
+    def forward(x: Tensor) -> Tensor:
+        return (F.relu(x * 2).exp() * torch.tanh(x * 3)).sum()
+
+    expected = [torch.autograd.grad(forward(x), x)[0] for x in leaves]
+    session = Session(Everything(), min_nbytes=0)
+    for _ in range(3):
+        with session:
+            losses = [forward(x) for x in leaves]
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not differences(expected, [x.grad for x in leaves])
+        for x in leaves:
+            x.grad = None
+        del losses, threads
+        assert holds_nothing(session)
