@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from backstash.proofs import proofs
+
 
 def pytest_configure() -> None:
     """Silences torch's profiler, and makes ``torch.manual_seed`` cheap on machines without an accelerator.
@@ -53,6 +55,7 @@ def _one_thread_and_a_fixed_seed() -> Iterator[None]:
     """Gives a test one thread, because small tensors' threads wait for each other while other tests run."""
     random.seed(0)
     np.random.seed(0)
+    proofs.forget()  # tests break what was proven, and count what is proven for the first time
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

@@ -75,7 +75,8 @@ class Remaking:
             return "others, which were proven with its exact numbers, are made again of it"
         if bounded and not leaves.keeps_signs(recipe, value, whole):
             return "its sign is read in another way than a relu does"
-        facts = (strongest.tensor.key, str(recipe), recipe.signature(), TensorSpec.of(whole), self._own if bounded else None)
+        own = self._own if bounded else None
+        facts = (strongest.tensor.key, str(recipe), recipe.signature(), TensorSpec.of(whole), own)
         if facts in self._live.distrusted:
             return f"{recipe} has made other bits than the value had"
         way = self._way(facts, recipe, whole, bounded)
