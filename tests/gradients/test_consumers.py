@@ -479,7 +479,7 @@ def test_an_error_on_leaving_leaves_nothing_installed() -> None:
         (x * 2.0).tanh().sum().backward()
 
 
-@pytest.mark.parametrize("failing", ["_enter_root", "_finish", "_encode", "_name"])
+@pytest.mark.parametrize("failing", ["_enter_root", "_finish", "_take", "_name"])
 def test_an_error_inside_a_session_leaves_nothing_installed(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = installed()
     session = Session(min_nbytes=0)
