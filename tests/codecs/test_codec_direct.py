@@ -9,7 +9,6 @@ import codec_strategies as tensors
 import pytest
 import torch
 import torch.nn.functional as F
-from backstash.policy import Action, Keep, Outcome, Stash
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,6 +21,7 @@ from backstash.codecs.raw import Raw
 from backstash.codecs.shape import Shape
 from backstash.codecs.sliced import Sliced
 from backstash.ops import cpu
+from backstash.policies.base import Action, Keep, Outcome, Stash
 from backstash.saved import Mask, Need, SavedTensor, TensorSpec, Test
 
 FORMS = (MaskBits, Slopes, Factors, WindowOffsets, Slices)

@@ -12,7 +12,7 @@ from gradient_checks import Everything
 from torch import Tensor, nn
 
 from backstash import Policy, Session
-from backstash.policy import Action, Outcome
+from backstash.policies.base import Action, Outcome
 from backstash.saved import SavedTensor
 
 POLICIES: dict[str, str | Policy] = {"lossless": "lossless", "everything": Everything()}

@@ -22,7 +22,7 @@ from backstash.errors import (
     NeedNotMetError,
     UnknownNameError,
 )
-from backstash.policy import Action, Outcome, Rules
+from backstash.policies.base import Action, Outcome, Rules
 from backstash.saved import Mask, SavedTensor, Test
 
 SIGN = Bitmask(Mask(Test.NOT_LE))
