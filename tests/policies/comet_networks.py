@@ -21,7 +21,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def network() -> nn.Sequential:
-    """Inputs of all kinds: the images themselves, relus' and poolings' results."""
+    """Returns a network whose convolutions read images, a relu's result and a pooling's result."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -63,13 +63,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Any, steps
 
 
 def convolutions(session: Session) -> dict[str, str]:
-    """The codec of each convolution's input."""
+    """Returns the codec of each convolution's input, by the convolution's name."""
     rows = session.report().rows
     return {row.key.split("/")[0]: row.codec for row in rows for key in [row.key, *row.shared_by] if ":input" in key}
 
 
 def normalised() -> nn.Sequential:
-    """A relu's result in front of a convolution, a batch norm's input behind it."""
+    """Returns a network in which a convolution reads a relu's result, and a batch norm reads the convolution's."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1, bias=False),
@@ -85,7 +85,7 @@ def normalised() -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """Batch norms' results with a relu, and with a sum that the next one's goes into."""
+    """A residual network: a relu reads a batch norm's result, or its sum with the block's input."""
 
     def __init__(self) -> None:
         super().__init__()

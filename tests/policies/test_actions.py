@@ -11,12 +11,12 @@ from backstash.policies import Keep, Recompute, Stash
 
 
 @pytest.mark.parametrize("wrong", [{"max_depth": 0}, {"otherwise": Recompute()}, {"otherwise": Zvc()}])
-def test_a_recompute_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+def test_recompute_refuses_wrong_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"Recompute was asked for .*, but it takes a depth of 1 or more"):
         Recompute(**wrong)
 
 
-def test_stash_takes_names_codecs_and_several() -> None:
+def test_stash_takes_names_and_codecs_and_several_of_them() -> None:
     assert Stash("zvc") == Stash(Zvc()) == Stash((Zvc(),))
     assert Stash(["binary", Zvc(0.5)]).codecs == (Binary(), Zvc(0.5))
     assert Stash("zvc").store == "device"
@@ -25,7 +25,7 @@ def test_stash_takes_names_codecs_and_several() -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, None, (Zvc(), 3), Zvc])
-def test_stash_of_what_is_no_codec_is_refused(wrong: object) -> None:
+def test_stash_refuses_an_object_that_is_no_codec(wrong: object) -> None:
     with pytest.raises(TypeError, match="codec"):
         Stash(wrong)  # type: ignore[arg-type]
 

@@ -27,7 +27,7 @@ def test_no_more_than_the_maximum() -> None:
     assert BatchSize(limit=10**9, maximum=128).after(1, 1) == 128
 
 
-def test_what_is_fixed_does_not_grow() -> None:
+def test_fixed_bytes_do_not_grow() -> None:
     assert BatchSize(limit=1000, maximum=64, fixed=550).after(100, 4) == 16
 
 
@@ -43,17 +43,17 @@ def test_from_a_measurement_and_a_session() -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "batch"), [(0, 1), (-5, 1), (math.nan, 1), (math.inf, 1), (10, 0)])
-def test_what_tells_nothing_is_refused(nbytes: float, batch: int) -> None:
+def test_a_measurement_of_nothing_is_refused(nbytes: float, batch: int) -> None:
     with pytest.raises(ValueError, match=r"tell nothing of a sample's"):
         BatchSize(1000, 64).after(nbytes, batch)
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_a_sample_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a sample takes 2000 bytes, but only 950 are left"):
         BatchSize(1000, 64).after(2000, 1)
 
 
 @pytest.mark.parametrize("wrong", [{"maximum": 0}, {"free": 1.0}, {"free": -0.1}, {"fixed": 950}, {"limit": 0}])
-def test_sizes_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+def test_wrong_sizes_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"BatchSize\(.* was asked for, but it takes"):
         BatchSize(**({"limit": 1000, "maximum": 64} | wrong))

@@ -1,4 +1,4 @@
-"""The error model: what is predicted is what comes out."""
+"""The error model predicts the error that real codecs cause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUND = 2.0**-7
 
 
 def uniform(x: Tensor) -> Tensor:
-    """As the model has it: errors of elements that are not zero, uniform within the bound."""
+    """Adds the errors of the model: uniform within the bound, for elements that are not zero."""
     return x + torch.where(x != 0, torch.empty_like(x).uniform_(-BOUND, BOUND), 0.0)
 
 
@@ -54,7 +54,7 @@ def weight_gradient(grad: Tensor, x: Tensor, case: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_a_convolutions_error_is_the_predicted_one(name: str, sparse: bool, noise: str) -> None:
+def test_a_convolution_has_the_predicted_error(name: str, sparse: bool, noise: str) -> None:
     torch.manual_seed(0)
     case = GEOMETRIES[name]
     dims = len(case["input"]) - 2
@@ -74,7 +74,7 @@ def test_a_convolutions_error_is_the_predicted_one(name: str, sparse: bool, nois
     sigma = predicted_sigma(BOUND, channel_norms(grad), share)
     assert float(error.square().mean().sqrt()) == pytest.approx(float(sigma.square().mean().sqrt()), rel=0.1)
     by_channel = error.transpose(0, 1) if transposed else error
-    loud = len(sigma) // 2  # the louder half and the other one: each by itself
+    loud = len(sigma) // 2  # the louder half and the quieter half, each by itself
     for half in (slice(None, loud), slice(loud, None)):
         measured = float(by_channel[half].square().mean().sqrt())
         assert measured == pytest.approx(float(sigma[half].square().mean().sqrt()), rel=0.12)
@@ -82,7 +82,7 @@ def test_a_convolutions_error_is_the_predicted_one(name: str, sparse: bool, nois
 
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("shape", [(256, 48), (4, 64, 48)])
-def test_a_linear_layers_error_is_the_predicted_one(shape: tuple[int, ...], noise: str) -> None:
+def test_a_linear_layer_has_the_predicted_error(shape: tuple[int, ...], noise: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape).relu()
     grad = torch.randn(*shape[:-1], 40)
@@ -105,7 +105,7 @@ def test_no_gradient_takes_any_bound() -> None:
 
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan, math.inf])
-def test_a_sigma_that_is_none_is_refused(sigma: float) -> None:
+def test_a_sigma_that_is_not_above_zero_is_refused(sigma: float) -> None:
     with pytest.raises(ValueError, match=r"bound_for was asked for sigma=.* finite number above zero"):
         bound_for(sigma, torch.ones(2))
 
@@ -117,7 +117,7 @@ def test_norms_that_are_not_finite_are_refused(number: float, channels: Any) -> 
         bound_for(0.1, torch.tensor([1.0, number]), channels=channels)
 
 
-def test_other_numbers_that_make_no_sense_are_refused() -> None:
+def test_other_wrong_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a share is from 0 to 1"):
         bound_for(0.1, torch.ones(2), share=1.5)
     with pytest.raises(ValueError, match=r"there are 'rms' and 'each'"):
@@ -133,7 +133,7 @@ def test_comets_equation() -> None:
 
 
 def test_comets_equation_depends_on_the_images_size_and_the_gradients_kind() -> None:
-    """Why it is not used: the right bound over COMET's is no constant."""
+    """The ratio of the right bound to COMET's is not constant, so COMET's equation is not used."""
     torch.manual_seed(0)
     off = []
     for size in (8, 32):

@@ -14,7 +14,7 @@ from backstash import Session
 from backstash.policies.comet import comet
 
 
-def test_a_batch_norm_is_off_by_what_was_predicted() -> None:
+def test_a_batch_norm_has_the_predicted_error() -> None:
     model = normalised()
     optimizer = sgd(model)
     policy = comet("conv+norm", every=5, codec="sz", optimizer=optimizer, samples=4)
@@ -24,13 +24,14 @@ def test_a_batch_norm_is_off_by_what_was_predicted() -> None:
     rows = {row.key: row.codec.split("+")[0] for row in session.report().rows}
     assert {rows[key] for key in norms} == {"sz"}
     assert rows["3/Convolution#0:input"] == "recompute within"
-    ratios = [one.measured / one.predicted for one in policy.history if one.key in norms and one.measured]  # type: ignore[operator]
+    measured = [record for record in policy.history if record.key in norms and record.measured]
+    ratios = [record.measured / record.predicted for record in measured]  # type: ignore[operator]
     assert len(ratios) > 10
     assert 0.8 < sorted(ratios)[len(ratios) // 2] < 1.2
 
 
 @pytest.mark.parametrize("codec", ["szp", "sz"])
-def test_a_convolution_is_off_by_what_was_predicted_of_what_is_made_again(codec: str) -> None:
+def test_a_convolution_with_a_remade_input_has_the_predicted_error(codec: str) -> None:
     plain, _ = train(model := Residual(), sgd(model), "keep", 60)
     model = Residual()
     optimizer = sgd(model)
@@ -44,15 +45,15 @@ def test_a_convolution_is_off_by_what_was_predicted_of_what_is_made_again(codec:
     norms = {key: bound for key, bound in policy.allotment.bounds.items() if "BatchNorm" in key}
     assert all(bound <= policy.bounds[key] for key, bound in norms.items())
     assert any(bound < policy.bounds[key] for key, bound in norms.items())
-    measured = [one for one in policy.history if one.key in inputs and one.measured and one.predicted]
-    ratios = sorted(one.measured / one.predicted for one in measured)  # type: ignore[operator]
+    measured = [record for record in policy.history if record.key in inputs and record.measured and record.predicted]
+    ratios = sorted(record.measured / record.predicted for record in measured)  # type: ignore[operator]
     assert len(ratios) > 8
     assert 0.8 < ratios[len(ratios) // 2] < 1.2
-    wanted = sorted(one.measured / one.target for one in measured)  # type: ignore[operator]
+    wanted = sorted(record.measured / record.target for record in measured)  # type: ignore[operator]
     assert wanted[len(wanted) // 2] < 1.3
 
 
-def test_without_batch_norms_bounds_their_results_are_made_again_exactly() -> None:
+def test_results_of_exact_batch_norms_are_remade_exactly() -> None:
     model = Residual()
     policy = comet("conv", every=4, codec="sz")
     _, session = train(model, sgd(model), policy, 16)
@@ -61,7 +62,7 @@ def test_without_batch_norms_bounds_their_results_are_made_again_exactly() -> No
     assert policy.allotment.within == {}
 
 
-def test_without_recomputation_nothing_is_made_again() -> None:
+def test_without_recomputation_nothing_is_remade() -> None:
     model = Residual()
     policy = comet("conv+norm", every=4, codec="sz", recompute=False)
     _, session = train(model, sgd(model), policy, 16)

@@ -1,6 +1,6 @@
-"""The contract of a policy: its defaults, and that every policy in front of another one forwards every member.
+"""The contract of a policy: its defaults, and that every policy in front of another policy forwards every member.
 
-The tests find the members and the wrappers by introspection, so that a new one cannot be forgotten.
+The tests find the members and the wrappers by introspection, so that none can be forgotten.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ for _name in METHODS:
 
 
 class PolicySpy(Spy, Policy):
-    """The same, and inherits from Policy."""
+    """A Spy that inherits from Policy."""
 
 
 PolicySpy.__abstractmethods__ = frozenset()  # Spy has them, but only since its class body
@@ -206,7 +206,7 @@ def test_a_member_that_is_none_has_the_default() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, "lossless", Lossless, Keep()], ids=["None", "str", "class", "Keep"])
-def test_rules_refuse_what_is_no_policy(wrong: Any) -> None:
+def test_rules_refuse_an_object_that_is_no_policy(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"a policy was asked for, got .*, which has no decide\(\) and observe\(\)"):
         Rules((), wrong)
 

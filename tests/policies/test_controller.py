@@ -23,7 +23,7 @@ from backstash.policies.comet import Comet, Record, comet
 
 
 @pytest.mark.parametrize(("layers", "codec"), star(["conv+linear", "conv"], ["sz", "szp"]))
-def test_training_takes_the_same_way(layers: str, codec: str) -> None:
+def test_training_reaches_the_same_loss(layers: str, codec: str) -> None:
     model = network()
     plain, _ = train(model, sgd(model), "keep", 250)
     model = network()
@@ -41,7 +41,7 @@ def test_training_takes_the_same_way(layers: str, codec: str) -> None:
     assert session.report().ratio > 2
 
 
-def test_what_is_measured_is_what_was_predicted_and_wanted() -> None:
+def test_the_measured_deviation_is_the_predicted_deviation() -> None:
     model = network()
     optimizer = sgd(model)
     policy = comet("conv+linear", every=10, optimizer=optimizer, samples=5)
@@ -59,7 +59,7 @@ def test_bounds_over_time_are_on_record() -> None:
     policy = comet(every=8)
     train(model, sgd(model), policy, 60)
     steps = sorted({record.step for record in policy.history})
-    assert steps[:2] == [8, 9]  # the last exact step, and at once what the first bounds do
+    assert steps[:2] == [8, 9]  # the last exact step, and the first step with bounds
     assert all(4 <= later - earlier <= 8 for earlier, later in pairwise(steps[1:]))
     for key, bound in policy.bounds.items():
         record = [record for record in policy.history if record.key == key][-1]
@@ -79,8 +79,8 @@ def test_no_hook_outside_of_collecting_steps(monkeypatch: pytest.MonkeyPatch) ->
     assert set(calls) == {20, 21}
 
 
-def test_the_codec_takes_what_it_can() -> None:
-    """A relu reads which elements are zero, which Sz does not keep; poolings' results are the convolution's alone."""
+def test_each_codec_stores_the_values_that_it_can() -> None:
+    """Sz does not keep which elements are zero, as a relu reads. Only the convolution reads a pooling's result."""
     for codec, expected in (("szp", "szp"), ("sz", "sz")):
         model = network()
         policy = comet(every=4, codec=codec, recompute=False)
@@ -152,8 +152,8 @@ def _asked(bounds: dict[str, float]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", ["functional", "matmul", "frozen"])
-def test_a_weight_that_is_made_by_others_stays_exact(kind: str) -> None:
-    """The error would go on to what made it."""
+def test_a_weight_that_is_computed_from_a_parameter_stays_exact(kind: str) -> None:
+    """The error in the weight's gradient would go on to the parameter."""
     torch.manual_seed(0)
     raw = torch.randn(4, 4, 3, 3, requires_grad=kind != "frozen")
     x = torch.randn(8, 4, 16, 16, requires_grad=True)
@@ -170,7 +170,7 @@ def test_a_weight_that_is_made_by_others_stays_exact(kind: str) -> None:
     assert all(row.codec != "szp" for row in session.report().rows)
 
 
-def test_a_bad_direction_halves_the_bound_and_says_so_once() -> None:
+def test_a_bad_direction_halves_the_bound_and_warns_once() -> None:
     model = network()
     policy = comet(sigma=2.0, every=4, samples=5, cosine=0.999)
     with pytest.warns(UserWarning, match=r"cosine of .* below 0.999; its bound is halved") as said:
@@ -213,7 +213,7 @@ def test_no_gradient_is_stored_exactly() -> None:
     assert all(record.note.startswith("no gradient") for record in policy.history)
 
 
-def test_a_step_without_backward_is_made_up_for() -> None:
+def test_a_step_without_backward_is_replaced_by_the_next() -> None:
     model = network()
     policy = comet(every=3)
     session = Session(policy, model=model, min_nbytes=0)
@@ -274,7 +274,7 @@ def test_sigma_is_a_share_of_the_momentum() -> None:
 
 
 def test_a_bound_is_never_coarser_than_half_of_the_values() -> None:
-    """A huge sigma asks for a bound at which everything would be one step."""
+    """With the bound for a huge sigma, every element would be rounded to the same step."""
     model = network()
     policy = comet(sigma=1e6, every=2, samples=0, recompute=False)
     session = Session(policy, model=model, min_nbytes=0)
@@ -339,7 +339,7 @@ def test_rules_pass_everything_on() -> None:
     assert convolutions(session)["5"] == "szp"
 
 
-def test_what_can_be_made_again_is() -> None:
+def test_a_value_that_can_be_remade_is_not_stored() -> None:
     model = network()
     policy = comet(every=2)
     train(model, sgd(model), policy, 4)
@@ -350,18 +350,18 @@ def test_what_can_be_made_again_is() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"layers": "convs"}, {"layers": ""}, {"layers": "conv,linear"}, {"codec": "zvc"}])
-def test_names_that_are_unknown_list_the_names(wrong: dict[str, Any]) -> None:
+def test_an_unknown_name_lists_the_names(wrong: dict[str, Any]) -> None:
     with pytest.raises(UnknownNameError, match=r"comet was asked for .* but there are"):
         comet(**wrong)
 
 
 @pytest.mark.parametrize("sigma", [0.0, -0.01, math.nan, math.inf])
-def test_a_sigma_that_is_none_is_refused(sigma: float) -> None:
+def test_a_sigma_that_is_not_above_zero_is_refused(sigma: float) -> None:
     with pytest.raises(ValueError, match=r"comet was asked for sigma=.* Use the policy 'lossless'"):
         Comet(sigma=sigma)
 
 
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"samples": -1}, {"cosine": 1.5}])
-def test_other_numbers_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+def test_other_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"comet was asked for every="):
         comet(**wrong)

@@ -42,7 +42,7 @@ def test_lossless_takes_the_smallest_exact_form(tensor: SavedTensor, expected: t
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
-def test_lossless_keeps_what_no_codec_takes(dtype: torch.dtype) -> None:
+def test_lossless_keeps_types_that_no_codec_takes(dtype: torch.dtype) -> None:
     assert Lossless().decide(saved(dtype=dtype)) == Keep(f"no exact codec takes {dtype}")
 
 
@@ -108,7 +108,7 @@ def rounded(effect: Effect = Effect.LINEAR, row: int = 256, **facts: Any) -> Sav
         ([rounded(), rounded(Effect.UNKNOWN)], "exact"),
     ],
 )
-def test_quantized_rounds_as_all_readers_bear_it(readers: list[SavedTensor], expected: str) -> None:
+def test_quantized_rounds_as_much_as_every_reader_allows(readers: list[SavedTensor], expected: str) -> None:
     action = policies.quantized(2).decide_together(readers[0], readers)
     assert isinstance(action, Recompute) and isinstance(action.otherwise, Stash)
     codec = next((codec for codec in action.otherwise.codecs if codec.bound is not None), None)

@@ -55,6 +55,6 @@ def test_unknown_names_list_the_names() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 3, object(), Keep(), Lossless], ids=["None", "int", "object", "Keep", "class"])
-def test_what_is_no_policy_is_refused(wrong: object) -> None:
+def test_an_object_that_is_no_policy_is_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"a policy was asked for, got .* Pass a name \(.*lossless.*\) or an object"):
         policies.get(wrong)  # type: ignore[arg-type]

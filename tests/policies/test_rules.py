@@ -22,7 +22,7 @@ def test_the_first_rule_that_matches_decides() -> None:
     assert otherwise.asked == []
 
 
-def test_what_no_rule_matches_goes_on() -> None:
+def test_a_tensor_without_a_rule_goes_to_the_other_policy() -> None:
     otherwise = Asked()
     rules = Rules((("classifier.*", Keep()),), otherwise)
     tensor = saved()
@@ -37,7 +37,7 @@ def test_patterns_mind_case_and_match_whole_keys() -> None:
     assert rules.decide(saved()) == Keep("asked")
 
 
-def test_rules_note_recipes_only_where_somebody_asks_for_them() -> None:
+def test_rules_recompute_only_if_a_rule_or_the_other_policy_does() -> None:
     stored = policies.get("lossless_stored")
     assert Rules((), stored).recomputes is False
     assert Rules((("x", Recompute()),), stored).recomputes is True
@@ -45,7 +45,7 @@ def test_rules_note_recipes_only_where_somebody_asks_for_them() -> None:
     assert bs.Session(Rules((), stored)).recomputes is False
 
 
-def test_rules_over_an_offload_fetch_as_far_ahead_as_it() -> None:
+def test_rules_over_an_offload_fetch_as_far_ahead_as_the_offload() -> None:
     assert bs.Session(Rules((), policies.offload(ahead=1)))._live.prefetcher.ahead == 1
     assert bs.Session(Rules((), policies.offload()))._live.prefetcher.ahead is None
 
