@@ -45,7 +45,10 @@ def check_arguments(
             f"Session was asked for check={check!r}, but the only check that has a name is 'full'. Pass that, or a "
             f"number of steps."
         )
-    numbers = [("min_nbytes", min_nbytes, "bytes"), ("check", 0 if check == "full" else check, "steps")]
+    numbers = [
+        ("min_nbytes", 0 if min_nbytes is None else min_nbytes, "bytes"),
+        ("check", 0 if check == "full" else check, "steps"),
+    ]
     for argument, number, unit in numbers:
         if not isinstance(number, int) or isinstance(number, bool):
             raise TypeError(

@@ -33,7 +33,7 @@ from backstash import policies
 from backstash.arguments import check_arguments
 from backstash.backward import install, table
 from backstash.backward.unpack import Packed, unpack
-from backstash.capture import hooks
+from backstash.capture import hooks, learned
 from backstash.capture.names import Names
 from backstash.capture.naming import find, packed_by, weight_copies
 from backstash.capture.side_effects import SideEffect, tensors_in
@@ -42,7 +42,7 @@ from backstash.errors import SessionError
 from backstash.gradient_error import Monitor
 from backstash.policies.base import Policy, Stash
 from backstash.saved import PLAIN, Need, SavedTensor, is_odd
-from backstash.stash import parameters, wrapped
+from backstash.stash import held, parameters, wrapped
 from backstash.stash.contents import Contents
 from backstash.stash.encode import Encoder
 from backstash.stash.leaning import Leaning
@@ -56,8 +56,8 @@ from backstash.stash.watcher import Watcher
 from backstash.stores import DeviceStore, HostStore, Store
 from backstash.torch_internals import hide_from_dynamo, in_backward, no_torch_function
 
-MIN_NBYTES = 16 * 1024
-"""Tensors smaller than this are kept: naming and encoding them costs more than they hold."""
+MIN_NBYTES = learned.SMALLEST
+"""Tensors smaller than this are kept, unless a Session is told otherwise."""
 
 CHECK_LIMIT = 0.3
 """Relative errors of a gradient above this are warned of: the noise has a tenth of the gradient's energy."""
@@ -70,7 +70,9 @@ class Session:
         policy: a policy's name (``"lossless"``) or a Policy.
         model: the module that paths in keys start from; without it, whichever module is called outermost.
         stores: stores by name, beside ``"device"`` and ``"host"``, which are there already.
-        min_nbytes: smaller tensors are kept.
+        min_nbytes: smaller tensors are kept. By default the first step decides, between 16 and 256 KiB: small tensors
+            are kept as far as they hold no more than 2 % of the bytes, or the whole step saves less than 64 MiB
+            (Note: [sizes that matter] in capture/learned.py).
         check: in how many steps, from the first one on, the error that the policy makes in the gradient is measured
             (``report().gradient_error``). Such a step keeps exact copies beside what is stored with an error, and two
             more backward passes run before its own, so hooks on tensors and nodes, and custom Functions' backward, run
@@ -106,7 +108,7 @@ class Session:
         *,
         model: nn.Module | None = None,
         stores: Mapping[str, Store] | None = None,
-        min_nbytes: int = MIN_NBYTES,
+        min_nbytes: int | None = None,
         check: int | Literal["full"] = 0,
         check_limit: float = CHECK_LIMIT,
         overwrite_gradients: bool = True,
@@ -115,7 +117,8 @@ class Session:
         self.policy = policies.get(policy)
         check_arguments(model, stores, min_nbytes, check, check_limit, overwrite_gradients)
         self.check = check
-        self.min_nbytes = min_nbytes
+        self.min_nbytes = MIN_NBYTES if min_nbytes is None else min_nbytes
+        self._chooses_min_nbytes = min_nbytes is None
         self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore(), **(stores or {})}
         self.depth = 0
         self.recomputes = self.policy.recomputes
@@ -125,7 +128,7 @@ class Session:
             name_of = self._names.parameter_name
             self._live.monitor = Monitor(check, check_limit, repr(self.policy), packed_by, name_of)
         self._parameters = parameters.ParameterStorages()
-        self._contents = Contents(min_nbytes, self._parameters)
+        self._contents = Contents(self.min_nbytes, self._parameters)
         self._leaning = Leaning()
         self._pending = Pending(self._encode)
         self._remaking = Remaking(
@@ -141,19 +144,27 @@ class Session:
         ] = {}  # of storages of which only the shape is read
         self._unnamed: list[Saved] = []
         self._lock = self._live.lock
-        self._installed: ExitStack | None = None
+        self._settings = f"{self.policy!r} {min_nbytes} {check}"
+        self._is_bound = False  # to what was learned of the model
+        self._is_idle = False
+        self._counted = [0, 0]  # tensors saved in this step, and their bytes
+        self._hooks: hooks.Hooks | None = None
         self._peak: tuple[PeakRow, ...] = ()
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
         hooks.refuse_other_hooks()
-        if self._installed is not None:
+        if self._hooks is not None:
             raise SessionError(
                 "a Session was entered that is in use already, by another thread. Make a Session for each thread."
             )
         self._elsewhere = False
-        self._installed = hooks.install(self, self._pack, self._unpack)
+        self._is_idle = self._may_idle()
+        if self._is_idle:
+            self._hooks = hooks.Hooks(self._hold, self._read_held, None)
+        else:
+            self._hooks = hooks.Hooks(self._pack, self._unpack, self)
         return self
 
     def __exit__(
@@ -162,9 +173,9 @@ class Session:
         with ExitStack() as last:
             last.callback(self._forget)
             last.callback(self._finish)
-            installed, self._installed = self._installed, None
+            installed, self._hooks = self._hooks, None
             if installed is not None:
-                installed.close()
+                installed.remove()
 
     def _finish(self) -> None:
         """Decide about everything that is pending: from now on nobody watches what the program does to it."""
@@ -187,6 +198,13 @@ class Session:
         with self._lock:
             step = self._step
             notes = []
+            peak_nbytes = self._live.peak_nbytes
+            if self._is_idle:
+                step = self._names.learned.step
+                peak_nbytes = max(peak_nbytes, self._names.learned.peak_nbytes)
+                notes.append(
+                    "the policy keeps everything, so this step was only counted: the values are those of an earlier one"
+                )
             if self._elsewhere:
                 notes.append(
                     "a module ran with grad mode on another thread, which this Session does not see: open a Session on "
@@ -202,7 +220,7 @@ class Session:
                 self._steps,
                 step.rows(),
                 sum(step.parameters.values()),
-                self._live.peak_nbytes,
+                peak_nbytes,
                 self._peak,
                 tuple(notes),
                 step.counts.proven,
@@ -242,12 +260,46 @@ class Session:
 
     def _enter_root(self, module: nn.Module) -> None:
         self._names.enter_root(module)
-        self._parameters.enter(module)
+        if not self._is_bound:
+            self._is_bound = True
+            self._names.learned = learned.learned_of(module, self._settings)
+            self._use_learned_size()
         if self._live.unpacked and torch.is_grad_enabled() and not in_backward():
             self._begin_step()
+        assert self._hooks is not None
+        if self._is_idle != self._may_idle():
+            self._is_idle = not self._is_idle
+            if self._is_idle:
+                self._hooks.stop_observing()
+            else:
+                self._hooks.observe()
+        if not self._is_idle:
+            self._parameters.enter(module)
+
+    def _may_idle(self) -> bool:
+        """Whether there is nothing to do (Note: [idle Sessions])."""
+        return self._names.learned.is_idle and self._live.watcher is None and self._live.monitor is None
+
+    def _use_learned_size(self) -> None:
+        size = self._names.learned.min_nbytes
+        if self._chooses_min_nbytes and size is not None:
+            self.min_nbytes = self._contents.min_nbytes = size
+
+    def _learn(self) -> None:
+        """A step is over: note what it may spare the next one."""
+        known, step, encoder = self._names.learned, self._step, self._encoder
+        if not self._is_idle and not step.is_empty:
+            known.step, known.peak_nbytes = step, self._live.peak_nbytes
+            if self._chooses_min_nbytes and step.accounts:
+                known.choose_min_nbytes(account.saved_nbytes for account in step.accounts)
+                self._use_learned_size()
+        known.end_step((self._counted[0], self._counted[1]), encoder.is_fixed and not encoder.has_acted)
+        self._counted = [0, 0]
+        encoder.has_acted = False
 
     def _begin_step(self) -> None:
         """A forward pass begins after a backward pass: the accounts start afresh."""
+        self._learn()
         self._live.unpacked = False
         self._live.stashed_nbytes = 0  # there is room for nothing before backward has freed something
         self._steps += 1
@@ -303,17 +355,42 @@ class Session:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def _pack(self, x: Tensor) -> Packed:
+    def _hold(self, x: Tensor) -> Packed:
+        """The pack hook of a Session that is idle."""
         with no_torch_function():
+            if self._steps == 0:
+                self._steps = 1
+            elif self._live.unpacked and not in_backward():
+                self._learn()
+                self._live.unpacked = False
+                self._steps += 1
+            self._counted[0] += 1
+            if x.layout is torch.strided:
+                self._counted[1] += x.nbytes
+            return held.hold(x)
+
+    def _read_held(self, packed: held.AsItIs) -> Tensor:
+        """The unpack hook of a Session that is idle."""
+        with no_torch_function():
+            if not self._live.unpacked and in_backward():
+                self._live.unpacked = True
+            return held.read(packed)
+
+    def _pack(self, x: Tensor) -> Packed:
+        if self._is_idle:
+            return self._hold(x)
+        with no_torch_function():
+            self._counted[0] += 1
             inner = wrapped.inner_tensor(x)
             if inner is not None and inner.layout is torch.strided:
                 storage = inner.untyped_storage()
+                self._counted[1] += x.nbytes
                 if self._parameters.include(x, storage):
                     self._step.parameters[storage._cdata] = storage.nbytes()
                     return parameters.HeldParameter.of(x, inner)
                 if storage.nbytes() < self.min_nbytes:
                     self._step.small_nbytes += inner.nbytes
-                    return x if parameters.is_leaf_of_graph(x) else x.detach(), x._version
+                    return held.hold(x)
             return self._pack_large(x, inner)
 
     def _pack_large(self, x: Tensor, inner: Tensor | None) -> Saved:
@@ -388,6 +465,7 @@ class Session:
                 if account is None:
                     self._shapes[cdata] = weakref.ref(storage), self._step.open(facts, storage.nbytes(), "shape")
             saved.counter, saved.dense = version_of(dense), None
+            self._encoder.has_acted = True
             return
         if value is None:
             nbytes = storage.nbytes()

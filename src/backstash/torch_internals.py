@@ -45,6 +45,9 @@ saved_tensor_hooks: Callable[[bool], Any] = _find("_C._autograd._top_saved_tenso
 no_torch_function: Any = _find("_C.DisableTorchFunction")
 """A context in which nobody sees the torch functions that are called."""
 
+current_function_mode: Callable[[], Any] = _find("overrides._get_current_function_mode")
+"""The innermost TorchFunctionMode that is active; None where there is none."""
+
 no_torch_function_subclass: Any = _find("_C.DisableTorchFunctionSubclass")
 """A context in which tensor subclasses do not see the torch functions that are called; modes still do."""
 

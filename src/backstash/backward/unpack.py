@@ -8,7 +8,7 @@ from torch import Tensor
 from backstash.backward import accumulation, claims, linear, table
 from backstash.codecs.shape import stand_in
 from backstash.errors import SavedTensorModifiedError
-from backstash.saved import TensorSpec
+from backstash.stash import held
 from backstash.stash.decode import (
     StashedTensor,
     check_version,
@@ -22,8 +22,8 @@ from backstash.stash.parameters import HeldParameter, check_memory
 from backstash.stash.value import Saved
 from backstash.torch_internals import in_backward, running_node
 
-Packed = Saved | HeldParameter | tuple[Tensor, int]
-"""What a Session's pack hook returns: a Saved; or a tensor that is held as it is, with its version."""
+Packed = Saved | HeldParameter | held.AsItIs
+"""What a Session's pack hook returns."""
 
 
 def unpack(packed: Packed, live: Live, min_nbytes: int) -> Tensor:
@@ -39,9 +39,11 @@ def unpack(packed: Packed, live: Live, min_nbytes: int) -> Tensor:
         SavedTensorFreedError: its memory was freed since.
     """
     if type(packed) is tuple:
-        return _small(packed, min_nbytes)
+        return held.read(packed)
     if isinstance(packed, HeldParameter):
-        parameter = _small((packed.tensor, packed.version), min_nbytes)
+        parameter = held.read((packed.tensor, packed.version, None))
+        if parameter.nbytes >= min_nbytes:
+            parameter = linear.claim_weight(parameter)
         if in_backward():  # and not a look at grad_fn._saved_*
             packed.check_memory()
         return parameter
@@ -53,13 +55,6 @@ def unpack(packed: Packed, live: Live, min_nbytes: int) -> Tensor:
     if packed.dense is not None and packed.spec is not None and in_backward():
         check_memory(tensor, packed.spec.nbytes, packed.tensor.key if packed.tensor else "")
     return tensor if wrapping is None else wrapping.wrap(tensor)
-
-
-def _small(packed: tuple[Tensor, int], min_nbytes: int) -> Tensor:
-    small, version = packed
-    if small._version != version:
-        raise SavedTensorModifiedError(modified_message(TensorSpec.of(small), None, small._version, version))
-    return linear.claim_weight(small) if small.nbytes >= min_nbytes else small
 
 
 def _inner(saved: Saved, live: Live) -> Tensor:

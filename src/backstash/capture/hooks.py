@@ -11,25 +11,57 @@ from torch import Tensor
 
 from backstash.capture import modules, observer
 from backstash.errors import SessionError
-from backstash.torch_internals import saved_tensor_hooks
+from backstash.torch_internals import current_function_mode, saved_tensor_hooks
 
 
 class Listener(modules.Listener, observer.Listener, Protocol):
     """Whoever wants to know what happens in a forward pass."""
 
 
-def install(listener: Listener, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> ExitStack:
-    """Install everything on this thread; closing what is returned takes all of it away.
+class Hooks:
+    """What a Session has installed on this thread.
 
     Args:
-        listener: told about torch functions and modules.
         pack, unpack: the saved-tensor hooks.
+        listener: told about torch functions and modules; None for nobody.
     """
-    with ExitStack() as installed:
-        installed.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
-        installed.enter_context(observer.Observer(listener))
-        installed.callback(modules.listen(listener))
-        return installed.pop_all()
+
+    def __init__(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], listener: Listener | None
+    ) -> None:
+        self._observer = None if listener is None else observer.Observer(listener)
+        self._is_observing = False
+        self._below: Any = None  # the mode on which the observer was put
+        with ExitStack() as installed:
+            installed.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+            installed.callback(self._stop)
+            self.observe()
+            installed.callback(modules.listen(listener))
+            self._installed = installed.pop_all()
+
+    def remove(self) -> None:
+        """Take everything away."""
+        self._installed.close()
+
+    def observe(self) -> None:
+        """Put the observer of torch functions back where it was, unless the program has put a mode of its own there."""
+        if self._observer is None or self._is_observing:
+            return
+        if self._below is not None and current_function_mode() is not self._below:
+            return
+        self._below = current_function_mode()
+        self._observer.__enter__()
+        self._is_observing = True
+
+    def stop_observing(self) -> None:
+        """Take the observer of torch functions away, unless the program has put a mode of its own on top of it."""
+        if self._is_observing and current_function_mode() is self._observer:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._is_observing and self._observer is not None:
+            self._is_observing = False
+            self._observer.__exit__(None, None, None)
 
 
 def refuse_other_hooks() -> None:
@@ -38,7 +70,7 @@ def refuse_other_hooks() -> None:
     Raises:
         SessionError: another Session or other saved-tensor hooks are active.
     """
-    if modules.active() is not None:
+    if modules.is_active():
         raise SessionError(
             "a Session was opened inside another one, but only the innermost hooks of autograd run, so the outer one "
             "would see nothing. Open one Session around the whole forward pass; for different treatment of parts of "

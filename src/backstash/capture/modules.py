@@ -43,10 +43,18 @@ def active() -> Any:
     return getattr(_active, "listener", None)
 
 
-def listen(listener: Listener) -> Callable[[], None]:
-    """Tell the listener about modules that run on this thread; returns what ends that."""
-    _active.listener = listener
+def is_active() -> bool:
+    """Whether a Session is open on this thread."""
+    return getattr(_active, "is_open", False)
+
+
+def listen(listener: Listener | None) -> Callable[[], None]:
+    """Tell the listener, if any, about modules that run on this thread; returns what ends that."""
+    _active.is_open = True
     thread = _active.__dict__
+    if listener is None:
+        return lambda: thread.pop("is_open", None)
+    _active.listener = listener
     with _lock:
         _listeners[id(listener)] = listener
         if len(_listeners) == 1:
@@ -54,6 +62,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 
     def stop() -> None:
         thread.pop("listener", None)
+        thread.pop("is_open", None)
         with _lock:
             _listeners.pop(id(listener), None)
             if not _listeners:

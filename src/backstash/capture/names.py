@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from backstash import needs
+from backstash.capture.learned import Learned
 from backstash.saved import SavedTensor, TensorSpec
 from backstash.stash.place import Place
 from backstash.stash.value import Saved
@@ -37,7 +38,7 @@ class Frame:
         self.counts: defaultdict[str, int] = defaultdict(int)
 
 
-class _KnownNode:
+class KnownNode:
     """What is known of the tensors that one node of the model saves (Note: [known nodes])."""
 
     __slots__ = ("asked", "places", "roles")
@@ -80,6 +81,7 @@ class Names:
 
     Attributes:
         frames: the module calls in progress; the first stands for what runs outside of modules.
+        learned: where what is known is kept.
     """
 
     def __init__(self, model: nn.Module | None, can_claim: Callable[[str, str, TensorSpec], bool]) -> None:
@@ -87,7 +89,7 @@ class Names:
         self._can_claim = can_claim
         self.frames = [Frame("")]
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._known: dict[tuple[str, type, int], _KnownNode] = {}
+        self.learned = Learned()
 
     # -- modules -------------------------------------------------------------------------------------------------
 
@@ -149,7 +151,7 @@ class Names:
         frame.counts[op] = number + 1
         roles = tuple([role for role, _ in found])
         index = frame.fqn, type(node), number
-        known = self._known.get(index)
+        known = self.learned.nodes.get(index)
         if known is not None and known.fits(node, roles, found):
             for place, (_, saved) in zip(known.places, found, strict=True):
                 saved.spec = place.facts.spec
@@ -169,9 +171,10 @@ class Names:
             claimable = builtin and saved.wrapping is None and self._can_claim(op, role, saved.spec)
             places.append(Place(_facts(frame.fqn, op, number, role, saved.spec, reading), claimable))
         if asked._comparable and all(saved.wrapping is None for _, saved in found):
-            if len(self._known) >= MOST_NODES:
-                self._known.clear()
-            self._known[index] = _KnownNode(roles, places, asked._noted)
+            nodes = self.learned.nodes
+            if len(nodes) >= MOST_NODES:
+                nodes.clear()
+            nodes[index] = KnownNode(roles, places, asked._noted)
         return places
 
     def unknown_place(self, saved: Saved) -> Place:

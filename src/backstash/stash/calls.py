@@ -297,7 +297,7 @@ def _batch_norm(
 def _statistic(packed: Any) -> Held | None:
     """A saved statistic: a small one is held as it is; one that is going to be stored is copied."""
     if isinstance(packed, tuple):
-        return Held(*packed)
+        return Held(packed[0], packed[1])
     dense: Tensor | None = getattr(packed, "dense", None)
     if dense is None:
         return None

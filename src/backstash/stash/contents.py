@@ -26,7 +26,7 @@ class Contents:
     """
 
     def __init__(self, min_nbytes: int, parameters: ParameterStorages) -> None:
-        self._min_nbytes = min_nbytes
+        self.min_nbytes = min_nbytes
         self._parameters = parameters
         self._contents: dict[int, Content] = {}
         self._snapshots: dict[tuple[Any, ...], tuple[weakref.ref[torch.UntypedStorage], Tensor]] = {}
@@ -56,7 +56,7 @@ class Contents:
         if result.layout is not torch.strided or not result.is_floating_point():
             return
         storage = result.untyped_storage()
-        if storage.nbytes() < self._min_nbytes or is_odd(result):
+        if storage.nbytes() < self.min_nbytes or is_odd(result):
             return
         call = calls.call_of(function, args, kwargs, result, storage, self._argument, random_state)
         content = self.of(result)
@@ -67,7 +67,7 @@ class Contents:
         """Something may change the memory of ``x`` from now on without a new version: no recipe reads it."""
         if self._parameters.include(x, storage):
             self._snapshots.clear()
-        elif storage.nbytes() >= self._min_nbytes:
+        elif storage.nbytes() >= self.min_nbytes:
             content = self.of(x)
             content.escaped, content.call = True, None
 
@@ -86,7 +86,7 @@ class Contents:
     def _argument(self, x: Tensor, made: torch.UntypedStorage) -> View | Held | None:
         """A tensor argument of the call that filled ``made``; None where a call that reads it cannot be repeated."""
         storage = x.untyped_storage()
-        if storage.nbytes() < self._min_nbytes or self._parameters.include(x, storage):
+        if storage.nbytes() < self.min_nbytes or self._parameters.include(x, storage):
             return self._snapshot(x, storage)
         if storage is not made:
             content = self.of(x)
@@ -101,7 +101,7 @@ class Contents:
         The program may change them before backward (a running average, an average of weights swapped in), also through
         ``.data`` and so without a new version.
         """
-        if x.nbytes < self._min_nbytes:
+        if x.nbytes < self.min_nbytes:
             copy = x.detach().clone()
             return Held(copy, copy._version)
         if x.nbytes > SNAPSHOT_NBYTES:

@@ -34,6 +34,10 @@ class Encoder:
         stores: stores by name.
         live: the running totals.
         remaking: finds out how values can be made again.
+
+    Attributes:
+        is_fixed: whether the policy says the same of the same facts whenever it is asked.
+        has_acted: whether the policy has said anything but Keep since this was set to False.
     """
 
     def __init__(self, policy: Policy, stores: Mapping[str, Store], live: Live, remaking: Remaking) -> None:
@@ -42,6 +46,7 @@ class Encoder:
         self._live = live
         self._remaking = remaking
         self.is_fixed = policy.is_fixed
+        self.has_acted = False
 
     def encode(self, value: Value) -> None:
         """Store a value that nobody but autograd holds in the form that the policy chooses."""
@@ -66,6 +71,7 @@ class Encoder:
         if isinstance(action, Keep):
             self.keep(value, facts, action.reason)
             return
+        self.has_acted = True
         value.buffers = self._live.buffers
         started = time.perf_counter()
         why = ""

@@ -1,0 +1,107 @@
+"""What was learned about a model's step outlives the Session that has learned it, so a Session for each step is fine.
+
+Note: [sizes that matter]
+    Each tensor that a Session looks at costs it some ten microseconds, whatever the tensor's size. So small tensors are
+    kept as they are, where that changes little: those below the largest power of two, from 16 to 256 KiB, below which
+    no more than a fiftieth of the saved bytes lie. Where all that a step saves takes less than 64 MiB, which is less
+    than the process takes before it trains, those below 256 KiB are kept, whatever their share. The sizes are counted
+    in the first step, so the choice depends on the model and its input alone, and is the same on every machine.
+
+Note: [idle Sessions]
+    When the policy is fixed and has said Keep of everything in two equal steps, there is nothing to do: the Session
+    takes its observer and its module hooks away, and holds what is saved with its version and nothing else. It counts
+    the tensors and their bytes. After a step that has saved others, it learns anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from backstash.stash.ledger import Step
+
+if TYPE_CHECKING:
+    from backstash.capture.names import KnownNode
+
+SMALLEST = 16 << 10
+"""Tensors below this are always kept unless a Session is told otherwise."""
+
+LARGEST = 256 << 10
+"""Tensors from this size on are looked at in any case."""
+
+SHARE = 50
+"""The tensors that are kept for their size alone have at most one in so many of the saved bytes."""
+
+LITTLE = 64 << 20
+"""Bytes of a whole step below which only large tensors are looked at."""
+
+QUIET_STEPS = 2
+"""Equal steps without anything to do after which a Session is idle."""
+
+
+class Learned:
+    """What is known of the steps of one model under one policy.
+
+    Attributes:
+        nodes: what is known of the tensors that nodes save, by module path, type of node and number.
+        min_nbytes: tensors smaller than this are kept; None where this was not decided yet.
+        is_idle: whether there is nothing to do (Note: [idle Sessions]).
+        counted: how many tensors the last step has saved, and their bytes.
+        step: the accounts of the last step that was not idle.
+        peak_nbytes: the most bytes that such a step has held on the device.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[tuple[str, type, int], KnownNode] = {}
+        self.min_nbytes: int | None = None
+        self.counted = (0, 0)
+        self.step = Step()
+        self.peak_nbytes = 0
+        self._quiet_steps = 0
+        self._needed = QUIET_STEPS
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self._quiet_steps >= self._needed
+
+    def end_step(self, counted: tuple[int, int], is_quiet: bool) -> None:
+        """A step is over.
+
+        Args:
+            counted: how many tensors it has saved, and their bytes.
+            is_quiet: whether the policy has said Keep of all of them.
+        """
+        if not counted[0]:  # an evaluation
+            return
+        if self.is_idle and counted != self.counted:
+            self._needed = min(2 * self._needed, 64)  # steps differ: it takes longer to be sure again
+        equal = is_quiet and counted == self.counted
+        self._quiet_steps = self._quiet_steps + 1 if equal else int(is_quiet)
+        self.counted = counted
+
+    def choose_min_nbytes(self, sizes: Iterable[int]) -> int:
+        """The size from which tensors are looked at (Note: [sizes that matter]); decided once, from a step's sizes."""
+        if self.min_nbytes is None:
+            sizes = list(sizes)
+            total, chosen = sum(sizes), LARGEST
+            if total >= LITTLE:
+                while chosen > SMALLEST and SHARE * sum(size for size in sizes if size < chosen) > total:
+                    chosen //= 2
+            self.min_nbytes = chosen
+        return self.min_nbytes
+
+
+_by_module: weakref.WeakKeyDictionary[nn.Module, dict[str, Learned]] = weakref.WeakKeyDictionary()
+
+
+def learned_of(model: nn.Module, settings: str) -> Learned:
+    """What was learned of a model by all Sessions with the same settings; it goes with the model."""
+    by_settings = _by_module.setdefault(model, {})
+    learned = by_settings.get(settings)
+    if learned is None:
+        learned = by_settings[settings] = Learned()
+    return learned
