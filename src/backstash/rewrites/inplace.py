@@ -136,6 +136,7 @@ def inplace(model: nn.Module, step: Callable[[], object], *, session: Session | 
     activations among n. It takes memory for two more copies of the gradients, and one of parameters and buffers.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(), nn.Linear(64, 1), nn.Sigmoid(), nn.Dropout())
         >>> with inplace(model, lambda: model(torch.ones(8, 64)).sum().backward()) as rewrite:
         ...     rewrite.switched, list(rewrite.refused)
