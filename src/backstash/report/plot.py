@@ -1,4 +1,4 @@
-"""Charts of a comparison and of the bytes alive over a step. They need matplotlib: ``pip install 'backstash[plot]'``."""
+"""Charts of comparisons and of the bytes alive over a step. Needs matplotlib: ``pip install 'backstash[plot]'``."""
 
 from __future__ import annotations
 
