@@ -1,9 +1,8 @@
-"""What a Session's arguments have to be."""
+"""Checks of the arguments of a Session."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -11,9 +10,9 @@ from backstash.stores import Store
 
 
 def check_arguments(
-    model: Any, stores: Any, min_nbytes: Any, check: Any, check_limit: Any, overwrite_gradients: Any
+    model: object, stores: object, min_nbytes: object, check: object, check_limit: object, overwrite_gradients: object
 ) -> None:
-    """Refuse arguments of a Session that it could not use later.
+    """Raises an error for an argument that a Session could not use later. Takes the arguments of Session, of any type.
 
     Raises:
         TypeError: an argument is of another type.

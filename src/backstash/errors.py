@@ -1,6 +1,6 @@
-"""Every exception of backstash, one class per cause.
+"""Every exception of backstash, with one class for each cause.
 
-Each message has three parts: what was asked, what was got, what to do.
+Each message has three parts: what was asked, what was got, and what to do.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SessionError(BackstashError, RuntimeError):
 
 
 class RewriteError(BackstashError, ValueError):
-    """A rewrite was asked for of a model or with a step that it cannot be proven on."""
+    """A rewrite was asked for, but it cannot be proven on this model with this step."""
 
 
 class MeasureError(BackstashError, RuntimeError):

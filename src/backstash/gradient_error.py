@@ -1,14 +1,14 @@
-"""How far off a policy makes the gradient: measured in the first steps of training, by two backward passes more.
+"""Measures the error that a policy causes in the gradient, with two more backward passes in the first steps.
 
-In a checked step a Session keeps beside each value that is stored with an error the exact one. When backward begins,
-the graph's gradient is computed twice before it: of the values as they are stored, and of the exact ones. Then the real
-backward pass runs, which knows nothing of it.
+In a checked step a Session keeps the exact value beside each value that is stored with an error. When backward begins,
+the gradient of the graph is computed twice before the real backward pass: from the values as they are stored, and from
+the exact values. The two gradients are compared. The real backward pass is not changed by this.
 
 Note: [where backward begins]
-    Saved-tensor hooks are called while the node that reads is locked, so a second pass through the same node cannot
-    begin there: it would wait for itself. And only who starts the engine knows all roots, and with which gradients. So
-    the function by which ``torch.autograd`` starts it is wrapped while a Session waits for a checked step's backward;
-    afterwards it is put back.
+    Saved-tensor hooks are called while the node that reads the tensor is locked. A second pass through the same node
+    cannot begin in a hook, because it would wait for itself. Besides, only the caller that starts autograd's engine
+    knows all roots and their gradients. So the function by which ``torch.autograd`` starts the engine is wrapped while
+    a Session waits for the backward pass of a checked step, and is restored afterwards.
 """
 
 from __future__ import annotations
@@ -17,35 +17,46 @@ import math
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 
 from backstash.stash.ledger import GradientError
 from backstash.torch_internals import backward_engine, functorch_level, in_backward, replace_backward_engine
 
+if TYPE_CHECKING:
+    from backstash.stash.value import Saved
+
+Root = Tensor | GradientEdge
+"""A tensor, or an edge of the graph, that a backward pass begins with or ends in."""
+
+Engine = Callable[..., Any]
+"""The function that starts autograd's engine."""
+
 _lock = threading.RLock()
 _waiting: weakref.WeakSet[Monitor] = weakref.WeakSet()
-_engine: Any = None
-"""The function that :func:`_start` stands in for; None where it does not."""
+_engine: Engine | None = None
+"""The function that :func:`_start` replaces; None while it replaces nothing."""
 
 
 class Monitor:
     """Measures the gradient's error in the first steps of one Session.
 
     Args:
-        steps: how many.
-        limit: the relative error above which it warns.
-        policy: what the warning calls the policy.
-        packed_by: yields what the Session packed for a node's saved tensors, and what others packed too.
-        name_of: a parameter's name, None for a tensor that is no parameter.
+        steps: in how many steps, from the first one on.
+        limit: the relative error above which the Monitor warns.
+        policy: the policy's name in the warning.
+        packed_by: yields the packed objects of a node's saved tensors, those of other hooks included.
+        name_of: returns a parameter's name, or None for a tensor that is no parameter.
 
     Attributes:
-        is_exact: whether backward is to read exact values now.
-        is_measuring: whether one of its two backward passes runs, in which a reader that writes gets a copy.
-        found: what was measured.
+        is_exact: whether backward must read exact values now.
+        is_measuring: whether one of the Monitor's own backward passes runs. A reader that writes gets a copy then.
+        found: the measured errors, one for each backward pass.
+        step: the number of the step in progress.
     """
 
     def __init__(
@@ -53,7 +64,7 @@ class Monitor:
         steps: int,
         limit: float,
         policy: str,
-        packed_by: Callable[[Any], Iterable[Any]],
+        packed_by: Callable[[Node], Iterable[object]],
         name_of: Callable[[Tensor], str | None],
     ) -> None:
         self.steps, self.limit, self.policy = steps, limit, policy
@@ -69,7 +80,7 @@ class Monitor:
         return 0 < self.step <= self.steps
 
     def begin_step(self, step: int) -> None:
-        """A forward pass begins: wait for its backward if it is to be checked."""
+        """Notes that a forward pass begins, and waits for its backward pass if the step is checked."""
         global _engine
         self.step = step
         with _lock:
@@ -82,18 +93,33 @@ class Monitor:
                 _waiting.discard(self)
                 _restore()
 
-    def before_backward(self, engine: Any, roots: Any, gradients: Any, create_graph: bool, inputs: Any) -> None:
-        """Measure, if the graph is one of this Session's; say why where that is not possible."""
+    def before_backward(
+        self,
+        engine: Engine,
+        roots: Sequence[Root],
+        gradients: Sequence[Tensor | None],
+        create_graph: bool,
+        inputs: Sequence[Root],
+    ) -> None:
+        """Measures the error if the graph has tensors of this Session, or notes why the error cannot be measured.
+
+        Args:
+            engine: the function that starts the engine.
+            roots: where backward begins.
+            gradients: the gradient of each root.
+            create_graph: whether backward was asked for a graph of its own.
+            inputs: the leaves that backward was asked for; empty: all leaves of the graph.
+        """
         graph = _Graph(roots)
-        packed = [mine for node in graph.nodes for mine in self.packed_by(node)]
-        own = [mine for mine in packed if getattr(getattr(mine, "live", None), "monitor", None) is self]
+        packed = [saved for node in graph.nodes for saved in self.packed_by(node)]
+        own: list[Saved] = [saved for saved in packed if self._is_own(saved)]
         if not own:
             return
-        leaves = list(inputs) if inputs else graph.leaves
+        leaves: list[Root] = list(inputs) if inputs else list(graph.leaves)
         reason = _obstacle(graph, packed, create_graph)
         if reason:
             self.found.append(GradientError(self.step, reason=reason))
-        elif not any(mine.value is not None and mine.value.exact is not None for mine in own):
+        elif not any(saved.value is not None and saved.value.exact is not None for saved in own):
             self.found.append(GradientError(self.step, 0.0))
         elif leaves:
             unpacked = own[0].live.unpacked
@@ -109,21 +135,31 @@ class Monitor:
             finally:
                 own[0].live.unpacked = unpacked
 
+    def _is_own(self, packed: object) -> TypeGuard[Saved]:
+        """Whether a packed object is a saved tensor of this Monitor's Session."""
+        return getattr(getattr(packed, "live", None), "monitor", None) is self
+
     def _gradients(
-        self, engine: Any, roots: Any, gradients: Any, leaves: list[Any], is_exact: bool
+        self,
+        engine: Engine,
+        roots: Sequence[Root],
+        gradients: Sequence[Tensor | None],
+        leaves: list[Root],
+        is_exact: bool,
     ) -> tuple[Tensor | None, ...]:
+        """The gradients of ``leaves``, from exact or from stored values. Restores the generators' states."""
         devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda})
         self.is_exact, self.is_measuring = is_exact, True
         try:
             with torch.random.fork_rng(devices):
-                made: tuple[Tensor | None, ...] = engine(
+                found: tuple[Tensor | None, ...] = engine(
                     roots, gradients, True, False, tuple(leaves), True, accumulate_grad=False
                 )
-            return made
+            return found
         finally:
             self.is_exact = self.is_measuring = False
 
-    def _name(self, leaf: Any, place: int) -> str:
+    def _name(self, leaf: Root, place: int) -> str:
         name = self.name_of(leaf) if isinstance(leaf, Tensor) else None
         return name or f"(input {place}, {list(leaf.shape) if isinstance(leaf, Tensor) else 'no tensor'})"
 
@@ -142,16 +178,17 @@ class Monitor:
 
 
 class _Graph:
-    """The nodes that a backward pass from these roots may reach, and the leaves it adds to."""
+    """The nodes that a backward pass from these roots may reach, and the leaves whose gradients it accumulates."""
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Root]) -> None:
         self.nodes = list(_reached(roots))
-        self.leaves = [node.variable for node in self.nodes if type(node).__name__ == "AccumulateGrad"]
+        accumulating: list[Any] = [node for node in self.nodes if type(node).__name__ == "AccumulateGrad"]
+        self.leaves: list[Tensor] = [node.variable for node in accumulating]
 
 
-def _reached(roots: Iterable[Any]) -> Iterator[Any]:
+def _reached(roots: Iterable[Root]) -> Iterator[Node]:
     nodes = [root.grad_fn if isinstance(root, Tensor) else root[0] for root in roots]
-    seen = set()
+    seen: set[Node] = set()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
@@ -160,14 +197,14 @@ def _reached(roots: Iterable[Any]) -> Iterator[Any]:
             nodes += (following for following, _ in node.next_functions)
 
 
-def _obstacle(graph: _Graph, packed: Iterable[Any], create_graph: bool) -> str:
-    """Why the gradient's error cannot be measured, or an empty string if it can."""
+def _obstacle(graph: _Graph, packed: Iterable[object], create_graph: bool) -> str:
+    """Returns why the gradient's error cannot be measured, or an empty string if it can."""
     if create_graph:
         return "backward was asked for a graph of its own (create_graph=True)"
     if functorch_level() is not None:
         return "backward runs under a transform of torch.func"
     checkpointed = any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph.nodes)
-    if checkpointed or any(type(mine).__module__ == "torch.utils.checkpoint" for mine in packed):
+    if checkpointed or any(type(other).__module__ == "torch.utils.checkpoint" for other in packed):
         return "the graph has a checkpoint, and what it computes again may change buffers"
     return ""
 
@@ -175,10 +212,16 @@ def _obstacle(graph: _Graph, packed: Iterable[Any], create_graph: bool) -> str:
 def _compared(
     step: int, names: list[str], stored: tuple[Tensor | None, ...], exact: tuple[Tensor | None, ...]
 ) -> GradientError:
-    """The error of all gradients together, and the leaf that has the largest part of it.
+    """The error of all gradients together, and the leaf with the largest part of it.
 
-    The smallest cosine would mostly name a leaf whose gradient is zero but for rounding, such as a bias in front of a
-    norm.
+    The leaf with the smallest cosine would tell less: mostly its gradient is zero but for rounding, as the gradient of
+    a bias in front of a norm is.
+
+    Args:
+        step: number of the step.
+        names: names of the leaves.
+        stored: the leaves' gradients from stored values; None where a leaf has no gradient.
+        exact: the leaves' gradients from exact values.
     """
     wrong = total = most = 0.0
     worst, cosine = "", None
@@ -199,11 +242,17 @@ def _compared(
 
 
 def _start(
-    roots: Any, gradients: Any, retain_graph: bool, create_graph: bool, inputs: Any, *more: Any, **rest: Any
+    roots: Sequence[Root],
+    gradients: Sequence[Tensor | None],
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Root],
+    *more: Any,
+    **rest: Any,
 ) -> Any:
-    """Stands in for the function that starts autograd's engine, while a Session waits for a backward pass."""
-    engine = _engine
-    if not in_backward():  # and not inside another backward
+    """Replaces the function that starts autograd's engine while a Session waits for a backward pass."""
+    engine = _engine or backward_engine()  # another thread may have restored torch's own meanwhile
+    if not in_backward():  # a backward pass inside another one is not a step's own
         with _lock:
             waiting = list(_waiting)
         for monitor in waiting:
@@ -214,7 +263,7 @@ def _start(
 
 
 def _restore() -> None:
-    """Put back torch's own function when nobody waits any more, unless somebody else has wrapped ours."""
+    """Restores torch's own function when no Monitor waits any more, unless other code has wrapped ours meanwhile."""
     global _engine
     if not _waiting and _engine is not None and backward_engine() is _start:
         replace_backward_engine(_engine)

@@ -1,9 +1,9 @@
-"""What each backward formula reads of what it saved: (autograd node, saved name) -> Need.
+"""How much each backward formula reads of the tensors that it saved: a table from (autograd node, saved name) to Need.
 
-The names are torch's own: node ``MaxPool2DWithIndicesBackward0`` has the op ``MaxPool2DWithIndices``, and its
-``_saved_result1`` is the role ``result1``. Every row is proven by tests/gradients/test_needs.py, which hands the
-formula what the row allows and adversarial values besides; docs/needs.md gives the derivative of each. What is not in
-the table needs its VALUE.
+The names are torch's own: the node ``MaxPool2DWithIndicesBackward0`` has the op ``MaxPool2DWithIndices``, and its
+``_saved_result1`` has the role ``result1``. tests/gradients/test_needs.py proves every row: it gives the formula what
+the row allows, and adversarial values for all the rest. The page on needs in docs/ shows the derivative of each row. A
+saved tensor that is not in the table needs its VALUE.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Row:
     """One row of the table.
 
     Args:
-        need: what the formula reads.
-        formula: the derivative, as torch's derivatives.yaml has it.
-        mask: for SIGN: builds the Mask from the node's saved scalars; returns None where the row does not hold.
+        need: how much the formula reads.
+        formula: the derivative, as torch's derivatives.yaml states it.
+        mask: for SIGN: builds the Mask from the node's saved scalars, or returns None if the row does not hold.
         window: for INDEX: builds the PoolWindow from the node, the input's spec and the indices' spec.
     """
 
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A row applied to one saved tensor; ``function``, ``effect`` and ``row`` as in SavedTensor."""
+    """A row applied to one saved tensor. All attributes are those of SavedTensor."""
 
     need: Need
     mask: Mask | None = None
@@ -70,14 +70,14 @@ def _op_of_name(name: str) -> str:
 
 
 def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec], op: str | None = None) -> Reading:
-    """What the backward of ``node`` reads of the tensor it saved as ``role``.
+    """How much the backward formula of ``node`` reads of the tensor that it saved as ``role``.
 
     Args:
         node: the autograd node.
-        role: its name for the tensor.
+        role: the node's name for the tensor.
         spec: the tensor's spec.
-        specs: the specs of everything the node saved, by role.
-        op: the node's op, where that is known.
+        specs: the specs of all tensors that the node saved, by role.
+        op: the node's op, if the caller knows it.
     """
     if op is None:
         op = op_of(node)
@@ -89,7 +89,7 @@ def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec]
         return Reading(Need.VALUE, function=function, effect=effect, row=values)
     try:
         return _apply(row, node, spec, specs)
-    except AttributeError:  # a torch version whose node does not save the scalar that the row asks for
+    except AttributeError:  # this torch version's node does not save the scalar that the row reads
         return VALUE
 
 
@@ -104,13 +104,13 @@ def _apply(row: Row, node: Any, spec: TensorSpec, specs: Mapping[str, TensorSpec
 
 @cache
 def _representable(mask: Mask, dtype: torch.dtype) -> bool:
-    """Whether every bound is a number of ``dtype``: kernels differ in how they round others, so no mask then."""
+    """Whether ``dtype`` can represent every bound exactly. Kernels differ in how they round other bounds."""
     bounds = [bound for bound in (mask.lo, mask.hi, mask.if_set, mask.if_clear) if math.isfinite(bound)]
     return torch.tensor(bounds, dtype=dtype, device="cpu").tolist() == bounds
 
 
 def _scalar(value: Any, default: float) -> float | None:
-    """A saved scalar; ``default`` for an absent one, None for a tensor (another overload, which saves a tensor)."""
+    """A saved scalar, or ``default`` if it is absent. None for a tensor, which another overload of the op saves."""
     if value is None:
         return default
     return float(value) if isinstance(value, (int, float)) else None
@@ -145,7 +145,7 @@ def _shrink(node: Any) -> Mask | None:
 
 
 def _closed(low: float | None, high: float | None) -> Mask | None:
-    """``low <= x <= high`` with a stand-in for either outcome; None where one of them is impossible."""
+    """The mask of ``low <= x <= high``, with a stand-in for each outcome; None if no value has one of the outcomes."""
     if low is None or high is None or not low <= high:
         return None
     inside = low if math.isfinite(low) else high if math.isfinite(high) else None
@@ -257,7 +257,7 @@ def _index_rows() -> dict[tuple[str, str], Row]:
 
 
 def _function(functions: Mapping[str, Mapping[str, Any]], node: Any) -> str | None:
-    """Which of the functions the node differentiates, by the scalars that it saved."""
+    """The name of the function that the node differentiates, found by the scalars that the node saved, or None."""
     for name, scalars in functions.items():
         if all(getattr(node, f"_saved_{scalar}", None) == value for scalar, value in scalars.items()):
             return name
@@ -275,8 +275,8 @@ FUNCTIONS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     ("Sigmoid", "result"): {"sigmoid": {}},
     ("Softplus", "self"): {"softplus": {"beta": 1.0, "threshold": 20.0}},
 }
-"""Values that backward reads for one function's derivative and nothing else: the function, and its node's scalars."""
+"""Values that backward reads for the derivative of one function only: the function's name, and its node's scalars."""
 
 
 TABLE: dict[tuple[str, str], Row] = _shape_rows() | _sign_rows() | _index_rows()
-"""The whole table."""
+"""The whole table, by (op, role)."""

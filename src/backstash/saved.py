@@ -1,4 +1,4 @@
-"""What is known of a saved tensor without holding it: TensorSpec, Need, Mask, SavedTensor."""
+"""Facts about a saved tensor, which hold no tensor: TensorSpec, Need, Mask, Effect, SavedTensor."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-"""The tensor types that are looked at; other subclasses are kept."""
+"""The types of tensors that codecs may encode. Tensors of other subclasses are kept as they are."""
 
 
 def is_odd(x: torch.Tensor) -> bool:
-    """Whether the tensor is one that no codec handles: quantized, lazily conjugated or negated, or without memory."""
+    """Whether no codec handles the tensor: it is quantized, lazily conjugated or negated, nested, or has no memory."""
     return x.is_quantized or x.is_conj() or x.is_neg() or x.device.type == "meta" or x.is_nested
 
 
 class Need(Enum):
-    """What a backward formula really reads of a saved tensor.
+    """How much a backward formula really reads of a saved tensor.
 
-    The order is strength: whoever has the ``VALUE`` can serve every other need.
+    The needs are in the order of strength: the ``VALUE`` serves every other need as well.
     """
 
     SHAPE = 1  # sizes, strides, dtype and device only
@@ -34,9 +34,9 @@ class Need(Enum):
 
 
 class Test(Enum):
-    """An elementwise test, written as the backward kernels write it, so that NaN falls on the same side.
+    """An elementwise test, written as the backward kernels write it, so that a NaN has the same outcome.
 
-    ``lo`` and ``hi`` are rounded to the tensor's dtype first, as the kernels do.
+    ``lo`` and ``hi`` are rounded to the tensor's dtype first, as the kernels round them.
     """
 
     NOT_LE = "not_le"  # not (x <= lo)               relu, threshold
@@ -46,7 +46,7 @@ class Test(Enum):
     CLOSED = "closed"  # lo <= x and x <= hi         clamp, hardshrink, softshrink
     NONZERO = "nonzero"  # any bit is set: -0.0 and NaN count
 
-    __test__ = False  # a name that pytest would collect
+    __test__ = False  # or pytest would collect this class because of its name
 
     def __repr__(self) -> str:
         return f"Test.{self.name}"
@@ -62,15 +62,15 @@ _TEST_CODES = {test: code for code, test in enumerate(Test)}
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The sign information that a backward formula reads: one bit per element.
+    """The sign information that a backward formula reads: one bit per element, or two.
 
     Args:
         test: the elementwise test whose outcome is the bit.
         lo, hi: the bounds of the test.
-        if_set: a value that stands in for every element that passes: the formula treats it the same.
+        if_set: the stand-in for every element that passes the test. The formula treats it like the element.
         if_clear: the stand-in for every other element.
-        ternary: the formula reads ``sign(x)``: a second bit tells negative elements, whose stand-in is -1.
-        nan: the kernel treats a NaN as passing or not by its position (Note: [NaN by position]), so NaN stays NaN.
+        ternary: whether the formula reads ``sign(x)``. A second bit then marks negative elements, whose stand-in is -1.
+        nan: whether a kernel's outcome for NaN depends on its position (Note: [NaN by position]). NaN stays NaN then.
     """
 
     test: Test
@@ -84,7 +84,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class PoolWindow:
-    """Geometry of a max pooling, by which an index is a position inside a window.
+    """The geometry of a max pooling, by which an index becomes a position inside a window.
 
     Args:
         input_size, kernel, stride, padding, dilation: one entry per spatial dimension (1 to 3).
@@ -102,11 +102,11 @@ class TensorSpec:
     """Everything about a tensor but its data.
 
     Attributes:
-        shape: sizes.
-        stride: strides in elements.
-        dtype: element type.
-        device: device.
-        nbytes: bytes of its elements (``numel * itemsize``).
+        shape: sizes of the dimensions.
+        stride: strides of the dimensions, in elements.
+        dtype: type of the elements.
+        device: the tensor's device.
+        nbytes: bytes of the elements (``numel * itemsize``).
     """
 
     shape: tuple[int, ...]
@@ -140,16 +140,16 @@ _MOST_SPECS = 4096
 
 
 class Effect(Enum):
-    """What a small error in a saved value does to the gradients that backward computes of it (see effects.py)."""
+    """How a small error in a saved value changes the gradients that backward computes from it (see effects.py)."""
 
     UNKNOWN = "unknown"
-    """Nothing is known, or the error is not bounded: the value divides, or is one number for many elements."""
+    """The effect is not known or not bounded: the value is a divisor, or one number for many elements."""
     LINEAR = "linear"
-    """The gradients are linear in the value: an error that is zero on average leaves them right on average."""
+    """The gradients are linear in the value, so an error with a mean of zero does not change their mean."""
     NORMALISED = "normalised"
-    """The same, but the error counts in units of its row's standard deviation, by which backward divides it."""
+    """As LINEAR, but backward divides the error by the standard deviation of the value's row."""
     SENSITIVE = "sensitive"
-    """A curved function or a difference of nearly equal numbers makes more of the error: it has to be small."""
+    """A curved function or a difference of nearly equal numbers magnifies the error, so the error must be small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +157,20 @@ class SavedTensor:
     """Facts about one saved tensor; holds no tensor.
 
     Attributes:
-        key: stable across steps, e.g. ``"features.3/ReLU#0:result"``: module path, autograd node, how many of
-            that node this module call has made, and the name that the node's formula gives the tensor.
-        op: name of the autograd node without its suffix, ``"Relu"``; ``"?"`` where the node is not known.
-        role: the formula's name of the tensor: ``"self"``, ``"result"``, ``"weight"``, ...
-        fqn: path of the module whose forward saved it, ``""`` outside modules.
-        spec: its shape, strides, dtype and device.
-        need: what backward reads of it.
-        mask: which bit backward reads where ``need`` is ``SIGN``.
-        window: geometry of the pooling that made the indices, where ``need`` is ``INDEX`` and it is known.
-        function: the function of one variable whose derivative is all that backward reads the value for, by the name
-            that codecs.FewBit has for it; None where there is none.
-        effect: what a small error in it does to the gradients.
-        row: how many neighbours in memory share their scale: one token's features, or what shares a norm's statistics;
-            0 where that is not known.
+        key: a name that is the same in every step, such as ``"features.3/Relu#0:result"``: the module's path, the
+            autograd node, the number of the node among its kind in this call of the module, and the role.
+        op: name of the autograd node without its suffix, such as ``"Relu"``; ``"?"`` if the node is not known.
+        role: the name that the node's formula gives the tensor: ``"self"``, ``"result"``, ``"weight"``, ...
+        fqn: path of the module whose forward saved the tensor; ``""`` outside modules.
+        spec: the tensor's shape, strides, dtype and device.
+        need: how much backward reads of the tensor.
+        mask: the bits that backward reads, if ``need`` is ``SIGN``.
+        window: the geometry of the pooling that computed the indices, if ``need`` is ``INDEX`` and it is known.
+        function: the function of one variable, as codecs.FewBit names it, if backward reads the value for the
+            derivative of this function only; else None.
+        effect: how a small error in the value changes the gradients.
+        row: how many neighbours in memory share their scale, as the features of a token or the elements that share a
+            norm's statistics do; 0 if that is not known.
     """
 
     key: str

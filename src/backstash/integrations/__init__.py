@@ -1,1 +1,1 @@
-"""Where backstash meets programs that it did not write: running and watching an unchanged training script."""
+"""Runs programs that are not written for backstash: an unchanged training script, and the C library's allocator."""

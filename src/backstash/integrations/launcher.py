@@ -18,7 +18,7 @@ from backstash.session import Session
 from backstash.stash.ledger import Report
 
 INTERRUPTED = 130
-"""Exit code of a script that was interrupted from the keyboard: 128 and the number of SIGINT, as shells have it."""
+"""Exit code of a script that was interrupted from the keyboard: 128 plus the number of SIGINT, as in shells."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Launched:
     """How a script ended.
 
     Attributes:
-        exit_code: what ``python script.py`` would have ended with.
-        report: the Session's accounts, also of a script that failed.
+        exit_code: the exit code that ``python script.py`` would have had.
+        report: the Session's report. A script that failed has one as well.
     """
 
     exit_code: int
@@ -35,12 +35,12 @@ class Launched:
 
 
 def launch(script: str | Path, args: Sequence[str] = (), policy: str | Policy = "lossless") -> Launched:
-    """Run a script under one Session, from its first line to its last.
+    """Runs a script under one Session, from its first line to its last.
 
     Args:
         script: path of the script.
-        args: its arguments.
-        policy: what the Session does with saved tensors.
+        args: the script's arguments.
+        policy: the Session's policy, or its name.
 
     Raises:
         ScriptError: there is no such file.
@@ -53,17 +53,17 @@ def launch(script: str | Path, args: Sequence[str] = (), policy: str | Policy = 
 
 
 def execute(script: str | Path, args: Sequence[str] = ()) -> int:
-    """Run a script as ``python script.py`` does, in this process.
+    """Runs a script as ``python script.py`` does, in this process.
 
-    It is ``__main__``, has its own ``sys.argv``, and imports from its own folder first. If it fails, its traceback is
-    printed without the frames of this launcher.
+    The script is ``__main__``, has its own ``sys.argv``, and imports from its own folder first. If it fails, its
+    traceback is printed without the frames of this launcher.
 
     Args:
         script: path of the script.
-        args: its arguments.
+        args: the script's arguments.
 
     Returns:
-        The exit code that python would end with.
+        The exit code that Python would end with.
 
     Raises:
         ScriptError: there is no such file.
@@ -72,11 +72,11 @@ def execute(script: str | Path, args: Sequence[str] = ()) -> int:
     path = os.path.abspath(script)
     with _as_main(str(script), path, args) as namespace:
         try:
-            # Not dont_inherit would give the script this file's own "from __future__ import annotations".
+            # Without dont_inherit the script would inherit this file's "from __future__ import annotations".
             exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), namespace)
         except SystemExit as stop:
             return _exit_code(stop)
-        except BaseException as error:  # whatever ends a script ends it here, as it would in python itself
+        except BaseException as error:  # any exception ends a script, as it does in Python itself
             trace = error.__traceback__.tb_next if error.__traceback__ else None
             sys.excepthook(type(error), error.with_traceback(trace), trace)
             return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
@@ -87,10 +87,10 @@ def execute(script: str | Path, args: Sequence[str] = ()) -> int:
 
 
 def require(script: str | Path) -> None:
-    """Make sure that a script is there.
+    """Checks that a script is a file.
 
     Raises:
-        ScriptError: it is not.
+        ScriptError: there is no such file.
     """
     if not Path(script).is_file():
         found = "that is a folder" if Path(script).is_dir() else f"there is no such file (looked from {Path.cwd()})"
@@ -102,14 +102,14 @@ def require(script: str | Path) -> None:
 
 @contextmanager
 def _as_main(script: str, path: str, args: Sequence[str]) -> Iterator[dict[str, object]]:
-    """The namespace of a fresh ``__main__``; argv, the import path and the old ``__main__`` come back afterwards."""
+    """Yields the namespace of a fresh ``__main__``. Restores argv, the import path and ``__main__`` on leaving."""
     module = ModuleType("__main__")
     module.__dict__.update(
         __file__=path, __builtins__=builtins, __cached__=None, __loader__=SourceFileLoader("__main__", path)
     )
     argv, search, main = sys.argv, sys.path[:], sys.modules["__main__"]
     sys.argv = [script, *args]
-    if not sys.flags.safe_path:  # python -P keeps the script's folder out, and so do we
+    if not sys.flags.safe_path:  # python -P does not import from the script's folder, and neither do we
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     sys.modules["__main__"] = module
     try:
@@ -119,7 +119,7 @@ def _as_main(script: str, path: str, args: Sequence[str]) -> Iterator[dict[str, 
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """The code of ``sys.exit(...)``: a number is the code, a message is printed and means 1."""
+    """The exit code of ``sys.exit(argument)``: the argument if it is a number. Any other is printed and means 1."""
     if stop.code is None or isinstance(stop.code, int):
         return int(stop.code or 0)
     print(stop.code, file=sys.stderr)

@@ -1,1 +1,1 @@
-"""What a training step holds, when, and how little memory it would fit in: traces, lifetimes, a static allocator."""
+"""Traces of training steps: which buffers are alive when, and the least memory that a static allocator needs."""

@@ -1,8 +1,8 @@
-"""How little memory the buffers of a step would fit in, and Gist's memory footprint ratio.
+"""The least memory into which the buffers of a step fit, and Gist's memory footprint ratio.
 
-A static allocator knows every lifetime before the step begins, so that buffers which are never alive together may have
-the same memory. Finding the least memory is NP-hard both ways, so both ways are greedy; tests compare them with every
-possible answer where there are few buffers.
+A static allocator knows every lifetime before the step begins, so buffers that are never alive together may share
+memory. They share it in groups or by offsets. To find the least memory is NP-hard in either way, so both functions are
+greedy. Tests compare them with all possible answers for few buffers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Sharing = Literal["groups", "offsets", "dynamic", "none"]
 
 
 def groups(buffers: Sequence[Buffer]) -> tuple[tuple[int, ...], ...]:
-    """Buffers that take turns in one block each: numbers of the buffers, group by group.
+    """Groups of buffers that use one block of memory in turn, as numbers of the buffers.
 
-    The largest comes first; each buffer joins the first group none of whose members is alive with it, or opens one. The
-    buffer that opens a group is its largest, so joining costs nothing.
+    The buffers are taken from the largest to the smallest. Each joins the first group that has no member alive at the
+    same time, or opens a new group. The buffer that opens a group is its largest, so joining costs no memory.
 
-    Source: CNTK's static allocator, as the Gist paper (Jain et al., ISCA 2018) tells of it.
+    Source: CNTK's static allocator, as the Gist paper (Jain et al., ISCA 2018) describes it.
 
     Example:
         >>> a, b, c = (Buffer(n, "immediate", size, *life) for n, size, life in [
@@ -50,10 +50,10 @@ def groups(buffers: Sequence[Buffer]) -> tuple[tuple[int, ...], ...]:
 
 
 def offsets(buffers: Sequence[Buffer]) -> tuple[int, ...]:
-    """Where each buffer begins in one block of memory, so that no two are in one place at one time.
+    """The byte of one block of memory at which each buffer begins, such that buffers alive together do not overlap.
 
-    Each buffer goes into the smallest gap that holds it between those alive with it, or above them. Three orders are
-    tried - by size, by size times lifetime, by lifetime - and the least block is returned.
+    Each buffer goes into the smallest gap between the buffers alive at the same time that is large enough, or above
+    them. Three orders are tried: by size, by size times lifetime, and by lifetime. The smallest block is returned.
 
     Example:
         >>> a, b, c = (Buffer(n, "immediate", size, *life) for n, size, life in [
@@ -74,7 +74,7 @@ def offsets(buffers: Sequence[Buffer]) -> tuple[int, ...]:
         size = _extent(buffers, found)
         if size < least:
             best, least = found, size
-        if least <= live:  # nothing can be less
+        if least <= live:  # no placement can take less
             break
     return best
 
@@ -82,16 +82,16 @@ def offsets(buffers: Sequence[Buffer]) -> tuple[int, ...]:
 def footprint(
     trace: Trace, sharing: Sharing = "groups", share_stashed: bool = True, roles: Collection[Role] = ROLES
 ) -> int:
-    """Bytes of memory that a step takes.
+    """How many bytes of memory a step takes.
 
     Args:
         trace: the step.
-        sharing: ``"groups"``: see :func:`groups`, each group as large as its largest member; ``"offsets"``: see
-            :func:`offsets`; ``"dynamic"``: the most bytes alive at once, what an allocator without waste would need
-            that decides as the step goes; ``"none"``: every buffer has its own.
-        share_stashed: whether buffers of the role ``"stashed"`` share as well. Without, each has its own for the whole
-            step: the baseline that the Gist paper investigates its encodings with.
-        roles: which buffers count.
+        sharing: ``"groups"``: see :func:`groups`, where each group is as large as its largest member; ``"offsets"``:
+            see :func:`offsets`; ``"dynamic"``: the most bytes alive at once, which an allocator without waste needs
+            that decides during the step; ``"none"``: every buffer has memory of its own.
+        share_stashed: whether buffers of the role ``"stashed"`` share memory as well. If not, each has memory of its
+            own for the whole step; this is the baseline with which the Gist paper investigates its encodings.
+        roles: the roles of the buffers that count.
 
     Example:
         >>> y, dy = Buffer("y", "stashed", 100, 0, 4), Buffer("dy", "immediate", 60, 4, 5)
@@ -121,11 +121,12 @@ def memory_footprint_ratio(
 
     Args:
         plain: the step without encodings.
-        encoded: the same step with them; :meth:`Trace.by_definition` gives it the lifetimes of the paper.
-        sharing, share_stashed, roles: as :func:`footprint` has them, for both.
+        encoded: the same step with encodings. :meth:`Trace.by_definition` gives it the lifetimes of the paper.
+        sharing, share_stashed, roles: as for :func:`footprint`, for both steps.
 
     Returns:
-        The ratio, > 1 where encoding saves memory; inf where the encoded step takes none, 1.0 where neither does.
+        The ratio, which is > 1 if encoding saves memory, inf if only the encoded step takes no memory, and 1.0 if
+        neither step takes any.
     """
     before, after = (footprint(trace, sharing, share_stashed, roles) for trace in (plain, encoded))
     if after:
@@ -134,7 +135,7 @@ def memory_footprint_ratio(
 
 
 def _sorted(buffers: Sequence[Buffer], measure: Callable[[Buffer], int]) -> list[int]:
-    """Numbers of the buffers, largest first; equal ones in the order of their lives."""
+    """Numbers of the buffers, largest measure first; equal buffers in the order of their lifetimes."""
     return sorted(range(len(buffers)), key=lambda n: (-measure(buffers[n]), buffers[n].start, buffers[n].end, n))
 
 

@@ -1,8 +1,8 @@
-"""What one training step holds and when: plain data, no tensors.
+"""A trace: the buffers of one training step and their lifetimes, as plain data without tensors.
 
-Time is counted in ticks. Tick ``t`` is the state after the ``t``-th allocation or release of the step, so that a trace
-is exact: its most live bytes are the counted peak. :meth:`Trace.by_op` counts in operations instead, as a planner must
-that knows the graph and not the inside of its kernels.
+Time is counted in ticks. Tick ``t`` is the state after the ``t``-th allocation or release of the step, so a trace is
+exact: the most bytes alive in it are the counted peak. :meth:`Trace.by_op` counts in operations instead, for a planner
+that knows the graph but not the inside of its kernels.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class Buffer:
     """One piece of memory.
 
     Attributes:
-        name: the operation that it was allocated in or after.
-        role: ``"stashed"``: dense, allocated in the forward pass, still there when backward begins; ``"encoded"``: a
-            plane that a codec made; ``"decoded"``: what stashed values are decoded into; ``"recomputed"``: or made
-            again in; ``"immediate"``: allocated and released in the same pass: feature maps, gradients on their way;
-            ``"workspace"``: within one operation; ``"gradient"``: allocated in the backward pass and
-            still there after the step; ``"parameter"``: parameters and buffers of the model.
-        nbytes: its size.
-        start, end: it is alive from ``start`` on and no longer at ``end``.
+        name: the operation in which, or after which, it was allocated.
+        role: ``"stashed"``: dense, allocated in the forward pass and alive when backward begins; ``"encoded"``: a
+            plane of a codec; ``"decoded"``: stashed values are decoded into it; ``"recomputed"``: values are remade
+            into it; ``"immediate"``: allocated and released in the same pass, as feature maps and passing gradients
+            are; ``"workspace"``: allocated and released in one operation; ``"gradient"``: allocated in the backward
+            pass and alive after the step; ``"parameter"``: a parameter or buffer of the model.
+        nbytes: its size in bytes.
+        start: the time from which on it is alive.
+        end: the time at which it is no longer alive.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Buffer:
             )
 
     def overlaps(self, other: Buffer) -> bool:
-        """Whether both are alive at some time."""
+        """Whether both buffers are alive at the same time."""
         return self.start < other.end and other.start < self.end
 
 
@@ -59,11 +60,11 @@ class Buffer:
 class Op:
     """One operation: a torch function of the forward pass, or a node of the backward pass.
 
-    Where a convolution's or linear layer's node lets go of its input halfway, each half is one.
+    If the node of a convolution or linear layer releases its input halfway, each half is an operation of its own.
 
     Attributes:
-        name: as torch's profiler has it.
-        start: when it begins.
+        name: its name in torch's profiler.
+        start: the time at which it begins.
     """
 
     name: str
@@ -72,14 +73,14 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """A stashed value that was decoded or made again.
+    """The decoding or remaking of a stashed value.
 
     Attributes:
-        name: the node that asked for it.
-        nbytes: bytes of the value.
-        start: when it is done.
-        end: when the last node that reads it has run.
-        planes: which buffers of the trace it was decoded from; none where it was made again.
+        name: the node that asked for the value.
+        nbytes: bytes of the value; 0 if its planes were read as they are.
+        start: the time at which the value is complete.
+        end: the time at which the last node that reads it has run.
+        planes: numbers of the trace's buffers that it was decoded from; empty if it was remade.
     """
 
     name: str
@@ -91,15 +92,15 @@ class Decode:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one training step holds.
+    """The buffers, operations and decodings of one training step.
 
     Attributes:
         policy: repr of the policy, or ``"plain"``.
-        buffers: everything that is alive at some time of the step.
+        buffers: all buffers that are alive at some time of the step.
         ops: the operations, in their order.
-        backward: when the backward pass begins.
-        end: when the step ends.
-        decodes: every decoding, in its order.
+        backward: the time at which the backward pass begins.
+        end: the time at which the step ends.
+        decodes: the decodings, in their order.
 
     Example:
         >>> y, dy = Buffer("y", "stashed", 100, 0, 4), Buffer("dy", "immediate", 60, 3, 5)
@@ -118,7 +119,7 @@ class Trace:
     decodes: tuple[Decode, ...] = ()
 
     def live(self, roles: Collection[Role] = ROLES) -> list[int]:
-        """Bytes of the buffers of these roles that are alive at each time of the step."""
+        """Returns how many bytes of these roles are alive at each time of the step."""
         changes = [0] * (self.end + 1)
         for buffer in self.buffers:
             if buffer.role in roles:
@@ -132,7 +133,7 @@ class Trace:
         return max(self.live(), default=0)
 
     def at_peak(self, roles: Collection[Role] = ROLES) -> tuple[PeakRow, ...]:
-        """What is alive when the buffers of these roles take most, by role and operation, the largest first."""
+        """What is alive when the buffers of these roles take the most bytes, by role and operation, largest first."""
         live = self.live(roles)
         when = live.index(max(live)) if live else 0
         groups: dict[tuple[Role, str], list[int]] = defaultdict(list)
@@ -143,9 +144,10 @@ class Trace:
         return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
     def by_op(self) -> Trace:
-        """The same, in operations: time ``n`` is all of the ``n``-th operation, 0 what comes before the first.
+        """The same trace with operations as the unit of time.
 
-        A buffer is alive from the operation that allocates it to the one that releases it, both included.
+        Time ``n`` is the whole ``n``-th operation, and time 0 is all that comes before the first. A buffer is alive
+        from the operation that allocates it to the operation that releases it, both included.
         """
         starts = [op.start for op in self.ops]
 
@@ -163,33 +165,35 @@ class Trace:
         )
 
     def by_definition(self) -> Trace:
-        """The same with the lifetimes that Gist defines, in place of those of the pool that values are decoded into.
+        """The same trace with the lifetimes that Gist defines.
 
-        An encoded value lives until it was decoded last, where autograd in fact holds it until its node has run. A
-        decoded value is a buffer of its own, from its decoding to the end of the last node that reads it, where in fact
-        the pool keeps the memory for the next one. A dense value lives from the operation that produces it to its
-        encoding either way.
+        An encoded value lives until its last decoding; in fact autograd holds it until its node has run. A decoded
+        value is a buffer of its own, from its decoding to the end of the last node that reads it; in fact the pool of
+        decode buffers keeps the memory for the next value. A dense value lives from the operation that produces it to
+        its encoding, by the definition and in fact.
 
         Source: Gist (Jain et al., ISCA 2018), section on the schedule builder.
         """
         last: dict[int, int] = {}
         for decode in self.decodes:
             for plane in decode.planes:
-                last[plane] = max(last.get(plane, 0), decode.start + 1)  # there while it is read
+                last[plane] = max(last.get(plane, 0), decode.start + 1)  # alive while it is read
         kept = [number for number, buffer in enumerate(self.buffers) if buffer.role not in ("decoded", "recomputed")]
         shorter = [replace(self.buffers[n], end=min(self.buffers[n].end, last.get(n, self.end))) for n in kept]
-        made = [Buffer(d.name, "decoded" if d.planes else "recomputed", d.nbytes, d.start, d.end) for d in self.decodes]
+        remade = [
+            Buffer(d.name, "decoded" if d.planes else "recomputed", d.nbytes, d.start, d.end) for d in self.decodes
+        ]
         now = {before: after for after, before in enumerate(kept)}
         decodes = (replace(d, planes=tuple(now[plane] for plane in d.planes)) for d in self.decodes)
-        return replace(self, buffers=(*shorter, *made), decodes=tuple(decodes))
+        return replace(self, buffers=(*shorter, *remade), decodes=tuple(decodes))
 
     def to_json(self) -> str:
-        """Everything as one JSON object."""
+        """The trace as one JSON object."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """What :meth:`to_json` wrote."""
+        """The trace that :meth:`to_json` has written."""
         found = json.loads(text)
         return cls(
             found["policy"],

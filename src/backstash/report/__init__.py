@@ -1,1 +1,1 @@
-"""Measuring and showing: the real peak of a step, tables, charts."""
+"""Measures steps and scripts, and shows the results: real peaks, comparisons of policies, charts, and this machine."""

@@ -1,7 +1,7 @@
-"""One unchanged script under several policies, side by side: what ``backstash compare`` measures and writes.
+"""Measures one unchanged script under several policies: the data behind ``backstash compare``.
 
-Each run is a fresh process, so that no policy profits from memory that another has left behind. What is measured of a
-run, and in which of its steps, is told in ``backstash.report.watch``.
+Each run is a fresh process, so that no policy profits from memory that another policy has left behind. The module
+``backstash.report.watch`` measures a run, and says in which steps.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ from backstash.report.machine import Machine, describe
 from backstash.report.watch import COUNTED, PLAIN, Observed
 
 TAIL = 30
-"""Lines of a failed script's stderr that are shown."""
+"""How many lines of a failed script's stderr are shown."""
 
 Progress = Callable[[str, int, str | None], None]
-"""Called with the policy's name, the repeat, and None when a run begins, then each line that the script prints."""
+"""A function that is called with the policy's name, the number of the repeat, and a line that the script has printed.
+
+When a run begins, the line is None.
+"""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One policy's results: medians over its runs.
+    """The results of one policy, as medians over its runs.
 
     Attributes:
-        policy: its name.
-        peak_nbytes: counted peak of a step above its start; None where no step was counted.
-        resident_nbytes: growth of the resident peak over the start of the training; None on CUDA, or where the system
-            does not tell.
-        saved_nbytes: dense bytes of what autograd saved; for plain, as another policy's Session counted them.
-        stash_nbytes: bytes held for them; for plain, the same.
-        step_seconds: median time of a step; None for scripts too short to be timed.
-        final_loss: the last loss, exact; None where the script never called ``backward()`` of a loss.
+        policy: the policy's name.
+        peak_nbytes: counted peak of a step above the step's start; None if no step was counted.
+        resident_nbytes: growth of the resident peak since the start of the training; None on CUDA, or if the system
+            does not report it.
+        saved_nbytes: dense bytes that autograd saved; for plain, as the Session of another policy counted them.
+        stash_nbytes: bytes that were held for them; for plain, the same number.
+        step_seconds: seconds of a step; None for a script that is too short to be timed.
+        final_loss: the last loss, exact; None if the script never called ``backward()`` of a loss.
         losses_equal: whether all losses of all runs have the bits of the baseline's first run; None without losses.
-        weights_equal: the same of the parameters after the last step.
+        weights_equal: whether the parameters after the last step of all runs have the bits of that run.
     """
 
     policy: str
@@ -61,13 +64,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured, and how.
+    """The runs of a script under several policies, and the machine that they ran on.
 
     Attributes:
         script: path of the script.
-        args: its arguments.
-        machine: what it ran on.
-        runs: one per policy and repeat, in the order they were made.
+        args: the script's arguments.
+        machine: the machine.
+        runs: the runs, one for each policy and repeat, in the order of time.
     """
 
     script: str
@@ -77,17 +80,17 @@ class Comparison:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """The policies, in the order they were asked for."""
+        """Names of the policies, in the order of their first runs."""
         return tuple(dict.fromkeys(run.policy for run in self.runs))
 
     @property
     def baseline(self) -> str:
-        """What the others are compared with: plain, or the first policy where plain did not run."""
+        """The policy that the others are compared with: plain, or the first policy if plain did not run."""
         return PLAIN if PLAIN in self.policies else self.policies[0]
 
     @property
     def made_on(self) -> str:
-        """The machine line."""
+        """Machine, versions and kernels in one line."""
         return f"{self.machine}; {self.runs[0].kernels} kernels"
 
     def of(self, policy: str) -> tuple[Observed, ...]:
@@ -100,7 +103,7 @@ class Comparison:
 
     def _row(self, policy: str) -> Row:
         runs, first = self.of(policy), self.of(self.baseline)[0]
-        # What autograd saves is the same under every policy, so that any Session's count is good for plain.
+        # Autograd saves the same tensors under every policy, so the count of any Session holds for plain as well.
         reports = [run.report for run in (runs if policy != PLAIN else self.runs) if run.report]
         saved = _median([report["saved_nbytes"] for report in reports])
         stash = _median([report["stash_nbytes"] for report in reports]) if policy != PLAIN else saved
@@ -118,7 +121,7 @@ class Comparison:
         )
 
     def to_json(self) -> str:
-        """Everything, the raw numbers of every run included, as one JSON object."""
+        """The comparison with the raw numbers of every run, as one JSON object."""
         return json.dumps(
             {
                 "script": self.script,
@@ -140,20 +143,20 @@ def compare(
     repeats: int = 1,
     progress: Progress = lambda policy, repeat, line: None,
 ) -> Comparison:
-    """Run a script under each policy, the policies taking turns.
+    """Runs a script under each policy in turn, ``repeats`` times.
 
     Args:
         script: path of the script.
-        args: its arguments.
-        policies: names of policies; ``"plain"`` is no Session at all.
-        repeats: runs of each.
-        progress: told what goes on.
+        args: the script's arguments.
+        policies: names of policies; ``"plain"`` stands for a run without a Session.
+        repeats: number of runs of each policy.
+        progress: is called when a run begins, and with each line that the script prints.
 
     Raises:
         ScriptError: there is no such script.
         UnknownNameError: no policy has that name.
         ScriptFailedError: a run ended with an error.
-        MeasureError: the script made no step that could be measured.
+        MeasureError: the script ran too few steps to be measured.
     """
     require(script)
     for name in policies:
@@ -173,11 +176,11 @@ def compare(
 
 
 def _run(script: str | Path, args: Sequence[str], policy: str, printed: Callable[[str], None]) -> Observed:
-    """One run in a process of its own, which ends with this function, whatever happens."""
+    """Runs the script in a process of its own, which never outlives this function."""
     with tempfile.TemporaryDirectory(prefix="backstash-") as folder:
         result, errors = Path(folder, "result.json"), Path(folder, "stderr.txt")
         command = [sys.executable, "-m", "backstash.report.watch", policy, str(result), str(script), *args]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # what the script prints is shown as it comes
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # so that each printed line arrives at once
         with (
             errors.open("w") as stderr,
             subprocess.Popen(

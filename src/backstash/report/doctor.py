@@ -1,4 +1,4 @@
-"""What serves this machine, and whether it works: ``backstash doctor``."""
+"""Which kernels and measurements work on this machine: the findings of ``backstash doctor``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's.
+    """One finding, which is one line of output.
 
     Attributes:
-        subject: what was looked at.
-        text: what was found.
-        ok: False where something is wrong; a slower way that works is not wrong.
+        subject: the subject that was examined.
+        text: the result.
+        ok: whether nothing is wrong. A slow way that works is not wrong.
     """
 
     subject: str
@@ -36,7 +36,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything in turn; the checks of the codecs take a few seconds."""
+    """Yields all findings. The checks of the codecs take a few seconds."""
     here = machine.describe()
     yield Finding("machine", f"{here.cpu}, {here.cores} cores, {here.threads} torch threads, {platform.system()}")
     commit = f" ({here.commit})" if here.commit else ""
@@ -58,10 +58,10 @@ def examine() -> Iterator[Finding]:
 def _kernels(device: str) -> Finding:
     subject = f"kernels on {device}"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of slow kernels; said here in its own line
+        warnings.simplefilter("ignore")  # the warning of slow kernels, which has a finding of its own
         try:
             serving = backends.name(device)
-        except (ValueError, OSError) as error:  # a bad setting, or a library that does not load
+        except (ValueError, OSError) as error:  # a wrong setting, or a library that does not load
             return Finding(subject, str(error), ok=False)
     if serving == "native":
         from backstash.ops import cpu
@@ -107,7 +107,7 @@ def _codec(name: str, device: str) -> Finding:
         return Finding(subject, f"takes nothing here: {refusals[0]}")
     try:
         checked = testing.check_codec(codec, testing.probes(device))
-    except Exception as error:  # whatever a broken kernel does is what the doctor is here to tell
+    except Exception as error:  # a broken kernel may raise anything, and the finding says so
         return Finding(subject, f"{type(error).__name__}: {error}", ok=False)
     return Finding(subject, f"{checked.encoded} tensors encoded and decoded as promised")
 

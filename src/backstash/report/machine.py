@@ -1,4 +1,4 @@
-"""What a measurement was made on, in one line for people and as data for the JSON."""
+"""The machine that a measurement ran on, as one line of text and as data for JSON."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Machine:
 
     Attributes:
         cpu: model of the processor.
-        cores: cores that this process may use.
-        threads: threads that torch computes with on CPU.
-        gpu: name of the CUDA device, None without one.
+        cores: number of cores that this process may use.
+        threads: number of threads with which torch computes on CPU.
+        gpu: name of the CUDA device; None without one.
         python, torch, backstash: versions.
-        commit: git commit of backstash, with ``-dirty`` where files differ from it; None where it is not known.
-        settings: environment variables that change results: those of backstash, the allocator and the thread pools.
+        commit: git commit of backstash, with ``-dirty`` if files differ from it; None if it is not known.
+        settings: environment variables of backstash, the allocator and the thread pools, which change results.
     """
 
     cpu: str
@@ -51,7 +51,7 @@ class Machine:
 
 
 def describe() -> Machine:
-    """The machine that this process runs on."""
+    """Describes the machine that this process runs on."""
     return Machine(
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -72,7 +72,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of a checkout. An installed package may lie in somebody else's repository: git must know the file."""
+    """The commit of a checkout. git must track this file, as an installed package may lie in another repository."""
     if not shutil.which("git") or _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     return _git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")

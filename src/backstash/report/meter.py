@@ -1,4 +1,4 @@
-"""The real peak of a training step: counted bytes and resident bytes, never an estimate."""
+"""Measures the real peak of a training step, in counted bytes and in resident bytes. Nothing is estimated."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one step takes; medians over the repeats.
+    """Memory and time of one step, as medians over the repeats.
 
     Attributes:
-        peak_nbytes: the most bytes of tensors alive at once above what was alive at the start. CPU: every allocation of
-            torch, from its profiler, exact; CUDA: the allocator's ``max_memory_allocated``.
-        resident_nbytes: growth of the process's resident high-water mark above the start (CPU), which also holds what
-            libraries allocate behind torch's back; None where the system cannot tell (see ``notes``).
-        seconds: time of a step, measured without the profiler.
-        repeats: steps measured.
+        peak_nbytes: the most bytes of tensors alive at once, above those alive at the start. On CPU every allocation of
+            torch is counted with its profiler, which is exact; on CUDA it is the allocator's ``max_memory_allocated``.
+        resident_nbytes: on CPU, growth of the process's resident high-water mark above the start. It includes memory
+            that libraries allocate without torch. None if the system does not report it (see ``notes``).
+        seconds: seconds of a step, measured without the profiler.
+        repeats: number of steps that were measured.
         device: ``"cpu"`` or ``"cuda"``.
         notes: what could not be measured, and why.
     """
@@ -46,17 +46,20 @@ class Measurement:
 
 
 def measure(step: Callable[[], object], *, repeats: int = 3, warmup: int = 1, device: str | None = None) -> Measurement:
-    """Run ``step`` ``warmup + 2 * repeats`` times and return its real peak and time.
+    """Runs ``step`` and returns its real peak and time.
+
+    The step runs ``warmup + 2 * repeats`` times on CPU, where counting and timing need a run each, and
+    ``warmup + repeats`` times on CUDA.
 
     Args:
-        step: one training step. It should leave memory as it found it: preallocate gradients with
+        step: one training step. It should leave as much memory in use as it found: preallocate gradients with
             ``zero_grad(set_to_none=False)``, or call ``measure`` after a first step.
-        repeats: how many steps the medians are of.
-        warmup: steps run first.
-        device: ``"cpu"`` or ``"cuda"``; default: CUDA where it is initialised, else CPU.
+        repeats: number of steps over which the medians are taken.
+        warmup: number of steps that run first.
+        device: ``"cpu"`` or ``"cuda"``. Default: CUDA if it is initialised, else CPU.
 
     Raises:
-        MeasureError: ``repeats`` or ``warmup`` is too small, or the device is not there.
+        MeasureError: ``repeats`` or ``warmup`` is too small, or there is no such device.
     """
     if repeats < 1 or warmup < 0:
         raise MeasureError(
@@ -111,10 +114,10 @@ class CountedPeak:
     """Counts every byte that torch allocates and frees on CPU inside the ``with``.
 
     Attributes:
-        peak_nbytes: after the ``with``: the most bytes alive at once, above what was alive at its start; but what
-            backstash's decode buffers held then counts. torch's profiler does not tell of memory from before the start
-            that is freed inside, so that is not subtracted.
-        timeline: after the ``with``: (nanoseconds, bytes alive) after each allocation or release.
+        peak_nbytes: after the ``with``, the most bytes alive at once, above those alive at its start. Bytes that the
+            decode buffers of backstash held at the start count as well. Memory from before the start that is freed
+            inside is not subtracted, because torch's profiler does not report it (Note: [freed from before]).
+        timeline: after the ``with``, (nanoseconds, bytes alive) after each allocation or release.
     """
 
     def __enter__(self) -> CountedPeak:
@@ -146,18 +149,18 @@ def _timeline(events: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 def resident_nbytes() -> int | None:
-    """Resident bytes of this process now, without backstash's decode buffers; None where /proc does not tell."""
+    """Resident bytes of this process now, without the decode buffers; None if /proc does not report them."""
     resident = _status("VmRSS")
     return None if resident is None else resident - buffers.held_nbytes()
 
 
 def resident_peak_nbytes() -> int | None:
-    """High-water mark of the resident bytes since the start or the last reset; None where /proc does not tell."""
+    """High-water mark of the resident bytes since the start or last reset; None if /proc does not report it."""
     return _status("VmHWM")
 
 
 def reset_resident_peak() -> bool:
-    """Set the high-water mark to what is resident now; False where the system does not let us."""
+    """Sets the high-water mark to the bytes that are resident now. Returns whether the system allows that."""
     try:
         _CLEAR.write_text("5")
     except OSError:

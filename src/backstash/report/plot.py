@@ -1,4 +1,4 @@
-"""The charts: of a comparison, and of what a step holds. Needs matplotlib: ``pip install 'backstash[plot]'``."""
+"""Charts of comparisons and of the bytes alive over a step. Needs matplotlib: ``pip install 'backstash[plot]'``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from backstash.planning.trace import Role, Trace
 from backstash.report.compare import Comparison
 
 COLOURS = ("#8c8c8c", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Grey for the baseline, then colours that colour-blind people tell apart (Okabe and Ito)."""
+"""Grey for the baseline, then colours that colour-blind people can distinguish (Okabe and Ito)."""
 
 _MEASURES = (
     ("counted peak", "peak_nbytes"),
@@ -38,13 +38,13 @@ _ROLES: tuple[tuple[Role, str, str], ...] = (
     ("immediate", "immediately consumed", "#56b4e9"),
     ("workspace", "workspace", "#cc79a7"),
 )
-"""From the bottom of a timeline to its top: what lasts the step first, what comes and goes last."""
+"""Role, label and colour of the layers of a timeline from bottom to top, the most lasting first."""
 
 
 def chart(comparison: Comparison) -> Figure:
-    """Peaks, stash and time relative to the baseline, and the losses over each other.
+    """Peaks, stash and step time relative to the baseline, and the losses of all policies in one diagram.
 
-    The figure belongs to no window and to no global state: ``figure.savefig(...)`` is all it is for.
+    The figure belongs to no window and to no global state. Save it with ``figure.savefig(...)``.
     """
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     bars, losses = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -59,7 +59,7 @@ def chart(comparison: Comparison) -> Figure:
 
 
 def save(comparison: Comparison, png: Path, svg: Path) -> None:
-    """Write the chart; equal comparisons give equal files."""
+    """Writes the chart. Equal comparisons give equal files."""
     figure = chart(comparison)
     figure.savefig(png, format="png", dpi=150)
     with matplotlib.rc_context({"svg.hashsalt": "backstash"}):
@@ -67,16 +67,16 @@ def save(comparison: Comparison, png: Path, svg: Path) -> None:
 
 
 def timeline_chart(traces: Mapping[str, Trace]) -> Figure:
-    """Live bytes over a training step, one panel per trace, split by what the bytes are for.
+    """Live bytes over a training step by role, with one panel for each trace.
 
-    Operations are as wide as each other; what happens inside of one is drawn inside of it. So equal positions are the
-    same operation where traces are of the same model.
+    All operations are drawn equally wide, with their allocations inside. So traces of the same model have the same
+    operation at the same position.
 
     Args:
-        traces: by title. The first is the baseline: its peak is marked in the others.
+        traces: the traces by title. The first is the baseline, whose peak is marked in the other panels.
 
     Raises:
-        MeasureError: there is no trace, or one without operations.
+        MeasureError: there is no trace, or a trace has no operations.
     """
     if not traces or not all(trace.ops for trace in traces.values()):
         raise MeasureError(
@@ -95,14 +95,14 @@ def timeline_chart(traces: Mapping[str, Trace]) -> Figure:
     panels[-1].set_xticks([0, 1, 2], ["step begins", "backward begins", "step ends"])
     for label, side in zip(panels[-1].get_xticklabels(), ("left", "center", "right"), strict=True):
         label.set_horizontalalignment(side)
-    there = {buffer.role for trace in traces.values() for buffer in trace.buffers}
-    handles = [Patch(color=colour, label=label) for role, label, colour in _ROLES if role in there]
+    present = {buffer.role for trace in traces.values() for buffer in trace.buffers}
+    handles = [Patch(color=colour, label=label) for role, label, colour in _ROLES if role in present]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
     return figure
 
 
 def timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
-    """Write :func:`timeline_chart` as the ending of ``path`` says (png, svg, pdf); equal traces give equal files."""
+    """Writes :func:`timeline_chart` in the format of the path's ending (png, svg, pdf). Equal traces, equal files."""
     ending = Path(path).suffix.lower()
     dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with matplotlib.rc_context({"svg.hashsalt": "backstash"}):
@@ -123,12 +123,12 @@ def _areas(axes: Axes, trace: Trace) -> None:
         colors=[colour for colour, _ in layers],
         step="post",
         linewidth=0,
-        rasterized=len(places) > 5000,  # or a vector file has a corner for each allocation of a long step
+        rasterized=len(places) > 5000,  # a vector file would have a corner for each allocation
     )
 
 
 def _marks(axes: Axes, title: str, trace: Trace, baseline: int | None) -> None:
-    """The passes, the peak and what it is of the baseline's."""
+    """Marks the passes, the peak, and its ratio to the baseline's peak."""
     live = trace.live()
     peak, places = trace.peak_nbytes, _places(trace)
     where = places[live.index(peak)]
@@ -158,17 +158,17 @@ def _marks(axes: Axes, title: str, trace: Trace, baseline: int | None) -> None:
 
 
 def _places(trace: Trace) -> list[float]:
-    """Where on the axis each tick begins, and where the last one ends: forward is 0 to 1, backward 1 to 2."""
+    """Positions on the axis at which the ticks begin, and the last tick ends: forward is 0 to 1, backward 1 to 2."""
     begun = Counter(op.start for op in trace.ops)
-    skipped = max(begun[0] - 1, 0)  # gradients set to zero and the like: nothing is allocated yet
+    skipped = max(begun[0] - 1, 0)  # operations before the first allocation, such as setting gradients to zero
     forward = sum(op.start < trace.backward for op in trace.ops) - skipped
     backward = len(trace.ops) - skipped - forward
     edges = sorted({0, *begun, trace.backward, trace.end})
     places: list[float] = []
-    ops = -skipped  # begun so far
+    ops = -skipped  # operations that have begun
     for begin, until in pairwise(edges):
         ops += begun[begin]
-        for tick in range(begin, until):  # all in the last of the operations that begin here
+        for tick in range(begin, until):  # all ticks are in the last operation that begins here
             done = max(ops - 1, 0) + (tick - begin) / (until - begin)
             places.append(done / max(forward, 1) if tick < trace.backward else 1 + (done - forward) / max(backward, 1))
     return [*places, 2.0]
@@ -210,7 +210,7 @@ def _bar_text(field: str, value: float, height: float) -> str:
 
 
 def _losses(axes: Axes, comparison: Comparison) -> None:
-    """The baseline wide and pale, the others narrow on top of it: equal curves stay visible, both of them."""
+    """Draws the baseline wide and pale, and the others narrow on top of it, so that equal curves are all visible."""
     rows = {row.policy: row for row in comparison.rows()}
     others = [policy for policy in comparison.policies if policy != comparison.baseline]
     for number, policy in enumerate([comparison.baseline, *others]):
@@ -219,7 +219,7 @@ def _losses(axes: Axes, comparison: Comparison) -> None:
         label = policy
         if number and rows[policy].losses_equal is not None:
             label += ": every bit equal" if rows[policy].losses_equal else ": differs"
-        turn = 4 * number, (4, 4 * len(others) - 2)  # dashes that take turns
+        turn = 4 * number, (4, 4 * len(others) - 2)  # dashes in turn
         style = {"linewidth": 5.0, "alpha": 0.45} if number == 0 else {"linewidth": 1.6, "linestyle": turn}
         axes.plot(steps, losses, color=_colour(number), label=label, **style)
     axes.set_xlabel("step")

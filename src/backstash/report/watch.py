@@ -1,13 +1,13 @@
-"""Watches an unchanged training script: its steps, its losses, its peaks. The child process of ``backstash compare``.
+"""Measures an unchanged training script: its steps, losses and peaks. ``backstash compare`` runs it as a child process.
 
-A step ends where ``optimizer.step()`` returns, and what a step is good for is told by its number:
+A step ends when ``optimizer.step()`` returns. What is measured of a step depends on its number:
 
-1. warms up: afterwards the optimizer's state exists.
-2. is counted: a profiler counts every byte that torch allocates, and a Session's accounts are taken.
-3. and all that follow are timed, and the resident high-water mark is kept.
+1. The first step warms up: the optimizer's state exists afterwards.
+2. The second step is counted: a profiler counts every byte that torch allocates, and the Session's report is taken.
+3. The third and all later steps are timed, and the resident high-water mark is read.
 
-So a script needs three steps for every number. With several optimizers each one's step counts. A loss is a tensor of
-one element whose ``backward()`` is called.
+So a script needs three steps for every number. If there are several optimizers, a step of any of them counts. A loss is
+a tensor of one element whose ``backward()`` is called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from backstash.session import Session
 from backstash.torch_internals import no_torch_function
 
 PLAIN = "plain"
-"""The name that stands for no Session at all."""
+"""The name of a run without a Session."""
 
 COUNTED = 2
 """Number of the step whose bytes are counted."""
@@ -44,21 +44,21 @@ COUNTED = 2
 
 @dataclass(frozen=True)
 class Observed:
-    """What was seen of one run of a script.
+    """The measurements of one run of a script.
 
     Attributes:
         policy: the policy's name, or ``"plain"``.
-        device: type of the device that the parameters are on.
-        kernels: which of backstash's kernels serve that device.
+        device: type of the parameters' device.
+        kernels: name of the kernels of backstash that serve this device.
         steps: number of steps.
-        step_seconds: time of each step after the counted one. CUDA: between events of the current stream.
-        losses: each loss as ``float.hex``, exact.
+        step_seconds: seconds of each step after the counted step; on CUDA between events of the current stream.
+        losses: each loss as ``float.hex``, which is exact.
         weights: SHA-256 of all parameters after the last step.
-        peak_nbytes: counted step: the most bytes of tensors alive at once, above what was alive at its start.
-        resident_nbytes: CPU: the most memory that the process held in the steps after the counted one, above what it
-            held when a module was first called to train. It holds more than tensors, and what the C library keeps of
-            freed ones: glibc keeps blocks below 32 MiB, unless MALLOC_MMAP_THRESHOLD_ is set.
-        report: the Session's accounts of the counted step, as ``Report.to_json`` has them; None without a Session.
+        peak_nbytes: the most bytes of tensors alive at once in the counted step, above those alive at its start.
+        resident_nbytes: on CPU, the most bytes that the process held in the steps after the counted step, above those
+            that it held when a module was first called to train. They hold more than tensors: the C library keeps freed
+            memory, glibc in blocks below 32 MiB, unless MALLOC_MMAP_THRESHOLD_ is set.
+        report: the Session's report on the counted step, from ``Report.to_json``; None without a Session.
     """
 
     policy: str
@@ -74,11 +74,11 @@ class Observed:
 
 
 class Watch:
-    """Observes all training inside the ``with``, from outside: leaving it takes every hook away.
+    """Observes all training inside the ``with``. Leaving it removes every hook.
 
     Args:
-        policy: what to call the run.
-        session: the Session that the script runs under, if any.
+        policy: name of the run.
+        session: the Session that the script runs under, or None.
     """
 
     def __init__(self, policy: str = PLAIN, session: Session | None = None) -> None:
@@ -115,7 +115,7 @@ class Watch:
             self._counter = None
 
     def observed(self) -> Observed:
-        """What was seen; converts losses and times, so that the script never has to wait for them."""
+        """The measurements. Losses and times are converted here, so that the script never waits for a device."""
         grown = None
         if self._resident_at_start is not None and self._resident_peak is not None:
             grown = self._resident_peak - self._resident_at_start
@@ -132,7 +132,7 @@ class Watch:
             report=self._report,
         )
 
-    # -- what is hooked ------------------------------------------------------------------------------------------
+    # -- hooks ---------------------------------------------------------------------------------------------------
 
     def _begin_training(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
@@ -147,7 +147,7 @@ class Watch:
             try:
                 if outermost and loss.numel() == 1 and loss.is_floating_point():
                     with no_torch_function():
-                        self._losses.append(loss.detach().clone())  # a script may change its loss later
+                        self._losses.append(loss.detach().clone())  # a copy, because a script may change its loss later
                 original(loss, *args, **kwargs)
             finally:
                 self._inside_backward = not outermost
@@ -157,7 +157,7 @@ class Watch:
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ended = self._mark()
         self._steps += 1
-        self._optimizers[id(optimizer)] = optimizer  # held, so that an id means one optimizer for good
+        self._optimizers[id(optimizer)] = optimizer  # held, so that no other optimizer gets the same id
         if self._steps == 1:
             self._device = optimizer.param_groups[0]["params"][0].device.type
         if self._steps == COUNTED:
@@ -187,7 +187,7 @@ class Watch:
             self._peak = torch.cuda.max_memory_allocated() - self._cuda_at_start
 
     def _mark(self) -> Any:
-        """This moment: of the host's clock, or of the CUDA stream, which the host does not wait for."""
+        """The current time: of the host's clock in seconds, or an event on the CUDA stream, without waiting for it."""
         if self._device != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -214,7 +214,7 @@ def _digest(optimizers: Any) -> str:
 
 
 def main() -> None:
-    """``python -m backstash.report.watch POLICY RESULT SCRIPT [ARGS...]``: run, watch, write ``RESULT``."""
+    """``python -m backstash.report.watch POLICY RESULT SCRIPT [ARGS...]`` runs a script and writes what it measured."""
     policy, result, script, *args = sys.argv[1:]
     session = None if policy == PLAIN else Session(policy)
     with session or nullcontext(), Watch(policy, session) as watch:

@@ -1,4 +1,4 @@
-"""Explicit changes of a model that can be undone: what no Session does by itself."""
+"""Rewrites of a model, which the user asks for and can undo. No Session changes a model by itself."""
 
 from backstash.rewrites.chunked_loss import ChunkedLoss, chunked_loss
 from backstash.rewrites.inplace import COPYING, OVERWRITING, Inplace, inplace

@@ -1,15 +1,16 @@
-"""A language model's head and its cross entropy in one, a few rows of logits at a time.
+"""Computes the head of a language model and its cross entropy together, for a few rows of logits at a time.
 
-With 50,257 words the logits of 1,024 tokens are 206 MB, and a plain step holds them several times: as they are, as
-log-probabilities, as their gradient. Here they are made for some rows, turned into these rows' share of the loss and of
-the gradients at once, and forgotten. No product of matrices is computed twice.
+With 50,257 words the logits of 1,024 tokens take 206 MB, and a plain step holds them several times: as logits, as
+log-probabilities, and as their gradient. Here the logits of some rows are computed, turned into these rows' share of
+the loss and of the gradients, and freed. No product of matrices is computed twice.
 
-The result is the same sum in another order: equal mathematically, not bit for bit.
+The result is the same sum in another order: equal mathematically, but not bit for bit.
 
 Note: [deferred logits]
-    What the head returns under the rewrite is a tensor that has yet to be computed. The views and conversions that lie
-    between a head and its loss are followed; ``cross_entropy`` of it is computed in chunks. Whatever else is done with
-    it computes the logits first, as the head would have: so a program that looks at them gets them, and pays for them.
+    Under the rewrite the head returns a tensor whose numbers are not computed yet. It follows the views and conversions
+    that programs apply between a head and its loss, and its ``cross_entropy`` is computed in chunks. Any other function
+    gets the logits, computed as the head would have computed them. So a program that reads the logits gets them, and
+    pays for them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from backstash.errors import RewriteError
 from backstash.torch_internals import no_torch_function_subclass
 
 CHUNK_NBYTES = 16 << 20
-"""Bytes of logits that are there at a time, by default."""
+"""Bytes of logits that exist at a time, by default."""
 
 
 class ChunkedLoss:
-    """What :func:`chunked_loss` did to a model. As a context manager it undoes that on leaving.
+    """The result of :func:`chunked_loss`. As a context manager it undoes the rewrite on leaving.
 
     Attributes:
         head: path of the layer whose logits are computed in chunks.
@@ -48,7 +49,7 @@ class ChunkedLoss:
         layer.forward = forward  # type: ignore[method-assign,assignment]
 
     def undo(self) -> None:
-        """Let the head return logits again. Doing it twice does no harm."""
+        """Lets the head return logits again. A second call does nothing."""
         if self._layer is not None:
             del self._layer.forward
             self._layer = None
@@ -63,21 +64,21 @@ class ChunkedLoss:
 
 
 def chunked_loss(model: nn.Module, head: str = "lm_head", *, chunk_nbytes: int = CHUNK_NBYTES) -> ChunkedLoss:
-    """Compute the logits of a model's head and their cross entropy a few rows at a time.
+    """Computes the logits of a model's head and their cross entropy for a few rows at a time.
 
-    For ``cross_entropy`` (``nn.CrossEntropyLoss``) with class indices, the reductions "mean" and "sum", with or without
-    ``ignore_index``; what else is computed from the logits is computed as ever, from all of them.
+    This holds for ``cross_entropy`` (``nn.CrossEntropyLoss``) with class indices and the reduction "mean" or "sum",
+    with or without ``ignore_index``. Every other function of the logits is computed as before, from all of them.
 
     Under autocast the products are computed in the dtype that autocast asks for. The gradients are computed in the
     forward pass, so ``backward`` can run once: ``retain_graph`` and ``create_graph`` end in an error.
 
     Args:
         model: the model.
-        head: path of the ``nn.Linear`` that makes the logits, ``""`` for the model itself.
-        chunk_nbytes: bytes of logits to have at a time, at least one row.
+        head: path of the ``nn.Linear`` that computes the logits; ``""`` for the model itself.
+        chunk_nbytes: bytes of logits that may exist at a time. It is at least one row.
 
     Returns:
-        What undoes it.
+        The rewrite, which can be undone.
 
     Raises:
         RewriteError: there is no such layer, it is no plain ``nn.Linear``, or ``chunk_nbytes`` is less than 1.
@@ -94,7 +95,7 @@ def chunked_loss(model: nn.Module, head: str = "lm_head", *, chunk_nbytes: int =
     layers = dict(model.named_modules())
     layer = layers.get(head)
     if layer is None:
-        linear = [path for path, one in layers.items() if isinstance(one, nn.Linear)]
+        linear = [path for path, module in layers.items() if isinstance(module, nn.Linear)]
         raise RewriteError(
             f"chunked_loss was asked for the head {head!r} of {type(model).__name__}, but there is no such layer. Its "
             f"linear layers end with {', '.join(linear[-3:]) or 'none'}."
@@ -108,7 +109,16 @@ def chunked_loss(model: nn.Module, head: str = "lm_head", *, chunk_nbytes: int =
 
 
 class _Deferred(Tensor):
-    """Logits that have yet to be computed (Note: [deferred logits])."""
+    """Logits that are not computed yet (Note: [deferred logits]).
+
+    Attributes:
+        hidden: the head's input, [..., d].
+        weight: the head's weight, [classes, d].
+        bias: the head's bias, [classes], or None.
+        chunk_nbytes: bytes of logits that may exist at a time.
+        logits: the logits, if a function has needed them, [..., classes].
+        product: the dtype in which the product is computed.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -130,22 +140,22 @@ class _Deferred(Tensor):
         device = hidden.device.type
         if product is None:
             product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        made: _Deferred = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        deferred: _Deferred = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, (*hidden.shape[:-1], weight.shape[0]), dtype=dtype or product, device=hidden.device
         )
-        made.hidden, made.weight, made.bias, made.chunk_nbytes = hidden, weight, bias, chunk_nbytes
-        made.product, made.logits = product, None
-        return made
+        deferred.hidden, deferred.weight, deferred.bias = hidden, weight, bias
+        deferred.chunk_nbytes, deferred.product, deferred.logits = chunk_nbytes, product, None
+        return deferred
 
     def compute(self) -> Tensor:
-        """The logits."""
+        """The logits, which are computed at the first call."""
         if self.logits is None:
             with torch.autocast(self.device.type, dtype=self.product, enabled=self.product is not self.weight.dtype):
                 self.logits = F.linear(self.hidden, self.weight, self.bias).to(self.dtype)
         return self.logits
 
     def of(self, hidden: Tensor, dtype: torch.dtype | None = None) -> _Deferred:
-        """The logits of other rows, or in another dtype."""
+        """The deferred logits of other rows, or in another dtype."""
         return _Deferred(hidden, self.weight, self.bias, self.chunk_nbytes, dtype or self.dtype, self.product)
 
     @classmethod
@@ -166,14 +176,15 @@ class _Deferred(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # what reaches C++ without a torch function
+    ) -> Any:  # calls that reach C++ without a torch function
         return func(*_computed(args), **{key: _compute(arg) for key, arg in (kwargs or {}).items()})
 
 
 def _compute(arg: Any) -> Any:
+    """An argument with computed logits in place of deferred ones, one level of lists deep."""
     if isinstance(arg, _Deferred):
         return arg.compute()
-    if isinstance(arg, (list, tuple)) and any(isinstance(one, _Deferred) for one in arg):
+    if isinstance(arg, (list, tuple)) and any(isinstance(item, _Deferred) for item in arg):
         return type(arg)(_computed(arg))
     return arg
 
@@ -193,6 +204,7 @@ _FACTS = {
         for name in ("shape", "dtype", "device", "ndim", "layout", "is_sparse", "is_cuda", "is_nested", "is_quantized")
     ),
 }
+"""Functions that read no number of the logits."""
 
 
 def _view(logits: _Deferred, *shape: Any) -> _Deferred | None:
@@ -200,7 +212,7 @@ def _view(logits: _Deferred, *shape: Any) -> _Deferred | None:
     if not sizes or not all(isinstance(size, int) for size in sizes):
         return None
     classes = logits.weight.shape[0]
-    if sizes[-1] == -1:  # asks what is left, which has to be the classes
+    if sizes[-1] == -1:  # view infers this size, which must be the number of classes
         others = 1
         for size in sizes[:-1]:
             others *= size
@@ -216,7 +228,7 @@ def _flatten(logits: _Deferred, start_dim: int = 0, end_dim: int = -1) -> _Defer
 
 
 def _index(logits: _Deferred, index: Any) -> _Deferred | None:
-    """The same index of ``hidden``, where it takes all classes."""
+    """Indexes ``hidden`` in the same way, if the index takes all classes."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, (slice, int)) or part is Ellipsis for part in parts):
         return None
@@ -254,7 +266,7 @@ def _cross_entropy(
     classes = logits.weight.shape[0]
     outside = (target != ignore_index) & ((target < 0) | (target >= classes))
     if target.device.type == "cpu" and bool(outside.any()):
-        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")  # as cross_entropy says it
+        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")  # the message of cross_entropy
     loss: Tensor = _CrossEntropy.apply(
         logits.hidden,
         logits.weight,
@@ -279,11 +291,14 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     Tensor.contiguous: lambda logits: logits,
     F.cross_entropy: _cross_entropy,
 }
-"""What is done between a head and its loss, and how to follow it; None: it cannot be followed."""
+"""Functions that programs apply between a head and its loss, and how deferred logits follow them.
+
+Each returns deferred logits or the loss, or None if it cannot follow the call.
+"""
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss and, at once, its gradients."""
+    """Computes the loss, and its gradients in the same pass."""
 
     @staticmethod
     def forward(
@@ -298,7 +313,20 @@ class _CrossEntropy(torch.autograd.Function):
         product: torch.dtype,
         dtype: torch.dtype,
     ) -> Tensor:
-        """``hidden`` [n, d], ``weight`` [classes, d], ``bias`` [classes] or None, ``target`` [n]; a scalar."""
+        """The loss, a scalar.
+
+        Args:
+            ctx: holds the gradients for ``backward``.
+            hidden: the head's input, [n, d].
+            weight: the head's weight, [classes, d].
+            bias: the head's bias, [classes], or None.
+            target: indices of classes, [n].
+            ignore_index: the target of rows that do not count.
+            mean: whether the loss is the mean over the rows that count, and not their sum.
+            rows: number of rows whose logits exist at a time.
+            product: the dtype of the products.
+            dtype: the dtype of the logits.
+        """
         wanted = ctx.needs_input_grad[:3]
         with torch.autocast(hidden.device.type, enabled=False):
             kept = target != ignore_index
@@ -313,13 +341,13 @@ class _CrossEntropy(torch.autograd.Function):
             loss = torch.zeros((), dtype=precise, device=hidden.device)
             for begin in range(0, hidden.shape[0], rows):
                 part = slice(begin, begin + rows)
-                x, some = hidden[part].to(product), safe[part].unsqueeze(1)
+                x, classes = hidden[part].to(product), safe[part].unsqueeze(1)
                 logits = F.linear(x, cast, cast_bias).to(dtype).to(precise)
                 normaliser = logits.logsumexp(1, keepdim=True)
-                loss += ((normaliser - logits.gather(1, some)).squeeze(1) * kept[part]).sum()
+                loss += ((normaliser - logits.gather(1, classes)).squeeze(1) * kept[part]).sum()
                 # From here on the logits' memory holds their gradient.
                 gradient = logits.sub_(normaliser).exp_()
-                gradient.scatter_add_(1, some, torch.full_like(normaliser, -1.0))
+                gradient.scatter_add_(1, classes, torch.full_like(normaliser, -1.0))
                 gradient *= (kept[part] * factor).unsqueeze(1)
                 gradient = gradient.to(product)
                 if hidden_grad is not None:
@@ -337,13 +365,13 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients, times that of the loss."""
+        """The gradients of hidden, weight and bias, times the gradient of the loss."""
         if ctx.gradients is None:
             raise RuntimeError(
                 "backward was asked to go through a chunked loss a second time, but its gradients were computed in the "
                 "forward pass and are gone. Compute the loss again, or undo the rewrite for what needs retain_graph."
             )
         gradients, ctx.gradients = ctx.gradients, None
-        scaled = [None if one is None else one.mul_(outer[0].to(one.dtype)) for one in gradients]
+        scaled = [None if x is None else x.mul_(outer[0].to(x.dtype)) for x in gradients]
         gradients.clear()
         return (*scaled, *[None] * 6)

@@ -1,0 +1,306 @@
+"""Reads the profiler's record of a step: allocations, operations, and the notes of a Session between them.
+
+Note: [freed from before]
+    The profiler reports a release of memory that was allocated before its start, but not where that memory came from.
+    A trace therefore does not hold such memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from backstash.backward.accumulation import LINEAR
+from backstash.codecs.base import Encoded
+from backstash.planning.trace import Buffer, Decode, Op, Role, Trace
+from backstash.torch_internals import no_torch_function, profiler_event, record_scope
+
+_PREFIX = "backstash "
+_NODE = "autograd::engine::evaluate_function: "
+
+_NO_OPERATION = ("aten::detach", "aten::_has_compatible_shallow_copy_type")
+"""Functions that a Session calls to hold a tensor, or its version alone."""
+
+_HALVED = ("ConvolutionBackward0", *LINEAR)
+"""Nodes that compute the weight's gradient, release their input, and compute the input's gradient."""
+
+Event = Any
+"""An event of the profiler's record. Its class is private to torch, and the type of ``extra_fields`` varies."""
+
+
+class Notes:
+    """A watcher that writes what a Session tells it into the profiler's record, between the allocations."""
+
+    def storing(self, encoded: Encoded) -> None:
+        """Notes the planes that a store is about to hold."""
+        _note("storing", planes=_addresses(encoded), codec=encoded.codec)
+
+    def fetched(self, encoded: Encoded) -> None:
+        """Notes the planes that are about to be read."""
+        _note("fetched", planes=_addresses(encoded))
+
+    def taken(self, memory: Tensor) -> None:
+        """Notes the memory that a value is about to be decoded or remade into."""
+        _note("taken", address=_address(memory), nbytes=memory.numel() * memory.itemsize)
+
+    def released(self, memory: Tensor) -> None:
+        """Notes the memory whose reader is done with it."""
+        _note("released", address=_address(memory))
+
+    def read(self, tensor: Tensor, is_stored: bool) -> None:
+        """Notes the memory that autograd reads, unless the tensor has none of its own."""
+        if tensor.layout is torch.strided and type(tensor) is Tensor:
+            _note("read", address=_address(tensor), is_stored=is_stored)
+
+
+def _note(event: str, **facts: Any) -> None:
+    with no_torch_function(), record_function(f"{_PREFIX}{event} {json.dumps(facts)}"):
+        pass
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _addresses(encoded: Encoded) -> list[int]:
+    return [_address(plane) for plane in encoded.planes.values()]
+
+
+@dataclass(eq=False)
+class Memory:
+    """A buffer while the record is read.
+
+    Attributes:
+        name: the operation that it was allocated in or after.
+        address: its address.
+        nbytes: its size.
+        start: the tick at which it was allocated.
+        began_in: the number of the operation in which it was allocated.
+        end: the tick at which it was released; None while it is alive.
+        ended_in: the number of the operation in which it was released; None while it is alive.
+        role: its role, if a note of the Session tells it.
+    """
+
+    name: str
+    address: int
+    nbytes: int
+    start: int
+    began_in: int
+    end: int | None = None
+    ended_in: int | None = None
+    role: Role | None = None
+
+    def role_in(self, backward: int) -> Role:
+        """Its role, where the backward pass begins at tick ``backward``."""
+        if self.role is not None:
+            return self.role
+        if self.began_in == self.ended_in:
+            return "workspace"
+        if self.start < backward:
+            return "immediate" if self.end is not None and self.end < backward else "stashed"
+        return "gradient" if self.end is None else "immediate"
+
+
+@dataclass(eq=False)
+class Decoding:
+    """A decoding or remaking while the record is read.
+
+    Attributes:
+        name: the node that asked for the value.
+        nbytes: bytes of the value.
+        start: the tick at which the value is complete.
+        end: the tick at which its last reader has run.
+        memory: the memory that it was decoded into; None if its planes were read as they are.
+        planes: the memory of the planes that it was decoded from.
+    """
+
+    name: str
+    nbytes: int
+    start: int
+    end: int
+    memory: Memory | None
+    planes: list[Memory] = field(default_factory=list)
+
+
+class Record:
+    """Everything that the profiler's record says of one step, in the order of time.
+
+    Args:
+        roots: the outermost events of the profiler's record.
+        device: the type of device whose memory is traced, ``"cpu"`` or ``"cuda"``.
+
+    Attributes:
+        memory: all memory that was allocated in the step.
+        ops: the operations.
+        decodings: the decodings.
+        backward: the tick at which the backward pass begins; None if no autograd node ran.
+        ticks: number of allocations and releases so far.
+    """
+
+    def __init__(self, roots: list[Event], device: str) -> None:
+        self.memory: list[Memory] = []
+        self.ops: list[Op] = []
+        self.decodings: list[Decoding] = []
+        self.backward: int | None = None
+        self.ticks = 0
+        self._device = device
+        self._alive: dict[int, Memory] = {}  # by address
+        self._latest: dict[Memory, Decoding] = {}  # what each memory was filled with last
+        self._reading: set[Decoding] = set()  # what the running node reads
+        self._awaits_planes = False  # whether memory was taken whose planes have not been fetched yet
+        self._doing = ""  # the operation that runs, or ran last
+        self._node_ends = 0  # nanoseconds
+        notes: dict[str, Callable[[dict[str, Any]], None]] = {
+            "storing": self._store,
+            "fetched": self._fetch,
+            "taken": self._take,
+            "released": self._release,
+            "read": self._read,
+        }
+        for event, is_operation in sorted(_walk(roots), key=lambda pair: pair[0].start_time_ns):
+            if event.start_time_ns > self._node_ends:
+                self._end_readings()
+            if event.tag == profiler_event.Allocation:
+                self._allocate(event.extra_fields)
+            elif event.name.startswith(_PREFIX):
+                kind, _, facts = event.name.removeprefix(_PREFIX).partition(" ")
+                notes[kind](json.loads(facts))
+            elif is_operation:
+                self._begin_operation(event)
+        self._end_readings()
+
+    def trace(self, policy: str) -> Trace:
+        """The step as a Trace.
+
+        Args:
+            policy: the Trace's ``policy``.
+        """
+        assert self.backward is not None
+        end = max(self.ticks, 1)
+        for decoding in reversed(self.decodings):  # memory has the role of the first value that was in it
+            if decoding.memory is not None and decoding.memory.role in ("decoded", "recomputed"):
+                decoding.memory.role = "decoded" if decoding.planes else "recomputed"
+        numbers = {id(memory): number for number, memory in enumerate(self.memory)}
+        buffers = tuple(
+            Buffer(m.name, m.role_in(self.backward), m.nbytes, m.start, end if m.end is None else m.end)
+            for m in self.memory
+        )
+        decodes = []
+        for decoding in self.decodings:
+            start, memory = min(decoding.start, end - 1), decoding.memory
+            released = end if memory is None or memory.end is None else memory.end
+            planes = tuple(numbers[id(plane)] for plane in decoding.planes)
+            ended = max(min(decoding.end, released), start + 1)
+            decodes.append(Decode(decoding.name, decoding.nbytes, start, ended, planes))
+        return Trace(policy, buffers, tuple(self.ops), self.backward, end, tuple(decodes))
+
+    # -- events of the profiler ------------------------------------------------------------------------------------
+
+    def _begin_operation(self, event: Event) -> None:
+        self._doing = event.name.removeprefix(_NODE)
+        self.ops.append(Op(self._doing, self.ticks))
+        if event.name.startswith(_NODE):
+            self._node_ends = event.end_time_ns
+            if self.backward is None:
+                self.backward = self.ticks
+
+    def _end_readings(self) -> None:
+        """Ends the readings of a node that has run, as if the node's last allocation or release had ended them."""
+        for decoding in self._reading:
+            decoding.end = self.ticks - 1
+        self._reading.clear()
+
+    def _allocate(self, facts: Any) -> None:
+        """Notes an allocation (``alloc_size > 0``) or a release."""
+        if facts.device.type != self._device or not facts.alloc_size:
+            return
+        if facts.alloc_size > 0:
+            memory = Memory(self._doing, facts.ptr, facts.alloc_size, self.ticks, len(self.ops))
+            self._alive[facts.ptr] = memory
+            self.memory.append(memory)
+        else:
+            released = self._alive.pop(facts.ptr, None)
+            if released is None:  # Note: [freed from before]
+                return
+            released.end, released.ended_in = self.ticks, len(self.ops)
+        self.ticks += 1
+
+    # -- notes of the Session --------------------------------------------------------------------------------------
+
+    def _store(self, facts: dict[str, Any]) -> None:
+        for plane in self._at(facts["planes"]):
+            plane.role, plane.name = "encoded", f"{facts['codec']} after {plane.name}"
+
+    def _take(self, facts: dict[str, Any]) -> None:
+        memory = self._alive.get(facts["address"])
+        start = max(self.ticks - 1, self.ops[-1].start if self.ops else 0)  # fresh memory was allocated a tick before
+        decoding = Decoding(self._doing, facts["nbytes"], start, start + 1, memory)
+        self.decodings.append(decoding)
+        self._awaits_planes = True
+        self._reading.add(decoding)
+        if memory is None:
+            return
+        memory.role = "decoded"
+        before = self._latest.get(memory)
+        if before in self._reading:  # its last reader is this very node, and the value before is overwritten now
+            self._reading.discard(before)
+            before.end = self.ticks
+        self._latest[memory] = decoding
+
+    def _fetch(self, facts: dict[str, Any]) -> None:
+        if not self._awaits_planes:  # the planes are read as they are
+            self.decodings.append(Decoding(self._doing, 0, self.ticks, self.ticks + 1, None))
+        planes = self.decodings[-1].planes = self._at(facts["planes"])
+        for plane in planes:
+            plane.role = plane.role or "encoded"  # planes that another store has brought back have no role yet
+        self._awaits_planes = False
+
+    def _read(self, facts: dict[str, Any]) -> None:
+        memory = self._alive.get(facts["address"])
+        if memory is None:
+            return
+        remade = facts["is_stored"] and memory not in self._latest  # in memory of its own, or the planes themselves
+        if remade and memory.role != "encoded":
+            memory.role = "decoded"
+            self._latest[memory] = Decoding(self._doing, memory.nbytes, memory.start, self.ticks, memory)
+            self.decodings.append(self._latest[memory])
+        if memory in self._latest:
+            self._reading.add(self._latest[memory])
+
+    def _release(self, facts: dict[str, Any]) -> None:
+        memory = self._alive.get(facts["address"])
+        decoding = None if memory is None else self._latest.get(memory)
+        if decoding is None or decoding not in self._reading:
+            return
+        self._reading.discard(decoding)
+        decoding.end = self.ticks - 1
+        if self._doing in _HALVED:
+            self.ops.append(Op(f"{self._doing} (input)", self.ticks))
+
+    def _at(self, addresses: list[int]) -> list[Memory]:
+        """The memory at these addresses that was allocated in the step."""
+        return [self._alive[address] for address in addresses if address in self._alive]
+
+
+def _walk(roots: list[Event]) -> Iterator[tuple[Event, bool]]:
+    """Yields every event, and whether it is an operation of the program.
+
+    An operation is an autograd node, or an outermost function that autograd records. Calls of the Session between
+    operations are none: autograd does not record them, or they compute nothing.
+    """
+    waiting = [(root, False) for root in reversed(roots)]
+    while waiting:
+        event, inside = waiting.pop()
+        is_operation = False
+        if not inside and event.tag == profiler_event.TorchOp:
+            of_autograd = event.extra_fields.sequence_number >= 0
+            is_function = event.extra_fields.scope == record_scope.FUNCTION and event.name not in _NO_OPERATION
+            is_operation = event.name.startswith(_NODE) or (of_autograd and is_function)
+        yield event, is_operation
+        waiting += [(child, inside or is_operation) for child in reversed(event.children)]

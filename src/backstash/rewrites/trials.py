@@ -1,0 +1,264 @@
+"""Trials of a step: it runs again and again from the same state, with activations in place or beside their inputs."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from backstash.errors import RewriteError
+from backstash.rewrites.differences import Numbers, dense_copy, first_difference, leaves, numbers_in, some_of
+from backstash.saved import PLAIN
+from backstash.session import Session
+from backstash.testing.bits import equal_bits
+
+_NOT_CALLED = "the step did not call it, so nothing could be proven"
+_NOT_A_TENSOR = "its input is no plain dense tensor"
+_HELD = "its input is still held when the step is over, and its holder would find other numbers there"
+_READ = "its input is read after it has run: with other numbers written there, {difference}"
+
+
+def switch(modules: Iterable[nn.Module], on: bool) -> None:
+    """Lets activations run in place, or no longer."""
+    for module in modules:
+        module.inplace = on  # type: ignore[assignment]
+
+
+class Trials:
+    """Runs a step again and again from the same state.
+
+    Attributes:
+        steps: number of steps so far.
+    """
+
+    def __init__(self, model: nn.Module, step: Callable[[], object], session: Session | None) -> None:
+        self.model, self.step, self.session = model, step, session
+        self.state = _State(model)
+        self.plain: Numbers = {}
+        self.steps = 0
+
+    def close(self) -> None:
+        """Restores the state in which the model was."""
+        self.state.restore()
+        self.state.restore_gradients()
+
+    def refuse(self, candidates: Mapping[str, nn.Module]) -> dict[str, str]:
+        """Returns the candidates that may not run in place, by path, with the reason against each."""
+        refused = self._observe(candidates)
+        accepted: list[nn.Module] = []
+        groups = [[path for path in candidates if path not in refused]]
+        while groups:
+            group = groups.pop()
+            modules = [candidates[path] for path in group]
+            reason = self._against([*accepted, *modules])
+            if reason is None:
+                accepted += modules
+            elif len(group) == 1:
+                refused[group[0]] = reason
+            else:
+                half = len(group) // 2
+                groups += [group[half:], group[:half]]
+        return refused
+
+    def _observe(self, candidates: Mapping[str, nn.Module]) -> dict[str, str]:
+        """Runs the original step twice. Returns the candidates that may not run in place whatever the trials show."""
+        self.plain = self._run(())
+        changed = self.state.changed_parameters()
+        if changed:
+            raise RewriteError(
+                f"inplace was asked to try a step of {type(self.model).__name__}, but the step changes parameters "
+                f"({some_of(changed)}). They have been put back, not so what the optimizer remembers: pass a step that "
+                f"ends with backward()."
+            )
+        if not any(name.startswith("the gradient") for name, numbers in self.plain.items() if numbers is not None):
+            raise RewriteError(
+                f"inplace was asked to try a step of {type(self.model).__name__}, but it leaves no parameter of the "
+                f"model a gradient. Pass a step that runs forward and backward and does not zero the gradients after."
+            )
+        storages: dict[str, list[StorageWeakRef | None]] = {path: [] for path in candidates}
+        with ExitStack() as hooks:
+            for path, module in candidates.items():
+                hooks.callback(module.register_forward_pre_hook(_note(storages[path]), with_kwargs=True).remove)
+            difference = first_difference(self.plain, self._run(()))
+        if difference is not None:
+            raise RewriteError(
+                f"inplace was asked to compare steps of {type(self.model).__name__}, but two plain ones differ: "
+                f"{difference}. Pass a step that computes the same each time: on one batch, with random numbers from "
+                f"the global generators (torch.use_deterministic_algorithms helps)."
+            )
+        gc.collect()  # nobody will read what a garbage cycle holds
+        refused = {}
+        for path, seen in storages.items():
+            if not seen:
+                refused[path] = _NOT_CALLED
+            elif any(storage is None for storage in seen):
+                refused[path] = _NOT_A_TENSOR
+            elif any(storage is not None and not storage.expired() for storage in seen):
+                refused[path] = _HELD
+        return refused
+
+    def _against(self, modules: Sequence[nn.Module]) -> str | None:
+        """Returns why these modules may not run in place together, or None if they may."""
+        if not modules:
+            return None
+        switch(modules, True)
+        try:
+            reason = self._difference(())
+            if reason is not None:
+                return f"in place, {reason}"
+            reason = self._difference(modules)
+            return None if reason is None else _READ.format(difference=reason)
+        finally:
+            switch(modules, False)
+
+    def _difference(self, beside: Sequence[nn.Module]) -> str | None:
+        try:
+            return first_difference(self.plain, self._run(beside))
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except RuntimeError as error:  # autograd refuses it; the report quotes an error of any other cause as well
+            return f"the step raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    def _run(self, beside: Sequence[nn.Module]) -> Numbers:
+        """Runs one step from the original state. The modules ``beside`` overwrite copies of their inputs."""
+        self.steps += 1
+        self.state.restore()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        inputs = _Inputs()
+        with ExitStack() as hooks:
+            hooks.callback(inputs.close)
+            hooks.callback(self.model.register_forward_pre_hook(inputs, with_kwargs=True).remove)
+            for module in beside:
+                aside = _Aside()
+                hooks.callback(module.register_forward_pre_hook(aside.copy, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(aside.overwrite, prepend=True).remove)
+            with self.session or nullcontext():
+                numbers = numbers_in("what the step returns", self.step())
+            for path, parameter in self.model.named_parameters():
+                numbers[f"the gradient of {path}"] = None if parameter.grad is None else dense_copy(parameter.grad)
+            for number, gradient in enumerate(inputs.gradients):
+                numbers[f"the gradient of the model's input {number}"] = gradient
+            for path, buffer in self.model.named_buffers():
+                numbers[f"the buffer {path}"] = dense_copy(buffer)
+        return numbers
+
+
+class _State:
+    """The state of a model and of the random generators, which a step may change and which is restored."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self.tables = [(table, dict(table)) for module in modules for table in (module._parameters, module._buffers)]
+        held = [tensor for _, table in self.tables for tensor in table.values()]
+        self.contents = {id(x): (x, x.detach().clone()) for x in held if x is not None and x.layout is torch.strided}
+        self.parameters = dict(model.named_parameters())
+        self.gradients = [(parameter, parameter.grad) for parameter in self.parameters.values()]
+        self.training = [(module, module.training) for module in modules]
+        self.python, self.numpy, self.torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def changed_parameters(self) -> list[str]:
+        """Paths of the parameters whose bits have changed."""
+        known = [(path, *self.contents[id(x)]) for path, x in self.parameters.items() if id(x) in self.contents]
+        return [path for path, parameter, content in known if not equal_bits(parameter, content)]
+
+    def restore(self) -> None:
+        """Restores everything but the gradients."""
+        for table, original in self.tables:
+            if table.keys() != original.keys() or any(table[name] is not x for name, x in original.items()):
+                table.clear()
+                table.update(original)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for tensor, content in self.contents.values():
+                if not equal_bits(tensor, content):  # copying would raise the version for nothing
+                    tensor.copy_(content)
+        for module, training in self.training:
+            module.training = training
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+    def restore_gradients(self) -> None:
+        """Restores the gradients, with the tensors that they were."""
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+
+
+class _Inputs:
+    """A forward pre-hook that collects the gradients of the model's inputs that require gradients."""
+
+    def __init__(self) -> None:
+        self.gradients: list[Tensor | None] = []
+        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.handles = ExitStack()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for _, tensor in leaves("", (args, kwargs)):
+            if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                continue
+            if tensor.is_leaf and id(tensor) not in self.leaves:
+                self.leaves[id(tensor)] = (tensor, tensor.grad)
+                tensor.grad = None  # or backward would add to the program's own gradient
+            self.handles.callback(tensor.register_hook(self._take(len(self.gradients))).remove)
+            self.gradients.append(None)
+
+    def _take(self, number: int) -> Callable[[Tensor], None]:
+        def take(gradient: Tensor) -> None:
+            self.gradients[number] = dense_copy(gradient)
+
+        return take
+
+    def close(self) -> None:
+        """Removes the hooks, and restores the gradients that the inputs had."""
+        self.handles.close()
+        for tensor, gradient in self.leaves.values():
+            tensor.grad = gradient
+        self.leaves.clear()
+
+
+class _Aside:
+    """Hooks that give a module a copy of its input, and then write other numbers over the input itself."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
+
+    def copy(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        x = _input(args, kwargs)
+        assert x is not None  # a module with any other input was refused before
+        self.inputs.append(x)
+        copy = x.clone()
+        return (
+            tuple(copy if value is x else value for value in args),
+            {name: copy if value is x else value for name, value in kwargs.items()},
+        )
+
+    def overwrite(self, module: nn.Module, args: Any, output: Any) -> None:
+        # The numbers are finite, as a step may look for NaNs, and of the other sign, so that every mask changes.
+        with torch.no_grad():
+            self.inputs.pop().mul_(-2).sub_(1)
+
+
+def _note(storages: list[StorageWeakRef | None]) -> Callable[[nn.Module, Any, Any], None]:
+    """Returns a forward pre-hook that adds the storage of each input to ``storages``."""
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = _input(args, kwargs)
+        storages.append(None if x is None else StorageWeakRef(x.untyped_storage()))
+
+    return note
+
+
+def _input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The tensor that an activation was called with, or None if it is no plain dense tensor."""
+    x = args[0] if args else kwargs.get("input")
+    return x if isinstance(x, Tensor) and type(x) in PLAIN and x.layout is torch.strided else None
