@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +30,8 @@ from torch import Tensor
 from backstash.codecs import Szp
 from backstash.codecs.fewbit_table import TABLE
 from backstash.ops import backends
+from backstash.ops.backends import Kernels
+from backstash.ops.cpu import library
 from backstash.ops.formats import FORMATS, SCALED
 from backstash.saved import Test
 from benchmarks.results import Results
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def float_tasks(dtype: torch.dtype, nbytes: int, zeros: float, device: str) -> dict[str, Task]:
     """The copy and the kernels on floats, ``nbytes`` of them, by name."""
-    ops, n = backends.implementation(device), nbytes // dtype.itemsize
+    ops, n = backends.serving(device), nbytes // dtype.itemsize
     x, out = _warm(n, dtype, device), _warm(n, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
     x.normal_(generator=generator)
@@ -154,12 +155,12 @@ def float_tasks(dtype: torch.dtype, nbytes: int, zeros: float, device: str) -> d
         tasks[f"fewbit_decode, {bits} bits"] = Task(partial(ops.fewbit_decode, codes, stand_ins, bits, out), coded)
     tasks |= _minifloat_tasks(ops, x, out)
     tasks |= _bounded_tasks(ops, x, out)
-    if ops.__name__.endswith("cpu"):
+    if ops.backend == "native":
         tasks["zvc_encode, warm planes"] = Task(_warm_zvc_encode(x, mask, offsets, values), stashed)
     return tasks
 
 
-def _minifloat_tasks(ops: ModuleType, x: Tensor, out: Tensor) -> dict[str, Task]:
+def _minifloat_tasks(ops: Kernels, x: Tensor, out: Tensor) -> dict[str, Task]:
     """Small formats, alone, with a scale per 256 elements, and behind zero-value compression; ``out`` is written to."""
     tasks = {}
     for name, form in FORMATS.items():
@@ -181,7 +182,7 @@ def _minifloat_tasks(ops: ModuleType, x: Tensor, out: Tensor) -> dict[str, Task]
     return tasks
 
 
-def _bounded_tasks(ops: ModuleType, x: Tensor, out: Tensor) -> dict[str, Task]:
+def _bounded_tasks(ops: Kernels, x: Tensor, out: Tensor) -> dict[str, Task]:
     """What keeps to an error bound, and the transform that does not; ``out`` is written to."""
     tasks = {}
     for error in (1e-1, 1e-2, 1e-3):
@@ -212,7 +213,7 @@ def _bounded_tasks(ops: ModuleType, x: Tensor, out: Tensor) -> dict[str, Task]:
 
 def integer_tasks(nbytes: int, device: str) -> dict[str, Task]:
     """The copy and the kernels on integers: int64 of ``nbytes`` in 4 and in 5 bits, and the indices of a pooling."""
-    ops, n = backends.implementation(device), nbytes // 8
+    ops, n = backends.serving(device), nbytes // 8
     generator = torch.Generator(device).manual_seed(0)
     x, out = _warm(n, torch.int64, device), _warm(n, torch.int64, device)
     x.random_(0, 16, generator=generator)
@@ -227,7 +228,7 @@ def integer_tasks(nbytes: int, device: str) -> dict[str, Task]:
     return tasks
 
 
-def _window_tasks(ops: ModuleType, nbytes: int, size: int, layout: str, out: Tensor) -> dict[str, Task]:
+def _window_tasks(ops: Kernels, nbytes: int, size: int, layout: str, out: Tensor) -> dict[str, Task]:
     """Pooling with a stride of 2 from 112 to 56, as in ResNet and VGG; ``out`` is written to."""
     channels, side = 64, 112
     planes = nbytes // 8 // (side // 2) ** 2
@@ -249,8 +250,6 @@ def _window_tasks(ops: ModuleType, nbytes: int, size: int, layout: str, out: Ten
 
 def _warm_zvc_encode(x: Tensor, mask: Tensor, offsets: Tensor, values: Tensor) -> Callable[[], object]:
     """ZVC encode into planes that exist: what ``zvc_encode`` does, without the page faults of new planes."""
-    from backstash.ops.cpu import library
-
     lib = library.load()
     assert lib is not None
     n, width, threads = x.numel(), x.element_size(), torch.get_num_threads()
@@ -272,8 +271,7 @@ def _warm(n: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def _isa(device: str) -> str:
-    implementation = backends.implementation(device)
-    return str(implementation.isa()) if hasattr(implementation, "isa") else "none"
+    return library.isa() if backends.name(device) == "native" else "none"
 
 
 def _report(dtype: torch.dtype, tasks: dict[str, Task], asked: argparse.Namespace) -> list[Row]:

@@ -1,4 +1,4 @@
-// C interface of compressed sparse rows. Layout: ops/reference.
+// C interface of compressed sparse rows. Layout: ops/reference/sparse.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

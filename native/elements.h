@@ -52,7 +52,7 @@ inline double to_float(double x) { return x; }
 // Codes of saved.Test, in its order.
 enum class Test : int { NotLe = 0, Gt = 1, Inside = 2, NotOutside = 3, Closed = 4, Nonzero = 5 };
 
-// Codes of ops/cpu/__init__.py.
+// Codes of ops/cpu/planes.py.
 enum class Float : int { F32 = 0, F64 = 1, F16 = 2, BF16 = 3 };
 enum class Integer : int { I64 = 0, I32 = 1, I16 = 2, I8 = 3, U8 = 4, Bool = 5 };
 

@@ -1,4 +1,4 @@
-// C interface of bitmask, binary, and of a mask's application. Layouts: ops/reference.
+// C interface of bitmask, binary, and of a mask's application. Layouts: ops/reference/masks.py.
 #include <cstdint>
 #include <cstring>
 

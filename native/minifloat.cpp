@@ -1,4 +1,4 @@
-// C interface of small floating-point formats, on their own and behind zero-value compression. Layouts: ops/reference.
+// C interface of small floating-point formats, on their own and behind zero-value compression. Layouts: ops/reference/minifloat.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

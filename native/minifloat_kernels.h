@@ -20,7 +20,7 @@ inline Int raised(Int code, Int rest) {
     return Int(code & ~(Int(code - Int(M::least)) >> (8 * sizeof(Int) - 1)));
 }
 
-// Bits of float32 to a code: see ops/reference.minifloat_encode. `nans`: whether there may be NaNs.
+// Bits of float32 to a code: see ops/reference/minifloat.py. `nans`: whether there may be NaNs.
 template <class M, bool nonzero, bool nans = true>
 inline uint32_t encode_one(uint32_t bits) {
     constexpr int drop = 23 - M::mantissa;

@@ -1,4 +1,4 @@
-// C interface of narrow. Layout: ops/reference.
+// C interface of narrow. Layout: ops/reference/narrow.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -1,4 +1,4 @@
-// C interface of window. Layout: ops/reference.
+// C interface of window. Layout: ops/reference/windows.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -1,4 +1,4 @@
-// C interface of zero-value compression. Layout: ops/reference.
+// C interface of zero-value compression. Layout: ops/reference/sparse.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

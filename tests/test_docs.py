@@ -23,10 +23,7 @@ ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:work|root|home|tmp|Users)/")
 OPTIONAL = {  # modules that need what a plain install does not bring
     "backstash.cli.commands": "typer",
     "backstash.cli.comparison": "typer",
-    "backstash.ops.triton.blockquant_kernels": "triton",
-    "backstash.ops.triton.elements": "triton",
-    "backstash.ops.triton.kernels": "triton",
-    "backstash.ops.triton.szp_kernels": "triton",
+    "backstash.ops.triton": "triton",
     "backstash.report.plot": "matplotlib",
     "backstash.integrations.lightning": "lightning",
     "backstash.integrations.huggingface": "transformers",

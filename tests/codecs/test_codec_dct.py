@@ -8,8 +8,8 @@ from torch import Tensor
 
 from backstash.codecs import Dct, Encoded
 from backstash.errors import CodecRefusedError, DamagedPlanesError
-from backstash.ops import reference
 from backstash.ops.reference.dct import BASIS
+from backstash.ops.reference.sparse import zvc_decode
 from backstash.testing import check_codec
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,7 +73,7 @@ def test_layout() -> None:
     torch.testing.assert_close(Dct().decode(encoded), x)
     one = Dct("optH").encode(x[:1] * torch.arange(16) % 5)
     codes = torch.empty(128, dtype=torch.uint8)
-    reference.zvc_decode(one.planes["mask"], one.planes["offsets"], one.planes["values"], codes)
+    zvc_decode(one.planes["mask"], one.planes["offsets"], one.planes["values"], codes)
     assert codes.view(2, 8, 8)[:, 1:].eq(0).all(), "rows are all alike"
 
 

@@ -16,11 +16,15 @@ from torch import Tensor
 
 from backstash.codecs import Encoded, ErrorBound, Sz
 from backstash.errors import CodecRefusedError, DamagedPlanesError
-from backstash.ops import cpu, reference, sz
+from backstash.ops import sz
+from backstash.ops.backends import kernels
 from backstash.ops.cpu import library
-from backstash.ops.reference.sz import predicted, restored
+from backstash.ops.reference.sz import check, predicted, restored
 from backstash.saved import TensorSpec
 from backstash.testing import equal_bits
+
+reference = kernels("reference")
+cpu = kernels("native") if library.available() else reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -253,13 +257,13 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, list[int], float, float, int]:
 
 @pytest.fixture(params=library.ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not cpu.available():
+    if not library.available():
         pytest.skip("the native kernels are not built")
-    before = cpu.isa()
-    if cpu.set_isa(request.param) != request.param:
+    before = library.isa()
+    if library.set_isa(request.param) != request.param:
         pytest.skip(f"this CPU has no {request.param}")
     yield request.param
-    cpu.set_isa(before)
+    library.set_isa(before)
 
 
 @given(case=cases(), axes=st.integers(0, 7), offset=st.sampled_from([0.0, 0.5]))
@@ -267,7 +271,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_native_planes_are_the_reference_s(
     case: tuple[Tensor, list[int], float, float, int], axes: int, offset: float
 ) -> None:
-    if not cpu.available():
+    if not library.available():
         pytest.skip("the native kernels are not built")
     x, blocks, step, bound, low = case
     assert torch.equal(cpu.sz_range(x), reference.sz_range(x))
@@ -281,10 +285,10 @@ def test_native_planes_are_the_reference_s(
     finite = x.isfinite()
     assert equal_bits(x[~finite], decoded[~finite])
     assert not (x.double() - decoded.double())[finite].abs().gt(bound).any()
-    before = cpu.isa()
+    before = library.isa()
     try:
         for name in library.ISAS:
-            cpu.set_isa(name)
+            library.set_isa(name)
             assert equal_bits(cpu.sz_survey(x, step, bound, low, blocks, offset), counts), name
             planes = cpu.sz_encode(x, table, step, bound, *parameters, offset)
             assert all(equal_bits(*pair) for pair in zip(planes, expected, strict=True)), name
@@ -294,7 +298,7 @@ def test_native_planes_are_the_reference_s(
             assert equal_bits(out, decoded), name
             assert bool((memory[:64] == 7).all()) and bool((memory[64 + x.numel() :] == 7).all())
     finally:
-        cpu.set_isa(before)
+        library.set_isa(before)
 
 
 def test_what_has_no_zeros_has_none_after() -> None:
@@ -358,12 +362,12 @@ def rechecked(encoded: Encoded) -> Encoded:
     """With checksums that are right for what is there, so that decoding goes on to what they protect."""
     planes = dict(encoded.planes)
     index = planes["index"] = planes["index"].clone()
-    index[0] = reference.sz.check(-1, planes["table"], planes["values"][:0], planes["values"][:0])
+    index[0] = check(-1, planes["table"], planes["values"][:0], planes["values"][:0])
     begin = [0, 0, 0]
     for i in range((index.numel() - 1) // 4):
         ends = index[1 + 4 * i : 4 + 4 * i].tolist()
         parts = (planes[name][a:b] for name, a, b in zip(("stream", "places", "values"), begin, ends, strict=True))
-        index[4 + 4 * i] = reference.sz.check(i, *parts)
+        index[4 + 4 * i] = check(i, *parts)
         begin = ends
     return replace(encoded, planes=planes)
 

@@ -14,7 +14,7 @@ from backstash import Session, Stash, policies
 from backstash.codecs import Encoded, Szp
 from backstash.codecs.base import ErrorBound
 from backstash.errors import CodecRefusedError, DamagedPlanesError
-from backstash.ops import reference
+from backstash.ops.reference import bits_of
 from backstash.policies.base import Rules
 from backstash.saved import Mask, Test
 from backstash.testing import check_codec
@@ -52,12 +52,12 @@ def test_every_number_of_16_bits(dtype: torch.dtype, error: float) -> None:
 def test_zeros_signs_infinities_and_nans_stay(dtype: torch.dtype) -> None:
     tiny = torch.finfo(dtype).smallest_normal
     x = torch.tensor([0.0, -0.0, tiny, -tiny, 0.3, -0.3, math.inf, -math.inf, math.nan], dtype=dtype)
-    x = torch.cat([x, x.view(reference._BITS_DTYPE[dtype.itemsize])[-1:].add(1).view(dtype)])  # a payload
+    x = torch.cat([x, bits_of(x)[-1:].add(1).view(dtype)])  # a payload
     for part in (x, x[:6]):
         y = through(Szp(0.1), part)
         assert y[:2].eq(0).all()
         assert torch.equal(y[:6].sign(), x[:6].sign())
-    assert torch.equal(reference.bits_of(through(Szp(0.1), x))[6:], reference.bits_of(x)[6:])
+    assert torch.equal(bits_of(through(Szp(0.1), x))[6:], bits_of(x)[6:])
 
 
 def test_layout() -> None:

@@ -22,6 +22,7 @@ from backstash.codecs import Binary
 from backstash.codecs.bitmask import FLOATS
 from backstash.errors import NeedNotMetError
 from backstash.ops import cpu
+from backstash.ops.backends import serving
 from backstash.policies.base import Action, Outcome, Stash
 from backstash.report.meter import CountedPeak
 from backstash.saved import Need, SavedTensor
@@ -71,13 +72,13 @@ def gradients(model: nn.Module, x: Tensor, backward: Callable[[Tensor], None] = 
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """The arguments of every use of mask bits: the incoming gradient, and what it was written to."""
     seen: list[tuple[Any, Any]] = []
-    original = cpu.mask_select
+    original = serving("cpu").mask_select
 
-    def select(x: Tensor, mask: Tensor, out: Tensor) -> bool:
+    def select(x: Tensor, mask: Tensor, out: Tensor) -> None:
         seen.append((x.data_ptr(), out.data_ptr()))
-        return original(x, mask, out)
+        original(x, mask, out)
 
-    monkeypatch.setattr(cpu, "mask_select", select)
+    monkeypatch.setattr(serving("cpu"), "mask_select", select)
     return seen
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from backstash import Session
 from backstash.codecs import Szp
-from backstash.ops import cpu
+from backstash.ops import backends
 from backstash.policies import Lossless
 from backstash.policies.base import Action, Outcome, Recompute, Rules, Stash
 from backstash.saved import Need, SavedTensor
-from backstash.stash import fused, proving
+from backstash.stash import proving
 from backstash.stash.ledger import Entry
 
 BOUND = 0.05
@@ -112,8 +111,9 @@ def test_values_are_off_by_no_more_than_the_gains_allow_and_zeros_are_zeros(
     kind: str, depth: int, inplace: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels == "none":
-        monkeypatch.setattr(fused, "_kernels", lambda recipe: SimpleNamespace())
-        monkeypatch.setattr(cpu, "mask_select", lambda *given: False)
+        monkeypatch.setattr(backends, "serves", lambda kernel, device: False)
+        plain = backends.kernels("reference").mask_select
+        monkeypatch.setattr(backends.serving("cpu"), "mask_select", plain)
     model, x, policy = Network(kind, inplace), inputs(), Within(NORMS)
     loss, session = forward(model, x, policy)
     found = rows(session)

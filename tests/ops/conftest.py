@@ -1,4 +1,4 @@
-"""Where the tests of the Triton kernels run.
+"""Instruction sets and threads for the tests of the C++ kernels; where the tests of the Triton kernels run.
 
 Whether Triton interprets a kernel or compiles it is decided by an environment variable when it is imported, for the
 whole process. So each process of tests keeps another one that interprets, and hands it one test at a time.
@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from backstash.ops.cpu import library
+
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() and not INTERPRETING else []
 
@@ -31,6 +33,25 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(params=library.ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The instruction set that the C++ kernels use in the test."""
+    if not library.available():
+        pytest.skip("the native kernels are not built: run 'python setup.py build_native'")
+    before = library.isa()
+    if library.set_isa(request.param) != request.param:
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    library.set_isa(before)
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> int:
+    """The number of torch's threads in the test; tests/conftest.py sets it back to one."""
+    torch.set_num_threads(request.param)
+    return int(request.param)
+
+
 class Interpreter:
     """A process that runs tests with Triton's interpreter; it starts with the first one."""
 
@@ -41,7 +62,7 @@ class Interpreter:
     def run(self, test: str) -> str:
         """Returns how the test of this node id failed, or an empty string."""
         if self.process is None:
-            files = [str(path) for path in sorted(Path(__file__).parent.glob("test_triton_*.py"))]
+            files = [str(path) for path in sorted(Path(__file__).parent.glob("test_*.py"))]
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("triton_interpreter.py")), *files],
                 cwd=self.root,

@@ -20,7 +20,7 @@ from backstash.backward.claims import Claim, redeems
 from backstash.backward.pointwise import same_order, with_whole, written
 from backstash.codecs.base import flat
 from backstash.codecs.direct import Factors, Slopes
-from backstash.ops import cpu
+from backstash.ops.backends import advise_huge, serving
 from backstash.torch_internals import running_node
 
 _aten = torch.ops.aten
@@ -86,5 +86,6 @@ def scaled(grad: Tensor, packed: Tensor, table: Tensor, alone: bool) -> Tensor |
         return None
     out = grad if alone else torch.empty_like(grad)
     if not alone:
-        cpu.advise_huge(out)
-    return out if cpu.scale_by_codes(flat(grad), packed, table, flat(out)) else None
+        advise_huge(out)
+    serving("cpu").scale_by_codes(flat(grad), packed, table, flat(out))
+    return out

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from backstash.backward.claims import Claim, redeems
-from backstash.ops import cpu
+from backstash.ops.backends import advise_huge, serves, serving
+from backstash.ops.layout import images, per_channel
 from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
 
@@ -99,7 +100,7 @@ def batch_norm(
     Returns:
         None, with ``grad`` untouched, where the kernels here do not take these tensors.
     """
-    if not (train and mask[0] and cpu.available()) or mean is None or invstd is None or not x.numel():
+    if not (train and mask[0] and x.numel() and serves("batch_norm_channels", "cpu")) or mean is None or invstd is None:
         return None
     channels = x.shape[1]
     vectors = [vector for vector in (weight, mean, invstd) if vector is not None]
@@ -107,9 +108,9 @@ def batch_norm(
         return None
     if any(tensor.dtype is not torch.float32 or tensor.device.type != "cpu" for tensor in (grad, x, *vectors)):
         return None
-    if any(vector.shape != (channels,) or not vector.is_contiguous() for vector in vectors):
+    if not per_channel(channels, *vectors):
         return None
-    _, inner = cpu.images(x) or (0, 0)
+    _, inner = images(x) or (0, 0)
     kernel: _Kernel
     example: tuple[int, ...]
     if inner > 1 and x.stride(1) == inner:
@@ -125,13 +126,14 @@ def batch_norm(
         return None
     out = grad
     if not over:
-        cpu.advise_huge(out := torch.empty_like(grad))
+        advise_huge(out := torch.empty_like(grad))
     return kernel(_BatchNorm(aten, x, weight, mean, invstd, eps), grad, out, mask)
 
 
 def _by_channel(norm: _BatchNorm, grad: Tensor, out: Tensor, mask: list[bool]) -> Gradients:
     """Contiguous images: the kernel here adds up and writes a channel while it is in the cache."""
-    weight_grad, bias_grad, left = cpu.batch_norm_channels(grad, norm.x, norm.mean, norm.invstd, norm.weight, out)
+    channels = serving("cpu").batch_norm_channels
+    weight_grad, bias_grad, left = channels(grad, norm.x, norm.mean, norm.invstd, norm.weight, out)
     if left:  # channels with infinities and NaNs: ATen decides which of them comes out
         channels = weight_grad.isnan().nonzero().flatten()
         gradients: Any = norm.of(channels).run(grad[:, channels].contiguous(), [True, True, True])
@@ -149,7 +151,7 @@ def _by_pixel(norm: _BatchNorm, grad: Tensor, out: Tensor, mask: list[bool]) -> 
     k, grad_mean = dot * invstd * invstd / count, sums / count
     if not bool((k + grad_mean).isfinite().all()):
         return norm.run(grad, mask)
-    cpu.batch_norm_pixels(grad, norm.x, norm.mean, invstd, norm.weight, k, grad_mean, out)
+    serving("cpu").batch_norm_pixels(grad, norm.x, norm.mean, invstd, norm.weight, k, grad_mean, out)
     return out, dot * invstd if mask[1] else None, sums if mask[2] else None
 
 

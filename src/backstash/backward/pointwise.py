@@ -15,7 +15,7 @@ from torch import Tensor
 from backstash.backward.claims import Claim, redeems
 from backstash.codecs.base import flat, is_dense
 from backstash.codecs.direct import MaskBits
-from backstash.ops import cpu
+from backstash.ops.backends import serving
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -41,9 +41,9 @@ def masked(
     mask = stashed.direct(MaskBits) if grad.dtype in SELECTED and same_order(grad, claim) else None
     if mask is not None:
         out = grad if alone else torch.empty_like(grad)
-        if cpu.mask_select(flat(grad), mask.bits, flat(out)):
-            stashed.release()
-            return out
+        serving("cpu").mask_select(flat(grad), mask.bits, flat(out))
+        stashed.release()
+        return out
     return written(claim, aten, args, kwargs, alone)
 
 

@@ -22,8 +22,8 @@ from backstash.codecs.base import (
 from backstash.codecs.direct import Direct, Factors, MaskBits, Slopes
 from backstash.codecs.sample import look, sample
 from backstash.errors import CodecRefusedError
+from backstash.ops.layout import bytes_for
 from backstash.ops.reference import bits_of
-from backstash.ops.schema import bytes_for
 from backstash.saved import Mask, Need, TensorSpec, Test
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

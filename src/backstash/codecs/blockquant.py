@@ -11,7 +11,7 @@ from torch import Tensor
 from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require
 from backstash.errors import CodecRefusedError
 from backstash.ops.formats import groups
-from backstash.ops.schema import bytes_for
+from backstash.ops.layout import bytes_for
 from backstash.saved import Need, TensorSpec
 
 BITS = (1, 2, 4, 8)

@@ -13,7 +13,7 @@ from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.sample import look
 from backstash.codecs.zvc import Zvc
 from backstash.errors import DamagedPlanesError
-from backstash.ops.schema import CSR_ROW, ZVC_CHUNK, csr_rows
+from backstash.ops.layout import CSR_ROW, ZVC_CHUNK, csr_rows
 from backstash.saved import Mask, Need, TensorSpec
 
 MAX_NUMEL = 2**31 - 1

@@ -15,7 +15,7 @@ from backstash.codecs.base import Encoded, ErrorBound, ReadPlanes, check_planes,
 from backstash.codecs.direct import Direct, Slopes
 from backstash.codecs.fewbit_table import TABLE
 from backstash.errors import CodecRefusedError
-from backstash.ops.schema import bytes_for
+from backstash.ops.layout import bytes_for
 from backstash.saved import Need, TensorSpec
 
 BITS = (1, 2, 3, 4)

@@ -22,7 +22,7 @@ from backstash.codecs.base import (
 )
 from backstash.codecs.direct import Direct, Geometry, WindowOffsets
 from backstash.errors import CodecRefusedError
-from backstash.ops.schema import bytes_for, window_bits
+from backstash.ops.layout import bytes_for, window_bits
 from backstash.saved import Need, PoolWindow, TensorSpec
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)

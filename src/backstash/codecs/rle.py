@@ -11,8 +11,8 @@ from torch import Tensor
 from backstash.codecs.base import EXACT, Encoded, check_planes, flat, like, refuses_layout, require
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.sample import sample
+from backstash.ops.layout import zvc_chunks
 from backstash.ops.reference import bits_of
-from backstash.ops.schema import zvc_chunks
 from backstash.saved import Need, TensorSpec
 
 _ops = torch.ops.backstash

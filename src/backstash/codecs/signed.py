@@ -13,7 +13,7 @@ from backstash.codecs import base
 from backstash.codecs.base import Codec, Encoded, ErrorBound, asks_for_sign, check_planes, flat, like, require
 from backstash.codecs.blockquant import BlockQuant
 from backstash.codecs.sample import sample
-from backstash.ops.schema import bytes_for, zvc_chunks
+from backstash.ops.layout import bytes_for, zvc_chunks
 from backstash.saved import Mask, Need, TensorSpec, Test
 
 _PREFIX = "values."

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.base import Encoded, ErrorBound, asks_for_sign, check_planes, flat, like, refuses_singles, require
-from backstash.ops.schema import SZP_BLOCK, ZVC_CHUNK, bytes_for, zvc_chunks
+from backstash.ops.layout import SZP_BLOCK, ZVC_CHUNK, bytes_for, zvc_chunks
 from backstash.saved import Mask, Need, TensorSpec
 
 MODES = ("abs", "rel")

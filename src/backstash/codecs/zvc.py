@@ -22,7 +22,7 @@ from backstash.codecs.base import (
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.sample import look
-from backstash.ops.schema import bytes_for, zvc_chunks
+from backstash.ops.layout import bytes_for, zvc_chunks
 from backstash.saved import Mask, Need, TensorSpec, Test
 
 _ops = torch.ops.backstash

@@ -1,23 +1,67 @@
-"""Which implementation serves an op on a device: ``reference``, ``native`` (C++ on CPU) or ``triton`` (CUDA)."""
+"""Which implementation serves a kernel on a device: ``reference``, ``native`` (C++ on CPU) or ``triton`` (CUDA).
+
+There is one way to call a kernel: ``serving(device_type).name(...)``, which ``torch.ops.backstash.name(...)`` calls
+too. Codecs call the ops, so that torch.compile can trace them. What runs once per saved tensor and in eager mode alone
+(``backward/``, ``stash/``) calls ``serving`` itself: that takes 0.1 us, torch's dispatcher takes 2 us.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import warnings
 from functools import cache
-from types import ModuleType
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from backstash.ops import reference, schema
+from backstash.ops import reference, triton
+from backstash.ops.cpu import library
+from backstash.ops.table import LIBRARY, TABLE, Kernel
 
 CHOICES = ("auto", "reference")
+FOLDERS = {"reference": "reference", "native": "cpu", "triton": "triton"}
+"""The folders of the backends, by their names."""
+
+for _module in pkgutil.iter_modules(reference.__path__, f"{reference.__name__}."):
+    importlib.import_module(_module.name)  # fills the table
+
+
+class Kernels:
+    """The kernels of one backend: an attribute for every row of the table.
+
+    Where the backend lacks a kernel, the attribute is the reference implementation.
+
+    Attributes:
+        backend: the name of the backend.
+        own: the names of the kernels that the backend itself has.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.own = {name for name, row in TABLE.items() if backend not in row.without}
+        for name, row in TABLE.items():
+            setattr(self, name, _function(row, backend) if name in self.own else row.reference)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no kernel is called {name!r}")  # also tells type checkers that others are
+
+
+def _function(row: Kernel, backend: str) -> Any:
+    module = importlib.import_module(f"backstash.ops.{FOLDERS[backend]}.{row.family}")
+    return getattr(module, row.name)
+
+
+@cache
+def kernels(backend: str) -> Kernels:
+    """Returns the kernels of the backend ``reference``, ``native`` or ``triton``, whatever the variables ask for."""
+    return Kernels(backend)
 
 
 @cache
 def choice() -> str:
-    """The value of ``BACKSTASH_KERNELS``: ``auto`` (default) or ``reference``.
+    """Returns the value of ``BACKSTASH_KERNELS``: ``auto`` (default) or ``reference``.
 
     Raises:
         ValueError: the variable has another value.
@@ -32,60 +76,53 @@ def choice() -> str:
 
 
 @cache
-def implementation(device_type: str) -> ModuleType:
-    """The module whose functions serve the ops on tensors of ``device_type`` (``"cpu"``, ``"cuda"``, ...)."""
+def serving(device_type: str) -> Kernels:
+    """Returns the kernels that serve tensors of ``device_type`` (``"cpu"``, ``"cuda"``, ...)."""
     if choice() == "reference":
-        return reference
+        return kernels("reference")
     if device_type == "cpu":
-        from backstash.ops import cpu
-
-        if cpu.available():
-            return cpu
+        if library.available():
+            return kernels("native")
         warnings.warn(
             "backstash: the native CPU kernels are not built (no C++ compiler at install time?), so the slow "
             "reference kernels serve. Install g++ and run 'pip install -e .' again; 'backstash doctor' tells more.",
             stacklevel=2,
         )
     elif device_type == "cuda":
-        from backstash.ops import triton
-
         if triton.available():
-            return triton
+            return kernels("triton")
         warnings.warn(
             "backstash: Triton is not installed, so the slow reference kernels serve on CUDA. pip install triton.",
             stacklevel=2,
         )
-    return reference
+    return kernels("reference")
 
 
 def name(device_type: str) -> str:
-    """The name of the backend that serves ``device_type``."""
-    return implementation(device_type).__name__.rsplit(".", 1)[-1].replace("cpu", "native")
+    """Returns the name of the backend that serves ``device_type``."""
+    return serving(device_type).backend
 
 
-def _dispatch(op: str, device_type: str) -> Any:
+def serves(kernel: str, device_type: str) -> bool:
+    """Whether the kernel is more than its reference on ``device_type``: what a row's ``fallback`` is decided by."""
+    served = serving(device_type)
+    return served.backend != "reference" and kernel in served.own
+
+
+def advise_huge(x: Tensor) -> None:
+    """Asks the system for huge pages behind fresh CPU memory, so that its first touch costs fewer page faults."""
+    library.advise_huge(x)
+
+
+def _op(row: Kernel, device_type: str) -> Any:
     def call(*args: Any) -> Any:
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                schema.check_flat(op, arg)
-        return getattr(implementation(device_type), op)(*args)
+        row.check(row.name, args)
+        return getattr(serving(device_type), row.name)(*args)
 
     return call
 
 
-for _op in schema.SCHEMAS:
-    for _key, _device_type in (("CPU", "cpu"), ("CUDA", "cuda")):
-        schema.LIBRARY.impl(_op, _dispatch(_op, _device_type), _key)
-
-
-def advise_huge(x: torch.Tensor) -> None:
-    """Ask for huge pages under fresh CPU memory: its first touch then costs a few faults instead of thousands."""
-    native = implementation("cpu")
-    if hasattr(native, "advise_huge"):
-        native.advise_huge(x)
-
-
-def look(x: torch.Tensor, runs: int, run: int, step: int) -> tuple[int, int]:
-    """See :func:`backstash.ops.reference.look`; no op, because its result is for the host."""
-    found: tuple[int, int] = getattr(implementation(x.device.type), "look", reference.look)(x, runs, run, step)
-    return found
+for _row in TABLE.values():
+    if _row.schema is not None:
+        for _key, _device_type in (("CPU", "cpu"), ("CUDA", "cuda")):
+            LIBRARY.impl(_row.name, _op(_row, _device_type), _key)

@@ -10,16 +10,16 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A small floating-point format; see ``ops/reference.minifloat_encode`` for what becomes of a number in it.
+    """A small floating-point format. ``ops/reference/minifloat.py`` says how a number is rounded to it.
 
     Attributes:
         name: what users call it.
         code: the integer that the C++ kernels know it by.
-        exponent, mantissa: bits of these.
-        bias: of the exponent.
-        top: the code of the largest magnitude; what is above it, sign aside, is NaN.
-        subnormals: whether it has numbers below its smallest normal one. Without, a field of 0 is zero.
-        dtype: of a plane of codes.
+        exponent, mantissa: numbers of bits.
+        bias: the bias of the exponent.
+        top: the code of the largest magnitude. Larger codes, without the sign, are NaN.
+        subnormals: whether it has numbers below its smallest normal number. If not, an exponent field of 0 is zero.
+        dtype: the dtype of a plane of codes.
         fields: codes in an element of such a plane, the first one lowest.
     """
 
@@ -35,7 +35,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """The bits of a code."""
         return 1 + self.exponent + self.mantissa
 
     @property
@@ -60,13 +60,13 @@ class Format:
         return math.ldexp(2**self.mantissa + fraction, (self.top >> self.mantissa) - self.bias - self.mantissa)
 
     def words(self, numel: int) -> int:
-        """Elements of a plane that has ``numel`` codes."""
+        """Returns the number of elements of a plane of ``numel`` codes."""
         return -(-numel // self.fields)
 
 
 FORMATS = {
-    one.name: one
-    for one in (
+    format.name: format
+    for format in (
         Format("fp8", 0, 4, 3, 7, 0x7E, False, torch.uint8),
         Format("fp10", 1, 5, 4, 15, 0x1EF, False, torch.int32, fields=3),
         Format("fp16", 2, 5, 10, 15, 0x7BFF, False, torch.int16),
@@ -75,17 +75,17 @@ FORMATS = {
         Format("bfloat16", 5, 8, 7, 127, 0x7F7F, True, torch.int16),
     )
 }
-"""By name."""
+"""All formats by their names."""
 
 SCALED = ("float8_e4m3fn", "float8_e5m2")
-"""The names of those whose groups may share a scale."""
+"""The names of the formats whose groups may share a scale."""
 
 LEAST_SCALE = 2.0**-126
-"""Its reciprocal, too, is a normal number of float32."""
+"""The smallest scale: its reciprocal is a normal number of float32, too."""
 
 
 def scale_ceiling(form: Format, dtype: torch.dtype) -> float:
-    """The largest finite number of ``dtype`` with no more mantissa bits than ``form`` has.
+    """Returns the largest finite number of ``dtype`` with no more mantissa bits than ``form`` has.
 
     Magnitudes above it, infinities too, count as it before they are scaled, so that none is decoded to an infinity.
     """
@@ -94,5 +94,5 @@ def scale_ceiling(form: Format, dtype: torch.dtype) -> float:
 
 
 def groups(numel: int, group_size: int) -> int:
-    """How many groups, and so scales, ``numel`` elements have."""
+    """Returns the number of groups, and so of scales, of ``numel`` elements."""
     return -(-numel // group_size)

@@ -1,4 +1,4 @@
-"""What every implementation of the sz kernels agrees on, and how a tensor's codes are modelled.
+"""What all implementations of the sz kernels agree on, and how a tensor's codes are modelled.
 
 A value becomes an integer, a multiple of the step; neighbours' integers are subtracted from it; what is left, its
 *code*, becomes one of these symbols, of which each has a frequency out of 4,096:
@@ -33,7 +33,7 @@ LIMIT = 1 << 27
 """Multiples of the step below this are codes; sums of eight of them fit 32 bits."""
 
 WINDOW = 2048
-"""Symbols from 2 on that a survey counts: ``base + j`` from ``-WINDOW // 2``."""
+"""Number of symbols from 2 on that a survey counts: the codes ``base + j`` from ``-WINDOW // 2`` on."""
 
 BINS = 2 + WINDOW + 1
 """Counts of a survey: one per symbol, and how many elements are outliers."""
@@ -45,11 +45,11 @@ AXES = (0, 1, 3, 7, 2, 6)
 """Along which axes neighbours are subtracted: bit 0 for the innermost dimension, bit 2 for the third one."""
 
 SURVEYED, RUN = 1 << 15, 128
-"""A survey looks at so many elements, in runs of so many neighbours; at all, if there are no more."""
+"""Elements of a survey at most, and elements of each of its runs. A smaller tensor is surveyed as a whole."""
 
 
 def blocks(sizes: Sequence[int]) -> list[int]:
-    """How a tensor is divided: elements of a row, of a plane of rows, of a tile of planes, of a chunk of tiles.
+    """Returns the elements of a row, of a plane of rows, of a tile of planes, and of a chunk of tiles.
 
     Nothing is subtracted across a row's, a plane's or a tile's border, so that chunks are independent.
 
@@ -64,17 +64,17 @@ def blocks(sizes: Sequence[int]) -> list[int]:
 
 
 def fits(symbols: int, low: int) -> bool:
-    """Whether a table may have so many symbols, and a code so many low bits."""
+    """Whether a table may have ``symbols`` symbols, and a code ``low`` low bits."""
     return 2 <= symbols <= 2 + WINDOW and 0 <= low <= MAX_LOW
 
 
 def chunks(numel: int, chunk: int) -> int:
-    """How many chunks ``numel`` elements make."""
+    """Returns the number of chunks of ``numel`` elements."""
     return -(-numel // chunk)
 
 
 def starts(numel: int) -> tuple[list[int], int]:
-    """Where the runs of a survey begin, and how many elements each has.
+    """Returns where the runs of a survey begin, and how many elements each run has.
 
     The beginnings are the multiples of the golden ratio, scaled: as even as can be, and in step with no dimension.
     """
@@ -90,8 +90,8 @@ class Model:
     Attributes:
         step: what integers are multiplied with.
         axes: one of AXES.
-        low: bits of a code that are not modelled.
-        base: the code, without those, of symbol 2.
+        low: number of lowest bits of a code that are not modelled.
+        base: the code of symbol 2, without these bits.
         table: the symbols' frequencies, int16.
         bits: what the surveyed elements would take.
     """
@@ -105,7 +105,7 @@ class Model:
 
 
 def model(survey: npt.NDArray[np.int64], step: float, low: int, width: int) -> Model:
-    """The model under which the surveyed elements take the fewest bits.
+    """Returns the model under which the surveyed elements take the fewest bits.
 
     Args:
         survey: the counts [len(AXES), BINS].
@@ -129,7 +129,7 @@ def model(survey: npt.NDArray[np.int64], step: float, low: int, width: int) -> M
 
 
 def _frequencies(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.int16]:
-    """Frequencies in proportion to ``counts``, at least 1 where one is not 0, that add up to ``2**PRECISION``."""
+    """Returns frequencies in proportion to ``counts`` that add up to ``2**PRECISION``, at least 1 per count above 0."""
     shares = counts * (2**PRECISION / counts.sum())
     frequencies = np.floor(shares).astype(np.int64)
     remainders = shares - frequencies
@@ -149,12 +149,12 @@ def _frequencies(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.int16]:
 
 
 def entropy(table: npt.NDArray[np.int16]) -> float:
-    """Bits per symbol if they are as frequent as ``table`` says."""
+    """Returns the bits per symbol, if symbols are as frequent as ``table`` says."""
     shares = table[table > 0] / table.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def truncated(step: float, digits: int) -> float:
-    """The largest number that is not above ``step`` and has so many binary digits."""
+    """Returns the largest number up to ``step`` that has ``digits`` binary digits."""
     mantissa, exponent = math.frexp(step)
     return math.ldexp(math.floor(math.ldexp(mantissa, digits)), exponent - digits)

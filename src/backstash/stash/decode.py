@@ -13,7 +13,7 @@ from backstash.codecs.base import Encoded, flat
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.direct import Direct, MaskBits, Readable
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
-from backstash.ops import cpu
+from backstash.ops.backends import serving
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.calls import Leaf
 from backstash.stash.value import Form, Saved, Value, version_of
@@ -167,7 +167,7 @@ def remake(value: Value, fresh: bool = False) -> Tensor:
     spec = recipe.call.spec
     whole = recipe.run(fetch, None if fresh else lambda: _take(value, spec, spec.dtype))
     if form is not None:
-        _apply(form, planes(value, form), whole)
+        _apply(planes(value, form), whole)
     if value.sample is not None and value.sample.differs(whole):
         value.live.distrusted.add(value.proof)
         raise RecomputedDifferentlyError(
@@ -257,13 +257,12 @@ def fetch(leaf: Leaf) -> Tensor:
     return whole.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)
 
 
-def _apply(form: Form, encoded: Encoded, remade: Tensor) -> None:
+def _apply(encoded: Encoded, remade: Tensor) -> None:
     """Where the mask is clear a relu's result becomes zero, elsewhere the smallest positive number if it is less."""
     tiny = torch.finfo(remade.dtype).tiny
     remade.clamp_(min=tiny)
     x, bits = flat(remade), encoded.planes["mask"]
-    if remade.device.type != "cpu" or not cpu.mask_select(x, bits, x):
-        x.masked_fill_(~flat(form.codec.decode(encoded)), 0.0)
+    serving(x.device.type).mask_select(x, bits, x)
 
 
 def _same_layout(spec: TensorSpec, other: TensorSpec) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from backstash.ops import backends
+from backstash.ops.layout import images, per_channel
 from backstash.saved import TensorSpec
 from backstash.stash.calls import Held, Leaf, Memory, View
 
@@ -29,9 +30,9 @@ def affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) 
     if inner is None:
         return None
     norm, residual = _norm_and_residual(inner)
-    if norm.call.statistics is None or isinstance(residual, Held) or not hasattr(_kernels(norm), "affine"):
-        return None
     spec = recipe.call.spec
+    if norm.call.statistics is None or isinstance(residual, Held) or not backends.serves("affine", spec.device.type):
+        return None
     source = norm.inputs[0]
     if spec.dtype is not torch.float32 or norm.call.autocast is not None or recipe.call.autocast is not None:
         return None
@@ -49,11 +50,14 @@ def affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) 
     held_weight, held_bias = norm.call.named_input("weight"), norm.call.named_input("bias")
     weight = held_weight.get() if isinstance(held_weight, Held) else None
     bias = held_bias.get() if isinstance(held_bias, Held) else None
+    layout = images(x)
+    if layout is None or not per_channel(x.shape[1], mean, invstd, weight, bias):
+        return None
     result = out() if out is not None else None
     if result is None or TensorSpec.of(result) != spec:  # the memory is for what a later call converts the result to
         result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    done = _kernels(norm).affine(x, mean, invstd, weight, bias, y, relu, result)
-    return result if done else None
+    backends.serving(spec.device.type).affine(x, mean, invstd, weight, bias, y, relu, *layout, result)
+    return result
 
 
 def _norm_and_residual(recipe: Recipe) -> tuple[Recipe, Leaf | Held | tuple[Recipe, View] | None]:
@@ -66,10 +70,6 @@ def _norm_and_residual(recipe: Recipe) -> tuple[Recipe, Leaf | Held | tuple[Reci
         if isinstance(second, tuple) and _is_norm(second):
             return second[0], first
     return recipe, None
-
-
-def _kernels(recipe: Recipe) -> Any:
-    return backends.implementation(recipe.call.spec.device.type)
 
 
 def _is_norm(given: tuple[Recipe, View]) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.base import Codec, ErrorBound, flat
-from backstash.ops import reference
+from backstash.ops.reference.masks import passes
 from backstash.saved import Mask, Need, Test
 from backstash.testing.bits import equal_bits, row_major_bytes
 from backstash.testing.failures import fail
@@ -58,7 +58,7 @@ _MASKS = [
 def _compare_kept(where: str, keeps: Callable[[Mask], bool], original: Tensor, got: Tensor) -> None:
     x, y = original.detach(), got
     for mask in filter(keeps, _MASKS):
-        outcomes = [reference.passes(values, mask.test.code, mask.lo, mask.hi) for values in (x, y)]
+        outcomes = [passes(values, mask.test.code, mask.lo, mask.hi) for values in (x, y)]
         different = outcomes[0] != outcomes[1]
         if mask.ternary:
             different |= (x < 0) != (y < 0)
@@ -185,7 +185,7 @@ def mask_of(codec: Codec) -> Mask:
 
 def _stand_ins(mask: Mask, x: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor that a codec with this mask must decode to, in ``dtype`` and in the shape of ``x``."""
-    passed = reference.passes(x, mask.test.code, mask.lo, mask.hi)
+    passed = passes(x, mask.test.code, mask.lo, mask.hi)
     if dtype == torch.bool:
         return passed
     values = [1.0, 0.0] if mask.ternary else [mask.if_set, mask.if_clear]

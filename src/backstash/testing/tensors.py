@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from backstash.ops import reference
+from backstash.ops.reference import bits_of
 from backstash.testing.bits import span
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -57,7 +57,7 @@ def special_floats(dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     numbers = [-0.0, 1.0, -1.0, 6.0, math.inf, -math.inf, math.nan, info.tiny, -info.tiny, info.max, info.min]
     values = torch.tensor(numbers, dtype=dtype)
-    bits = reference.bits_of(values)
+    bits = bits_of(values)
     one, nan, ones = torch.ones(1, dtype=bits.dtype), bits[6:7], bits[1:3]
     extra = [one, one | bits[:1], nan ^ one, nan ^ 5, ones + one, ones - one]
     return torch.cat([bits, *extra]).view(dtype)

@@ -1,37 +1,50 @@
-"""8x8 cosine transforms, quantised and without their zeros, in C++. Other dtypes go to the reference."""
+"""8x8 cosine transforms in C++, quantised and without their zeros.
+
+Other dtypes than float32, float16 and bfloat16 go to the reference.
+"""
 
 from __future__ import annotations
 
-from ctypes import byref, c_float, c_int64
+from ctypes import byref, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops import cpu, reference
 from backstash.ops.cpu import library
-from backstash.ops.reference import dct as layout
+from backstash.ops.cpu.planes import SMALL_FLOATS, check_plane, new_plane, threads_for
+from backstash.ops.reference import dct as reference
+from backstash.ops.reference.dct import BASIS, dct_blocks, dct_damage
 
-_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}  # the codes of native/elements.h
-_BASIS = (c_float * 64)(*layout.BASIS)
-_lib = library.load()
+_lib: Any = library.functions(
+    {
+        "bs_dct_transform": (c_int64, [c_void_p, c_int, *[c_int64] * 4, *[c_void_p] * 7, c_int]),
+        "bs_dct_gather": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int]),
+        "bs_dct_decode": (
+            c_int,
+            [*[c_void_p] * 3, c_int64, c_void_p, *[c_int64] * 4, *[c_void_p] * 3, c_int, c_int],
+        ),
+    }
+)
+
+_BASIS = (c_float * 64)(*BASIS)
 
 
 def dct_encode(
     x: Tensor, outer: int, height: int, width: int, inner: int, shifts: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`backstash.ops.reference.dct.dct_encode`."""
-    if _lib is None or x.dtype not in _TYPES:
+    if x.dtype not in SMALL_FLOATS:
         return reference.dct_encode(x, outer, height, width, inner, shifts)
-    blocks, threads, strange = layout.dct_blocks(outer, height, width, inner), cpu._threads(x.nbytes), c_int64()
-    codes, mask = cpu._new(64 * blocks, torch.uint8), cpu._new(8 * blocks, torch.uint8)
+    blocks, threads, strange = dct_blocks(outer, height, width, inner), threads_for(x.nbytes), c_int64()
+    codes, mask = new_plane(64 * blocks, torch.uint8), new_plane(8 * blocks, torch.uint8)
     offsets = torch.empty(-(-blocks // 64), dtype=torch.int64, device="cpu")
     scales = torch.empty(outer * inner, dtype=torch.float32, device="cpu")
     planes = codes.data_ptr(), mask.data_ptr(), offsets.data_ptr()
-    sizes = x.data_ptr(), _TYPES[x.dtype], outer, height, width, inner, _BASIS, _powers(shifts, -1)
+    sizes = x.data_ptr(), SMALL_FLOATS[x.dtype], outer, height, width, inner, _BASIS, _powers(shifts, -1)
     stored = _lib.bs_dct_transform(*sizes, *planes, scales.data_ptr(), byref(strange), threads)
-    values = cpu._new(stored, torch.uint8)
+    values = new_plane(stored, torch.uint8)
     _lib.bs_dct_gather(*planes, blocks, values.data_ptr(), threads)
     return mask, offsets, values, scales, torch.tensor([strange.value], device="cpu")
 
@@ -54,19 +67,19 @@ def dct_decode(
         DamagedPlanesError: a plane is not of the size that ``out`` needs, or the mask's bits, the offsets and the
             number of codes do not agree.
     """
-    if _lib is None or out.dtype not in _TYPES:
+    if out.dtype not in SMALL_FLOATS:
         return reference.dct_decode(mask, offsets, values, scales, outer, height, width, inner, shifts, out)
-    blocks = layout.dct_blocks(outer, height, width, inner)
+    blocks = dct_blocks(outer, height, width, inner)
     for name, plane, size in (
         ("mask", mask, 8 * blocks),
         ("offsets", offsets, -(-blocks // 64)),
         ("scales", scales, outer * inner),
     ):
-        cpu._check_plane("dct_decode", name, plane, size)
+        check_plane("dct_decode", name, plane, size)
     planes = mask.data_ptr(), offsets.data_ptr(), values.data_ptr(), values.numel(), scales.data_ptr()
     sizes = outer, height, width, inner, _BASIS, _powers(shifts, 1)
-    if _lib.bs_dct_decode(*planes, *sizes, out.data_ptr(), _TYPES[out.dtype], cpu._threads(out.nbytes)) != 0:
-        raise DamagedPlanesError(layout.dct_damage(values.numel()))
+    if _lib.bs_dct_decode(*planes, *sizes, out.data_ptr(), SMALL_FLOATS[out.dtype], threads_for(out.nbytes)) != 0:
+        raise DamagedPlanesError(dct_damage(values.numel()))
 
 
 def _powers(shifts: list[int], sign: int) -> Any:

@@ -1,36 +1,52 @@
-"""Run lengths of zeros: the kernels of ZVC, and between its mask and the tokens one of their own."""
+"""Run lengths of zeros in C++: the kernels of ZVC, and kernels between its mask and the tokens."""
 
 from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops.cpu import _check_plane, _lib, _new, _threads
+from backstash.ops.cpu import library
+from backstash.ops.cpu.planes import check_plane, new_plane, threads_for
+from backstash.ops.layout import bytes_for, zvc_chunks
 from backstash.ops.reference import rle as reference
-from backstash.ops.schema import bytes_for, zvc_chunks
+from backstash.ops.reference.rle import rle_damage
+
+_lib: Any = library.functions(
+    {
+        "bs_rle_count": (c_int64, [c_void_p, c_int64, c_void_p, c_int]),
+        "bs_rle_write": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int]),
+        "bs_rle_mask": (c_int, [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int]),
+        "bs_zvc_mark": (c_int64, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]),
+        "bs_zvc_gather": (None, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int]),
+        "bs_zvc_decode": (c_int, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int]),
+    }
+)
 
 
 def rle_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`backstash.ops.reference.rle_encode`."""
+    """See :func:`backstash.ops.reference.rle.rle_encode`."""
     width = x.element_size()
     if width not in (2, 4, 8):
         return reference.rle_encode(x)
     n, source, chunks = x.numel(), x.data_ptr(), zvc_chunks(x.numel())
-    threads = _threads(n * width)
-    mask = _new(bytes_for(n, 1), torch.uint8)
+    threads = threads_for(n * width)
+    mask = new_plane(bytes_for(n, 1), torch.uint8)
     starts = torch.empty(2 * chunks, dtype=torch.int64, device="cpu")
     planes = mask.data_ptr(), starts.data_ptr() + 8 * chunks
     stored = _lib.bs_zvc_mark(source, n, width, *planes, threads)
-    values = _new(stored, x.dtype)
+    values = new_plane(stored, x.dtype)
     _lib.bs_zvc_gather(source, n, width, *planes, values.data_ptr(), stored, threads)
-    tokens = _new(_lib.bs_rle_count(mask.data_ptr(), n, starts.data_ptr(), threads), torch.uint8)
+    tokens = new_plane(_lib.bs_rle_count(mask.data_ptr(), n, starts.data_ptr(), threads), torch.uint8)
     _lib.bs_rle_write(mask.data_ptr(), n, starts.data_ptr(), tokens.data_ptr(), threads)
     return tokens, starts, values
 
 
 def rle_decode(tokens: Tensor, starts: Tensor, values: Tensor, out: Tensor) -> None:
-    """See :func:`backstash.ops.reference.rle_decode`. All planes are checked before ``out`` is touched.
+    """See :func:`backstash.ops.reference.rle.rle_decode`. All planes are checked before ``out`` is touched.
 
     Raises:
         DamagedPlanesError: the starts are not of the size that ``out`` needs, or the tokens, the starts and the number
@@ -40,12 +56,12 @@ def rle_decode(tokens: Tensor, starts: Tensor, values: Tensor, out: Tensor) -> N
     if width not in (2, 4, 8) or values.element_size() != width:
         return reference.rle_decode(tokens, starts, values, out)
     n, stored, chunks = out.numel(), values.numel(), zvc_chunks(out.numel())
-    _check_plane("rle_decode", "starts", starts, 2 * chunks)
-    threads = _threads(n * width)
-    mask = _new(bytes_for(n, 1), torch.uint8)
+    check_plane("rle_decode", "starts", starts, 2 * chunks)
+    threads = threads_for(n * width)
+    mask = new_plane(bytes_for(n, 1), torch.uint8)
     planes = tokens.data_ptr(), tokens.numel(), starts.data_ptr()
     if _lib.bs_rle_mask(*planes, n, mask.data_ptr(), threads) == 0:
         planes = mask.data_ptr(), starts.data_ptr() + 8 * chunks, values.data_ptr()
         if _lib.bs_zvc_decode(*planes, stored, out.data_ptr(), n, width, threads) == 0:
             return
-    raise DamagedPlanesError(reference.rle_damage(stored))
+    raise DamagedPlanesError(rle_damage(stored))

@@ -1,39 +1,84 @@
-"""The sz kernels in C++: see ``ops/reference/sz.py``. Dtypes other than float32, float16, bfloat16 go there."""
+"""Error-bounded, predicted and entropy-coded values, in C++.
+
+Other dtypes than float32, float16 and bfloat16 go to the reference.
+"""
 
 from __future__ import annotations
 
-from ctypes import c_int64
+from ctypes import c_double, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops import reference
 from backstash.ops.cpu import library
+from backstash.ops.cpu.planes import SMALL_FLOATS
+from backstash.ops.reference import sz as reference
 from backstash.ops.reference.sz import sz_damage
 from backstash.ops.sz import AXES, BINS, chunks, starts
 
-_FLOATS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}  # the codes of native/elements.h
-_lib: Any = library.load()
+_lib: Any = library.functions(
+    {
+        "bs_sz_range": (None, [c_void_p, c_int64, c_int, c_void_p, c_int]),
+        "bs_sz_survey": (
+            None,
+            [c_void_p, c_int64, c_int, *[c_double] * 3, c_int, c_void_p, c_int64, c_int64, c_void_p],
+        ),
+        "bs_sz_encode": (
+            c_void_p,
+            [
+                c_void_p,
+                c_int64,
+                c_int,
+                c_void_p,
+                c_int64,
+                *[c_double] * 3,
+                c_int64,
+                *[c_int] * 2,
+                *[c_void_p] * 2,
+                c_int,
+            ],
+        ),
+        "bs_sz_free": (None, [c_void_p]),
+        "bs_sz_collect": (None, [c_void_p] * 5 + [c_int]),
+        "bs_sz_decode": (
+            c_int,
+            [
+                *[c_void_p, c_int64] * 2,
+                c_void_p,
+                *[c_void_p, c_int64] * 2,
+                *[c_double] * 2,
+                c_int64,
+                c_int,
+                c_int,
+                c_void_p,
+                c_void_p,
+                c_int64,
+                c_int,
+                c_int,
+            ],
+        ),
+    }
+)
 
 
 def sz_range(x: Tensor) -> Tensor:
     """See :func:`backstash.ops.reference.sz.sz_range`."""
-    if x.dtype not in _FLOATS:
+    if x.dtype not in SMALL_FLOATS:
         return reference.sz_range(x)
     found = torch.empty(2, dtype=torch.float64, device="cpu")
-    _lib.bs_sz_range(x.data_ptr(), x.numel(), _FLOATS[x.dtype], found.data_ptr(), torch.get_num_threads())
+    _lib.bs_sz_range(x.data_ptr(), x.numel(), SMALL_FLOATS[x.dtype], found.data_ptr(), torch.get_num_threads())
     return found
 
 
 def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int], offset: float = 0.0) -> Tensor:
     """See :func:`backstash.ops.reference.sz.sz_survey`."""
-    if x.dtype not in _FLOATS:
+    if x.dtype not in SMALL_FLOATS:
         return reference.sz_survey(x, step, bound, low, blocks, offset)
     begins, run = starts(x.numel())
     counts = torch.zeros(len(AXES) * BINS, dtype=torch.int64, device="cpu")
-    source = x.data_ptr(), x.numel(), _FLOATS[x.dtype]
+    source = x.data_ptr(), x.numel(), SMALL_FLOATS[x.dtype]
     divided = (c_int64 * 4)(*blocks)
     _lib.bs_sz_survey(*source, step, bound, offset, low, divided, len(begins), run, counts.data_ptr())
     return counts
@@ -55,10 +100,10 @@ def sz_encode(
     Raises:
         ValueError: the table is none, or there is no memory for what is encoded.
     """
-    if x.dtype not in _FLOATS:
+    if x.dtype not in SMALL_FLOATS:
         return reference.sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
     threads, sizes, n = torch.get_num_threads(), (c_int64 * 3)(), x.numel()
-    source = x.data_ptr(), n, _FLOATS[x.dtype], table.data_ptr(), table.numel()
+    source = x.data_ptr(), n, SMALL_FLOATS[x.dtype], table.data_ptr(), table.numel()
     divided = (c_int64 * 4)(*blocks)
     encoded = _lib.bs_sz_encode(*source, step, bound, offset, base, low, axes, divided, sizes, threads)
     if encoded is None:
@@ -97,13 +142,13 @@ def sz_decode(
     Raises:
         DamagedPlanesError: the planes do not fit together, or a checksum is another one.
     """
-    if out.dtype not in _FLOATS or values.dtype != out.dtype:
+    if out.dtype not in SMALL_FLOATS or values.dtype != out.dtype:
         return reference.sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out, offset)
     n = out.numel()
     if index.numel() != 1 + 4 * chunks(n, blocks[3]):
         raise DamagedPlanesError(sz_damage())
     sized = [(plane.data_ptr(), plane.numel()) for plane in (stream, table, places, values)]
     planes = *sized[0], *sized[1], index.data_ptr(), *sized[2], *sized[3]
-    target = out.data_ptr(), n, _FLOATS[out.dtype], torch.get_num_threads()
+    target = out.data_ptr(), n, SMALL_FLOATS[out.dtype], torch.get_num_threads()
     if _lib.bs_sz_decode(*planes, step, offset, base, low, axes, (c_int64 * 4)(*blocks), *target) != 0:
         raise DamagedPlanesError(sz_damage())

@@ -1,41 +1,54 @@
-"""Error-bounded values at a width per block, in C++. float32, float16 and bfloat16; others go to the reference."""
+"""Error-bounded values at a width per block, in C++.
+
+Other dtypes than float32, float16 and bfloat16 go to the reference.
+"""
 
 from __future__ import annotations
+
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops import cpu, reference
 from backstash.ops.cpu import library
-from backstash.ops.reference import szp as layout
-from backstash.ops.schema import bytes_for, zvc_chunks
+from backstash.ops.cpu.planes import SMALL_FLOATS, check_plane, new_plane, threads_for
+from backstash.ops.layout import bytes_for, zvc_chunks
+from backstash.ops.reference import szp as reference
+from backstash.ops.reference.szp import szp_damage
 
-_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}  # the codes of native/elements.h
-_lib = library.load()
+_lib: Any = library.functions(
+    {
+        "bs_szp_range": (None, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]),
+        "bs_szp_measure": (c_int64, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int]),
+        "bs_szp_write": (None, [c_void_p, c_int64, c_int, *[c_void_p] * 4, c_int64, c_int]),
+        "bs_szp_decode": (c_int, [*[c_void_p] * 3, c_int64, c_float, c_void_p, c_int64, c_int, c_int]),
+    }
+)
 
 
 def szp_range(x: Tensor) -> Tensor:
     """See :func:`backstash.ops.reference.szp.szp_range`."""
-    if _lib is None or x.dtype not in _TYPES:
+    if x.dtype not in SMALL_FLOATS:
         return reference.szp_range(x)
     n, found = x.numel(), torch.empty(2, dtype=torch.float32, device="cpu")
     scratch = torch.empty(2 * ((n >> 16) + 1), dtype=torch.float32, device="cpu")
     outputs = scratch.data_ptr(), found.data_ptr()
-    _lib.bs_szp_range(x.data_ptr(), n, _TYPES[x.dtype], *outputs, cpu._threads(x.nbytes))
+    _lib.bs_szp_range(x.data_ptr(), n, SMALL_FLOATS[x.dtype], *outputs, threads_for(x.nbytes))
     return found
 
 
 def szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`backstash.ops.reference.szp.szp_encode`."""
-    if _lib is None or x.dtype not in _TYPES:
+    if x.dtype not in SMALL_FLOATS:
         return reference.szp_encode(x, grid)
-    n, threads = x.numel(), cpu._threads(x.nbytes)
-    mask = cpu._new(bytes_for(n, 1), torch.uint8)
+    n, threads = x.numel(), threads_for(x.nbytes)
+    mask = new_plane(bytes_for(n, 1), torch.uint8)
     offsets = torch.empty(zvc_chunks(n), dtype=torch.int64, device="cpu")
-    arguments = x.data_ptr(), n, _TYPES[x.dtype], grid.data_ptr(), mask.data_ptr(), offsets.data_ptr()
+    arguments = x.data_ptr(), n, SMALL_FLOATS[x.dtype], grid.data_ptr(), mask.data_ptr(), offsets.data_ptr()
     stored = _lib.bs_szp_measure(*arguments, threads)
-    words = cpu._new(stored, torch.int32)
+    words = new_plane(stored, torch.int32)
     _lib.bs_szp_write(*arguments, words.data_ptr(), stored, threads)
     return mask, offsets, words
 
@@ -47,11 +60,11 @@ def szp_decode(mask: Tensor, offsets: Tensor, words: Tensor, step: Tensor, out: 
         DamagedPlanesError: a plane is not of the size that ``out`` needs, or the mask's bits, the offsets, the widths
             and the number of words do not agree.
     """
-    if _lib is None or out.dtype not in _TYPES:
+    if out.dtype not in SMALL_FLOATS:
         return reference.szp_decode(mask, offsets, words, step, out)
     n = out.numel()
-    cpu._check_plane("szp_decode", "mask", mask, bytes_for(n, 1))
-    cpu._check_plane("szp_decode", "offsets", offsets, zvc_chunks(n))
+    check_plane("szp_decode", "mask", mask, bytes_for(n, 1))
+    check_plane("szp_decode", "offsets", offsets, zvc_chunks(n))
     planes = mask.data_ptr(), offsets.data_ptr(), words.data_ptr(), words.numel(), float(step)
-    if _lib.bs_szp_decode(*planes, out.data_ptr(), n, _TYPES[out.dtype], cpu._threads(out.nbytes)) != 0:
-        raise DamagedPlanesError(layout.szp_damage(words.numel()))
+    if _lib.bs_szp_decode(*planes, out.data_ptr(), n, SMALL_FLOATS[out.dtype], threads_for(out.nbytes)) != 0:
+        raise DamagedPlanesError(szp_damage(words.numel()))

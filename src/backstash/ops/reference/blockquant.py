@@ -8,22 +8,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from backstash.errors import DamagedPlanesError
-from backstash.ops import reference
 from backstash.ops.formats import groups
-from backstash.ops.schema import bytes_for
+from backstash.ops.layout import bytes_for
+from backstash.ops.reference.bits import bits_of, check_plane, pack, unpack
+from backstash.ops.table import kernel
 
 _WORD = 0xFFFFFFFF
 
 
+def _blockquant(x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8),
+        x.new_empty(2 * groups(x.numel(), group_size)),
+        x.new_empty(1, dtype=torch.int64),
+    )
+
+
+@kernel("(Tensor x, int bits, int group_size, bool stochastic, int seed) -> (Tensor, Tensor, Tensor)", _blockquant)
 def blockquant_encode(
     x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each element, how far it is between its group's extremes, in steps of which there are 2**bits - 1.
+    """Quantises each element to one of 2**bits levels between its group's extremes.
 
-    All arithmetic is in float32, every operation rounded. What is added before the fraction is cut off is a half, or
-    from 0 up to 1: a number hashed from the seed, the group's extremes and the element's index, so that the planes
-    depend on nothing but ``x`` and the seed, and yet two steps of training are not rounded alike.
+    All arithmetic is in float32, and every operation is rounded. Before the fraction of a level is cut off, a half is
+    added, or a number from 0 up to 1. That number is a hash of the seed, the group's extremes and the element's index:
+    the planes depend on nothing but ``x`` and the seed, and yet two steps of training are not rounded alike.
 
     Args:
         x: float32, bfloat16 or float16 [n].
@@ -33,9 +42,9 @@ def blockquant_encode(
         seed: of the hash, less than 2**32.
 
     Returns:
-        codes uint8 [ceil(n * bits / 8)], see :func:`backstash.ops.reference.pack`; ranges [2 * groups] of ``x``'s
-        dtype, the smallest and the largest element of each group; and int64 [1]: how many elements are not finite,
-        and how many groups have a range that is not. Not zero: the planes are useless.
+        codes uint8 [ceil(n * bits / 8)], see :func:`backstash.ops.reference.bits.pack`; ranges [2 * groups] of ``x``'s
+        dtype, the smallest and the largest element of each group; and int64 [1], the number of elements that are not
+        finite plus the number of groups whose range is not. If that is not zero, the planes are useless.
     """
     numel, count = x.numel(), groups(x.numel(), group_size)
     single = x.float()
@@ -60,35 +69,29 @@ def blockquant_encode(
     steps = steps + (uniform if stochastic else 0.5)
     codes = steps.nan_to_num(nan=0.0).floor().clamp(0, levels).long()
     ranges = torch.stack([low, high], 1).view(-1).to(x.dtype)
-    return reference.pack(codes, bits), ranges, refused.view(1)
+    return pack(codes, bits), ranges, refused.view(1)
 
 
+@kernel("(Tensor codes, Tensor ranges, int bits, int group_size, Tensor(a!) out) -> ()")
 def blockquant_decode(codes: Tensor, ranges: Tensor, bits: int, group_size: int, out: Tensor) -> None:
-    """Fill ``out`` [n] from the planes of :func:`blockquant_encode`.
+    """Fills ``out`` [n] from the planes of :func:`blockquant_encode`.
 
     Raises:
         DamagedPlanesError: a plane is not of the size that ``out`` needs.
     """
     numel = out.numel()
-    for name, plane, size in (
-        ("codes", codes, bytes_for(numel, bits)),
-        ("ranges", ranges, 2 * groups(numel, group_size)),
-    ):
-        if plane.numel() != size:
-            raise DamagedPlanesError(
-                f"blockquant_decode asked for {size} elements of plane {name!r}, got {plane.numel()}. The stash was "
-                f"overwritten or cut short; compute the step again."
-            )
-    low, high = (one.repeat_interleave(group_size)[:numel] for one in ranges.float().view(-1, 2).unbind(1))
+    check_plane("blockquant_decode", "codes", codes, bytes_for(numel, bits))
+    check_plane("blockquant_decode", "ranges", ranges, 2 * groups(numel, group_size))
+    low, high = (extreme.repeat_interleave(group_size)[:numel] for extreme in ranges.float().view(-1, 2).unbind(1))
     unit = torch.tensor(1 / (2**bits - 1), dtype=torch.float32, device=out.device)
-    out.copy_((reference.unpack(codes, bits, numel).float() * unit) * (high - low) + low)
+    out.copy_((unpack(codes, bits, numel).float() * unit) * (high - low) + low)
 
 
 def _hash(low: Tensor, high: Tensor, each: Callable[[Tensor], Tensor], numel: int, seed: int) -> Tensor:
-    """A number of 32 bits per element, int64 [numel]."""
+    """Returns a hash of 32 bits per element, int64 [numel]."""
     index = torch.arange(numel, device=low.device)
-    first = _mixed(reference.bits_of(low).long() & _WORD ^ seed)
-    second = _mixed(first ^ reference.bits_of(high).long() & _WORD)
+    first = _mixed(bits_of(low).long() & _WORD ^ seed)
+    second = _mixed(first ^ bits_of(high).long() & _WORD)
     word = (index & _WORD) ^ each(first)
     word ^= word >> 16
     word = word * 0x7FEB352D & _WORD
@@ -98,7 +101,7 @@ def _hash(low: Tensor, high: Tensor, each: Callable[[Tensor], Tensor], numel: in
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """A permutation of the integers of 32 bits that leaves no pattern."""
+    """Permutes the integers of 32 bits so that no pattern is left."""
     word = (word ^ word >> 16) * 0x7FEB352D & _WORD
     word = (word ^ word >> 15) * 0x846CA68B & _WORD
     return word ^ word >> 16

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops import reference
+from backstash.ops.reference.sparse import zvc_decode, zvc_encode
+from backstash.ops.table import dynamic_size, kernel
 
 SIDE = 8
 """Rows and columns of a block."""
@@ -25,14 +26,32 @@ BASIS = tuple(
 
 
 def dct_blocks(outer: int, height: int, width: int, inner: int) -> int:
-    """How many blocks so many images have, filled up with zeros at their lower and right edges."""
+    """Returns the number of 8x8 blocks of all images, which are padded with zeros at the lower and right edges."""
     return outer * inner * -(-height // SIDE) * -(-width // SIDE)
 
 
+_IMAGES = "int outer, int height, int width, int inner, int[] shifts"
+_WITHOUT = {"triton": "the reference serves: dct is a baseline to compare other codecs with"}
+
+
+def _dct(
+    x: Tensor, outer: int, height: int, width: int, inner: int, shifts: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    blocks = dct_blocks(outer, height, width, inner)
+    return (
+        x.new_empty(SIDE * blocks, dtype=torch.uint8),
+        x.new_empty(-(-blocks // 64), dtype=torch.int64),
+        x.new_empty(dynamic_size(), dtype=torch.uint8),
+        x.new_empty(outer * inner, dtype=torch.float32),
+        x.new_empty(1, dtype=torch.int64),
+    )
+
+
+@kernel(f"(Tensor x, {_IMAGES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _dct, without=_WITHOUT)
 def dct_encode(
     x: Tensor, outer: int, height: int, width: int, inner: int, shifts: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Every image is divided by its largest magnitude, and each of its 8x8 blocks is transformed and quantised.
+    """Divides every image by its largest magnitude, and transforms and quantises each of its 8x8 blocks.
 
     All arithmetic is in float32, every operation rounded, sums from the first element or frequency to the last.
 
@@ -43,9 +62,10 @@ def dct_encode(
         shifts: of each of the 64 coefficients of a block, row by row, the power of two by which it is divided.
 
     Returns:
-        mask, offsets and values uint8 as :func:`backstash.ops.reference.zvc_encode` has them, of the codes: integers of
-        8 bits, block after block of image after image, inner indices first; scales float32 [outer * inner], the
-        largest magnitudes; and int64 [1]: how many elements are not finite. Not zero: the planes are useless.
+        mask, offsets and values uint8, which :func:`backstash.ops.reference.sparse.zvc_encode` makes of the codes.
+        These are integers of 8 bits, block after block of image after image, inner indices first. Then scales float32
+        [outer * inner], the images' largest magnitudes; and int64 [1], the number of elements that are not finite. If
+        that is not zero, the planes are useless.
     """
     images = x.float().view(outer, height, width, inner).movedim(3, 1).reshape(-1, height, width)
     finite = images.isfinite()
@@ -60,9 +80,12 @@ def dct_encode(
     along = sum((blocks[:, :, k, None] * basis[:, k] for k in range(1, SIDE)), blocks[:, :, 0, None] * basis[:, 0])
     both = sum((basis[:, k, None] * along[:, None, k] for k in range(1, SIDE)), basis[:, 0, None] * along[:, None, 0])
     codes = (both * _steps(x, shifts).reciprocal()).round().clamp(-LARGEST, LARGEST).to(torch.int8)
-    return *reference.zvc_encode(codes.view(-1).view(torch.uint8)), scales, (~finite).sum().view(1)
+    return *zvc_encode(codes.view(-1).view(torch.uint8)), scales, (~finite).sum().view(1)
 
 
+@kernel(
+    f"(Tensor mask, Tensor offsets, Tensor values, Tensor scales, {_IMAGES}, Tensor(a!) out) -> ()", without=_WITHOUT
+)
 def dct_decode(
     mask: Tensor,
     offsets: Tensor,
@@ -75,7 +98,7 @@ def dct_decode(
     shifts: list[int],
     out: Tensor,
 ) -> None:
-    """Fill ``out`` [outer * height * width * inner] from the planes of :func:`dct_encode`.
+    """Fills ``out`` [outer * height * width * inner] from the planes of :func:`dct_encode`.
 
     Raises:
         DamagedPlanesError: the planes' sizes, the mask's bits and the offsets do not agree.
@@ -84,7 +107,7 @@ def dct_decode(
     if mask.numel() != count * SIDE or scales.numel() != outer * inner or offsets.numel() != -(-count // 64):
         raise DamagedPlanesError(dct_damage(values.numel()))
     codes = torch.empty(count * SIDE * SIDE, dtype=torch.uint8, device=out.device)
-    reference.zvc_decode(mask, offsets, values, codes)
+    zvc_decode(mask, offsets, values, codes)
     both = codes.view(torch.int8).view(-1, SIDE, SIDE).float() * _steps(out, shifts)
     basis = _basis(out)
     along = sum((basis[u, :, None] * both[:, None, u] for u in range(1, SIDE)), basis[0, :, None] * both[:, None, 0])
@@ -97,7 +120,7 @@ def dct_decode(
 
 
 def dct_damage(stored: int) -> str:
-    """The message of a stash whose planes disagree."""
+    """Returns the message for a stash whose planes disagree."""
     return (
         f"dct_decode asked for the codes that the mask and the offsets announce, got planes that disagree ({stored} "
         f"codes stored). The stash was overwritten or cut short; compute the step again."

@@ -6,25 +6,38 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops.reference import bits_of, per_chunk
-from backstash.ops.schema import ZVC_CHUNK, zvc_chunks
+from backstash.ops.layout import ZVC_CHUNK, zvc_chunks
+from backstash.ops.reference.bits import bits_of, per_chunk
+from backstash.ops.table import dynamic_size, kernel
 
 LONGEST = 255
-"""Elements of the longest run that one token tells."""
+"""The length of the longest run that a token stands for."""
 
 
+_WITHOUT = {"triton": "the reference serves: nobody has asked for run lengths on a GPU"}
+
+
+def _rle(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, nonzeros = dynamic_size(), dynamic_size()
+    return (
+        x.new_empty(tokens, dtype=torch.uint8),
+        x.new_empty(2 * zvc_chunks(x.numel()), dtype=torch.int64),
+        x.new_empty(nonzeros),
+    )
+
+
+@kernel("(Tensor x) -> (Tensor, Tensor, Tensor)", _rle, without=_WITHOUT)
 def rle_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The elements that have any bit set, in order, and how many of them and of the others follow each other.
+    """Stores the elements that have any bit set, in order, and the lengths of the runs of these and of zeros.
 
-    A chunk of ZVC_CHUNK elements has tokens of its own: the lengths of its runs, alternately of elements that are zero
-    and of others, zeros first. What is longer than LONGEST is told in several tokens with zeros between: 300 is 255, 0,
-    45.
+    Every chunk of ZVC_CHUNK elements has its own tokens: the lengths of its runs, alternately of zeros and of other
+    elements, zeros first. A run longer than LONGEST takes several tokens with zeros between them: 300 is 255, 0, 45.
 
     Args:
         x: [n], 2, 4 or 8 bytes per element.
 
     Returns:
-        tokens uint8; starts int64 [2 * chunks], of each chunk its first token, then of each chunk its first value;
+        tokens uint8; starts int64 [2 * chunks], the first token of each chunk and then the first value of each chunk;
         values [number of elements that have any bit set] of ``x``'s dtype.
     """
     n, flags = x.numel(), bits_of(x) != 0
@@ -46,8 +59,9 @@ def rle_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, torch.cat([at[first[begins]], stored.cumsum(0) - stored]), x[flags]
 
 
+@kernel("(Tensor tokens, Tensor starts, Tensor values, Tensor(a!) out) -> ()", without=_WITHOUT)
 def rle_decode(tokens: Tensor, starts: Tensor, values: Tensor, out: Tensor) -> None:
-    """Fill ``out`` [n] from the planes of :func:`rle_encode`.
+    """Fills ``out`` [n] from the planes of :func:`rle_encode`.
 
     Raises:
         DamagedPlanesError: the tokens, the starts and the number of values do not agree.
@@ -72,7 +86,7 @@ def rle_decode(tokens: Tensor, starts: Tensor, values: Tensor, out: Tensor) -> N
 
 
 def rle_damage(stored: int) -> str:
-    """The message of an RLE stash whose planes disagree."""
+    """Returns the message for a stash whose planes disagree."""
     return (
         f"rle_decode asked for the values that the tokens and the starts announce, got planes that disagree "
         f"({stored} values stored). The stash was overwritten or cut short; compute the step again."

@@ -1,8 +1,8 @@
 """The sz kernels in plain torch: prequantisation, Lorenzo prediction and interleaved range coding (rANS).
 
-A chunk's part of the plane ``stream`` is what its coders' states are at the end, two words each, low one first; then
-the words that the coders gave up while they went through the chunk from its end to its beginning, so that a decoder
-goes through them from the last one to the first.
+A chunk's part of the plane ``stream`` begins with the final states of its coders, two words each, the low word first.
+The words that the coders gave up follow. Coders go through a chunk from its end to its beginning, so a decoder reads
+these words from the last to the first.
 """
 
 from __future__ import annotations
@@ -14,21 +14,51 @@ from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops.sz import AXES, BINS, LANES, LEAST, LIMIT, PRECISION, WINDOW, chunks, fits, starts
+from backstash.ops.table import dynamic_size, kernel
 
 _TOTAL = 1 << PRECISION
 _STATES = 2 * LANES  # words
 CHECK_SEED, CHECK_PLACES, CHECK_VALUES = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
-"""What a chunk's number, its places' sum and its values' sum are multiplied with in its checksum."""
+"""The factors of a chunk's number, of its places' sum and of its values' sum in its checksum."""
 
 
+def _extremes(x: Tensor) -> Tensor:
+    return x.new_empty(2, dtype=torch.float64)
+
+
+def _counts(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(len(AXES) * BINS, dtype=torch.int64)
+
+
+def _planes(
+    x: Tensor,
+    table: Tensor,
+    step: float,
+    bound: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    words, places, values = dynamic_size(), dynamic_size(), dynamic_size()
+    return (
+        x.new_empty(words, dtype=torch.int16),
+        x.new_empty(1 + 4 * chunks(x.numel(), blocks[3]), dtype=torch.int64),
+        x.new_empty(places, dtype=torch.int16),
+        x.new_empty(values),
+    )
+
+
+@kernel("(Tensor x) -> Tensor", _extremes)
 def sz_range(x: Tensor) -> Tensor:
-    """The smallest and the largest finite element, float64 [2]; zeros if there is none."""
+    """Returns the smallest and the largest finite element, float64 [2]; zeros if no element is finite."""
     finite = x[x.isfinite()].double()
     return torch.stack(finite.aminmax()) if finite.numel() else torch.zeros(2, dtype=torch.float64, device=x.device)
 
 
 def quantise(x: Tensor, step: float, bound: float, offset: float) -> tuple[Tensor, Tensor]:
-    """Multiples of ``step`` less ``offset`` (int64 [n]), 0 for outliers; and which elements are these (bool [n])."""
+    """Returns ``x / step - offset`` rounded, int64 [n], 0 for outliers; and which elements are outliers, bool [n]."""
     scaled = x.double() * min(1.0 / step, sys.float_info.max) - offset
     codes = torch.where(scaled.abs() < LIMIT, scaled, 0.0).round().long()
     outliers = ~((x.double() - dequantise(codes, step, offset, x.dtype).double()).abs() <= bound)
@@ -36,12 +66,12 @@ def quantise(x: Tensor, step: float, bound: float, offset: float) -> tuple[Tenso
 
 
 def dequantise(codes: Tensor, step: float, offset: float, dtype: torch.dtype) -> Tensor:
-    """The inverse, rounded to float32 and then to ``dtype``."""
+    """Inverts :func:`quantise`. Results are rounded to float32 and then to ``dtype``."""
     return ((codes.double() + offset) * step).float().to(dtype)
 
 
 def predicted(codes: Tensor, axes: int, blocks: list[int]) -> Tensor:
-    """Subtract from each integer its neighbour, along one axis after the other."""
+    """Subtracts from each integer its neighbour, along one axis after the other."""
     at = torch.arange(codes.numel(), device=codes.device)
     for axis, (stride, block) in enumerate(zip([1, *blocks], blocks[:3], strict=False)):
         if axes >> axis & 1 and codes.numel() > stride:
@@ -51,7 +81,7 @@ def predicted(codes: Tensor, axes: int, blocks: list[int]) -> Tensor:
 
 
 def restored(codes: Tensor, axes: int, blocks: list[int]) -> Tensor:
-    """The inverse of :func:`predicted`."""
+    """Inverts :func:`predicted`."""
     n = codes.numel()
     for axis, (stride, block) in enumerate(zip([1, *blocks], blocks[:3], strict=False)):
         if axes >> axis & 1 and n:
@@ -60,8 +90,9 @@ def restored(codes: Tensor, axes: int, blocks: list[int]) -> Tensor:
     return codes
 
 
+@kernel("(Tensor x, float step, float bound, int low, int[] blocks, float offset=0.) -> Tensor", _counts)
 def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int], offset: float = 0.0) -> Tensor:
-    """How often each symbol of a sample occurs, for each of AXES: int64 [len(AXES) * BINS] (see ops/sz.py)."""
+    """Counts each symbol of a sample, for each of AXES: int64 [len(AXES) * BINS] (see ops/sz.py)."""
     begins, run = starts(x.numel())
     at = (torch.tensor(begins, device=x.device)[:, None] + torch.arange(run, device=x.device)).view(-1)
     codes, outliers = quantise(x, step, bound, offset)
@@ -76,22 +107,27 @@ def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int],
 
 
 def _sum(words: Tensor) -> Tensor:
-    """The i-th word, as an unsigned number, times 2 * i + 1, added up: one other bit is another sum."""
+    """Returns the sum of ``(2 * i + 1) * word[i]``, with unsigned words: a change of one bit changes it."""
     words = words.view(torch.int16).long() & 0xFFFF
     return (words * (2 * torch.arange(words.numel(), device=words.device) + 1)).sum()
 
 
 def check(index: int, stream: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    """The checksum of the chunk ``index``, whose parts of the planes these are; of the table as chunk -1's stream."""
+    """Returns the checksum of a chunk from its parts of the planes. The table counts as the stream of chunk -1."""
     apart = signed(CHECK_PLACES) * _sum(places) + signed(CHECK_VALUES) * _sum(values)
     return signed(CHECK_SEED * (index + 2)) + _sum(stream) + apart
 
 
 def signed(value: int) -> int:
-    """The int64 that has the lowest 64 bits of ``value``."""
+    """Returns the int64 that has the lowest 64 bits of ``value``."""
     return (value + 2**63) % 2**64 - 2**63
 
 
+@kernel(
+    "(Tensor x, Tensor table, float step, float bound, int base, int low, int axes, int[] blocks, float offset=0.)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _planes,
+)
 def sz_encode(
     x: Tensor,
     table: Tensor,
@@ -103,17 +139,17 @@ def sz_encode(
     blocks: list[int],
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Error-bounded lossy coding.
+    """Quantises, predicts and entropy-codes a tensor, with a bounded error.
 
     Args:
         x: [n].
         table: frequencies of the symbols, int16 (see ops/sz.py); a symbol of frequency 0 is coded as an escape.
         step: what the integers are multiplied with.
-        bound: the largest error; what would have a larger one is an outlier, which is stored as it is.
-        base, low: which symbol is which code.
+        bound: the largest error. An element that would have a larger error is an outlier, which is stored as it is.
+        base, low: which symbol stands for which code.
         axes: along which of the three axes neighbours are subtracted, as bits.
         blocks: elements of a row, a plane, a tile, a chunk.
-        offset: what is added to the integers, in steps: a half, by which no element becomes zero, or none.
+        offset: what is added to the integers, in steps: 0.5, so that no element becomes zero, or 0.
 
     Returns:
         stream: int16, the chunks' words.
@@ -147,7 +183,7 @@ def sz_encode(
 
 
 def _coded(codes: Tensor, table: Tensor, base: int, low: int, chunk: int) -> list[Tensor]:
-    """The words of each chunk."""
+    """Returns the words of each chunk."""
     n, device = codes.numel(), codes.device
     frequencies = table.long()
     begins = frequencies.cumsum(0) - frequencies
@@ -194,13 +230,17 @@ def _laid_out(x: Tensor, count: int, chunk: int, steps: int, missing: int) -> Te
 
 
 def sz_damage() -> str:
-    """The message of DamagedPlanesError."""
+    """Returns the message for a stash whose planes disagree."""
     return (
         "sz_decode asked for planes whose ends, frequencies and checksums agree, got others. The stash was overwritten "
         "or cut short; compute the step again."
     )
 
 
+@kernel(
+    "(Tensor table, Tensor stream, Tensor index, Tensor places, Tensor values, float step, int base, int low, "
+    "int axes, int[] blocks, Tensor(a!) out, float offset=0.) -> ()"
+)
 def sz_decode(
     table: Tensor,
     stream: Tensor,
@@ -215,7 +255,7 @@ def sz_decode(
     out: Tensor,
     offset: float = 0.0,
 ) -> None:
-    """The inverse of :func:`sz_encode`, into ``out``.
+    """Fills ``out`` from the planes of :func:`sz_encode`.
 
     Raises:
         DamagedPlanesError: the planes do not fit together, or a checksum is another one.
@@ -259,7 +299,7 @@ def _fits(table: Tensor, low: int) -> bool:
 
 
 def _decoded(streams: list[Tensor], table: Tensor, base: int, low: int, axes: int, blocks: list[int], n: int) -> Tensor:
-    """The integers, 0 in chunks that have no words."""
+    """Returns the integers; those of chunks without words are 0."""
     count, chunk, device = len(streams), blocks[3], table.device
     frequencies = table.long()
     begins = frequencies.cumsum(0) - frequencies
@@ -279,7 +319,7 @@ def _decoded(streams: list[Tensor], table: Tensor, base: int, low: int, axes: in
     lanes = torch.arange(LANES, device=device)
 
     def take(which: Tensor) -> Tensor:
-        """The next words, one for each lane in ``which``; the last lane's is the last one of them."""
+        """Returns the next words, one per lane in ``which``. The last lane gets the last of these words."""
         nonlocal left
         left = left - which.sum(1, keepdim=True)
         return words.gather(1, (left + which.cumsum(1) - 1).clamp(0, words.shape[1] - 1))

@@ -6,30 +6,45 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops import reference
-from backstash.ops.schema import SZP_BLOCK, bytes_for, zvc_chunks
+from backstash.ops.layout import SZP_BLOCK, bytes_for, zvc_chunks
+from backstash.ops.reference.bits import bits_of, pack, per_chunk, unpack
+from backstash.ops.table import dynamic_size, kernel
 
 SIGNED = 64
-"""In a block's width: a word of signs follows the words of the magnitudes."""
+"""This bit of a block's width says that a word of signs follows the words of the magnitudes."""
 
 LARGEST = 2**23
 """Quantised magnitudes are below this, so that float32 rounds to them exactly."""
 
 
+def _extremes(x: Tensor) -> Tensor:
+    return x.new_empty(2, dtype=torch.float32)
+
+
+def _planes(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
+        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
+        x.new_empty(dynamic_size(), dtype=torch.int32),
+    )
+
+
+@kernel("(Tensor x) -> Tensor", _extremes)
 def szp_range(x: Tensor) -> Tensor:
-    """The smallest and the largest finite element, float32 [2]; 0 and 0 where there is none."""
+    """Returns the smallest and the largest finite element, float32 [2]; zeros if no element is finite."""
     finite = x[x.isfinite()].float()
     if not finite.numel():
         return torch.zeros(2, device=x.device)
     return torch.stack([finite.min(), finite.max()]) + 0.0  # -0.0 becomes 0.0
 
 
+@kernel("(Tensor x, Tensor grid) -> (Tensor, Tensor, Tensor)", _planes)
 def szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where elements are not zero, and these as multiples of a step, SZP_BLOCK of them at the width of the widest.
+    """Stores which elements are not zero, and these as multiples of a step, in blocks of SZP_BLOCK with a width each.
 
-    A magnitude becomes the nearest multiple, ties to even; but not zero: then it becomes a quarter of a step. Where
-    what is decoded is further off than the limit, or no number of ``x``'s dtype, or zero, the block has the bits of
-    its elements instead; so it has where nothing would be gained.
+    A magnitude becomes the nearest multiple, ties to even. Where that is zero, a quarter of a step stands for it. If a
+    decoded value would be further off than the limit, or no number of ``x``'s dtype, or zero, the block stores the bits
+    of its elements instead; it does so, too, if nothing would be gained.
 
     Args:
         x: float32, bfloat16 or float16 [n].
@@ -49,7 +64,7 @@ def szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     good = (code < LARGEST) & ((decoded - magnitude).abs() <= limit) & (decoded > 0)
     good &= decoded.to(x.dtype).float() == decoded
 
-    counts = reference.per_chunk(flags)
+    counts = per_chunk(flags)
     blocks = -(-counts // SZP_BLOCK)  # of each chunk
     place = _places(counts, blocks)
     padding = torch.zeros(int(blocks.sum()) * SZP_BLOCK, dtype=torch.int64, device=x.device)
@@ -64,7 +79,7 @@ def szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     signed = negative.any(1).long()
     bad |= planes + signed >= bits
     planes, signed = torch.where(bad, bits, planes), torch.where(bad, 0, signed)
-    raw = reference.bits_of(x[flags]).long() & ((1 << bits) - 1)
+    raw = bits_of(x[flags]).long() & ((1 << bits) - 1)
     fields = torch.where(bad[:, None], in_blocks(raw), codes)
 
     columns = [_word(fields >> bit & 1) for bit in range(bits)] + [padding.new_zeros(bad.numel())]
@@ -85,11 +100,12 @@ def szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     widths = torch.zeros(int(headers.sum()) * 4, dtype=torch.uint8, device=x.device)
     widths[_starts(4 * (headers.cumsum(0) - headers), blocks)] = (planes + SIGNED * signed).to(torch.uint8)
     words[is_header] = widths.view(torch.int32)
-    return reference.pack(flags.long(), 1), offsets, words
+    return pack(flags.long(), 1), offsets, words
 
 
+@kernel("(Tensor mask, Tensor offsets, Tensor words, Tensor step, Tensor(a!) out) -> ()")
 def szp_decode(mask: Tensor, offsets: Tensor, words: Tensor, step: Tensor, out: Tensor) -> None:
-    """Fill ``out`` [n] from the planes of :func:`szp_encode` and the step, float32 [1].
+    """Fills ``out`` [n] from the planes of :func:`szp_encode` and the step, float32 [1].
 
     Raises:
         DamagedPlanesError: the mask's bits, the offsets, the widths and the number of words do not agree.
@@ -97,8 +113,8 @@ def szp_decode(mask: Tensor, offsets: Tensor, words: Tensor, step: Tensor, out: 
     bits = 8 * out.element_size()
     if mask.numel() != bytes_for(out.numel(), 1) or offsets.numel() != zvc_chunks(out.numel()):
         raise DamagedPlanesError(szp_damage(words.numel()))
-    flags = reference.unpack(mask, 1, out.numel()).bool()
-    counts = reference.per_chunk(flags)
+    flags = unpack(mask, 1, out.numel()).bool()
+    counts = per_chunk(flags)
     blocks = -(-counts // SZP_BLOCK)
     headers = -(-blocks // 4)
     ends = torch.cat([offsets[1:], offsets.new_tensor([words.numel()])])
@@ -126,13 +142,13 @@ def szp_decode(mask: Tensor, offsets: Tensor, words: Tensor, step: Tensor, out: 
     code, negative, raw = fields.view(-1)[place], negative.view(-1)[place], raw.repeat_interleave(SZP_BLOCK)[place]
     magnitude = torch.where(code == 0, step * 0.25, code.float() * step)
     values = torch.where(negative != 0, -magnitude, magnitude).to(out.dtype)
-    integers = reference.bits_of(out)
+    integers = bits_of(out)
     integers.zero_()
-    integers[flags] = torch.where(raw, code.to(integers.dtype), reference.bits_of(values))
+    integers[flags] = torch.where(raw, code.to(integers.dtype), bits_of(values))
 
 
 def szp_damage(stored: int) -> str:
-    """The message of a stash whose planes disagree."""
+    """Returns the message for a stash whose planes disagree."""
     return (
         f"szp_decode asked for the words that the mask, the offsets and the widths announce, got planes that disagree "
         f"({stored} words stored). The stash was overwritten or cut short; compute the step again."
@@ -140,16 +156,16 @@ def szp_damage(stored: int) -> str:
 
 
 def _places(counts: Tensor, blocks: Tensor) -> Tensor:
-    """Where each value stands if every chunk's are filled up to whole blocks."""
+    """Returns the place of each value if the values of every chunk are padded to whole blocks."""
     return _starts((blocks.cumsum(0) - blocks) * SZP_BLOCK, counts)
 
 
 def _starts(firsts: Tensor, counts: Tensor) -> Tensor:
-    """``counts[i]`` numbers from ``firsts[i]`` on, of each ``i`` in turn."""
+    """Returns ``counts[i]`` numbers from ``firsts[i]`` on, for each ``i`` in turn."""
     before = counts.cumsum(0) - counts
     return (firsts - before).repeat_interleave(counts) + torch.arange(int(counts.sum()), device=counts.device)
 
 
 def _word(flags: Tensor) -> Tensor:
-    """The bits of each row, the first one lowest."""
+    """Returns the bits of each row as a word, the first bit lowest."""
     return (flags << torch.arange(SZP_BLOCK, device=flags.device)).sum(1)

@@ -1,4 +1,4 @@
-"""Device code that kernels share: which elements a program has, and their bits. ``kernels`` has the conventions."""
+"""Device code that all families share: a program's elements, their bits, fields of few bits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def block_offsets(BLOCK: tl.constexpr):
-    """This program's items of a plane that is cut into blocks of ``BLOCK``, int64 [BLOCK]."""
+    """Returns this program's items of a plane that is cut into blocks of ``BLOCK``, int64 [BLOCK]."""
     return tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
 def elements_of(offs_bytes):
-    """The elements whose bits share a mask byte: int64 [BLOCK_BYTES] to int64 [BLOCK_BYTES, 8].
+    """Returns the elements whose bits share a mask byte: int64 [BLOCK_BYTES] to int64 [BLOCK_BYTES, 8].
 
     Rows are adjacent in memory, so the tile loads and stores in whole vectors.
     """
@@ -23,26 +23,26 @@ def elements_of(offs_bytes):
 
 @triton.jit
 def to_bytes(flags):
-    """Bool [BLOCK_BYTES, 8] to uint8 [BLOCK_BYTES], column ``i`` in bit ``i``."""
+    """Packs bool [BLOCK_BYTES, 8] into uint8 [BLOCK_BYTES], column ``i`` in bit ``i``."""
     return tl.sum(flags.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
 
 
 @triton.jit
 def to_flags(bytes_of_mask):
-    """Uint8 [BLOCK_BYTES] to bool [BLOCK_BYTES, 8]: the inverse of :func:`to_bytes`."""
+    """Inverts :func:`to_bytes`: uint8 [BLOCK_BYTES] to bool [BLOCK_BYTES, 8]."""
     return ((bytes_of_mask.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
 
 
 @triton.jit
 def row_tile(ROWS: tl.constexpr, ROW: tl.constexpr):
-    """This program's rows of CSR, int64 [ROWS], and the elements of these, int64 [ROWS, ROW]."""
+    """Returns this program's rows of CSR, int64 [ROWS], and their elements, int64 [ROWS, ROW]."""
     offs_rows = block_offsets(ROWS)
     return offs_rows, offs_rows[:, None] * ROW + tl.arange(0, ROW)[None, :]
 
 
 @triton.jit
 def single_bits(x, HALF: tl.constexpr):
-    """The bits of the float32 that equals an element, int32, from its own; ``HALF``: 16 of them are a float16's."""
+    """Returns the bits, int32, of the float32 that equals an element of 32 or 16 bits. ``HALF``: it is a float16."""
     if x.dtype == tl.int32:
         word = x
     elif HALF:
@@ -57,7 +57,7 @@ def single_bits(x, HALF: tl.constexpr):
 
 @triton.jit
 def element_bits(word, WIDE: tl.constexpr, HALF: tl.constexpr):
-    """The inverse of :func:`single_bits`, for what is exact, and the quiet NaN; ``WIDE``: the element is a float32."""
+    """Inverts :func:`single_bits` for numbers that are exact and for the quiet NaN. ``WIDE``: elements are float32."""
     if WIDE:
         x = word
     elif HALF:
@@ -72,7 +72,7 @@ def element_bits(word, WIDE: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def rounded_bits(word, WIDE: tl.constexpr, HALF: tl.constexpr):
-    """The bits of any float32 but NaN, int32, to the nearest element, ties to even."""
+    """Rounds the bits of a float32 that is not NaN, int32, to the nearest element, ties to even."""
     if WIDE:
         x = word
     elif HALF:
@@ -84,3 +84,47 @@ def rounded_bits(word, WIDE: tl.constexpr, HALF: tl.constexpr):
     else:
         x = ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).to(tl.int16)
     return x
+
+
+@triton.jit
+def widened(x):
+    """Returns ``x`` as float64 or float32, exactly, so that a test is written once for four dtypes."""
+    if x.dtype == tl.bfloat16:
+        # A bfloat16 is the upper half of a float32. The interpreter's own conversion is wrong for subnormals.
+        wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif x.dtype == tl.float16:
+        wide = x.to(tl.float32)
+    else:
+        wide = x
+    return wide
+
+
+@triton.jit
+def field_at(offs_bytes, i, BITS: tl.constexpr):
+    """The ``i``-th of the fields that have bits in a byte.
+
+    Returns:
+        Its number, int64 [BLOCK_BYTES], and how many bits above the byte's lowest bit it begins, int64
+        [BLOCK_BYTES]: negative where it began in an earlier byte, 8 or more where it is in no part of this one.
+    """
+    field = offs_bytes * 8 // BITS + i
+    return field, field * BITS - offs_bytes * 8
+
+
+@triton.jit
+def share_of_byte(value, shift, mask, BITS: tl.constexpr):
+    """Moves the bits of a field, int64 [BLOCK_BYTES], to where they belong in the byte; zero outside ``mask``."""
+    value = tl.where(mask, value & ((1 << BITS) - 1), 0)
+    # Of the two shifts one is by zero: none is ever by a negative number, which has no meaning.
+    return (value << tl.maximum(shift, 0)) >> tl.maximum(-shift, 0)
+
+
+@triton.jit
+def load_fields(packed_ptr, offs, nbytes, BITS: tl.constexpr, BYTES_PER_FIELD: tl.constexpr):
+    """Loads the fields ``offs`` of a bit stream of ``nbytes`` bytes, int64 [BLOCK]."""
+    offs_first = offs * BITS // 8
+    stream = tl.zeros_like(offs)
+    for i in tl.static_range(BYTES_PER_FIELD):
+        byte = tl.load(packed_ptr + offs_first + i, mask=offs_first + i < nbytes, other=0)
+        stream |= byte.to(tl.int64) << (8 * i)
+    return (stream >> (offs * BITS % 8)) & ((1 << BITS) - 1)

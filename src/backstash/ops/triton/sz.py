@@ -1,41 +1,59 @@
-"""Error-bounded values, predicted and entropy-coded, on CUDA: the launchers. ``sz_kernels`` has the device code.
+"""Error-bounded values, predicted and entropy-coded, on CUDA: the launchers.
 
-Dtypes other than float32, float16, bfloat16 go to the reference.
+``sz_encode_kernels`` and ``sz_decode_kernels`` have the device code. Other dtypes than float32, float16 and bfloat16 go
+to the reference.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops import reference, sz, triton
+from backstash.ops import sz
+from backstash.ops.reference import sz as reference
+from backstash.ops.reference.bits import bits_of
 from backstash.ops.reference.sz import sz_damage
+from backstash.ops.triton.launching import ZVC_WARPS, blocks_of, launch
+from backstash.ops.triton.sz_decode_kernels import (
+    sz_check_kernel,
+    sz_decode_kernel,
+    sz_dequantise_kernel,
+    sz_outliers_kernel,
+    sz_slots_kernel,
+    sz_sum_kernel,
+)
+from backstash.ops.triton.sz_encode_kernels import (
+    sz_collect_kernel,
+    sz_encode_kernel,
+    sz_entries_kernel,
+    sz_quantise_kernel,
+    sz_survey_kernel,
+)
 from backstash.ops.triton.szp import szp_range
 
 PIECE = 1024
 """Elements of a chunk that one program quantises, makes again, or moves at once."""
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SMALL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def sz_range(x: Tensor) -> Tensor:
-    """The smallest and the largest finite element. See ``reference.sz_range``."""
-    return szp_range(x).double() if x.dtype in _FLOATS else reference.sz_range(x)
+    """See :func:`backstash.ops.reference.sz.sz_range`."""
+    return szp_range(x).double() if x.dtype in SMALL_FLOATS else reference.sz_range(x)
 
 
 def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int], offset: float = 0.0) -> Tensor:
-    """How often each symbol of a sample occurs. See ``reference.sz_survey``."""
-    if x.dtype not in _FLOATS:
+    """See :func:`backstash.ops.reference.sz.sz_survey`."""
+    if x.dtype not in SMALL_FLOATS:
         return reference.sz_survey(x, step, bound, low, blocks, offset)
     counts = x.new_zeros(len(sz.AXES) * sz.BINS, dtype=torch.int64)
-    programs = triton._blocks(min(x.numel(), sz.SURVEYED), sz.RUN)
-    arguments = triton._bits_of(x), counts, x.numel(), *blocks[:3], low, *_numbers(step, bound, offset)
+    programs = blocks_of(min(x.numel(), sz.SURVEYED), sz.RUN)
+    arguments = bits_of(x), counts, x.numel(), *blocks[:3], low, *_numbers(step, bound, offset)
     constants = {"SURVEYED": sz.SURVEYED, "HALF": x.dtype == torch.float16, "BLOCK": sz.RUN}
-    _launch("sz_survey_kernel", programs, *arguments, **constants)
+    launch(sz_survey_kernel, programs, *arguments, **constants)
     return counts
 
 
@@ -50,7 +68,7 @@ def sz_encode_staged(
     blocks: list[int],
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The part of :func:`sz_encode` before the sizes of the planes are known; never waits for the device.
+    """Runs the part of :func:`sz_encode` before the sizes of the planes are known. Never waits for the device.
 
     Returns:
         staging int16 [chunks, slot], where every chunk's words stay in a slot as large as its elements; and the index
@@ -59,16 +77,16 @@ def sz_encode_staged(
     chunks, pieces = _pieces(x.numel(), blocks[3])
     codes = x.new_empty(x.numel(), dtype=torch.int32)
     outliers = x.new_zeros(chunks, dtype=torch.int32)
-    arguments = triton._bits_of(x), codes, outliers, x.numel(), *blocks, pieces, *_numbers(step, bound, offset)
-    _launch("sz_quantise_kernel", chunks * pieces, *arguments, AXES=axes, HALF=x.dtype == torch.float16, BLOCK=PIECE)
+    arguments = bits_of(x), codes, outliers, x.numel(), *blocks, pieces, *_numbers(step, bound, offset)
+    launch(sz_quantise_kernel, chunks * pieces, *arguments, AXES=axes, HALF=x.dtype == torch.float16, BLOCK=PIECE)
     entries = x.new_empty(table.numel(), dtype=torch.int32)
     index = x.new_empty(1 + 4 * chunks, dtype=torch.int64)
-    _launch("sz_entries_kernel", 1, table, entries, index, table.numel(), num_warps=triton.ZVC_WARPS)
+    launch(sz_entries_kernel, 1, table, entries, index, table.numel(), num_warps=ZVC_WARPS)
     slot = min(x.numel(), blocks[3]) * x.element_size() // 2
     staging = x.new_empty((chunks, slot), dtype=torch.int16)
     sizes = x.new_empty((chunks, 3), dtype=torch.int64)
     coded = codes, entries, outliers, staging, sizes, x.numel(), blocks[3], slot, table.numel(), base, low
-    _launch("sz_encode_kernel", chunks, *coded, HAS_LOW=low > 0, WIDTH=x.element_size(), num_warps=1)
+    launch(sz_encode_kernel, chunks, *coded, HAS_LOW=low > 0, WIDTH=x.element_size(), num_warps=1)
     index[1:].view(chunks, 4)[:, :3] = sizes.cumsum(0)
     return staging, index
 
@@ -85,12 +103,12 @@ def sz_collect(
     places: Tensor,
     values: Tensor,
 ) -> None:
-    """Fill the planes, which have room for it, with what :func:`sz_encode_staged` has found, and the checksums."""
+    """Fills the planes, which have room, with what :func:`sz_encode_staged` has found, and the checksums."""
     chunks, chunk = staging.shape[0], blocks[3]
-    planes = stream, places, triton._bits_of(values)
-    arguments = triton._bits_of(x), staging, index, *planes, x.numel(), chunk, staging.shape[1]
+    planes = stream, places, bits_of(values)
+    arguments = bits_of(x), staging, index, *planes, x.numel(), chunk, staging.shape[1]
     numbers = _numbers(step, bound, offset)
-    _launch("sz_collect_kernel", chunks, *arguments, *numbers, HALF=x.dtype == torch.float16, BLOCK=PIECE)
+    launch(sz_collect_kernel, chunks, *arguments, *numbers, HALF=x.dtype == torch.float16, BLOCK=PIECE)
     _check_chunks(stream, places, values, index, index, x.numel(), chunk, verify=False)
 
 
@@ -105,7 +123,7 @@ def sz_encode(
     blocks: list[int],
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Error-bounded lossy coding. See ``reference.sz_encode``.
+    """See :func:`backstash.ops.reference.sz.sz_encode`.
 
     **Waits for the device**, once, before the planes are allocated: their sizes depend on the data. Until then 4 bytes
     per element are allocated for codes, and until the end as many bytes as ``x`` has for words. What the table says is
@@ -114,7 +132,7 @@ def sz_encode(
     Raises:
         ValueError: the table has not 2 to 2,050 frequencies.
     """
-    if x.dtype not in _FLOATS:
+    if x.dtype not in SMALL_FLOATS:
         return reference.sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
     if not 2 <= table.numel() <= 2 + sz.WINDOW:
         raise ValueError(
@@ -143,7 +161,7 @@ def sz_decode_flagged(
     out: Tensor,
     offset: float = 0.0,
 ) -> Tensor:
-    """:func:`sz_decode` that never waits for the device: int32 [1] there, not 0 if the planes do not fit together.
+    """As :func:`sz_decode`, but never waits: returns int32 [1] on the device, not 0 if the planes do not fit together.
 
     Sizes and checksums are compared before ``out`` is touched. The codes are in the memory of ``out`` if it is float32,
     else 4 bytes per element are allocated for them.
@@ -159,20 +177,20 @@ def sz_decode_flagged(
     slots = out.new_empty(1 << sz.PRECISION, dtype=torch.int64)
     damaged = out.new_empty(1, dtype=torch.int32)
     tables = table, index, slots, damaged, table.numel(), base, low
-    _launch("sz_slots_kernel", 1, *tables, num_warps=triton.ZVC_WARPS)
+    launch(sz_slots_kernel, 1, *tables, num_warps=ZVC_WARPS)
     _check_chunks(stream, places, values, index, damaged, n, chunk, verify=True)
-    bits = triton._bits_of(out)
+    bits = bits_of(out)
     codes = bits if bits.dtype == torch.int32 else out.new_empty(n, dtype=torch.int32)
     coded = stream, index, slots, codes, damaged, n, chunk, low
-    _launch("sz_decode_kernel", chunks, *coded, HAS_LOW=low > 0, num_warps=1)
+    launch(sz_decode_kernel, chunks, *coded, HAS_LOW=low > 0, num_warps=1)
     for axis, (stride, block) in enumerate(zip([1, *blocks], blocks[:3], strict=False)):
         if axes >> axis & 1 and block > stride:
             _sum(codes, damaged, stride, block)
-    bits_of_values = triton._bits_of(values)
+    bits_of_values = bits_of(values)
     made = codes, index, bits_of_values, damaged, bits, n, chunk, pieces, step, offset
-    _launch("sz_dequantise_kernel", chunks * pieces, *made, HALF=out.dtype == torch.float16, BLOCK=PIECE)
+    launch(sz_dequantise_kernel, chunks * pieces, *made, HALF=out.dtype == torch.float16, BLOCK=PIECE)
     if places.numel():
-        _launch("sz_outliers_kernel", chunks, index, places, bits_of_values, damaged, bits, n, chunk, BLOCK=PIECE)
+        launch(sz_outliers_kernel, chunks, index, places, bits_of_values, damaged, bits, n, chunk, BLOCK=PIECE)
     return damaged
 
 
@@ -190,14 +208,14 @@ def sz_decode(
     out: Tensor,
     offset: float = 0.0,
 ) -> None:
-    """The inverse of :func:`sz_encode`, into ``out``. See ``reference.sz_decode``.
+    """See :func:`backstash.ops.reference.sz.sz_decode`.
 
     **Waits for the device**, once, when all is queued: damage is found there, and raised here.
 
     Raises:
         DamagedPlanesError: the planes do not fit together, or a checksum is another one.
     """
-    if out.dtype not in _FLOATS or values.dtype != out.dtype:
+    if out.dtype not in SMALL_FLOATS or values.dtype != out.dtype:
         return reference.sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out, offset)
     if sz_decode_flagged(table, stream, index, places, values, step, base, low, axes, blocks, out, offset).item():
         raise DamagedPlanesError(sz_damage())
@@ -213,31 +231,27 @@ def _check_chunks(
     chunk: int,
     verify: bool,
 ) -> None:
-    """Every chunk's checksum to the index; or compare it with that, and set ``damaged`` if something is wrong."""
+    """Stores every chunk's checksum in the index; or compares it, and sets ``damaged`` if something is wrong."""
     sizes = stream.numel(), places.numel(), values.numel(), n, chunk
     planes = stream, places, values.view(torch.int16), index, damaged
     width = values.element_size() // 2
-    _launch("sz_check_kernel", sz.chunks(n, chunk), *planes, *sizes, VERIFY=verify, WIDTH=width, BLOCK=PIECE)
+    launch(sz_check_kernel, sz.chunks(n, chunk), *planes, *sizes, VERIFY=verify, WIDTH=width, BLOCK=PIECE)
 
 
 def _sum(codes: Tensor, damaged: Tensor, stride: int, block: int) -> None:
-    """Prefix sums along lines of ``block // stride`` elements, in pieces of up to PIECE, PIECE elements at once."""
-    lines = triton._blocks(codes.numel(), block) * stride
+    """Computes prefix sums along lines of ``block // stride`` elements, PIECE elements at a time."""
+    lines = blocks_of(codes.numel(), block) * stride
     count = min(PIECE, 1 << (block // stride - 1).bit_length())
     lines_at_once = PIECE // count
-    programs = triton._blocks(lines, lines_at_once)
+    programs = blocks_of(lines, lines_at_once)
     sized = codes.numel(), stride, block, lines
-    _launch("sz_sum_kernel", programs, codes, damaged, *sized, LINES=lines_at_once, COUNT=count)
+    launch(sz_sum_kernel, programs, codes, damaged, *sized, LINES=lines_at_once, COUNT=count)
 
 
 def _pieces(n: int, chunk: int) -> tuple[int, int]:
-    """How many chunks there are, and in how many pieces each is."""
-    return sz.chunks(n, chunk), triton._blocks(min(n, chunk), PIECE)
+    """Returns the number of chunks, and the number of pieces of a chunk."""
+    return sz.chunks(n, chunk), blocks_of(min(n, chunk), PIECE)
 
 
 def _numbers(step: float, bound: float, offset: float) -> tuple[float, float, float, float]:
     return min(1.0 / step, sys.float_info.max), step, bound, offset
-
-
-def _launch(kernel: str, programs: int, *args: Any, **constants: Any) -> None:
-    triton._launch(getattr(triton._kernels(), kernel), programs, *args, **constants)

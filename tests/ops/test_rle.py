@@ -1,19 +1,26 @@
-"""The C++ kernels of run lengths against the reference: equal bytes, nothing written beside an output, damage found."""
+"""Run lengths: equal bytes from the reference and C++, nothing written beside an output, damage found."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from native_checks import cpu, native_test, reference, same
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops import cpu, reference
-from backstash.ops.schema import ZVC_CHUNK
+from backstash.ops.layout import ZVC_CHUNK
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native kernels are not built")
 
-TAILS = [*range(66), 127, 128, 129, 254, 255, 256, 257, 511]
-LENGTHS = [*TAILS, *(k * ZVC_CHUNK + d for k in (1, 2) for d in (-64, -1, 0, 1, 63)), 17 * ZVC_CHUNK + 5]
+def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """Arguments of this family's kernels for ``n`` elements."""
+    x = (torch.arange(n) % 3).to(dtype)
+    return {"rle_encode": (x,), "rle_decode": (*reference.rle_encode(x), torch.empty_like(x))}
+
+
+SHORT = [*range(66), 127, 128, 129, 254, 255, 256, 257, 511]
+LENGTHS = [*SHORT, *(k * ZVC_CHUNK + d for k in (1, 2) for d in (-64, -1, 0, 1, 63)), 17 * ZVC_CHUNK + 5]
 
 
 def runs(n: int, dtype: torch.dtype, longest: int, seed: int) -> Tensor:
@@ -28,10 +35,7 @@ def runs(n: int, dtype: torch.dtype, longest: int, seed: int) -> Tensor:
     return torch.where(flags, bits, 0).to(signed).view(dtype)
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
+@native_test
 @pytest.mark.parametrize("longest", [1, 3, 100, 600, 9000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_equal_bytes(dtype: torch.dtype, longest: int) -> None:
@@ -49,6 +53,7 @@ def test_equal_bytes(dtype: torch.dtype, longest: int) -> None:
             assert same(again, x), n
 
 
+@native_test
 def test_on_two_threads() -> None:
     torch.set_num_threads(2)  # until the test ends
     x = runs(1_000_003, torch.float32, 50, 1)
@@ -59,6 +64,7 @@ def test_on_two_threads() -> None:
     assert same(out, x)
 
 
+@native_test
 def test_garbage_is_damage_and_never_a_crash() -> None:
     generator = torch.Generator().manual_seed(0)
     n = 3 * ZVC_CHUNK + 100

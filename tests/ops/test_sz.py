@@ -1,6 +1,7 @@
-"""The Triton kernels of sz against the reference, equal bytes: in Triton's interpreter, and on a GPU if there is one.
+"""Error-bounded, predicted and entropy-coded values: equal bytes from the reference and Triton.
 
-Chunks are small here, for the interpreter's sake: blocks are whatever the caller says.
+Chunks are small here, for the interpreter's sake: blocks are whatever the caller says. The C++ kernels are compared
+with the reference in ``tests/codecs/test_codec_sz.py``.
 """
 
 from __future__ import annotations
@@ -11,27 +12,35 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from native_checks import FLOATS, reference
 from thinning import star
 from torch import Tensor
-from triton_checks import DEVICE, FLOATS, bits, contents, expected, filled, on_device
+from triton_checks import DEVICE, bits, expected, filled, half_zeros, launchers, on_device, triton_test
 
 from backstash.codecs import Codec, Signed, Sz
 from backstash.errors import DamagedPlanesError
-from backstash.ops import backends, reference, sz
-from backstash.ops import triton as launchers
+from backstash.ops import backends, sz
+from backstash.ops.reference import bits_of
+from backstash.ops.reference.sz import check as checksum
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-import triton.language as tl  # noqa: E402
+def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """Arguments of this family's kernels for ``n`` elements."""
+    x, blocks = (torch.arange(n) % 3).to(dtype), [4, 16, 16, 65536]
+    table = torch.tensor([2000, 96, 1000, 1000], dtype=torch.int16)
+    planes = reference.sz_encode(x, table, 0.5, 0.25, 2, 0, 1, blocks)
+    return {
+        "sz_range": (x,),
+        "sz_survey": (x, 0.5, 0.25, 0, blocks),
+        "sz_encode": (x, table, 0.5, 0.25, 2, 0, 1, blocks),
+        "sz_decode": (table, *planes, 0.5, 2, 0, 1, blocks, torch.empty_like(x)),
+    }
 
-from backstash.ops.triton.sz_kernels import run_start  # noqa: E402
-
-pytestmark = [
-    pytest.mark.usefixtures("backend"),
-    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # numpy, in the interpreter
-]
 
 NAMES = ("stream", "index", "places", "values")
+INTERPRETED = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+"""For numpy, in Triton's interpreter."""
+
 BLOCKS = [5, 20, 60, 240]
 """Of a tensor [..., 3, 4, 5], four of these in a chunk."""
 
@@ -73,16 +82,20 @@ def check(x: Tensor, bound: float, low: int, axes: int, blocks: list[int], offse
     return wanted
 
 
+@triton_test
+@INTERPRETED
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
-def test_range(dtype: torch.dtype) -> None:
-    for x in (contents(dtype, 3), relu(dtype, 300), contents(dtype, 1)[:0]):
+def test_range_on_triton(dtype: torch.dtype) -> None:
+    for x in (half_zeros(dtype, 3), relu(dtype, 300), half_zeros(dtype, 1)[:0]):
         got = launchers.sz_range(on_device(x))
         assert got.dtype == torch.float64
         assert torch.equal(got.cpu(), reference.sz_range(x))
 
 
+@triton_test
+@INTERPRETED
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
-def test_lengths_and_axes(dtype: torch.dtype) -> None:
+def test_lengths_and_axes_on_triton(dtype: torch.dtype) -> None:
     for i, n in enumerate((0, 1, 31, 33, 63, 239, 240, 241, 505)):
         planes = check(relu(dtype, n), (0.3, 0.02)[i % 2], (0, 1, 0, 3)[i % 4], (3 * i) % 8, BLOCKS, (0.0, 0.5)[i % 2])
         assert planes[0].numel() > 0 or n < 239 or dtype != torch.float32
@@ -91,26 +104,32 @@ def test_lengths_and_axes(dtype: torch.dtype) -> None:
 BOUNDS = (0.125, 1e-320, 1e-9, 2.0**-8, 0.3, 1e4, 1e300)
 
 
+@triton_test
+@INTERPRETED
 @pytest.mark.parametrize(("dtype", "bound"), star(FLOATS[:3], BOUNDS), ids=str)
-def test_any_numbers(dtype: torch.dtype, bound: float) -> None:
+def test_any_numbers_on_triton(dtype: torch.dtype, bound: float) -> None:
     """Bounds of all sizes: what is an outlier, rounds to even, or to 16 bits, is so in the same places."""
     patterns = torch.randint(-(2**31), 2**31, (80,)).to(torch.int32 if dtype == torch.float32 else torch.int16)
     ties = (torch.arange(-40, 40) / 8).to(dtype)
-    x = torch.cat([contents(dtype, 80), patterns.view(dtype), ties])
+    x = torch.cat([half_zeros(dtype, 80), patterns.view(dtype), ties])
     axes = BOUNDS.index(bound)
     check(x[torch.randperm(240)], bound, 0, axes, BLOCKS, (0.0, 0.5)[axes % 2])
 
 
+@triton_test
+@INTERPRETED
 @pytest.mark.parametrize("axes", range(8))
-def test_low_bits_and_escapes(axes: int) -> None:
+def test_low_bits_and_escapes_on_triton(axes: int) -> None:
     """A walk, of which every axis leaves something else, and numbers that are far apart."""
     x = torch.cat([torch.randn(480).cumsum(0), 1e3 * torch.randn(20)])
     stream, *_ = check(x, 1e-2, (0, 1, 4, 12)[(axes + axes // 4) % 4], axes, [20, 100, 300, 300])
     assert stream.numel() > 64 or axes not in sz.AXES  # a model of other axes is no good one
 
 
+@triton_test
+@INTERPRETED
 @pytest.mark.parametrize("sizes", [[7, 5, 3], [3000], [2, 1500], [2, 3, 1100], [1200, 3], [1], [33, 40, 2]], ids=str)
-def test_sums_undo_the_prediction(sizes: list[int]) -> None:
+def test_sums_undo_the_prediction_on_triton(sizes: list[int]) -> None:
     """Of lines that are longer than one program takes at once, next to each other and not, and cut off at the end."""
     *blocks, _ = sz.blocks(sizes)
     codes = torch.randint(-(2**27), 2**27, (2 * math.prod(sizes) + 11,))
@@ -128,12 +147,14 @@ def test_sums_undo_the_prediction(sizes: list[int]) -> None:
 def summed(codes: Tensor, damaged: Tensor, stride: int, block: int) -> Callable[[Tensor], None]:
     def decode(out: Tensor) -> None:
         out.copy_(codes)
-        launchers.sz._sum(out, damaged, stride, block)
+        launching._sum(out, damaged, stride, block)
 
     return decode
 
 
-def test_places_past_32767() -> None:
+@triton_test
+@INTERPRETED
+def test_places_past_32767_on_triton() -> None:
     n, flag = 40000, torch.zeros(1, dtype=torch.int32, device=DEVICE)
     x = torch.zeros(n)
     x[[5, 32768, 39999]] = torch.tensor([math.inf, math.nan, 1e9])
@@ -141,53 +162,70 @@ def test_places_past_32767() -> None:
     planes = [torch.empty(size, dtype=dtype) for size, dtype in ((64, torch.int16), (3, torch.int16), (3, x.dtype))]
     stream, places, values = (plane.to(DEVICE) for plane in planes)
     given = on_device(x), 0.2, 0.1, [1, 1, 1, sz.CHUNK], 0.0, staging.to(DEVICE), index
-    launchers.sz_collect(*given, stream, places, values)
+    launching.sz_collect(*given, stream, places, values)
     assert (places.cpu().int() & 0xFFFF).tolist() == [5, 32768, 39999]
     assert torch.equal(bits(values), bits(x[[5, 32768, 39999]]))
-    assert index[4].cpu() == reference.sz.check(0, *(plane.cpu() for plane in (stream, places, values)))
+    assert index[4].cpu() == checksum(0, *(plane.cpu() for plane in (stream, places, values)))
 
     def decode(out: Tensor) -> None:
         out.zero_()
-        launchers.sz._check_chunks(stream, places, values, index, flag, n, sz.CHUNK, verify=True)
-        words = launchers._bits_of(values), flag, launchers._bits_of(out)
-        launchers.sz._launch("sz_outliers_kernel", 1, index, places, *words, n, sz.CHUNK, BLOCK=launchers.sz.PIECE)
+        launching._check_chunks(stream, places, values, index, flag, n, sz.CHUNK, verify=True)
+        words = bits_of(values), flag, bits_of(out)
+        launch(sz_outliers_kernel, 1, index, places, *words, n, sz.CHUNK, BLOCK=launching.PIECE)
 
     assert torch.equal(bits(filled(n, x.dtype, decode)), bits(x))
     assert not flag.item()
 
 
-def test_a_table_of_wrong_size_is_refused() -> None:
+@triton_test
+@INTERPRETED
+def test_a_table_of_wrong_size_is_refused_on_triton() -> None:
     for count in (0, 1, 2051):
         with pytest.raises(ValueError, match=f"2 to 2,050 symbols, got {count} frequencies"):
             launchers.sz_encode(torch.zeros(3), torch.ones(count, dtype=torch.int16), 0.2, 0.1, 0, 0, 0, BLOCKS)
 
 
-def test_survey_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@triton_test
+@INTERPRETED
+def test_survey_of_runs_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sz, "SURVEYED", 8 * sz.RUN)
     modelled(torch.randn(3001).cumsum(0), 0.2, 0.1, 0, 0, [7, 70, 700, 65100], 0.0)
 
 
-@triton.jit
-def starts_kernel(out_ptr, numel, surveyed: tl.constexpr, run: tl.constexpr):
-    tl.store(out_ptr + tl.program_id(0), run_start(numel, surveyed, run))
+if launchers is not None:
+    import triton
+    import triton.language as tl
+
+    from backstash.ops.triton import sz as launching
+    from backstash.ops.triton.launching import launch
+    from backstash.ops.triton.sz_decode_kernels import sz_outliers_kernel
+    from backstash.ops.triton.sz_encode_kernels import run_start
+
+    @triton.jit
+    def starts_kernel(out_ptr, numel, surveyed: tl.constexpr, run: tl.constexpr):
+        tl.store(out_ptr + tl.program_id(0), run_start(numel, surveyed, run))
 
 
+@triton_test
+@INTERPRETED
 @pytest.mark.parametrize("n", [sz.SURVEYED + 1, 2**31, 2**40 + 12345])
-def test_where_runs_begin(n: int) -> None:
+def test_where_runs_begin_on_triton(n: int) -> None:
     begins, run = sz.starts(n)
     out = torch.empty(len(begins), dtype=torch.int64, device=DEVICE)
     starts_kernel[(len(begins),)](out, n, surveyed=sz.SURVEYED, run=run)
     assert out.tolist() == begins
 
 
+@triton_test
+@INTERPRETED
 @pytest.mark.parametrize(("dtype", "nonzero"), star([torch.float32, torch.bfloat16], [False, True]), ids=str)
-def test_codecs_on_these_kernels(dtype: torch.dtype, nonzero: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codecs_on_these_kernels_on_triton(dtype: torch.dtype, nonzero: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     codec: Codec = Signed(Sz(0.05, nonzero=True)) if nonzero else Sz(0.02, "rel")
     x = relu(dtype, 600).view(2, 3, 10, 10).nan_to_num(0.5, 3.0, 1.0)
-    monkeypatch.setattr(backends, "implementation", lambda device: reference)
+    monkeypatch.setattr(backends, "serving", lambda device: reference)
     want = codec.encode(x)
     decoded, declined = codec.decode(want), codec.declines(x)
-    monkeypatch.setattr(backends, "implementation", lambda device: launchers)
+    monkeypatch.setattr(backends, "serving", lambda device: launchers)
     got = codec.encode(on_device(x.flatten()).view(x.shape))
     assert codec.declines(on_device(x.flatten())) == declined
     assert got.meta == want.meta
@@ -215,12 +253,12 @@ class Stash:
     def with_checksums(self, planes: dict[str, Tensor]) -> dict[str, Tensor]:
         """The planes with checksums that are right for what is there."""
         index, nothing = planes["index"].clone(), planes["values"][:0]
-        index[0] = reference.sz.check(-1, planes["table"], nothing, nothing)
+        index[0] = checksum(-1, planes["table"], nothing, nothing)
         begin = [0, 0, 0]
         for i in range((index.numel() - 1) // 4):
             ends = index[1 + 4 * i : 4 + 4 * i].tolist()
             parts = [planes[name][a:b] for name, a, b in zip(("stream", "places", "values"), begin, ends, strict=True)]
-            index[4 + 4 * i] = reference.sz.check(i, *parts)
+            index[4 + 4 * i] = checksum(i, *parts)
             begin = ends
         return {**planes, "index": index}
 
@@ -234,7 +272,9 @@ class Stash:
         return expected(self.n, self.dtype, reference.sz_decode, *planes.values(), self.step, *self.parameters)
 
 
-def test_damage_is_found_before_anything_is_written() -> None:
+@triton_test
+@INTERPRETED
+def test_damage_is_found_before_anything_is_written_on_triton() -> None:
     stash, dtype = Stash(torch.float16), torch.float16
     assert torch.equal(bits(stash.decode(stash.planes)), bits(stash.reference(stash.planes)))
     out = torch.full((stash.n,), 7.0, dtype=dtype)
@@ -262,8 +302,10 @@ def test_damage_is_found_before_anything_is_written() -> None:
     found({**stash.planes, "index": swapped})
 
 
+@triton_test
+@INTERPRETED
 @pytest.mark.parametrize("low", [0, 3])
-def test_damage_behind_right_checksums_stays_inside_the_planes(low: int) -> None:
+def test_damage_behind_right_checksums_stays_inside_the_planes_on_triton(low: int) -> None:
     """Whatever the words are, decoding ends, writes to nothing but its output, and raises where the reference does."""
     stash = Stash(torch.float32, low)
     verdicts = set()

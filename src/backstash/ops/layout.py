@@ -1,0 +1,59 @@
+"""Sizes of planes, and how images lie in memory: what the kernels of all backends and the codecs agree on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ZVC_CHUNK = 4096
+"""Elements of a ZVC chunk. The offsets plane has one entry per chunk."""
+
+CSR_ROW = 256
+"""Elements of a CSR row: a column index of one byte tells so many apart."""
+
+SZP_BLOCK = 32
+"""Values of an szp block. Every block has its own width, and one bit of each of its values fills a word."""
+
+
+def bytes_for(numel: int, bits: int) -> int:
+    """Returns the bytes that ``numel`` fields of ``bits`` bits take when they are packed without gaps."""
+    return (numel * bits + 7) // 8
+
+
+def window_bits(kernel: Sequence[int]) -> int:
+    """Returns the bits that tell the positions of a pooling window apart: 2 for 2x2, 4 for 3x3."""
+    return max(1, (math.prod(kernel) - 1).bit_length())
+
+
+def zvc_chunks(numel: int) -> int:
+    """Returns the number of ZVC chunks of ``numel`` elements."""
+    return (numel + ZVC_CHUNK - 1) // ZVC_CHUNK
+
+
+def csr_rows(numel: int) -> int:
+    """Returns the number of CSR rows of ``numel`` elements."""
+    return (numel + CSR_ROW - 1) // CSR_ROW
+
+
+def images(x: Tensor) -> tuple[int, int] | None:
+    """Returns ``(outer, inner)`` if the memory of ``x`` [N, C, ...] is [outer, C, inner], otherwise None.
+
+    ``inner`` is the number of pixels where ``x`` is contiguous, and 1 where it is in channels last.
+    """
+    if x.is_contiguous():
+        return x.shape[0], math.prod(x.shape[2:])
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if channels_last is not None and x.is_contiguous(memory_format=channels_last):
+        return x.numel() // x.shape[1], 1
+    return None
+
+
+def per_channel(channels: int, *vectors: Tensor | None) -> bool:
+    """Whether every tensor in ``vectors`` is contiguous, float32 and of shape [channels]. None counts as such."""
+    return all(
+        vector is None or (vector.dtype is torch.float32 and vector.shape == (channels,) and vector.is_contiguous())
+        for vector in vectors
+    )

@@ -1,0 +1,165 @@
+"""Elements as numbers of a small floating-point format: all of them, scaled in groups, or those that are not zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backstash.errors import DamagedPlanesError
+from backstash.ops.formats import FORMATS, LEAST_SCALE, Format, groups, scale_ceiling
+from backstash.ops.layout import bytes_for, zvc_chunks
+from backstash.ops.reference.bits import bits_of, check_plane, unpack
+from backstash.ops.reference.sparse import zvc_damage, zvc_decode, zvc_encode
+from backstash.ops.table import dynamic_size, kernel
+
+
+def _codes(x: Tensor, format: str, nonzero: bool = False) -> Tensor:
+    form = FORMATS[format]
+    return x.new_empty(form.words(x.numel()), dtype=form.dtype)
+
+
+def _codes_and_scales(x: Tensor, format: str, group_size: int) -> tuple[Tensor, Tensor]:
+    return _codes(x, format), x.new_empty(groups(x.numel(), group_size), dtype=torch.float32)
+
+
+def _zvc_codes(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
+        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
+        x.new_empty(dynamic_size(), dtype=FORMATS[format].dtype),
+    )
+
+
+def _minifloat_codes(x: Tensor, form: Format, nonzero: bool, negative: Tensor) -> Tensor:
+    """Returns the code of each element, int64 [n]; see :func:`minifloat_encode`."""
+    single = x.float()
+    magnitude, drop = single.view(torch.int32).long() & 0x7FFFFFFF, 23 - form.mantissa
+    # Rounded as an integer, by adding half of what is dropped, less one unless what is kept is odd.
+    code = (magnitude + (1 << drop - 1) - 1 + ((magnitude >> drop) & 1)) >> drop
+    code -= (127 - form.bias) << form.mantissa
+    if form.subnormals:
+        steps = single.abs().double() * 2.0 ** (form.bias + form.mantissa - 1)
+        code = torch.where(steps < 2**form.mantissa, steps.round().long(), code)
+    small = torch.where(magnitude != 0, form.least, 0) if nonzero else 0
+    code = torch.where(code < form.least, small, code).clamp(max=form.top)
+    code = torch.where(x.isnan(), form.nan, code)
+    return code | (negative.long() << (form.bits - 1))
+
+
+def _minifloat_words(codes: Tensor, form: Format) -> Tensor:
+    """Packs codes int64 [n] into a plane."""
+    padded = codes.new_zeros(form.words(codes.numel()) * form.fields)
+    padded[: codes.numel()] = codes
+    shifts = form.bits * torch.arange(form.fields, device=codes.device)
+    return (padded.view(-1, form.fields) << shifts).sum(1).to(form.dtype)
+
+
+def _minifloat_magnitudes(words: Tensor, form: Format, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns, each [numel]: magnitudes float64 (0 for NaN), which codes are NaN, and which have a sign."""
+    shifts = form.bits * torch.arange(form.fields, device=words.device)
+    codes = ((words.long()[:, None] >> shifts) & ((1 << form.bits) - 1)).view(-1)[:numel]
+    magnitude = codes & form.nan
+    exponent, fraction = magnitude >> form.mantissa, magnitude & ((1 << form.mantissa) - 1)
+    normal = torch.ldexp(fraction.double() + 2**form.mantissa, exponent - form.bias - form.mantissa)
+    small = fraction.double() * 2.0 ** (1 - form.bias - form.mantissa) if form.subnormals else torch.zeros_like(normal)
+    nan = magnitude > form.top
+    return torch.where(exponent > 0, normal, small).masked_fill(nan, 0.0), nan, codes != magnitude
+
+
+def _fill(out: Tensor, magnitudes: Tensor, nan: Tensor, negative: Tensor) -> None:
+    """Fills ``out``. A NaN becomes the quiet NaN without a payload."""
+    out.copy_(torch.where(negative, -magnitudes, magnitudes))
+    quiet = torch.tensor(float("nan"), dtype=out.dtype, device=out.device).abs()
+    bits = bits_of(out)
+    bits.copy_(torch.where(nan, bits | bits_of(quiet), bits))
+
+
+@kernel("(Tensor x, str format, bool nonzero) -> Tensor", _codes)
+def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
+    """Rounds each element to a number of a small format (see :mod:`backstash.ops.formats`).
+
+    The sign is kept. The magnitude is rounded to the format's mantissa bits, ties to even, as if exponents had no
+    end. Then a magnitude above the format's largest one (an infinity, too) becomes that, and one below its smallest
+    normal number becomes zero, or a subnormal if the format has these. A NaN keeps its sign and loses its payload.
+
+    Args:
+        x: float32, bfloat16 or float16 [n].
+        format: a name in FORMATS.
+        nonzero: whether an element that is not zero becomes at least the smallest magnitude above zero.
+
+    Returns:
+        [ceil(n / fields)] of the format's dtype: ``fields`` codes in each, the first one lowest, above them zeros.
+    """
+    form = FORMATS[format]
+    # The sign is taken from the bits: torch may lose that of a NaN on the way to float32.
+    return _minifloat_words(_minifloat_codes(x, form, nonzero, bits_of(x) < 0), form)
+
+
+@kernel("(Tensor codes, str format, Tensor(a!) out) -> ()")
+def minifloat_decode(codes: Tensor, format: str, out: Tensor) -> None:
+    """Fills ``out`` [n] from the plane of :func:`minifloat_encode`. Its dtype must have every number of the format.
+
+    Raises:
+        DamagedPlanesError: the plane is not of the size that ``out`` needs.
+    """
+    form = FORMATS[format]
+    check_plane("minifloat_decode", "codes", codes, form.words(out.numel()))
+    _fill(out, *_minifloat_magnitudes(codes, form, out.numel()))
+
+
+@kernel("(Tensor x, str format, int group_size) -> (Tensor, Tensor)", _codes_and_scales)
+def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """Encodes ``x / scale`` with :func:`minifloat_encode`, where ``group_size`` neighbours share a scale.
+
+    The scale is the smallest power of two, but at least LEAST_SCALE, with which the group's largest magnitude fits the
+    format. So the division is exact. Magnitudes above ``scale_ceiling`` (infinities, too) count as that; NaN does not
+    count.
+
+    Returns:
+        The codes, and the scales float32 [ceil(n / group_size)].
+    """
+    form, numel = FORMATS[format], x.numel()
+    ceiling = scale_ceiling(form, x.dtype)
+    clamped = x.double().clamp(-ceiling, ceiling)
+    padded = clamped.new_zeros(groups(numel, group_size) * group_size)
+    padded[:numel] = clamped.nan_to_num(nan=0.0).abs()
+    fraction, exponent = torch.frexp(padded.view(-1, group_size).amax(1) / form.largest)  # fraction in [0.5, 1)
+    scales = torch.ldexp((fraction > 0).double(), exponent - (fraction == 0.5).int()).clamp(min=LEAST_SCALE)
+    scaled = clamped / scales.repeat_interleave(group_size)[:numel]
+    return _minifloat_words(_minifloat_codes(scaled, form, False, bits_of(x) < 0), form), scales.float()
+
+
+@kernel("(Tensor codes, Tensor scales, str format, int group_size, Tensor(a!) out) -> ()")
+def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_size: int, out: Tensor) -> None:
+    """Fills ``out`` [n] from the planes of :func:`minifloat_scaled_encode`.
+
+    Raises:
+        DamagedPlanesError: a plane is not of the size that ``out`` needs.
+    """
+    form, numel = FORMATS[format], out.numel()
+    check_plane("minifloat_scaled_decode", "codes", codes, form.words(numel))
+    check_plane("minifloat_scaled_decode", "scales", scales, groups(numel, group_size))
+    magnitudes, nan, negative = _minifloat_magnitudes(codes, form, numel)
+    _fill(out, magnitudes * scales.double().repeat_interleave(group_size)[:numel], nan, negative)
+
+
+@kernel("(Tensor x, str format) -> (Tensor, Tensor, Tensor)", _zvc_codes)
+def zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs :func:`zvc_encode`, and :func:`minifloat_encode` on the values, none of which becomes zero."""
+    mask, offsets, values = zvc_encode(x)
+    return mask, offsets, minifloat_encode(values, format, True)
+
+
+@kernel("(Tensor mask, Tensor offsets, Tensor values, str format, Tensor(a!) out) -> ()")
+def zvc_minifloat_decode(mask: Tensor, offsets: Tensor, values: Tensor, format: str, out: Tensor) -> None:
+    """Fills ``out`` [n] from the planes of :func:`zvc_minifloat_encode`.
+
+    Raises:
+        DamagedPlanesError: the mask's bits, the offsets and the number of values do not agree.
+    """
+    stored = int(unpack(mask, 1, out.numel()).sum())
+    if values.numel() != FORMATS[format].words(stored):
+        raise DamagedPlanesError(zvc_damage(values.numel()))
+    dense = torch.empty(stored, dtype=out.dtype, device=out.device)
+    minifloat_decode(values, format, dense)
+    zvc_decode(mask, offsets, dense, out)

@@ -1,0 +1,181 @@
+"""Batch norm's forward pass again from saved statistics, and its backward pass, rounded as ATen rounds on x86.
+
+Nothing promises ATen's bits, which depend on its version and on the processor. So whoever uses these kernels compares
+bits with ATen first, and calls ATen where they differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.ops.layout import images, per_channel
+from backstash.ops.table import kernel
+
+_WITHOUT = {"triton": "ATen's CUDA kernels round in another order"}
+_FALLBACK = "calls ATen's kernels: the same bits, in more passes but faster than plain torch"
+
+LANES = 8
+"""ATen sums in so many lanes on every x86 processor."""
+
+
+def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Returns ``a * b + c`` of float32 tensors, rounded once, as a processor's fused multiply-add does."""
+    product, addend = a.double() * b.double(), c.double()  # exact: 48 of 53 bits
+    total = product + addend
+    of_product = total - addend
+    error = (product - of_product) + (addend - (total - of_product))  # exact: what `total` lacks
+    # Rounded to odd instead of to nearest, so that the rounding to float32 is right in spite of being the second one.
+    bits = total.view(torch.int64)
+    inexact = (error != 0) & (bits & 1 == 0) & total.isfinite()
+    towards = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(inexact, bits + towards, bits).view(torch.float64).float()
+
+
+def check_images(name: str, arguments: Sequence[Any]) -> None:
+    """Checks that all tensors among the arguments are float32 images [N, C, ...] of one layout, or vectors [C].
+
+    Raises:
+        ValueError: one is not, or images are neither contiguous nor in channels last.
+    """
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    vectors = [tensor for tensor in tensors if tensor.dim() == 1]
+    x = tensors[0]
+    laid_out = x.dim() > 1 and images(x) is not None
+    for tensor in tensors:
+        laid_out &= tensor.dim() == 1 or (tensor.shape == x.shape and tensor.stride() == x.stride())
+        laid_out &= tensor.dtype is torch.float32
+    if not laid_out or not per_channel(x.shape[1], *vectors):
+        raise ValueError(
+            f"backstash::{name} asked for float32 images [N, C, ...], contiguous or in channels last, and contiguous "
+            f"float32 vectors [C], got {', '.join(f'{t.dtype} {list(t.shape)} {list(t.stride())}' for t in tensors)} "
+            f"(dtype, shape, strides). Call ATen's kernel instead."
+        )
+
+
+def _spread(vector: Tensor, x: Tensor) -> Tensor:
+    """Returns a vector [C] as [C, 1, ...], which lines up with ``x`` [N, C, ...]."""
+    return vector.view(-1, *[1] * (x.dim() - 2))
+
+
+@kernel(
+    "(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, Tensor? residual, bool relu, "
+    "int outer, int inner, Tensor(a!) out) -> ()",
+    check=check_images,
+    without=_WITHOUT,
+    fallback=_FALLBACK,
+)
+def affine(
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    relu: bool,
+    outer: int,
+    inner: int,
+    out: Tensor,
+) -> None:
+    """Fills ``out`` with ``[relu](batch_norm(x) [+ residual])`` from the statistics that batch norm saved.
+
+    A product and the sum after it are rounded once, as on a processor with fused multiply-add.
+
+    Args:
+        x: float32 [N, C, ...], contiguous or in channels last; ``residual`` and ``out`` are laid out like it.
+        mean, invstd, weight, bias: float32 [C], contiguous.
+        relu: whether negative results become zero.
+        outer, inner: what :func:`backstash.ops.layout.images` says of ``x``.
+    """
+    alpha = invstd if weight is None else invstd * weight
+    beta = fused(-mean, alpha, torch.zeros_like(mean) if bias is None else bias)
+    y = fused(x, _spread(alpha, x), _spread(beta, x))
+    if residual is not None:
+        y = y + residual
+    out.copy_(torch.where(y < 0, 0.0, y) if relu else y)
+
+
+@kernel(None, without=_WITHOUT, fallback=_FALLBACK)
+def batch_norm_channels(
+    grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor, int]:
+    """Fills ``out`` with the gradient of a batch norm's contiguous input, and returns those of weight and bias.
+
+    Args:
+        grad, x, out: float32 [N, C, ...], contiguous; ``out`` may be ``grad``.
+        mean, invstd, weight: float32 [C].
+
+    Returns:
+        The gradients of weight and bias, float32 [C]; and the number of channels whose sums are not finite. Of these
+        channels nothing is written but a NaN as the weight's gradient.
+    """
+    outer, channels, inner = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+    rows, dy = x.reshape(outer, channels, inner), grad.reshape(outer, channels, inner)
+    sums, dots = torch.zeros(2, channels, dtype=torch.float64, device=x.device)
+    for image in range(outer):
+        some, dot = _row_sums(dy[image], rows[image], mean[:, None])
+        sums, dots = sums + some, dots + dot
+    count = torch.tensor(float(outer * inner), device=x.device)
+    weight_grad, bias_grad = (dots * invstd).float(), sums.float()
+    k, grad_mean = dots.float() * invstd * invstd / count, (sums / count.double()).float()
+    good = k.isfinite() & grad_mean.isfinite()
+    weight_grad = torch.where(good, weight_grad, math.nan)
+    found = torch.empty_like(grad)
+    batch_norm_pixels(grad, x, mean, invstd, weight, k, grad_mean, found)
+    out.copy_(torch.where(_spread(good, x), found, out))
+    return weight_grad, bias_grad, int((~good).sum())
+
+
+def _row_sums(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums ``dy`` and ``(x - mean) * dy`` over rows [C, n], in ATen's order: whole vectors first, then the rest.
+
+    Products are rounded in whole vectors and in rows that are shorter than one, and not in the rest.
+    """
+    n = x.shape[1]
+    width = LANES if n >= LANES else 1
+    whole = n // width * width
+    centred = x - mean
+    products = centred * dy
+    grads, dots = dy[:, :width].clone(), products[:, :width].clone()
+    for begin in range(width, whole, width):
+        grads += dy[:, begin : begin + width]
+        dots += products[:, begin : begin + width]
+    for lane, i in enumerate(range(whole, n)):
+        grads[:, lane] += dy[:, i]
+        dots[:, lane] = fused(centred[:, i], dy[:, i], dots[:, lane])
+    while width > 1:
+        width //= 2
+        grads, dots = grads[:, :width] + grads[:, width:], dots[:, :width] + dots[:, width:]
+    return grads[:, 0], dots[:, 0]
+
+
+@kernel(
+    "(Tensor grad, Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor k, Tensor grad_mean, Tensor(a!) out)"
+    " -> ()",
+    check=check_images,
+    without=_WITHOUT,
+    fallback=_FALLBACK,
+)
+def batch_norm_pixels(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    k: Tensor,
+    grad_mean: Tensor,
+    out: Tensor,
+) -> None:
+    """Fills ``out`` with ``((grad - grad_mean) - (x - mean) * k) * invstd * weight``, the first product unrounded.
+
+    Args:
+        grad, x, out: float32 [N, C, ...]; ``out`` may be ``grad``.
+        mean, invstd, weight, k, grad_mean: float32 [C].
+    """
+    left = fused(-(x - _spread(mean, x)), _spread(k, x), grad - _spread(grad_mean, x))
+    left = left * _spread(invstd, x)
+    out.copy_(left if weight is None else left * _spread(weight, x))

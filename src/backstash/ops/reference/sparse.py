@@ -1,0 +1,113 @@
+"""Tensors without their zeros: a mask and values (ZVC), or columns, rows and values (CSR)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backstash.errors import DamagedPlanesError
+from backstash.ops.layout import CSR_ROW, bytes_for, csr_rows, zvc_chunks
+from backstash.ops.reference.bits import bits_of, pack, per_chunk, unpack
+from backstash.ops.table import dynamic_size, kernel
+
+
+def _zvc(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
+        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
+        x.new_empty(dynamic_size()),
+    )
+
+
+def _csr(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    nonzeros = dynamic_size()
+    return (
+        x.new_empty(nonzeros, dtype=torch.uint8),
+        x.new_empty(csr_rows(x.numel()) + 1, dtype=torch.int32),
+        x.new_empty(nonzeros),
+    )
+
+
+@kernel("(Tensor x) -> (Tensor, Tensor, Tensor)", _zvc)
+def zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compresses zeros: a bit per element, and the elements that have any bit set, in order.
+
+    Args:
+        x: [n], 2, 4 or 8 bytes per element.
+
+    Returns:
+        mask uint8 [ceil(n / 8)]; offsets int64 [ceil(n / ZVC_CHUNK)], where each chunk's first value stands in the
+        values plane; values [number of set bits] of ``x``'s dtype.
+    """
+    flags = bits_of(x) != 0
+    counts = per_chunk(flags)
+    return pack(flags.long(), 1), counts.cumsum(0) - counts, x[flags]
+
+
+@kernel("(Tensor mask, Tensor offsets, Tensor values, Tensor(a!) out) -> ()")
+def zvc_decode(mask: Tensor, offsets: Tensor, values: Tensor, out: Tensor) -> None:
+    """Fills ``out`` [n] from the planes of :func:`zvc_encode`.
+
+    Raises:
+        DamagedPlanesError: the mask's bits, the offsets and the number of values do not agree.
+    """
+    flags = unpack(mask, 1, out.numel()).bool()
+    counts = per_chunk(flags)
+    if int(counts.sum()) != values.numel() or not torch.equal(counts.cumsum(0) - counts, offsets):
+        raise DamagedPlanesError(zvc_damage(values.numel()))
+    bits_of(out).zero_()
+    bits_of(out)[flags] = bits_of(values)
+
+
+def zvc_damage(stored: int) -> str:
+    """Returns the message for a ZVC stash whose planes disagree."""
+    return (
+        f"zvc_decode asked for the values that the mask and the offsets announce, got planes that disagree "
+        f"({stored} values stored). The stash was overwritten or cut short; compute the step again."
+    )
+
+
+@kernel("(Tensor x) -> (Tensor, Tensor, Tensor)", _csr)
+def csr_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Stores the elements that have any bit set, and the place of each in its row of CSR_ROW elements.
+
+    Args:
+        x: [n], 2, 4 or 8 bytes per element, n < 2**31.
+
+    Returns:
+        columns uint8 [number of elements that have any bit set]; rows int32 [ceil(n / CSR_ROW) + 1], where row ``r``
+        has the columns and values ``rows[r]`` to ``rows[r + 1]``; values [as many] of ``x``'s dtype.
+    """
+    where = bits_of(x).nonzero().view(-1)
+    rows = torch.zeros(csr_rows(x.numel()) + 1, dtype=torch.int32, device=x.device)
+    rows[1:] = torch.bincount(where // CSR_ROW, minlength=csr_rows(x.numel())).cumsum(0)
+    return (where % CSR_ROW).to(torch.uint8), rows, x[where]
+
+
+@kernel("(Tensor columns, Tensor rows, Tensor values, Tensor(a!) out) -> ()")
+def csr_decode(columns: Tensor, rows: Tensor, values: Tensor, out: Tensor) -> None:
+    """Fills ``out`` [n] from the planes of :func:`csr_encode`.
+
+    Raises:
+        DamagedPlanesError: the rows do not add up to the columns and values, or columns do not rise within a row, or
+            one is past the end of ``out``.
+    """
+    if rows.numel() != csr_rows(out.numel()) + 1 or columns.numel() != values.numel():
+        raise DamagedPlanesError(csr_damage(values.numel()))
+    counts = rows.long().diff()
+    if int(rows[0]) != 0 or int(rows[-1]) != values.numel() or bool(((counts < 0) | (counts > CSR_ROW)).any()):
+        raise DamagedPlanesError(csr_damage(values.numel()))
+    starts = torch.arange(csr_rows(out.numel()), device=out.device) * CSR_ROW
+    where = starts.repeat_interleave(counts) + columns
+    if bool((where.diff() <= 0).any()) or bool((where[-1:] >= out.numel()).any()):
+        raise DamagedPlanesError(csr_damage(values.numel()))
+    bits_of(out).zero_()
+    bits_of(out)[where] = bits_of(values)
+
+
+def csr_damage(stored: int) -> str:
+    """Returns the message for a CSR stash whose planes disagree."""
+    return (
+        f"csr_decode asked for the columns and values that the rows announce, got planes that disagree "
+        f"({stored} values stored). The stash was overwritten or cut short; compute the step again."
+    )

@@ -1,0 +1,70 @@
+"""What the launchers of all families share: how to launch, sizes of blocks, checks of planes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.errors import DamagedPlanesError
+from backstash.ops.reference.bits import bits_of
+
+BLOCK_BYTES = 256
+"""Bytes of a bit plane that one program writes or reads: 2048 mask bits, 16 elements for each of its 128 threads."""
+
+BLOCK = 1024
+"""Elements that one program decodes from fields wider than a bit."""
+
+ZVC_WARPS = 8
+"""Warps for a chunk of ZVC_CHUNK elements: 16 elements per thread, as in the other kernels (Triton's default is 4)."""
+
+
+def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+    """Runs ``programs`` programs on the device of the first argument; none if ``programs`` is 0, which CUDA refuses."""
+    if programs:
+        with torch.cuda.device_of(args[0]):  # Triton launches on the current device, whatever its arguments say
+            # No product and sum may be fused. Saying so also keeps Triton 3.9 from warning of another default.
+            _run(kernel, programs, args, {"enable_fp_fusion": False, **constants})
+
+
+def _run(kernel: Any, programs: int, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    kernel[(programs,)](*args, **constants)
+
+
+def number_bits(value: float, dtype: torch.dtype, wide: torch.dtype | None = None) -> int:
+    """Returns the bit pattern of ``value`` rounded to ``dtype``, and then widened to ``wide`` if that is given.
+
+    Computed on the CPU, whatever the default device is: nothing is copied to or from a GPU.
+    """
+    return int(bits_of(torch.tensor([value], dtype=dtype, device="cpu").to(wide or dtype)).item())
+
+
+def blocks_of(n: int, block: int) -> int:
+    """Returns the number of blocks of ``block`` elements that cover ``n`` elements."""
+    return (n + block - 1) // block
+
+
+def fields_per_byte(bits: int) -> int:
+    """Returns how many fields of ``bits`` bits may have bits in one byte: 2 for 4 bits, 4 for 3 bits."""
+    return blocks_of(bits - math.gcd(bits, 8) + 8, bits)
+
+
+def bytes_per_field(bits: int) -> int:
+    """Returns how many bytes one field of ``bits`` bits may have bits in: 1 for 4 bits, 2 for 3 bits."""
+    return blocks_of(8 - math.gcd(bits, 8) + bits, 8)
+
+
+def check_plane(op: str, name: str, plane: Tensor, expected: int, out: Tensor) -> None:
+    """Checks that a plane has as many elements as ``out`` needs.
+
+    Raises:
+        DamagedPlanesError: it has not.
+    """
+    if plane.numel() != expected:
+        raise DamagedPlanesError(
+            f"{op} asked for the {expected} elements of plane '{name}' that {out.numel()} values of "
+            f"{str(out.dtype).removeprefix('torch.')} take, got {plane.numel()}. The stash was overwritten or cut "
+            f"short; compute the step again."
+        )

@@ -1,0 +1,97 @@
+"""Batch norm's kernels: equal bits from the reference and C++. ``tests/gradients/test_norms.py`` compares with ATen."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from native_checks import cpu, generator, isas_and, native_test, reference, same
+from torch import Tensor
+
+from backstash.ops.layout import images
+from backstash.ops.reference.norms import fused
+
+SHAPES = [(3, 5, 7, 9), (2, 8, 3, 1), (4, 3, 16, 16), (6, 4), (2, 3, 29), (1, 16, 2, 3, 5)]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed)) * torch.rand(*shape, generator=generator(seed + 1)).exp2()
+
+
+def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """Arguments of this family's kernels for ``n`` elements; these take float32 alone."""
+    x, vector = numbers(n // 4, 4, 1), numbers(4).abs()
+    return {
+        "affine": (x, vector, vector, vector, None, x.clone(), True, n // 4, 1, torch.empty_like(x)),
+        "batch_norm_channels": (x, x.clone(), vector, vector, None, torch.empty_like(x)),
+        "batch_norm_pixels": (x, x.clone(), vector, vector, None, vector, vector, torch.empty_like(x)),
+    }
+
+
+def test_a_fused_product_is_rounded_once() -> None:
+    a, b = numbers(20_000), numbers(20_000, seed=5)
+    # Sums that nearly cancel, ties, and addends that only decide how a tie is rounded.
+    c = torch.cat([-(a * b)[:8000], (a * b)[8000:12_000] * 2.0**-24, numbers(8000, seed=9) * 2.0**-30])
+    got = fused(a, b, c)
+    for towards in (-math.inf, math.inf):
+        other = got.nextafter(torch.tensor(towards))
+        for i in range(0, 20_000, 37):  # compared as exact fractions: no other float32 is nearer
+            x, y, z, here, there = (Fraction(float(tensor[i])) for tensor in (a, b, c, got, other))
+            assert abs(here - (x * y + z)) <= abs(there - (x * y + z)), i
+
+
+@native_test
+@pytest.mark.parametrize(("isa", "shape"), isas_and(SHAPES), indirect=["isa"])
+def test_affine(shape: tuple[int, ...], isa: str) -> None:
+    mean, invstd, weight, bias = (numbers(shape[1], seed=i) for i in range(4))
+    for layout in (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,):
+        x, residual = (numbers(*shape, seed=i).contiguous(memory_format=layout) for i in (7, 8))
+        for given in ((weight, bias, residual, True), (None, None, None, True), (weight, None, None, False)):
+            out, again = torch.empty_like(x), torch.empty_like(x)
+            for ops, to in ((cpu, out), (reference, again)):
+                ops.affine(x, mean, invstd.abs(), *given, *images(x), to)
+            assert same(out.flatten(), again.flatten()), layout
+
+
+@native_test
+@pytest.mark.parametrize(("isa", "shape"), isas_and(SHAPES), indirect=["isa"])
+def test_batch_norm_channels(shape: tuple[int, ...], isa: str) -> None:
+    mean, invstd, weight = (numbers(shape[1], seed=i) for i in range(3))
+    for scale in (None, weight):
+        grad, x = numbers(*shape, seed=7), numbers(*shape, seed=8)
+        results = []
+        for ops in (cpu, reference):
+            out = grad.clone()
+            results.append((out.flatten(), *ops.batch_norm_channels(out, x, mean, invstd, scale, out)))
+        assert all(same(a, b) for a, b in zip(results[0][:3], results[1][:3], strict=True))
+        assert results[0][3] == results[1][3] == 0
+
+
+@native_test
+def test_channels_whose_sums_are_not_finite_are_left() -> None:
+    grad, x, mean, invstd = numbers(2, 5, 9), numbers(2, 5, 9, seed=3), numbers(5), numbers(5).abs()
+    grad[0, 1, 3], x[1, 4, 2] = math.inf, math.nan
+    outs = []
+    for ops in (cpu, reference):
+        out = torch.full_like(x, 7.0)
+        weight_grad, _, left = ops.batch_norm_channels(grad, x, mean, invstd, None, out)
+        assert left == 2
+        assert weight_grad.isnan().tolist() == [False, True, False, False, True]
+        assert (out[:, [1, 4]] == 7).all()
+        outs.append(out[:, [0, 2, 3]].flatten())
+    assert same(*outs)
+
+
+@native_test
+@pytest.mark.parametrize(("isa", "shape"), isas_and([shape for shape in SHAPES if len(shape) == 4]), indirect=["isa"])
+def test_batch_norm_pixels(shape: tuple[int, ...], isa: str) -> None:
+    mean, invstd, weight, k, grad_mean = (numbers(shape[1], seed=i) for i in range(5))
+    for scale in (None, weight):
+        grad, x = (numbers(*shape, seed=i).contiguous(memory_format=torch.channels_last) for i in (7, 8))
+        out, again = torch.empty_like(x), torch.empty_like(x)
+        for ops, to in ((cpu, out), (reference, again)):
+            ops.batch_norm_pixels(grad, x, mean, invstd, scale, k, grad_mean, to)
+        assert same(out.flatten(), again.flatten())

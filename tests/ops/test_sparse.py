@@ -1,0 +1,331 @@
+"""ZVC and CSR: equal bytes from the reference, C++ and Triton; damage is found."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from native_checks import (
+    AROUND_CHUNKS,
+    FLOATS,
+    SETTINGS,
+    TAILS,
+    contents,
+    cpu,
+    flip,
+    isas_and,
+    native_test,
+    poisoned,
+    reference,
+    same,
+)
+from torch import Tensor
+from triton_checks import LENGTHS, bits, expected, filled, half_zeros, launchers, on_device, triton_test, zvc_cases
+
+from backstash.errors import DamagedPlanesError
+from backstash.ops.cpu import library
+from backstash.ops.layout import CSR_ROW, ZVC_CHUNK
+
+
+def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """Arguments of this family's kernels for ``n`` elements."""
+    x = (torch.arange(n) % 3).to(dtype)
+    return {
+        "zvc_encode": (x,),
+        "zvc_decode": (*reference.zvc_encode(x), torch.empty_like(x)),
+        "csr_encode": (x,),
+        "csr_decode": (*reference.csr_encode(x), torch.empty_like(x)),
+    }
+
+
+def check_zvc(x: Tensor, out_offset: int = 0) -> None:
+    planes = cpu.zvc_encode(x)
+    case = x.numel(), x.storage_offset(), out_offset, f"{planes[2].numel()} not zero"
+    for plane, wanted in zip(planes, reference.zvc_encode(x), strict=True):
+        assert same(plane, wanted), case
+        assert plane.untyped_storage().nbytes() == plane.numel() * plane.element_size(), case
+    out, untouched = poisoned(x.numel(), x.dtype, out_offset)
+    cpu.zvc_decode(*planes, out)
+    assert same(out, x) and untouched(), case
+
+
+@native_test
+@pytest.mark.parametrize(("isa", "dtype"), isas_and(FLOATS), indirect=["isa"])
+def test_zvc_tails(dtype: torch.dtype, isa: str) -> None:
+    for n in [*TAILS, *AROUND_CHUNKS]:
+        check_zvc(contents(n, dtype, seed=n))
+    for n, offset in itertools.product((1, 64, 100, 4096, 4200), (1, 2, 7)):
+        check_zvc(contents(n, dtype, seed=n, offset=offset), out_offset=offset)
+
+
+@native_test
+@pytest.mark.parametrize(
+    ("isa", "dtype"), isas_and([*FLOATS, torch.int64, torch.int32, torch.int16, torch.complex64]), indirect=["isa"]
+)
+def test_zvc_densities(dtype: torch.dtype, isa: str) -> None:
+    bits = {2: torch.float16, 4: torch.float32, 8: torch.float64}[dtype.itemsize]
+    for n, density in itertools.product((130, 3 * ZVC_CHUNK + 77), (0.0, 0.001, 0.1, 0.9, 1.0)):
+        check_zvc(contents(n, bits, density).view(dtype))
+
+
+@native_test
+@SETTINGS
+@given(
+    runs=st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=12),
+    dtype=st.sampled_from(FLOATS),
+    offset=st.integers(0, 3),
+)
+def test_zvc_runs(runs: list[tuple[bool, int]], dtype: torch.dtype, offset: int) -> None:
+    bits = torch.cat([torch.zeros(offset), *(torch.full((n,), float(on)) for on, n in runs)]).to(dtype)
+    before = library.isa()
+    for name in library.ISAS:
+        library.set_isa(name)
+        check_zvc(bits[offset:], out_offset=offset)
+    library.set_isa(before)
+
+
+@native_test
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_zvc_gather_stays_inside_its_plane(width: int, isa: str) -> None:
+    """Kernels store whole registers: the last ones must not reach past the values that there are."""
+    for n in (1, 17, 32, 41, 63, 64, 70, 100, 4095, 4096, 4097, 10_000):
+        x = contents(n, {2: torch.float16, 4: torch.float32, 8: torch.float64}[width], seed=n)
+        mask, offsets, values = cpu.zvc_encode(x)
+        for offset in (0, 1, 5, 64 // width - 1):
+            out, untouched = poisoned(values.numel(), x.dtype, offset)
+            library.load().bs_zvc_gather(
+                x.data_ptr(), n, width, mask.data_ptr(), offsets.data_ptr(), out.data_ptr(), values.numel(), 2
+            )
+            assert same(out, values) and untouched(), (n, offset)
+
+
+@native_test
+@pytest.mark.parametrize(
+    ("isa", "n", "dtype"), isas_and([3 * ZVC_CHUNK + 100, 100, 4096, 4097], FLOATS), indirect=["isa"]
+)
+def test_zvc_damage_is_found_before_anything_is_written(n: int, dtype: torch.dtype, isa: str) -> None:
+    mask, offsets, values = cpu.zvc_encode(contents(n, dtype))
+    last = offsets.numel() - 1
+    swapped = mask.clone()  # as many bits as before, but not in every chunk
+    if last > 0:
+        swapped[0], swapped[-1 - n % ZVC_CHUNK // 8] = 0xFF, 0
+        swapped[1 : 1 + int(values.numel() % 3)] = 0xFF
+    damages = [
+        (flip(mask, 0), offsets, values),
+        (flip(mask, (n - 1) // 8, (n - 1) % 8), offsets, values),
+        (flip(mask, mask.numel() // 2, 3), offsets, values),
+        (mask, flip(offsets, 0), values),
+        (mask, flip(offsets, last, 1), values),
+        (mask, flip(offsets, last, 62), values),
+        (mask, offsets - (1 << 40), values),
+        (mask, offsets + 1, torch.cat([values[:1], values])),
+        (mask, offsets, values[:-1]),
+        (mask, offsets, values[:0]),
+        (mask, offsets, torch.cat([values, values[:1]])),
+        (mask[:-1], offsets, values),
+        (torch.cat([mask, mask[:1]]), offsets, values),
+        (mask, offsets[:-1], values),
+        (mask, torch.cat([offsets, offsets[:1]]), values),
+        (torch.full_like(mask, 0xFF), offsets, values),
+        (torch.zeros_like(mask), offsets, values),
+        *([(swapped, offsets, values)] if last > 0 else []),
+    ]
+    for i, planes in enumerate(damages):
+        out, untouched = poisoned(n, dtype)
+        with pytest.raises(DamagedPlanesError):
+            cpu.zvc_decode(*planes, out)
+        assert (out.view(torch.uint8) == 0xA5).all() and untouched(), i
+
+
+@native_test
+def test_zvc_empty() -> None:
+    check_zvc(torch.empty(0))
+    with pytest.raises(DamagedPlanesError):
+        cpu.zvc_decode(
+            torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), torch.ones(1), torch.empty(0)
+        )
+
+
+@native_test
+def test_mask_bits_past_the_end_are_ignored(isa: str) -> None:
+    x = contents(61, torch.float32)
+    mask, offsets, values = cpu.zvc_encode(x)
+    mask[-1] |= 0xE0
+    out, _ = poisoned(61, torch.float32)
+    cpu.zvc_decode(mask, offsets, values, out)
+    assert same(out, x)
+
+
+def check_csr(x: Tensor, out_offset: int = 0) -> None:
+    planes = cpu.csr_encode(x)
+    case = x.numel(), x.storage_offset(), out_offset, f"{planes[2].numel()} not zero"
+    for plane, wanted in zip(planes, reference.csr_encode(x), strict=True):
+        assert same(plane, wanted), case
+        assert plane.untyped_storage().nbytes() == plane.numel() * plane.element_size(), case
+    out, untouched = poisoned(x.numel(), x.dtype, out_offset)
+    cpu.csr_decode(*planes, out)
+    assert same(out, x) and untouched(), case
+
+
+@native_test
+@pytest.mark.parametrize(("isa", "dtype"), isas_and(FLOATS), indirect=["isa"])
+def test_csr_tails(dtype: torch.dtype, isa: str) -> None:
+    for n in [*TAILS, *(k * CSR_ROW + d for k in (1, 2, 8, 16, 17) for d in (-65, -64, -1, 0, 1, 63, 64, 65))]:
+        check_csr(contents(n, dtype, seed=n))
+    for n, offset in itertools.product((1, 64, 100, 4096, 4200), (1, 2, 7)):
+        check_csr(contents(n, dtype, seed=n, offset=offset), out_offset=offset)
+
+
+@native_test
+@pytest.mark.parametrize(
+    ("isa", "dtype"), isas_and([*FLOATS, torch.int64, torch.int32, torch.int16, torch.complex64]), indirect=["isa"]
+)
+def test_csr_densities(dtype: torch.dtype, isa: str) -> None:
+    bits = {2: torch.float16, 4: torch.float32, 8: torch.float64}[dtype.itemsize]
+    for n, density in itertools.product((130, 300 * CSR_ROW + 77), (0.0, 0.001, 0.1, 0.9, 1.0)):
+        check_csr(contents(n, bits, density).view(dtype))
+
+
+@native_test
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_csr_gather_stays_inside_its_planes(width: int, isa: str) -> None:
+    """Kernels store whole registers: the last ones must not reach past the values that there are."""
+    for n in (1, 17, 63, 64, 70, 255, 256, 257, 4095, 4096, 4097, 10_000):
+        x = contents(n, {2: torch.float16, 4: torch.float32, 8: torch.float64}[width], seed=n)
+        columns, rows, values = cpu.csr_encode(x)
+        for offset in (0, 1, 5, 64 // width - 1):
+            to, untouched = poisoned(values.numel(), x.dtype, offset)
+            places, untouched_too = poisoned(values.numel(), torch.uint8, offset)
+            library.load().bs_csr_gather(
+                x.data_ptr(), n, width, rows.data_ptr(), places.data_ptr(), to.data_ptr(), values.numel(), 2
+            )
+            assert same(to, values) and untouched(), (n, offset)
+            assert same(places, columns) and untouched_too(), (n, offset)
+
+
+@native_test
+@pytest.mark.parametrize(
+    ("isa", "n", "dtype"), isas_and([600 * CSR_ROW + 100, 100, 256, 257, 4097], FLOATS), indirect=["isa"]
+)
+def test_csr_damage_is_found_before_anything_is_written(n: int, dtype: torch.dtype, isa: str) -> None:
+    columns, rows, values = cpu.csr_encode(contents(n, dtype))
+    last = rows.numel() - 1
+    late = columns.clone()
+    late[-1] = 255  # rises, but past the end of the tensor
+    damages = [
+        (flip(columns, 0, 7), rows, values),
+        (columns.flip(0), rows, values),
+        (torch.zeros_like(columns), rows, values),
+        (torch.cat([columns[:1], columns[:-1]]), rows, values),
+        (columns, flip(rows, 0), values),
+        (columns, flip(rows, last, 3), values),
+        (columns, flip(rows, last // 2, 30), values),
+        (columns, flip(rows, (last + 1) // 2, 31), values),
+        (columns, rows + 1, values),
+        (columns, rows, values[:-1]),
+        (columns[:-1], rows, values),
+        (columns[:-1], rows, values[:-1]),
+        (columns[:0], rows, values[:0]),
+        (torch.cat([columns, columns[:1]]), rows, torch.cat([values, values[:1]])),
+        (columns, rows[:-1], values),
+        (columns, torch.cat([rows, rows[-1:]]), values),
+        *([(late, rows, values)] if n % CSR_ROW else []),
+    ]
+    for i, planes in enumerate(damages):
+        out, untouched = poisoned(n, dtype)
+        for ops in (cpu, reference):
+            with pytest.raises(DamagedPlanesError):
+                ops.csr_decode(*planes, out)
+            assert (out.view(torch.uint8) == 0xA5).all() and untouched(), (i, ops)
+
+
+@native_test
+def test_csr_empty() -> None:
+    check_csr(torch.empty(0))
+    for ops in (cpu, reference):
+        with pytest.raises(DamagedPlanesError):
+            ops.csr_decode(
+                torch.empty(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32), torch.ones(1), torch.empty(0)
+            )
+
+
+@triton_test
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
+def test_zvc_on_triton(dtype: torch.dtype) -> None:
+    from backstash.ops.triton.sparse import zvc_encode_staged
+
+    for x in zvc_cases(dtype) if dtype.is_floating_point else [torch.arange(-5000, 5000) % 3]:
+        planes = launchers.zvc_encode(on_device(x))
+        planes_expected = reference.zvc_encode(x)
+        for name, got, want in zip(("mask", "offsets", "values"), planes, planes_expected, strict=True):
+            assert got.dtype == want.dtype, name
+            assert torch.equal(bits(got), bits(want)), (name, x.numel())
+        mask, offsets, staging, count = zvc_encode_staged(on_device(x))
+        assert count.shape == (1,)
+        assert count.dtype == torch.int64
+        assert staging.shape == x.shape
+        for got, want in zip((mask, offsets, staging[: int(count)]), planes_expected, strict=True):
+            assert torch.equal(bits(got), bits(want)), x.numel()
+        decoded = filled(x.numel(), dtype, launchers.zvc_decode, *planes_expected)
+        assert torch.equal(bits(decoded), bits(x)), x.numel()
+
+
+@triton_test
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_zvc_decode_of_damaged_contents_stays_inside_its_planes_on_triton(dtype: torch.dtype) -> None:
+    n = 3 * ZVC_CHUNK + 21
+    mask, offsets, values = reference.zvc_encode(torch.where(torch.rand(n) < 0.3, torch.randn(n), 0.0).to(dtype))
+    first = int(offsets[1])
+    wrong = offsets.clone()
+    wrong[1:] = torch.tensor([2**62, -(2**62), values.numel()])
+    full = torch.full_like(mask, 255)
+    for planes in ((mask, wrong, values), (mask, offsets, values[:first]), (full, offsets, values[:0])):
+        got = filled(n, dtype, launchers.zvc_decode, *planes)
+        if planes[0] is mask:
+            want = expected(n, dtype, reference.zvc_decode, mask, offsets, values)
+            assert torch.equal(bits(got[:ZVC_CHUNK]), bits(want[:ZVC_CHUNK])), "the sound chunk"
+        assert not bits(got[ZVC_CHUNK if planes[0] is mask else 0 :]).any(), "values out of nowhere"
+
+
+def csr_cases(dtype: torch.dtype) -> Iterator[Tensor]:
+    """All lengths; and rows that are full, empty, and empty between full ones."""
+    for n in [*LENGTHS, CSR_ROW - 1, CSR_ROW, CSR_ROW + 1]:
+        yield half_zeros(dtype, n)
+    yield torch.zeros(CSR_ROW + 5, dtype=dtype)
+    yield torch.full((20 * CSR_ROW,), -0.0).to(dtype)
+    gap = torch.ones(3 * CSR_ROW + 1, dtype=dtype)
+    gap[CSR_ROW : 2 * CSR_ROW] = 0
+    yield gap
+
+
+@triton_test
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
+def test_csr_on_triton(dtype: torch.dtype) -> None:
+    for x in csr_cases(dtype) if dtype.is_floating_point else [torch.arange(-5000, 5000) % 3]:
+        planes = launchers.csr_encode(on_device(x))
+        planes_expected = reference.csr_encode(x)
+        for name, got, want in zip(("columns", "rows", "values"), planes, planes_expected, strict=True):
+            assert got.dtype == want.dtype, name
+            assert torch.equal(bits(got), bits(want)), (name, x.numel())
+        decoded = filled(x.numel(), dtype, launchers.csr_decode, *planes_expected)
+        assert torch.equal(bits(decoded), bits(x)), x.numel()
+
+
+@triton_test
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_csr_decode_of_damaged_contents_stays_inside_its_planes_on_triton(dtype: torch.dtype) -> None:
+    n = 3 * CSR_ROW + 21
+    columns, rows, values = reference.csr_encode(torch.where(torch.rand(n) < 0.3, torch.randn(n), 0.0).to(dtype))
+    wrong = rows.clone()
+    wrong[1:] = torch.tensor([2**31 - 1, -(2**31), 7, values.numel() + 9])
+    last = columns.clone()
+    last[rows[-2] :] = 255  # past the end of a last row of 21
+    for planes in ((columns, wrong, values), (last, rows, values), (columns.flip(0), rows, values)):
+        filled(n, dtype, launchers.csr_decode, *planes)
+    none = filled(n, dtype, launchers.csr_decode, columns[:0], rows, values[:0])
+    assert not bits(none).any(), "values out of nowhere"

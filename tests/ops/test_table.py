@@ -1,0 +1,145 @@
+"""What holds for every row of the table of kernels; and what CONTRIBUTING.md says about a new row."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_checks import reference
+from torch.library import opcheck
+
+from backstash.ops.backends import FOLDERS, Kernels, kernels, serves, serving
+from backstash.ops.cpu import library
+from backstash.ops.layout import ZVC_CHUNK
+from backstash.ops.table import TABLE, check_flat
+
+ROOT = Path(__file__).parents[2]
+OPS = ROOT / "src" / "backstash" / "ops"
+UTILITIES = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+REGISTERED = [name for name, row in TABLE.items() if row.schema is not None]
+INTEGERS_ONLY = ("narrow_encode", "narrow_decode", "window_encode", "window_decode")
+FLOAT32_ONLY = ("affine", "batch_norm_pixels")
+
+
+def arguments(kernel: str, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Returns arguments of the kernel for ``n`` elements, which the tests of its family have."""
+    family = importlib.import_module(f"test_{TABLE[kernel].family}")
+    examples: dict[str, tuple[Any, ...]] = family.examples(n, dtype)
+    return examples[kernel]
+
+
+def built(backend: str) -> bool:
+    return library.available() if backend == "native" else find_spec("triton") is not None
+
+
+@pytest.mark.parametrize("kernel", TABLE)
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_a_backend_has_the_kernel_or_the_row_says_why_not(backend: str, kernel: str) -> None:
+    row = TABLE[kernel]
+    path = OPS / FOLDERS[backend] / f"{row.family}.py"
+    there = path.exists() and f"\ndef {kernel}(" in path.read_text()
+    assert there != (backend in row.without)
+    assert row.without.get(backend, "a reason").strip()
+    assert set(row.without) < {"native", "triton"}, "only the reference has it"
+    if there and built(backend):
+        function = getattr(kernels(backend), kernel)
+        assert function.__module__ == f"backstash.ops.{FOLDERS[backend]}.{row.family}"
+        assert list(inspect.signature(function).parameters) == list(inspect.signature(row.reference).parameters)
+    elif built(backend):
+        assert getattr(kernels(backend), kernel) is row.reference
+
+
+@pytest.mark.parametrize("kernel", TABLE)
+def test_every_kernel_has_examples_and_a_docstring(kernel: str) -> None:
+    row = TABLE[kernel]
+    assert row.reference.__doc__
+    assert row.family == row.reference.__module__.rsplit(".", 1)[-1]
+    result = row.reference(*arguments(kernel, 16, torch.float32))
+    assert (result is None) == (row.schema is not None and row.schema.endswith("-> ()"))
+
+
+def test_files_of_a_family_have_one_name() -> None:
+    shared = {
+        "reference": {"__init__", "bits"},
+        "cpu": {"__init__", "library", "planes"},
+        "triton": {"__init__", "elements", "launching", "sz_decode_kernels", "sz_encode_kernels"},
+    }
+    families = {row.family for row in TABLE.values()}
+    for folder, others in shared.items():
+        names = {path.stem for path in (OPS / folder).glob("*.py")}
+        assert names - others <= families
+        assert others <= names
+    assert {f"test_{family}.py" for family in families} <= {path.name for path in Path(__file__).parent.glob("*.py")}
+
+
+def test_a_fallback_is_for_callers_that_ask_first() -> None:
+    for name, row in TABLE.items():
+        text = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py") if OPS not in path.parents)
+        assert row.fallback is None or re.search(rf"serves\(\"{name.rsplit('_', 1)[0]}", text), name
+
+
+def test_which_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serving("meta").backend == "reference"
+    assert not serves("affine", "meta")
+    assert serves("affine", "cpu") == (serving("cpu").backend == "native")
+    with pytest.raises(AttributeError, match="no kernel is called 'window_shop'"):
+        Kernels("reference").window_shop  # noqa: B018
+
+
+@pytest.mark.parametrize("n", [16, 0])
+@pytest.mark.parametrize("kernel", REGISTERED)
+def test_opcheck(kernel: str, n: int) -> None:
+    if n or kernel not in FLOAT32_ONLY:  # a batch norm of no images has no layout
+        opcheck(_op(kernel).default, arguments(kernel, n, torch.float32), test_utils=UTILITIES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kernel", [kernel for kernel in REGISTERED if kernel not in (*INTEGERS_ONLY, *FLOAT32_ONLY)])
+def test_opcheck_of_other_dtypes(kernel: str, dtype: torch.dtype) -> None:
+    opcheck(_op(kernel).default, arguments(kernel, ZVC_CHUNK + 4, dtype), test_utils=UTILITIES[:2])
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in REGISTERED if TABLE[kernel].check is check_flat])
+def test_what_is_not_flat_is_refused(kernel: str) -> None:
+    given = arguments(kernel, 16, torch.float32)
+    first = given[0]
+    for wrong in (first.view(1, -1), first.repeat_interleave(2)[::2]):
+        with pytest.raises(ValueError, match=f"backstash::{kernel} asked for a flat contiguous tensor, got shape"):
+            _op(kernel)(wrong, *given[1:])
+
+
+@pytest.mark.parametrize("kernel", FLOAT32_ONLY)
+def test_images_of_another_layout_or_dtype_are_refused(kernel: str) -> None:
+    x, *given = arguments(kernel, 16, torch.float32)
+    vectors = [i for i, tensor in enumerate(given) if isinstance(tensor, torch.Tensor) and tensor.dim() == 1]
+    replaced = [*given]
+    replaced[vectors[0]] = given[vectors[0]].double()
+    for wrong in ((x.double(), *given), (x[:, ::2], *given), (x[0], *given), (x, *replaced)):
+        with pytest.raises(ValueError, match=f"backstash::{kernel} asked for float32 images"):
+            _op(kernel)(*wrong)
+
+
+def _op(kernel: str) -> Any:
+    return getattr(torch.ops.backstash, kernel)
+
+
+def test_adding_a_kernel_takes_the_files_that_are_named() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page.partition("## Add a kernel\n")[2].partition("\n## ")[0]
+    items = re.findall(r"^\d+\. (.*)", section, re.MULTILINE)
+    paths = [path for item in items for path in re.findall(r"`((?:src|native|tests)/[^`]*)`", item)]
+    assert 3 <= len(items) == len(paths) <= 5
+    for family in ("masks", "sparse"):
+        assert all(list(ROOT.glob(path.replace("<family>", family))) for path in paths)
+
+
+def test_references_are_called_by_their_rows() -> None:
+    rows: dict[str, Callable[..., Any]] = {name: row.reference for name, row in TABLE.items()}
+    assert all(getattr(reference, name) is function for name, function in rows.items())
