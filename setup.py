@@ -82,8 +82,8 @@ def compile_native(target: Path) -> str | None:
         for compiler in compilers():
             for openmp in (["-fopenmp"], []):  # Apple's clang has no OpenMP: one thread is better than none
                 started = time.monotonic()
-                command = shlex.join([*compiler, *FLAGS, *openmp])
-                say(f"compiling the native CPU kernels, {jobs()} files at a time; this takes a minute or two: {command}")
+                say(f"compiling the native CPU kernels with {shlex.join([*compiler, *FLAGS, *openmp])}")
+                say(f"this takes a minute or two; {jobs()} files are compiled at a time (MAX_JOBS)")
                 failure = compile_with(compiler, openmp, Path(scratch), fresh)
                 if failure is None:
                     # Not written in place: a process that has the old library loaded keeps it.
@@ -136,7 +136,7 @@ class Build(build):
 
 
 class BdistWheel(bdist_wheel):
-    """Builds a wheel for this platform if it holds the library, else for any. It fits every Python: the library uses none."""
+    """Builds a wheel for this platform if it holds the library, else for any; the library fits every Python."""
 
     def run(self) -> None:
         self.run_command("build")
