@@ -1,4 +1,4 @@
-# Each target sets up what it needs on a fresh machine: Linux, Python >= 3.11, git, make; a C++ compiler is optional.
+# Each target sets up what it needs on a fresh machine: Linux, Python >= 3.11, git, make. A C++ compiler is optional.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,8 +14,8 @@ REFERENCE_TESTS := $(addprefix tests/gradients/test_,consumers.py factors.py ran
 
 demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
-	$(BIN)/backstash compare examples/train_images.py --network vgg --batch 192 --steps 10 --out demo-results/vgg
-	$(BIN)/backstash compare examples/train_images.py --network resnet --batch 192 --steps 10 --out demo-results/resnet
+	$(BIN)/backstash compare examples/train_images.py --network vgg --batch 192 --steps 8 --out demo-results/vgg
+	$(BIN)/backstash compare examples/train_images.py --network resnet --batch 192 --steps 8 --out demo-results/resnet
 
 test: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m "not slow"
