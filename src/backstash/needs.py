@@ -2,8 +2,8 @@
 
 The names are torch's own: node ``MaxPool2DWithIndicesBackward0`` has the op ``MaxPool2DWithIndices``, and its
 ``_saved_result1`` is the role ``result1``. Every row is proven by tests/gradients/test_needs.py, which hands the
-formula what the row allows and adversarial values besides; docs/needs.md gives the derivative of each. What is not in
-the table needs its VALUE.
+formula what the row allows and adversarial values besides; docs/understand/needs.md gives the derivative of each. A
+tensor that is not in the table needs its VALUE.
 """
 
 from __future__ import annotations
