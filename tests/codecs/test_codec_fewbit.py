@@ -30,7 +30,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
 }
 EACH = [pytest.param(function, bits, id=f"{function}{bits}") for function in ACTIVATIONS for bits in BITS]
-DOC = Path(__file__).parents[2] / "docs" / "fewbit.md"
+DOC = Path(__file__).parents[2] / "docs" / "papers" / "fewbit.md"
 
 
 def gradient(function: str, x: Tensor, codec: FewBit | None = None) -> Tensor:

@@ -272,8 +272,8 @@ def test_torch_s_formula_reads_the_role(key: Key) -> None:
 
 
 def documented() -> dict[Key, tuple[str, str]]:
-    """Rows of the table in docs/needs.md: (op, role) to need and what it is proven for."""
-    text = (ROOT / "docs" / "needs.md").read_text()
+    """Rows of the table in docs/understand/needs.md: (op, role) to need and what it is proven for."""
+    text = (ROOT / "docs" / "understand" / "needs.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\w+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
     assert len(rows) == len({(op, role) for op, role, *_ in rows}), "a row occurs twice"
     return {(op, role): (need, proven) for op, role, need, proven in rows}

@@ -20,8 +20,8 @@ class Shape:
     Layout: no planes.
     Bytes: 0.
     Determinism: decodes to zeros of the same shape, strides and dtype, on every backend.
-    Source: Gist (ISCA 2018), section 3, drops the input of a max-pooling; ours covers every formula in docs/needs.md
-        that reads a shape only.
+    Source: Gist (ISCA 2018), section 3, drops the input of a max-pooling; ours covers every formula that reads
+        a shape only (docs/understand/needs.md).
 
     Example:
         >>> encoded = Shape().encode(torch.ones(2, 3))

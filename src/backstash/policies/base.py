@@ -201,7 +201,7 @@ class Policy(ABC):
         A Session may also call this to learn what the policy would do; no outcome follows then.
 
         Args:
-            saved: the strongest use of the value (see docs/architecture.md).
+            saved: the strongest use of the value (see docs/understand/architecture.md).
         """
 
     def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:

@@ -1,0 +1,114 @@
+"""The program: rewrites the marked regions of every page, or checks them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.published import offloading, papers, steps
+from benchmarks.published.results import FOLDER, ROOT, kinds, load, newest, started, table
+
+_TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- end -->)", re.DOTALL)
+_NUMBER = re.compile(r"(<!-- n: (?P<name>[\w/-]+) -->)(?P<old>[^\n]*?)(<!-- /n -->)")
+_FILE = re.compile(r"(<!-- file: (?P<name>[\w-]+) -->)(?P<old>[^\n]*?)(<!-- /file -->)")
+_LINK = re.compile(r"\(results:([^)]+)\)")
+
+_ABOUT = {
+    "bench": "ratios of networks, speed of codecs on real tensors, times and peaks of steps: `backstash bench run`",
+    "cdma": "bytes that would cross a link, by codec: `backstash bench cdma`",
+    "comet": "ratios, accuracy and time under bounds that follow the gradients: `backstash bench comet`",
+    "density": "the share of zeros from which CSR is smaller than a bit mask: `backstash bench density`",
+    "disk": "speed of the disk store beside dd: `backstash bench disk`",
+    "gist": "ratios, footprints and times of Gist's stages: `backstash bench gist`",
+    "gist-accuracy": "accuracy with reduced precision: `backstash bench gist_accuracy`",
+    "ground": "facts about the machine that decisions rest on: `python -m benchmarks.ground`",
+    "hostcost": "host time per saved tensor: `backstash bench hostcost`",
+    "kernels": "speed of each CPU kernel: `backstash bench kernels`",
+    "layrub": "memory and time when values are moved; networks too deep for their memory: `backstash bench layrub`",
+    "nodes": "time of single nodes of the backward pass: `backstash bench nodes`",
+    "peak": "counted and resident peaks, and what is alive at them: `backstash bench peak`",
+    "steps": "times of steps, plain and under a policy: `backstash bench run`",
+    "sz": "ratio and speed of the error-bounded coder, beside others: `backstash bench sz_table`",
+}
+
+
+def files() -> str:
+    """Every file of results: what is in it, when it was measured, of which commit."""
+    rows = []
+    for kind in kinds():
+        path, results = newest(kind), load(kind)
+        about = max((name for name in _ABOUT if f"{kind}-".startswith(f"{name}-")), key=len, default="")
+        commit = (results.get("machine") or {}).get("commit")
+        rows.append(
+            (
+                f"[{kind}](results:{path.name})",
+                _ABOUT.get(about, ""),
+                started(results)[:10] or "-",
+                f"`{commit[:12]}`" if commit else "-",
+            )
+        )
+    return table(("file", "what, and the command", "measured", "commit"), rows)
+
+
+def tables() -> Mapping[str, Callable[[], str]]:
+    """Every table by name."""
+    return {**steps.TABLES, **offloading.TABLES, **papers.TABLES, "files": files}
+
+
+def numbers() -> Mapping[str, str]:
+    """Every number of a sentence by name."""
+    return {**offloading.numbers(), **papers.numbers()}
+
+
+def pages() -> list[Path]:
+    """README and all pages of docs."""
+    return sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def rewritten(page: Path) -> str:
+    """The text of a page with its regions filled anew.
+
+    Raises:
+        SystemExit: a region has a name that there is not, or begins and does not end.
+    """
+    text = page.read_text()
+    begun = len(re.findall(r"<!-- (?:table|n|file): ", text))
+    whole = sum(len(pattern.findall(text)) for pattern in (_TABLE, _NUMBER, _FILE))
+    if begun != whole:
+        raise SystemExit(f"{page.relative_to(ROOT)}: {begun} regions begin, but {whole} begin and end.")
+    all_tables, all_numbers = tables(), numbers()
+    to_results = os.path.relpath(FOLDER, page.parent)
+
+    def fill(known: Mapping[str, object], make: Callable[[str], str]) -> Callable[[re.Match[str]], str]:
+        def put(match: re.Match[str]) -> str:
+            name = match["name"]
+            if name not in known:
+                raise SystemExit(f"{page.relative_to(ROOT)} asks for {name!r}; there are {', '.join(sorted(known))}.")
+            return match[1] + _LINK.sub(lambda link: f"({to_results}/{link[1]})", make(name)) + match[4]
+
+        return put
+
+    text = _TABLE.sub(fill(all_tables, lambda name: f"\n{all_tables[name]()}\n\n"), text)
+    text = _NUMBER.sub(fill(all_numbers, lambda name: all_numbers[name]), text)
+    known_files = dict.fromkeys(kinds())
+    return _FILE.sub(fill(known_files, lambda name: f"[{newest(name).name}](results:{newest(name).name})"), text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrites or checks the pages; returns 1 where ``--check`` finds a difference, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=(__doc__ or "").strip())
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page differs")
+    asked = parser.parse_args(arguments)
+    changed = [page for page in pages() if rewritten(page) != page.read_text()]
+    for page in changed:
+        print(f"{'differs' if asked.check else 'rewritten'}: {page.relative_to(ROOT)}")
+        if not asked.check:
+            page.write_text(rewritten(page))
+    return int(bool(changed) and asked.check)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

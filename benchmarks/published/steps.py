@@ -1,0 +1,252 @@
+"""Tables of whole steps and of single nodes: peaks, times, what is alive at a peak, host time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.published.results import (
+    ENOUGH,
+    MARK,
+    case_title,
+    load,
+    machine_line,
+    mib,
+    picture,
+    started,
+    summary,
+    table,
+)
+
+_ORDER = ("vgg16", "alexnet", "resnet50", "gpt2_words", "resnet18", "gpt2")
+
+_PICTURED = "vgg16-channels_last"
+"""The case whose memory over a step README shows."""
+
+
+def _sorted(cases: list[Any]) -> list[Any]:
+    """Cases in the order of the tables: by network, channels last after NCHW."""
+
+    def place(case: Any) -> tuple[int, bool]:
+        network = case["network"]
+        return (_ORDER.index(network) if network in _ORDER else len(_ORDER), case["channels_last"])
+
+    return sorted(cases, key=lambda found: place(found["case"]))
+
+
+def _peaks() -> list[Any]:
+    return _sorted([found["case"] for found in load("peak-cpu")["cases"] if found["case"]["status"] == "measured"])
+
+
+def _candidates(case: Any) -> dict[str, Any]:
+    return {candidate["name"]: candidate for candidate in case["candidates"]}
+
+
+_TIMED = ("steps-cpu", "bench-cpu", "peak-cpu")
+"""Kinds of files that have times of whole steps."""
+
+
+def _steps(kind: str) -> list[Any]:
+    """The cases of a file with their candidates."""
+    results = load(kind)
+    found = results["steps"] if "steps" in results else [live["case"] for live in results["cases"]]
+    return [step for step in found if step["status"] == "measured"]
+
+
+def _timed(name: str, policy: str) -> tuple[Any, Any, str] | None:
+    """The time of a policy over plain's, plain's own seconds, and the kind of the file.
+
+    It is that of the newest file with enough rounds, or else of the newest file.
+    """
+    found = []
+    for kind in _TIMED:
+        for step in _steps(kind):
+            by_name = _candidates(step)
+            if step["case"]["name"] == name and policy in by_name:
+                times = by_name[policy]["times_plain"]
+                order = (times["count"] >= ENOUGH, times["count"] > 1, started(load(kind)))
+                found.append((order, (times, by_name["plain"]["seconds"], kind)))
+    return max(found, key=lambda item: item[0])[1] if found else None
+
+
+def _time_cell(name: str, policy: str, *, bold: bool = False) -> str:
+    timed = _timed(name, policy)
+    if timed is None:
+        return "-"
+    times = timed[0]
+    few = f" {MARK}" if times["count"] < ENOUGH else ""
+    return (f"**{times['median']:.2f}x**" if bold else f"{times['median']:.2f}x") + few
+
+
+def headline() -> str:
+    """README's table: memory and time of each network, plain, under ``lossless`` and with checkpoints."""
+    rows = []
+    for case in _peaks():
+        by_name = _candidates(case)
+        plain, ours = by_name["plain"], by_name["lossless"]
+        rows.append(
+            (
+                case_title(case["case"]),
+                mib(plain["peak_nbytes"]),
+                f"**{mib(ours['peak_nbytes'])}** ({plain['peak_nbytes'] / ours['peak_nbytes']:.1f}x smaller)",
+                mib(by_name["checkpoint"]["peak_nbytes"]),
+                mib(by_name["lossless+checkpoint"]["peak_nbytes"]),
+                _time_cell(case["case"]["name"], "lossless", bold=True),
+                _time_cell(case["case"]["name"], "checkpoint"),
+            )
+        )
+    header = ("network", "peak, plain", "`lossless`", "`checkpoint`", "both", "step, `lossless`", "step, `checkpoint`")
+    return f"Peak in MiB. {machine_line('peak-cpu')}\n\n{table(header, rows)}"
+
+
+def image() -> str:
+    """README's picture, with its caption."""
+    path = picture("peak-cpu", _PICTURED)
+    case = next(found for found in _peaks() if found["case"]["name"] == _PICTURED)
+    by_name = _candidates(case)
+    plain, ours = by_name["plain"]["peak_nbytes"], by_name["lossless"]["peak_nbytes"]
+    caption = f"{case_title(case['case'])}: {mib(plain)} MiB above parameters and gradients, {mib(ours)} with lossless"
+    return f"![Memory during a training step. {caption}](results:{path.name})"
+
+
+def peaks() -> str:
+    """The peak of every policy, counted and resident."""
+    rows = []
+    for case in _peaks():
+        by_name = _candidates(case)
+        plain = by_name["plain"]["peak_nbytes"]
+        for name, candidate in by_name.items():
+            resident = candidate["resident"]
+            rows.append(
+                (
+                    case_title(case["case"]) if name == "plain" else "",
+                    name,
+                    "yes" if candidate["gate"]["equal"] else "no",
+                    mib(candidate["stash_nbytes"]),
+                    mib(candidate["peak_nbytes"]),
+                    f"{plain / candidate['peak_nbytes']:.2f}",
+                    mib(resident["growth_nbytes"]) if resident else "-",
+                )
+            )
+    header = ("network", "", "bits equal", "stash", "counted peak", "plain / this", "resident")
+    return f"MiB. {machine_line('peak-cpu')}\n\n{table(header, rows)}"
+
+
+def times() -> str:
+    """The time of a step over plain's, with its quartiles, rounds and file."""
+    names = {step["case"]["name"]: step["case"] for kind in _TIMED for step in _steps(kind)}
+    rows, used = [], []
+    for found in _sorted([{"case": case} for case in names.values()]):
+        case = found["case"]
+        for policy in ("lossless", "checkpoint"):
+            timed = _timed(case["name"], policy)
+            if timed is None:
+                continue
+            measured, plain, kind = timed
+            again = _timed(case["name"], "plain again")
+            spread = f"{plain['q1'] / plain['median']:.2f} to {plain['q3'] / plain['median']:.2f}"
+            few = measured["count"] < ENOUGH
+            rows.append(
+                (
+                    case_title(case) if policy == "lossless" else "",
+                    policy,
+                    summary(measured),
+                    str(measured["count"]),
+                    summary(again[0]) if again else "-" if few else spread,
+                    kind,
+                )
+            )
+            used.append(kind)
+    header = ("network", "", "time of a step over plain's (quartiles)", "rounds", "noise", "file")
+    lines = [f"* {kind}: {machine_line(kind)}" for kind in _TIMED if kind in used]
+    noise = "*Noise*: plain measured again over plain, or, without that, the quartiles of plain's own rounds."
+    return "\n".join([*lines, "", noise, "", table(header, rows)])
+
+
+def alive() -> str:
+    """What is alive at the peak, by role, and the three largest."""
+    rows = []
+    for found in load("peak-cpu")["cases"]:
+        for live in found["live"]:
+            roles: dict[str, int] = {}
+            for row in live["rows"]:
+                roles[row["role"]] = roles.get(row["role"], 0) + row["nbytes"]
+            least = 0.01 * live["peak_nbytes"]
+            by_role = sorted(((n, role) for role, n in roles.items() if n > least), reverse=True)
+            rows.append(
+                (
+                    case_title(found["case"]["case"]) if live["policy"] == "plain" else "",
+                    live["policy"],
+                    mib(live["peak_nbytes"]),
+                    ", ".join(f"{role} {mib(nbytes)}" for nbytes, role in by_role),
+                    "; ".join(
+                        f"{row['count']} x {row['name']} ({row['role']}) {mib(row['nbytes'])}"
+                        for row in live["rows"][:3]
+                        if row["nbytes"] > least
+                    ),
+                )
+            )
+    return f"MiB. {machine_line('peak-cpu')}\n\n" + table(("network", "", "all", "by role", "largest"), rows)
+
+
+def nodes() -> str:
+    """Single nodes of the backward pass."""
+    results = load("nodes-cpu")
+    rows = [
+        (
+            row["case"],
+            f"{1e3 * row['plain']['median']:.1f}",
+            f"{1e3 * row['ours']['median']:.1f}",
+            summary(row["times_plain"]),
+            str(row["times_plain"]["count"]),
+        )
+        for row in results["rows"]
+    ]
+    header = ("node of", "plain, ms", "ours, ms", "ours over plain (quartiles)", "rounds")
+    return f"{machine_line('nodes-cpu')}\n\n{table(header, rows)}"
+
+
+_HOST = ("plain again", "identity hooks", "save_on_cpu", "keep", "lossless_stored", "lossless")
+
+
+def host_time() -> str:
+    """Time of a Session's own work per saved tensor, in networks whose tensors are small."""
+    by_case: dict[str, dict[str, Any]] = {}
+    for row in load("hostcost-cpu")["rows"]:
+        if not row["case"].startswith("held"):
+            by_case.setdefault(row["case"], {})[row["candidate"]] = row
+    rows = []
+    for case, found in by_case.items():
+        known = [name for name in _HOST if name in found]
+        rows += [
+            (case if name == known[0] else "", name, summary(found[name]["times_plain"]), str(found[name]["saved"]))
+            for name in known
+        ]
+    header = ("network", "", "time of a step over plain's (quartiles)", "tensors saved")
+    return f"{machine_line('hostcost-cpu')} `plain again` is the noise.\n\n{table(header, rows)}"
+
+
+def ground() -> str:
+    """Facts about the machine that decisions rest on."""
+    rows = [
+        (
+            name,
+            f"{1e3 * found['median']:.1f}",
+            f"{1e3 * found['q1']:.1f} to {1e3 * found['q3']:.1f}",
+            str(found["count"]),
+        )
+        for name, found in load("ground-cpu")["rows"].items()
+    ]
+    header = ("what", "ms", "quartiles", "rounds")
+    return f"{machine_line('ground-cpu')}\n\n{table(header, rows)}"
+
+
+TABLES = {
+    "headline": headline,
+    "picture": image,
+    "peaks": peaks,
+    "step-times": times,
+    "alive-at-peak": alive,
+    "nodes": nodes,
+    "host-time": host_time,
+    "ground": ground,
+}
