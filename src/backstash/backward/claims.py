@@ -124,22 +124,22 @@ class Claim(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Result:
+        if func is _detach:  # the engine detaches whatever it unpacks
+            return Claim(args[0].stashed, args[0].spec, args[0].transposed)
+        if func is _transpose:
+            return Claim(args[0].stashed, args[0].spec, not args[0].transposed)
         with no_torch_function():
-            counts = None
-            if type(args[0]) is Tensor and args[0].layout is torch.strided:
-                counts = exclusive.count(args[0])
             entry = _kernels.get(func)
             if entry is not None and len(types) == 1:
+                call, counts = entry.call, None
+                if call is not None and type(args[0]) is Tensor and args[0].layout is torch.strided:
+                    counts = exclusive.count(args[0])
                 claims = [arg for arg in args if type(arg) is Claim]
                 if len(claims) == 1 and (entry.position is None or args[entry.position] is claims[0]):
-                    claim = claims[0]
-                    alone = counts is not None and claim.stashed.overwrites
-                    alone = alone and exclusive.is_alone(args[0], counts, entry.call)  # type: ignore[arg-type]
+                    claim, alone = claims[0], False
+                    if call is not None and counts is not None and claim.stashed.overwrites:
+                        alone = exclusive.is_alone(args[0], counts, call)
                     return entry.kernel(claim, func, args, kwargs or {}, alone)
-            elif func is _detach:  # the engine detaches whatever it unpacks
-                return Claim(args[0].stashed, args[0].spec, args[0].transposed)
-            elif func is _transpose:
-                return Claim(args[0].stashed, args[0].spec, not args[0].transposed)
             args, kwargs = tree_map_only(Claim, Claim.whole, (args, kwargs or {}))
             return func(*args, **kwargs)
 
@@ -151,18 +151,20 @@ class _Entry:
     Attributes:
         kernel: runs the op.
         position: of the claim among the op's arguments; None for any.
-        call: how the formula calls the op, one of :data:`exclusive.CALLS`.
+        call: how the formula calls the op, one of :data:`exclusive.CALLS`; None where the kernel overwrites nothing.
     """
 
     kernel: Kernel
     position: int | None
-    call: str
+    call: str | None
 
 
 _kernels: dict[OpOverload[..., Any], _Entry] = {}
 
 
-def redeems(op: OpOverload[..., Any], position: int | None = 1, call: str = "relu") -> Callable[[Kernel], Kernel]:
+def redeems(
+    op: OpOverload[..., Any], position: int | None = 1, call: str | None = "relu"
+) -> Callable[[Kernel], Kernel]:
     """Registers the decorated kernel for an op's overload; ``position`` and ``call`` as in :class:`_Entry`."""
 
     def register(kernel: Kernel) -> Kernel:

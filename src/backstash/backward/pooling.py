@@ -15,7 +15,7 @@ from backstash.codecs.direct import WindowOffsets
 from backstash.ops import cpu
 
 
-@redeems(torch.ops.aten.max_pool2d_with_indices_backward.default, position=7)
+@redeems(torch.ops.aten.max_pool2d_with_indices_backward.default, position=7, call=None)
 def max_pool2d_with_indices_backward(
     claim: Claim, aten: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
 ) -> Tensor:
