@@ -146,6 +146,20 @@ def test_signed(x: Tensor, codec: Signed) -> None:
     assert must <= refused <= may, (must, refused, may)
 
 
+@pytest.mark.parametrize("codec", BUILT_IN["signed"])
+def test_signed_takes_layouts_that_its_codec_of_values_takes(codec: Signed) -> None:
+    """Every number of dimensions, which few of the tensors above have, and both orders in memory."""
+    for dims in range(6):
+        x = torch.randn((2, 3, 4, 5, 2)[:dims])
+        orders = [x, x.permute(tuple(reversed(range(dims))))]
+        if dims == 4:
+            orders.append(x.to(memory_format=torch.channels_last))
+        for laid_out in orders:
+            takes = has_images(laid_out) if isinstance(codec.values, Dct) else True
+            assert (codec.accepts(TensorSpec.of(laid_out)) is None) == takes, laid_out.shape
+            assert (checked(codec, laid_out) is not None) == takes, laid_out.shape
+
+
 def has_images(x: Tensor) -> bool:
     """Whether the last two dimensions of a dense tensor are images that lie in memory row by row."""
     if x.dim() < 2 or x.numel() == 0:

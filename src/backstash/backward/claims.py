@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from backstash.backward import exclusive
 from backstash.codecs.direct import Readable
 from backstash.saved import TensorSpec
 from backstash.torch_internals import dispatch_mode, functorch_level, no_torch_function, running_node, tree_map_only
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload
 
 _detach = torch.ops.aten.detach.default
 _transpose = torch.ops.aten.t.default
@@ -81,7 +78,7 @@ class Unstashed:
 Result = Any
 """What an op returns: a tensor, or a tuple of tensors and None."""
 
-Kernel = Callable[["Claim", "OpOverload[..., Any]", tuple[Any, ...], Mapping[str, Any], bool], Result]
+Kernel = Callable[["Claim", Callable[..., Any], tuple[Any, ...], Mapping[str, Any], bool], Result]
 """Runs an op for a claim: the claim, the op, its arguments, and whether nobody else holds the first of these."""
 
 
@@ -122,7 +119,7 @@ class Claim(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Result:
         if func is _detach:  # the engine detaches whatever it unpacks
             return Claim(args[0].stashed, args[0].spec, args[0].transposed)
@@ -159,12 +156,10 @@ class _Entry:
     call: str | None
 
 
-_kernels: dict[OpOverload[..., Any], _Entry] = {}
+_kernels: dict[Callable[..., Any], _Entry] = {}
 
 
-def redeems(
-    op: OpOverload[..., Any], position: int | None = 1, call: str | None = "relu"
-) -> Callable[[Kernel], Kernel]:
+def redeems(op: Callable[..., Any], position: int | None = 1, call: str | None = "relu") -> Callable[[Kernel], Kernel]:
     """Registers the decorated kernel for an op's overload; ``position`` and ``call`` as in :class:`_Entry`."""
 
     def register(kernel: Kernel) -> Kernel:

@@ -69,7 +69,7 @@ def _inner(saved: Saved, live: Live) -> Tensor:
     check_version(saved)
     if saved.dense is not None:
         follow_original(saved)
-        if _is_claimed(saved, saved.dense.nbytes, None):
+        if saved.claimable and _is_claimed(saved, saved.dense.nbytes, None):
             claim = _claim(saved)
             return saved.dense if claim is None else claim
         if live.monitor is not None and live.monitor.is_measuring and not saved.builtin:
@@ -81,7 +81,7 @@ def _inner(saved: Saved, live: Live) -> Tensor:
     value = saved.value
     if value is None:
         return stand_in(saved.spec)
-    if _is_claimed(saved, saved.spec.nbytes, value):
+    if saved.claimable and _is_claimed(saved, saved.spec.nbytes, value):
         claim = _claim(saved)
         if claim is not None:
             return claim
@@ -91,9 +91,7 @@ def _inner(saved: Saved, live: Live) -> Tensor:
 
 def _is_claimed(saved: Saved, nbytes: int, value: Value | None) -> bool:
     """Whether a kernel of this package gains by a claim for a saved tensor, dense or encoded in a ``value``."""
-    if not saved.claimable or saved.tensor is None:
-        return False
-    op = saved.tensor.op
+    op = "" if saved.tensor is None else saved.tensor.op
     is_direct = value is not None and has_direct(value, table.FORMS.get(op))
     return table.is_worth_a_claim(op, nbytes, is_direct) or accumulation.awaits_large_weight()
 
