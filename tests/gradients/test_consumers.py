@@ -149,7 +149,7 @@ def test_a_linear_layers_input_is_gone_before_its_gradient_is_made(monkeypatch: 
     session = Session(policies.lossless(recompute=False), min_nbytes=0)
 
     def mm(aten: Any, a: Tensor, b: Tensor) -> Tensor:
-        products.append((a.shape[0], session._buffers.nbytes))  # and not those of a graph that another test has left
+        products.append((a.shape[0], session._live.buffers.nbytes))  # not those that other tests have left
         return original(aten, a, b)
 
     monkeypatch.setattr(accumulation, "mm", mm)

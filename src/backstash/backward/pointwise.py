@@ -74,7 +74,7 @@ def written(
     given = with_whole(whole, claim, args)
     if alone and same_order(grad, whole) and grad.dtype is whole.dtype:
         overload = _OUT[aten]
-        result = overload(*given, **kwargs, **{overload._schema.arguments[-1].name: grad})
+        result: Tensor = overload(*given, **kwargs, **{overload._schema.arguments[-1].name: grad})
     else:
         result = aten(*given, **kwargs)
     del whole, given
