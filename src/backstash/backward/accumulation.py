@@ -29,7 +29,6 @@ from backstash.saved import PLAIN
 from backstash.torch_internals import no_torch_function, running_node, tree_map_only, will_run_node
 
 if TYPE_CHECKING:
-    from torch._ops import OpOverload
     from torch.autograd.graph import Node
 
 LARGE = 16 << 20
@@ -126,7 +125,7 @@ class _Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0]

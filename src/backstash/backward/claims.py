@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from backstash.backward import exclusive
 from backstash.codecs.direct import Readable
 from backstash.saved import TensorSpec
 from backstash.torch_internals import dispatch_mode, functorch_level, no_torch_function, running_node, tree_map_only
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload
 
 _detach = torch.ops.aten.detach.default
 _transpose = torch.ops.aten.t.default
@@ -81,7 +78,7 @@ class Unstashed:
 Result = Any
 """What an op returns: a tensor, or a tuple of tensors and None."""
 
-Kernel = Callable[["Claim", "OpOverload[..., Any]", tuple[Any, ...], Mapping[str, Any], bool], Result]
+Kernel = Callable[["Claim", Callable[..., Any], tuple[Any, ...], Mapping[str, Any], bool], Result]
 """Runs an op for a claim: the claim, the op, its arguments, and whether nobody else holds the first of these."""
 
 
@@ -122,24 +119,24 @@ class Claim(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Result:
+        if func is _detach:  # the engine detaches whatever it unpacks
+            return Claim(args[0].stashed, args[0].spec, args[0].transposed)
+        if func is _transpose:
+            return Claim(args[0].stashed, args[0].spec, not args[0].transposed)
         with no_torch_function():
-            counts = None
-            if type(args[0]) is Tensor and args[0].layout is torch.strided:
-                counts = exclusive.count(args[0])
             entry = _kernels.get(func)
             if entry is not None and len(types) == 1:
+                call, counts = entry.call, None
+                if call is not None and type(args[0]) is Tensor and args[0].layout is torch.strided:
+                    counts = exclusive.count(args[0])
                 claims = [arg for arg in args if type(arg) is Claim]
                 if len(claims) == 1 and (entry.position is None or args[entry.position] is claims[0]):
-                    claim = claims[0]
-                    alone = counts is not None and claim.stashed.overwrites
-                    alone = alone and exclusive.is_alone(args[0], counts, entry.call)  # type: ignore[arg-type]
+                    claim, alone = claims[0], False
+                    if call is not None and counts is not None and claim.stashed.overwrites:
+                        alone = exclusive.is_alone(args[0], counts, call)
                     return entry.kernel(claim, func, args, kwargs or {}, alone)
-            elif func is _detach:  # the engine detaches whatever it unpacks
-                return Claim(args[0].stashed, args[0].spec, args[0].transposed)
-            elif func is _transpose:
-                return Claim(args[0].stashed, args[0].spec, not args[0].transposed)
             args, kwargs = tree_map_only(Claim, Claim.whole, (args, kwargs or {}))
             return func(*args, **kwargs)
 
@@ -151,18 +148,18 @@ class _Entry:
     Attributes:
         kernel: runs the op.
         position: of the claim among the op's arguments; None for any.
-        call: how the formula calls the op, one of :data:`exclusive.CALLS`.
+        call: how the formula calls the op, one of :data:`exclusive.CALLS`; None where the kernel overwrites nothing.
     """
 
     kernel: Kernel
     position: int | None
-    call: str
+    call: str | None
 
 
-_kernels: dict[OpOverload[..., Any], _Entry] = {}
+_kernels: dict[Callable[..., Any], _Entry] = {}
 
 
-def redeems(op: OpOverload[..., Any], position: int | None = 1, call: str = "relu") -> Callable[[Kernel], Kernel]:
+def redeems(op: Callable[..., Any], position: int | None = 1, call: str | None = "relu") -> Callable[[Kernel], Kernel]:
     """Registers the decorated kernel for an op's overload; ``position`` and ``call`` as in :class:`_Entry`."""
 
     def register(kernel: Kernel) -> Kernel:

@@ -8,6 +8,7 @@ asks for it.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.backward import accumulation, claims
+from backstash.backward import accumulation, claims, table
 from backstash.backward.claims import Claim, Stashed, Unstashed, redeems
 from backstash.saved import PLAIN, TensorSpec
 from backstash.torch_internals import running_node
@@ -45,6 +46,9 @@ class _Layer:
 
 _running = threading.local()  # .layer
 
+_INPUT_SIZES = {"AddmmBackward0": "_saved_mat1_sym_sizes", "MmBackward0": "_saved_self_sym_sizes"}
+"""A linear layer's nodes, and the name under which they have saved the sizes of the input."""
+
 
 class _Weight(Unstashed):
     """A layer's weight, which is held as it is."""
@@ -58,17 +62,21 @@ def begin(stashed: Stashed, node: int) -> None:
 
 
 def claim_weight(weight: Tensor) -> Tensor:
-    """A claim for the other matrix of a linear layer's node that runs, or the matrix itself."""
+    """A claim for the other matrix of a linear layer's node that runs, or the matrix itself.
+
+    Only where the input is large: of a smaller one nothing is gained by freeing it early (see table.LARGE).
+    """
     if type(weight) not in PLAIN or weight.dim() != 2 or weight.is_complex() or torch.is_grad_enabled():
         return weight
     node = running_node()
-    if node is None or type(node).__name__ not in accumulation.LINEAR:
+    sizes = _INPUT_SIZES.get(type(node).__name__)
+    if sizes is None or math.prod(getattr(node, sizes)) * weight.element_size() < table.LARGE:
         return weight
     claim = claims.claim(_Weight(weight), TensorSpec.of(weight), node._sequence_nr())
     return weight if claim is None else claim
 
 
-@redeems(torch.ops.aten.mm.default, position=None)
+@redeems(torch.ops.aten.mm.default, position=None, call=None)
 def mm(claim: Claim, aten: Mm, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Tensor:
     """A product with the layer's input or with its weight."""
     layer: _Layer | None = getattr(_running, "layer", None)

@@ -7,7 +7,7 @@ computes, and writes over the gradient if nobody else holds it. Formulas that re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from backstash.backward.claims import Claim, redeems
 from backstash.codecs.base import flat, is_dense
 from backstash.codecs.direct import MaskBits
 from backstash.ops.backends import serving
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload
 
 _aten = torch.ops.aten
 
@@ -57,7 +54,7 @@ def softmax_backward(
     return written(claim, aten, args, kwargs, alone and dim in (-1, grad.dim() - 1) and dtype is grad.dtype)
 
 
-_OUT: dict[Callable[..., Tensor], OpOverload[..., Tensor]] = {
+_OUT: dict[Callable[..., Tensor], Any] = {
     getattr(_aten, op).default: getattr(getattr(_aten, op), overload)
     for overload, ops in {
         "out": "_softmax_backward_data _log_softmax_backward_data",
@@ -77,7 +74,7 @@ def written(
     given = with_whole(whole, claim, args)
     if alone and same_order(grad, whole) and grad.dtype is whole.dtype:
         overload = _OUT[aten]
-        result = overload(*given, **kwargs, **{overload._schema.arguments[-1].name: grad})
+        result: Tensor = overload(*given, **kwargs, **{overload._schema.arguments[-1].name: grad})
     else:
         result = aten(*given, **kwargs)
     del whole, given

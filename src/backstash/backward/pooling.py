@@ -18,7 +18,7 @@ SCATTERED = (torch.float32, torch.float64)
 """The dtypes in which the stored offsets give ATen's bits: in others ATen adds in float32 for some layouts."""
 
 
-@redeems(torch.ops.aten.max_pool2d_with_indices_backward.default, position=7)
+@redeems(torch.ops.aten.max_pool2d_with_indices_backward.default, position=7, call=None)
 def max_pool2d_with_indices_backward(
     claim: Claim, aten: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool
 ) -> Tensor:

@@ -19,7 +19,7 @@ from backstash.stash.decode import (
 )
 from backstash.stash.live import Live
 from backstash.stash.parameters import HeldParameter, check_memory
-from backstash.stash.value import Saved
+from backstash.stash.value import Saved, Value
 from backstash.torch_internals import in_backward, running_node
 
 Packed = Saved | HeldParameter | held.AsItIs
@@ -64,7 +64,7 @@ def _inner(saved: Saved, live: Live) -> Tensor:
     check_version(saved)
     if saved.dense is not None:
         follow_original(saved)
-        if saved.claimable and _is_claimed_dense(saved, saved.dense.nbytes):
+        if saved.claimable and _is_claimed(saved, saved.dense.nbytes, None):
             claim = _claim(saved)
             return saved.dense if claim is None else claim
         if live.monitor is not None and live.monitor.is_measuring and not saved.builtin:
@@ -76,8 +76,7 @@ def _inner(saved: Saved, live: Live) -> Tensor:
     value = saved.value
     if value is None:
         return stand_in(saved.spec)
-    op = saved.tensor.op if saved.tensor is not None else ""
-    if saved.claimable and table.is_worth_a_claim(op, saved.spec.nbytes, has_direct(value, table.FORMS.get(op))):
+    if saved.claimable and _is_claimed(saved, saved.spec.nbytes, value):
         claim = _claim(saved)
         if claim is not None:
             return claim
@@ -85,10 +84,11 @@ def _inner(saved: Saved, live: Live) -> Tensor:
         return decode(saved, saved.spec, value)
 
 
-def _is_claimed_dense(saved: Saved, nbytes: int) -> bool:
+def _is_claimed(saved: Saved, nbytes: int, value: Value | None) -> bool:
+    """Whether a kernel of this package gains by a claim for a saved tensor, dense or encoded in a ``value``."""
     op = "" if saved.tensor is None else saved.tensor.op
-    large = nbytes >= table.LARGE and op not in table.NEVER_WHOLE
-    return large or accumulation.awaits_large_weight()
+    is_direct = value is not None and has_direct(value, table.FORMS.get(op))
+    return table.is_worth_a_claim(op, nbytes, is_direct) or accumulation.awaits_large_weight()
 
 
 def _claim(saved: Saved) -> Tensor | None:

@@ -60,7 +60,7 @@ class Bitmask:
     bound: ClassVar[ErrorBound | None] = None
 
     def direct(self, form: type[Direct]) -> ReadPlanes | None:
-        """The bits, or the two numbers that they are decoded to; not beside a third value or a NaN."""
+        """Offers the bits, or the two numbers that they are decoded to; not beside a third value or a NaN."""
         return {MaskBits: self._bits, Slopes: self._slopes}.get(form)
 
     def _bits(self, encoded: Encoded) -> MaskBits | None:
@@ -73,17 +73,17 @@ class Bitmask:
         return Slopes(encoded.planes["mask"], points)
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16, 32 or 64 bits."""
+        """Accepts dense floating tensors of 16, 32 or 64 bits."""
         if spec.dtype not in FLOATS:
             return "it takes float32, bfloat16, float16 and float64 only"
         return refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Always pays."""
+        """Declines nothing."""
         return None
 
     def encode(self, x: Tensor) -> Encoded:
-        """One test per element."""
+        """Tests each element, and packs the outcomes."""
         spec = require(self, x)
         test = self.mask
         planes = {"mask": _ops.bitmask_encode(flat(x), test.test.code, test.lo, test.hi)}
@@ -123,7 +123,7 @@ class Bitmask:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """One bit per element, two if ternary or for NaN."""
+        """One bit per element, or two where there is a third value or a NaN may be."""
         return bytes_for(spec.numel, 1) * (2 if self.mask.ternary or self.mask.nan else 1)
 
 
@@ -149,7 +149,7 @@ class Binary:
     bound: ClassVar[ErrorBound | None] = None
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16, 32 or 64 bits that are not empty."""
+        """Accepts dense floating tensors of 16, 32 or 64 bits that are not empty."""
         if spec.dtype not in FLOATS:
             return "it takes float32, bfloat16, float16 and float64 only"
         return "it is empty" if spec.numel == 0 else refuses_layout(spec)
@@ -183,14 +183,14 @@ class Binary:
         return Encoded(self.id, spec, {"mask": mask, "pair": pair})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        """Every bit of the original."""
+        """Returns every bit of the original."""
         check_planes(encoded, {"mask": bytes_for(encoded.spec.numel, 1), "pair": 2})
         out = like(encoded.spec, out)
         _ops.binary_decode(encoded.planes["mask"], encoded.planes["pair"], flat(out))
         return out
 
     def direct(self, form: type[Direct]) -> ReadPlanes | None:
-        """Which of the two numbers each element is."""
+        """Offers the bits, which tell which of the two numbers each element is."""
         return _factors if form is Factors else None
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
@@ -203,7 +203,7 @@ def _factors(encoded: Encoded) -> Factors:
 
 
 def _first_two(x: Tensor) -> Tensor:
-    """The first element, and the first that differs from it (itself where none does), [2]."""
+    """The first element and the first that differs from it, [2]; the first one twice where all are equal."""
     bits = bits_of(x)
     other = int((bits != bits[0]).to(torch.uint8).argmax())
     return torch.stack((x[0], x[other]))

@@ -79,20 +79,20 @@ class BlockQuant:
 
     @property
     def bound(self) -> ErrorBound:
-        """A step, or half of one; a thousandth of it, and the last bit of the largest magnitude, are for rounding."""
+        """A step, or half a step to nearest; rounding adds a thousandth of it and one unit in the last place."""
         step = (0.5 if self.rounding == "nearest" else 1.0) / (2**self.bits - 1)
         return ErrorBound(rel=step * (1 + 2.0**-10), ulps=1, group_size=self.group_size)
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16 or 32 bits."""
+        """Accepts dense floating tensors of 16 or 32 bits."""
         return refuses_singles(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Always pays, but for an empty tensor."""
+        """Declines only an empty tensor."""
         return None if x.numel() else "it is empty"
 
     def encode(self, x: Tensor) -> Encoded:
-        """Two looks at each group, the second one from the caches. On CUDA the host waits for whether all is finite."""
+        """Reads each group twice, then from the caches. On CUDA the host waits to know whether all is finite."""
         spec = require(self, x)
         stochastic = self.rounding == "stochastic"
         codes, ranges, refused = _ops.blockquant_encode(flat(x), self.bits, self.group_size, stochastic, self.seed)
@@ -117,5 +117,5 @@ class BlockQuant:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """What it always takes."""
+        """The size, which does not depend on the data."""
         return bytes_for(spec.numel, self.bits) + 2 * spec.dtype.itemsize * groups(spec.numel, self.group_size)

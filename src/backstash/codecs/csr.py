@@ -17,7 +17,7 @@ from backstash.ops.layout import CSR_ROW, ZVC_CHUNK, csr_rows
 from backstash.saved import Mask, Need, TensorSpec
 
 MAX_NUMEL = 2**31 - 1
-"""Elements that the row pointers, int32, count for certain: 8 GiB of float32."""
+"""The most elements that row pointers of int32 can count: 8 GiB of float32."""
 
 CROSSING = 1 / 8 + 8 / ZVC_CHUNK - 4 / CSR_ROW
 """The share of non-zeros below which csr is smaller than zvc: a byte each and a pointer a row, or a bit per element."""
@@ -79,20 +79,20 @@ class Csr:
 
     @property
     def preserves(self) -> frozenset[Need]:
-        """Every need, or with ``values`` what that preserves."""
+        """Every need; with ``values``, the needs that it preserves."""
         return EXACT if self.values is None else self.values.preserves
 
     @property
     def bound(self) -> ErrorBound | None:
-        """That of ``values``."""
+        """The bound of ``values``; None without them."""
         return None if self.values is None else self.values.bound
 
     def keeps(self, mask: Mask) -> bool:
-        """As Zvc does, whose values are reduced alike."""
+        """Keeps the masks that Zvc keeps, which reduces values in the same way."""
         return Zvc(values=self.values).keeps(mask)
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16, 32 or 64 bits and at most 2,147,483,647 elements, that ``values`` accepts."""
+        """Accepts dense floating tensors of 16, 32 or 64 bits and up to 2**31 - 1 elements that ``values`` accepts."""
         if spec.numel > MAX_NUMEL:
             return f"it takes at most {MAX_NUMEL:,} elements"
         return Zvc(values=self.values).accepts(spec)
@@ -108,7 +108,7 @@ class Csr:
         return None if saving >= self.min_saving else f"{density:.0%} of a sample is not zero"
 
     def encode(self, x: Tensor) -> Encoded:
-        """Two passes over ``x``: one counts, one gathers; with ``values`` a third one over what was gathered."""
+        """Counts in one pass over ``x`` and gathers in another; ``values`` then reads what was gathered."""
         spec = require(self, x)
         columns, rows, values = _ops.csr_encode(flat(x))
         if self.values is not None:
@@ -137,7 +137,7 @@ class Csr:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """As if no element were zero."""
+        """The size that a tensor without a zero takes."""
         values = spec.nbytes if self.values is None else self.values.codes_nbytes(spec.numel)
         return spec.numel + values + 4 * (csr_rows(spec.numel) + 1)
 

@@ -1,4 +1,4 @@
-"""What images are coded with: 8x8 cosine transforms, a table of steps, and no zeros. A baseline to compare with."""
+"""The way JPEG codes images: 8x8 cosine transforms, a table of steps, and no zeros. A baseline to compare with."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from backstash.errors import CodecRefusedError
 from backstash.ops.reference.dct import dct_blocks
 from backstash.saved import Need, TensorSpec
 
-_LOW = 3  # of 8
+_LOW = 3  # of the 8 frequencies in each direction
 TABLES = {
     "optL": (_LOW,) * 64,
     "optH": tuple(_LOW if u + v == 0 else 5 if u + v < 8 else 4 for u in range(8) for v in range(8)),
 }
-"""By name, of each coefficient the power of two that it is divided by."""
+"""For each table, by name, the power of two by which each coefficient is divided."""
 
 MAX_SHIFT = 7
 _ops = torch.ops.backstash
@@ -79,20 +79,20 @@ class Dct:
         return f"{self.id}-{self.table}" + (f"+{self.shift}" if self.shift else "")
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Floating tensors of 16 or 32 bits that have images: contiguous ones and channels last."""
+        """Accepts floating tensors of 16 or 32 bits that have images: contiguous ones and channels last."""
         refused = refuses_singles(spec)
         if refused is None and _geometry(spec) is None:
             return f"it has no images in memory: shape {spec.shape}, strides {spec.stride}"
         return refused
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines images of which the blocks are mostly filled up."""
+        """Declines images that fill less than half of their 8x8 blocks."""
         outer, height, width, inner = _geometry(TensorSpec.of(x)) or (1, 0, 0, 1)
         share = x.numel() / (64 * dct_blocks(outer, height, width, inner)) if x.numel() else 0.0
         return None if share >= 0.5 else f"its images, {height} by {width}, fill {share:.0%} of 8x8 blocks"
 
     def encode(self, x: Tensor) -> Encoded:
-        """Transforms every block. The host waits for whether all is finite, and for how many codes are not zero."""
+        """Transforms every block. The host waits to know whether all is finite and how many codes are not zero."""
         spec = require(self, x)
         *planes, strange = _ops.dct_encode(flat(x), *_sizes(spec), self._shifts)
         if int(strange):
@@ -119,7 +119,7 @@ class Dct:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """As if no code were zero."""
+        """The size where no code is zero."""
         sizes = _sizes(spec)
         blocks = dct_blocks(*sizes)
         return 72 * blocks + 8 * -(-blocks // 64) + 4 * sizes[0] * sizes[3]

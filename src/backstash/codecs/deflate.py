@@ -20,14 +20,14 @@ from backstash.errors import DamagedPlanesError
 from backstash.saved import Need, TensorSpec
 
 CHUNK = 1 << 18
-"""Bytes that are compressed on their own: so many that little is lost, few enough that all cores have some."""
+"""Bytes of a chunk: large enough to compress well, and small enough that every core has chunks."""
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class _Chunked(ABC):
-    """What the three have in common. All threads of torch work at once: the libraries let go of Python's lock."""
+    """The part that the three share. As many threads work as torch uses: the libraries release Python's lock."""
 
     level: int = 1
     min_saving: float = 0.02
@@ -45,14 +45,14 @@ class _Chunked(ABC):
 
     @abstractmethod
     def _compress(self, data: memoryview) -> bytes:
-        """One chunk, compressed."""
+        """Returns a chunk compressed."""
 
     @abstractmethod
     def _decompress(self, data: memoryview, nbytes: int) -> bytes | None:
-        """A chunk of ``nbytes``; None where ``data`` is not one."""
+        """Returns the chunk of ``nbytes``; None where ``data`` is damaged."""
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense tensors on the CPU, of any dtype."""
+        """Accepts dense tensors on the CPU, of any dtype."""
         if self.package is not None and find_spec(self.package) is None:
             return f"the package {self.package} is not installed (pip install 'backstash[disk]')"
         if spec.device.type != "cpu":
@@ -60,7 +60,7 @@ class _Chunked(ABC):
         return refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines where a sample, compressed, is too large (see codecs.sample)."""
+        """Declines where a sample does not become small enough (see codecs.sample)."""
         looked = _bytes(sample(flat(x)))
         if looked.nbytes == 0:
             return "it is empty"
@@ -110,7 +110,7 @@ class _Chunked(ABC):
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """What cannot be compressed grows by less than a 128th, and 64 bytes per chunk."""
+        """Data that cannot be compressed grow by less than a 128th and 64 bytes per chunk."""
         return spec.nbytes + spec.nbytes // 128 + (64 + 8) * -(-spec.nbytes // CHUNK)
 
 
@@ -152,7 +152,7 @@ class Deflate(_Chunked):
     def _decompress(self, data: memoryview, nbytes: int) -> bytes | None:
         stream = zlib.decompressobj()
         try:
-            restored = stream.decompress(data, nbytes + 1)  # no more than a byte too many, whatever the data say
+            restored = stream.decompress(data, nbytes + 1)  # damaged data may ask for any size
         except zlib.error:
             return None
         return restored if stream.eof and not stream.unused_data else None
@@ -196,7 +196,7 @@ class Zstd(_Chunked):
     def _decompress(self, data: memoryview, nbytes: int) -> bytes | None:
         library = import_module(self.package)
         try:
-            if library.frame_content_size(data) != nbytes:  # it would be allocated, whatever the data say
+            if library.frame_content_size(data) != nbytes:  # damaged data may ask for any size
                 return None
             return bytes(library.ZstdDecompressor().decompress(data, allow_extra_data=False))
         except library.ZstdError:
@@ -248,13 +248,13 @@ class Lz4(_Chunked):
 
 
 def _bytes(x: Tensor) -> memoryview:
-    """The memory of a flat tensor."""
+    """The bytes of a flat tensor."""
     data: Any = x.view(torch.uint8).numpy().data
     return memoryview(data)
 
 
 def _each(work: Callable[[int], R], items: Iterable[int]) -> list[R]:
-    """``work`` of every item, by as many threads as torch uses. They are made anew: none outlives a fork."""
+    """``work`` of every item, on as many threads as torch uses. Each call starts its own: none outlives a fork."""
     items = list(items)
     threads = min(torch.get_num_threads(), len(items))
     if threads < 2:

@@ -138,16 +138,16 @@ class FewBit:
 
     @property
     def serves(self) -> frozenset[str]:
-        """The functions (``SavedTensor.function``) whose derivative it stands for: this one."""
+        """The one function (``SavedTensor.function``) whose derivative the codes stand for."""
         return frozenset({self.function})
 
     @property
     def derivative_error(self) -> DerivativeError:
-        """The error on the derivative, from a fine grid of inputs."""
+        """The error of the derivative, measured on a fine grid of inputs."""
         return _derivative_error(self.function, self.bits)
 
     def direct(self, form: type[Direct]) -> ReadPlanes | None:
-        """The codes, and for each the number that it is decoded to."""
+        """Offers the codes, and for each the number that it is decoded to."""
         return self._slopes if form is Slopes else None
 
     def _slopes(self, encoded: Encoded) -> Slopes:
@@ -155,15 +155,15 @@ class FewBit:
         return Slopes(encoded.planes["packed"], points)
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense float32, bfloat16 and float16 tensors."""
+        """Accepts dense float32, bfloat16 and float16 tensors."""
         return refuses_singles(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Always pays."""
+        """Declines nothing."""
         return None
 
     def encode(self, x: Tensor) -> Encoded:
-        """Up to 15 comparisons per element."""
+        """Compares each element with up to 15 bounds."""
         spec = require(self, x)
         packed, nonfinite = _ops.fewbit_encode(flat(x), list(TABLE[self.function, self.bits][0]), self.bits)
         if int(nonfinite):
@@ -185,7 +185,7 @@ class FewBit:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """The bits."""
+        """``bits`` per element."""
         return bytes_for(spec.numel, self.bits)
 
 

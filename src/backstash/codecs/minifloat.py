@@ -87,7 +87,7 @@ class Minifloat:
 
     @property
     def label(self) -> str:
-        """The format."""
+        """The name of the format."""
         return self.format
 
     @property
@@ -102,7 +102,7 @@ class Minifloat:
         return ErrorBound(each=each, tiny=form.smallest_normal * LEAST_SCALE, share=share, group_size=self.group_size)
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16 or 32 bits, where the format has fewer."""
+        """Accepts dense floating tensors of 16 or 32 bits if the format has fewer."""
         refused = refuses_singles(spec)
         if refused is None and self._form.bits >= 8 * spec.dtype.itemsize:
             name = str(spec.dtype).removeprefix("torch.")
@@ -110,11 +110,11 @@ class Minifloat:
         return refused
 
     def declines(self, x: Tensor) -> str | None:
-        """Always pays."""
+        """Declines nothing."""
         return None if x.numel() else "it is empty"
 
     def encode(self, x: Tensor) -> Encoded:
-        """Round each element."""
+        """Rounds each element."""
         spec = require(self, x)
         if self.group_size:
             codes, scales = _ops.minifloat_scaled_encode(flat(x), self.format, self.group_size)
@@ -140,17 +140,17 @@ class Minifloat:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """What it always takes."""
+        """The size, which does not depend on the data."""
         scales = 4 * groups(spec.numel, self.group_size) if self.group_size else 0
         return self.codes_nbytes(spec.numel) + scales
 
     @property
     def bits(self) -> float:
-        """Bits that a code takes in its plane, the unused ones of a word included."""
+        """Bits that a code takes in its plane, with its share of a word's unused bits."""
         return 8 * self._form.dtype.itemsize / self._form.fields
 
     def codes_nbytes(self, numel: int) -> int:
-        """Bytes of the codes of so many elements."""
+        """Bytes of the codes of that many elements."""
         return self._form.dtype.itemsize * self._form.words(numel)
 
     @property

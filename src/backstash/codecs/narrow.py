@@ -62,7 +62,7 @@ class Narrow:
     bound: ClassVar[ErrorBound | None] = None
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense integer and bool tensors; with a window, int64 laid out contiguous or channels_last."""
+        """Accepts dense integer and bool tensors; with a window, int64 laid out contiguous or channels_last."""
         if spec.dtype not in INTEGERS:
             return "it takes integers and bool only"
         if self.window is not None and _walk(spec, len(self.window.kernel)) is None:
@@ -78,7 +78,7 @@ class Narrow:
         return None if bits < min(width, MAX_BITS + 1) else f"its range needs {bits} of {width} bits"
 
     def encode(self, x: Tensor) -> Encoded:
-        """Pack the fields."""
+        """Packs the fields."""
         spec = require(self, x)
         if self.window is None:
             bits, base = _range(flat(x))
@@ -91,7 +91,7 @@ class Narrow:
                 self.id, spec, {"packed": _ops.narrow_encode(flat(x), bits, base)}, {"bits": bits, "base": base}
             )
         packed, outside = _ops.window_encode(flat(x), *self.geometry(spec))
-        if int(outside):  # a window of padding, or one of -inf in max_pool3d, has its index outside
+        if int(outside):  # where a window holds only padding, or only -inf in max_pool3d
             raise CodecRefusedError(
                 f"codec 'narrow' was asked to encode {spec} as positions in {self.window}, got {int(outside)} indices "
                 f"outside their window. Use Narrow() without a window."
@@ -99,7 +99,7 @@ class Narrow:
         return Encoded(self.id, spec, {"packed": packed}, {"bits": window_bits(self.window.kernel)})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        """The original integers."""
+        """Returns the original integers."""
         packed, bits = encoded.planes["packed"], int(encoded.meta["bits"])  # type: ignore[arg-type]
         check_planes(encoded, {"packed": bytes_for(encoded.spec.numel, bits)})
         out = like(encoded.spec, out)
@@ -110,13 +110,13 @@ class Narrow:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """At 32 bits, or the window's bits."""
+        """32 bits per element, or the bits of a window's position."""
         if self.window is not None:
             return bytes_for(spec.numel, window_bits(self.window.kernel))
         return bytes_for(spec.numel, 1 if spec.dtype == torch.bool else min(MAX_BITS, 8 * spec.dtype.itemsize))
 
     def direct(self, form: type[Direct]) -> ReadPlanes | None:
-        """The positions in their windows, where there is a window."""
+        """Offers the positions in their windows, if there is a window."""
         return self._offsets if form is WindowOffsets and self.window is not None else None
 
     def _offsets(self, encoded: Encoded) -> WindowOffsets:
@@ -149,7 +149,7 @@ def _range(x: Tensor) -> tuple[int, int]:
 
 
 def _walk(spec: TensorSpec, dims: int) -> int | None:
-    """Elements between spatial neighbours in memory, None where spatial positions are not walked in row-major order."""
+    """Elements between spatial neighbours in memory; None where memory does not hold positions in row-major order."""
     sizes, steps = spec.shape[-dims:], spec.stride[-dims:]
     if spec.dtype != torch.int64 or len(sizes) < dims:
         return None

@@ -1,4 +1,4 @@
-"""All the bytes, as they are."""
+"""A copy of a tensor's bytes."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Raw:
     bound: ClassVar[None] = None
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense tensors of any dtype."""
+        """Accepts dense tensors of any dtype."""
         return refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines nothing but an empty tensor."""
+        """Declines only an empty tensor."""
         return "it is empty" if x.numel() == 0 else None
 
     def encode(self, x: Tensor) -> Encoded:
-        """One copy."""
+        """Copies the elements once."""
         return Encoded(self.id, require(self, x), {"values": flat(x).clone()})
 
     def adopt(self, x: Tensor) -> Encoded:
-        """The same without a copy, where ``x`` is all that holds its memory and will not be written to."""
+        """Makes the memory of ``x`` the plane, without a copy: nobody else may hold it or write to it."""
         return Encoded(self.id, require(self, x), {"values": flat(x)})
 
     def view(self, encoded: Encoded) -> Tensor:
@@ -80,5 +80,5 @@ class Raw:
         return values
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """All of them."""
+        """The bytes of the elements."""
         return spec.nbytes

@@ -58,13 +58,13 @@ class Rle:
             raise ValueError(f"Rle asked for min_saving={self.min_saving}, but it is a share: 0 <= min_saving < 1.")
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16, 32 or 64 bits."""
+        """Accepts dense floating tensors of 16, 32 or 64 bits."""
         if spec.dtype not in FLOATS:
             return "it takes float32, bfloat16, float16 and float64 only"
         return refuses_layout(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines where a sample has too few zeros, or they are too scattered. On CUDA the host waits for it."""
+        """Declines where a sample has too few zeros, or too scattered ones. On CUDA the host waits for the sample."""
         looked = bits_of(sample(flat(x))) != 0
         if looked.numel() == 0:
             return "it is empty"
@@ -73,7 +73,7 @@ class Rle:
         return None if saving >= self.min_saving else f"a sample is {density:.0%} not zero, in {runs} runs"
 
     def encode(self, x: Tensor) -> Encoded:
-        """The passes of zvc, and one over its mask."""
+        """Makes the passes that zvc makes, and one over its mask."""
         spec = require(self, x)
         tokens, starts, values = _ops.rle_encode(flat(x))
         return Encoded(self.id, spec, {"tokens": tokens, "starts": starts, "values": values})
@@ -91,6 +91,6 @@ class Rle:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """As if every chunk had runs of one element each, and began with one that is not zero."""
+        """The size where every run is one element long, and every chunk begins with a non-zero."""
         chunks = zvc_chunks(spec.numel)
         return spec.numel + chunks + 16 * chunks + spec.nbytes

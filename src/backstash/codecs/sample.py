@@ -10,7 +10,7 @@ _RUNS, _RUN, _WHOLE = 32, 32, 4096
 
 
 def sample(x: Tensor) -> Tensor:
-    """A flat tensor of up to 4,096 elements, and of a larger one 1,024: 32 runs of 32 neighbours, evenly spread."""
+    """All of a flat tensor of up to 4,096 elements; of a larger one 32 evenly spread runs of 32 neighbours."""
     runs, run, step = _layout(x.numel())
     return x.as_strided((runs, run), (step, 1)).reshape(-1)
 
@@ -27,5 +27,5 @@ def look(x: Tensor) -> tuple[int, int, int]:
 
 
 def _layout(numel: int) -> tuple[int, int, int]:
-    """How many runs of how many elements, and from one's beginning to the next one's."""
+    """The number of runs, the elements of a run, and the elements from one run's beginning to the next one's."""
     return (1, numel, 1) if numel <= _WHOLE else (_RUNS, _RUN, (numel - _RUN) // (_RUNS - 1))

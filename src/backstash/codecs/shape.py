@@ -1,4 +1,4 @@
-"""Nothing at all: for formulas that read only sizes, strides and dtype."""
+"""No data: for formulas that read only sizes, strides and dtype."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Shape:
         return None
 
     def declines(self, x: Tensor) -> str | None:
-        """Always pays."""
+        """Declines nothing."""
         return None
 
     def encode(self, x: Tensor) -> Encoded:
-        """Forget the data of ``x``."""
+        """Forgets the data of ``x``."""
         return Encoded(self.id, require(self, x), {})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        """Zeros in the original layout, without memory of their own where the device allows it (see stand_in)."""
+        """Returns zeros in the original layout, without memory of their own on the CPU (see stand_in)."""
         return stand_in(encoded.spec) if out is None else like(encoded.spec, out).zero_()
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """0."""
+        """No bytes."""
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Zeros and signs exactly, the values of the rest by another codec."""
+"""Zeros and signs are exact; another codec stores the other values."""
 
 from __future__ import annotations
 
@@ -78,20 +78,20 @@ class Signed:
 
     @property
     def bound(self) -> ErrorBound:
-        """That of ``values``; its groups are of elements that are not neighbours here."""
+        """The bound of ``values`` without its groups, whose elements are not neighbours in the tensor."""
         assert self.values.bound is not None
         return replace(self.values.bound, group_size=0)
 
     def keeps(self, mask: Mask) -> bool:
-        """Tests against zero, though not NONZERO, to which -0.0 is not zero."""
+        """Keeps tests against zero, except NONZERO, for which -0.0 is not zero."""
         return asks_for_sign(mask)
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """What ``values`` accepts, of any dense layout."""
+        """Accepts what ``values`` accepts, in any dense layout."""
         return self.values.accepts(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """As ``values`` does, for what is not zero in a sample."""
+        """Declines where ``values`` declines the non-zeros of a sample."""
         if x.numel() == 0:
             return "it is empty"
         if not self._gathers(TensorSpec.of(x)):
@@ -101,16 +101,16 @@ class Signed:
         return self.values.declines(some) if some.numel() else None
 
     def encode(self, x: Tensor) -> Encoded:
-        """Gathers what is not zero, looks for its signs, and encodes it. On CUDA the host waits."""
+        """Gathers the non-zeros, finds their signs, and encodes them. On CUDA the host waits."""
         spec = require(self, x)
         mask, offsets, values = _ops.zvc_encode(flat(x))
         low, high = _extremes(values)
-        if not (low > 0 or high < 0) and bool((values == 0).any()):  # -0.0, which has a bit set
+        if not (low > 0 or high < 0) and bool((values == 0).any()):  # some are -0.0, which has a bit set
             mask, offsets, values = _ops.zvc_encode(flat(x) + 0.0)
             low, high = _extremes(values)
         planes = {"mask": mask, "offsets": offsets}
         gathers, nonzeros, negative = self._gathers(spec), values.numel(), int(high < 0)
-        if nonzeros and not (low > 0 or high < 0):  # both, or NaN
+        if nonzeros and not (low > 0 or high < 0):  # there are both signs, or NaNs
             planes["positive"] = _ops.bitmask_encode(values if gathers else flat(x), Test.GT.code, 0.0, 0.0)
             magnitudes = values.abs()
             low = torch.where(magnitudes.isnan(), math.inf, magnitudes).min()
@@ -151,28 +151,28 @@ class Signed:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """As if no element were zero, and some were negative."""
+        """The size of a tensor without zeros and with both signs."""
         bits = 2 * bytes_for(spec.numel, 1) + 8 * zvc_chunks(spec.numel)
         values = _row(spec, spec.numel) if self._gathers(spec) else spec
         return bits + spec.dtype.itemsize + self.values.nbytes_bound(values)
 
     def _gathers(self, spec: TensorSpec) -> bool:
-        """Whether what is not zero is encoded as a row, and not the tensor as it is."""
+        """Whether the non-zeros are encoded as a row, and not the tensor as it is."""
         return self.values.accepts(_row(spec, spec.numel)) is None
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest one, NaN where one is; zeros if there is none."""
+    """The smallest and the largest value, NaN where one of them is NaN; zeros for an empty tensor."""
     return values.aminmax() if values.numel() else (values.sum(), values.sum())
 
 
 def _unpacked(bits: Tensor, values: Tensor) -> Tensor:
-    """A bool per element of ``values``."""
+    """The bits as a bool per element of ``values``."""
     out = torch.empty(values.numel(), dtype=torch.bool, device=values.device)
     _ops.bitmask_decode(bits, out, 1.0, 0.0)
     return out
 
 
 def _row(spec: TensorSpec, numel: int) -> TensorSpec:
-    """So many of the elements in a row."""
+    """The spec of a row of that many of the elements."""
     return TensorSpec((numel,), (1,), spec.dtype, spec.device, numel * spec.dtype.itemsize)

@@ -52,42 +52,42 @@ class Sliced:
 
     @property
     def preserves(self) -> frozenset[Need]:
-        """What the codec does."""
+        """The needs that ``codec`` preserves."""
         return self.codec.preserves
 
     @property
     def bound(self) -> ErrorBound | None:
-        """The codec's."""
+        """The bound of ``codec``."""
         return self.codec.bound
 
     @property
     def label(self) -> str:
-        """The codec's, and in how many parts."""
+        """The label of ``codec`` and the number of slices."""
         return f"{base.label(self.codec)} in {self.parts} slices"
 
     def keeps(self, mask: Mask) -> bool:
-        """As the codec."""
+        """Keeps the masks that ``codec`` keeps."""
         return base.keeps(self.codec, mask)
 
     def direct(self, form: type[Direct]) -> ReadPlanes | None:
-        """The slices."""
+        """Offers the slices."""
         return self._slices if form is Slices else None
 
     def _slices(self, encoded: Encoded) -> Slices:
         return Slices(self.ranges(encoded.spec), lambda number: self.decode_part(encoded, number))
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """What the codec accepts of each slice, where the batch is the outermost dimension in memory."""
+        """Accepts slices that ``codec`` accepts, where the batch is the outermost dimension in memory."""
         if not spec.shape or spec.shape[0] < 2 or spec.stride[0] * spec.shape[0] != spec.numel:
             return "its first dimension is no batch of slices that lie one after the other"
         return self.codec.accepts(_slice(spec, 0, 1))
 
     def declines(self, x: Tensor) -> str | None:
-        """As the codec does for all of it."""
+        """Declines where ``codec`` declines the whole tensor."""
         return self.codec.declines(x)
 
     def encode(self, x: Tensor) -> Encoded:
-        """Encode each slice."""
+        """Encodes each slice."""
         spec = require(self, x)
         parts = [self.codec.encode(x[begin:end]) for begin, end in self.ranges(spec)]
         planes = {f"{number}.{name}": plane for number, one in enumerate(parts) for name, plane in one.planes.items()}
@@ -95,14 +95,14 @@ class Sliced:
         return Encoded(self.id, spec, planes, meta)
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        """All slices."""
+        """Decodes every slice."""
         out = like(encoded.spec, out)
         for number, (begin, end) in enumerate(self.ranges(encoded.spec)):
             self.codec.decode(self._part(encoded, number), out[begin:end])
         return out
 
     def decode_part(self, encoded: Encoded, number: int) -> Tensor:
-        """One slice, in memory of its own."""
+        """Returns the slice with that number, in memory of its own."""
         return self.codec.decode(self._part(encoded, number))
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
@@ -110,7 +110,7 @@ class Sliced:
         return sum(self.codec.nbytes_bound(_slice(spec, begin, end)) for begin, end in self.ranges(spec))
 
     def ranges(self, spec: TensorSpec) -> list[tuple[int, int]]:
-        """First sample and the one behind the last, of each slice."""
+        """For each slice the first sample and the one behind the last."""
         batch = spec.shape[0]
         parts = min(self.parts, batch)
         edges = [number * (batch // parts) + min(number, batch % parts) for number in range(parts + 1)]

@@ -90,20 +90,20 @@ class Sz:
 
     @property
     def _offset(self) -> float:
-        """In steps, what is added to the integers."""
+        """The offset, in steps, that is added to the integers."""
         return 0.5 if self.nonzero else 0.0
 
     @property
     def bound(self) -> ErrorBound:
-        """What it was asked for."""
+        """The bound that was asked for."""
         return ErrorBound(abs=self.error) if self.mode == "abs" else ErrorBound(rel=self.error)
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16 or 32 bits."""
+        """Accepts dense floating tensors of 16 or 32 bits."""
         return refuses_singles(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Declines where a sample would stay about as large (see codecs.sample)."""
+        """Declines where a sample would not become much smaller (see codecs.sample)."""
         if x.numel() == 0:
             return "it is empty"
         some = sample(flat(x))
@@ -141,7 +141,7 @@ class Sz:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """As if no chunk became smaller, and all symbols were used."""
+        """The size where no chunk becomes smaller and every symbol occurs."""
         return spec.nbytes + 8 * (1 + 4 * sz.chunks(spec.numel, _blocks(spec)[3])) + 2 * (2 + sz.WINDOW)
 
     def _is_coarse(self, some: Tensor) -> bool:

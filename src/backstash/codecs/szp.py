@@ -78,7 +78,7 @@ class Szp:
 
     @property
     def bound(self) -> ErrorBound:
-        """As asked for."""
+        """The bound that was asked for."""
         return ErrorBound(abs=self.error) if self.mode == "abs" else ErrorBound(rel=self.error)
 
     def keeps(self, mask: Mask) -> bool:
@@ -90,11 +90,11 @@ class Szp:
         return asks_for_sign(mask)
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16 or 32 bits."""
+        """Accepts dense floating tensors of 16 or 32 bits."""
         return refuses_singles(spec)
 
     def declines(self, x: Tensor) -> str | None:
-        """Always pays, but for an empty tensor."""
+        """Declines only an empty tensor."""
         return None if x.numel() else "it is empty"
 
     def encode(self, x: Tensor) -> Encoded:
@@ -118,7 +118,7 @@ class Szp:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """As if no element were zero and no block would gain."""
+        """The size where no element is zero and no block becomes smaller."""
         numel = spec.numel
         whole, rest = divmod(numel, ZVC_CHUNK)
         words = 0

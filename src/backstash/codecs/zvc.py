@@ -82,12 +82,12 @@ class Zvc:
 
     @property
     def preserves(self) -> frozenset[Need]:
-        """Every need, or with ``values`` what that preserves."""
+        """Every need; with ``values``, the needs that it preserves."""
         return EXACT if self.values is None else self.values.preserves
 
     @property
     def bound(self) -> ErrorBound | None:
-        """That of ``values``."""
+        """The bound of ``values``; None without them."""
         return None if self.values is None else self.values.bound
 
     def keeps(self, mask: Mask) -> bool:
@@ -99,7 +99,7 @@ class Zvc:
         return self.values is None or mask.test is Test.NONZERO or asks_for_sign(mask)
 
     def accepts(self, spec: TensorSpec) -> str | None:
-        """Dense floating tensors of 16, 32 or 64 bits, of them those that ``values`` accepts."""
+        """Accepts dense floating tensors of 16, 32 or 64 bits, and of them those that ``values`` accepts."""
         if self.values is not None:
             return self.values.accepts(spec)
         if spec.dtype not in FLOATS:
@@ -146,10 +146,10 @@ class Zvc:
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
-        """As if no element were zero."""
+        """The size that a tensor without a zero takes."""
         values = spec.nbytes if self.values is None else self.values.codes_nbytes(spec.numel)
         return bytes_for(spec.numel, 1) + 8 * zvc_chunks(spec.numel) + values
 
     def _bits(self, dtype: torch.dtype) -> float:
-        """Bits that a value takes."""
+        """Bits that a stored value takes."""
         return 8 * dtype.itemsize if self.values is None else self.values.bits
