@@ -16,7 +16,7 @@ from store_values import comes_back, value
 
 from backstash.errors import DamagedPlanesError, StoreError, StoreFullError
 from backstash.stores import DiskStore
-from backstash.stores.disk import BLOCK
+from backstash.stores.blocks import BLOCK
 from backstash.testing import check_store
 
 
