@@ -13,6 +13,7 @@ import torch
 from gradient_checks import Everything, differences, encoded_and_kept
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_map
@@ -35,6 +36,14 @@ EXCEPTIONS: dict[str, str] = {}
 """Ops that are left out, with the reason."""
 
 POLICIES: dict[str, Callable[[], Policy]] = {"lossless": policies.lossless, "everything": Everything}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _samples_do_not_search_the_stack() -> Iterator[None]:
+    """Spares the database a search for torch's own test class in the call stack, which took more time than the ops."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common_utils, "extract_test_fn", lambda: None)
+        yield
 
 
 @dataclass
