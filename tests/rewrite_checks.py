@@ -1,4 +1,4 @@
-"""What the tests of in-place activations share: small networks, training steps and the comparison of outcomes."""
+"""Shared by the tests of in-place activations: small networks, training steps and the comparison of outcomes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Step = Callable[[], Tensor]
 
 
 class Net(nn.Module):
-    """Layers by name, and a function of them and the input."""
+    """A network of named layers, and a function that computes its output from the layers and the input."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def conv(channels: int = 4) -> nn.Conv2d:
 
 
 def step_of(model: nn.Module, *shape: int) -> Step:
-    """A step on a batch that the program holds."""
+    """Returns a training step on a batch that the program holds."""
     batch = torch.randn(*shape or (2, 4, 8, 8))
 
     def step() -> Tensor:
@@ -52,7 +52,7 @@ def out_of_place(model: nn.Module) -> nn.Module:
 
 
 def outcome(model: nn.Module, step: Step, session: Session | None = None) -> dict[str, Tensor]:
-    """Loss, gradients and buffers of a step; leaves the model as it was."""
+    """Returns loss, gradients and buffers of a step, and leaves the model unchanged."""
     before = {name: x.clone() for name, x in model.state_dict().items()}
     gradients = [(x, x.grad) for x in model.parameters()]
     model.zero_grad()
@@ -71,7 +71,7 @@ def outcome(model: nn.Module, step: Step, session: Session | None = None) -> dic
 
 
 def check(model: nn.Module, step: Step, session: Session | None = None) -> tuple[tuple[str, ...], dict[str, str]]:
-    """What is switched and refused, after the switches were shown to change no bit and undo to restore."""
+    """Returns what is switched and refused; checks that switching changes no bit and undoing restores all."""
     flags = {path: module.inplace for path, module in model.named_modules() if hasattr(module, "inplace")}
     plain = outcome(model, step, session)
     with inplace(model, step, session=session) as rewrite:

@@ -1,4 +1,4 @@
-"""A clock that only sleeping moves."""
+"""A clock that moves only when something sleeps."""
 
 from __future__ import annotations
 

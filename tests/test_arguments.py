@@ -1,4 +1,4 @@
-"""A Session says at once which of its arguments it cannot use."""
+"""A Session refuses arguments that it cannot use, with an error that says what to pass instead."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from backstash.stash.buffers import LARGE, SMALLEST, Buffers
 
 @dataclass(eq=False)
 class Form:
-    """Stands for what a Session encoded: the pool asks for nothing but its spec."""
+    """Stands for an encoded value, of which the pool reads only the spec."""
 
     spec: TensorSpec
 

@@ -1,4 +1,4 @@
-"""The head and the loss of a language model in chunks: the numbers, what it follows, and that it can be undone."""
+"""The head and the loss of a language model in chunks: equal numbers, changes that it follows, and undoing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def step(model: nn.Module, loss: Callable[[Tensor], Tensor], ids: Tensor) -> lis
 
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each loss that was computed in chunks."""
+    """The number of rows of each loss that was computed in chunks."""
     seen: list[int] = []
     original = _CrossEntropy.apply
 

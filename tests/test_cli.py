@@ -1,4 +1,4 @@
-"""The command line: what it runs, prints, writes, and with which exit code it ends."""
+"""The command line runs, prints and writes what it should, and ends with the right exit code."""
 
 from __future__ import annotations
 

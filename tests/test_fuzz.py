@@ -1,4 +1,4 @@
-"""The fuzzer itself: it repeats itself, its text can be read back, and it finds a defect and makes it small."""
+"""The fuzzer is deterministic, reads back the text of its programs, finds a planted defect and minimises it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEEDS = range(200)
 
 @dataclass(frozen=True)
 class _Damaged(AlwaysZvc):
-    """Damages the first element."""
+    """A codec that damages the first element."""
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         decoded = super().decode(encoded, out)
@@ -41,7 +41,7 @@ class _Damaged(AlwaysZvc):
 
 @dataclass(frozen=True)
 class _DamagesTanh:
-    """Damages what tanh saves, and keeps all other values."""
+    """A policy that damages the tensor that tanh saves, and keeps all other tensors."""
 
     recomputes: ClassVar[bool] = False
 
@@ -181,7 +181,7 @@ def test_a_program_that_is_not_deterministic_is_skipped(monkeypatch: pytest.Monk
 
 
 def test_a_standalone_file_shows_the_failure(tmp_path: Path) -> None:
-    """It runs without the fuzzer: where nothing fails, it ends without an error."""
+    """The file runs without the fuzzer, and ends without an error if nothing fails."""
     program = parse(PLANTED)
     file = tmp_path / "standalone.py"
     file.write_text(standalone(program, "nothing is wrong", "values differ"))

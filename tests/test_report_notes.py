@@ -1,4 +1,4 @@
-"""What a report says where there is nothing to account for."""
+"""A report explains itself if there is nothing to account for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In-place activations: what is legal is switched, what is not is refused, and the trials leave nothing behind."""
+"""Activations are switched to run in place if that is legal, and refused otherwise."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_an_output_that_its_producer_saved(policy: str | None) -> None:
 
 
 def test_what_only_its_shape_is_read_of_is_not_overwritten() -> None:
-    """A Session holds no data of it, but it raises where plain PyTorch raises."""
+    """The Session holds no data of the tensor, but raises an error where plain PyTorch raises it."""
 
     def branches(net: Any, x: Tensor) -> Tensor:
         x = net.conv(x)

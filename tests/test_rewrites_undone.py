@@ -1,4 +1,4 @@
-"""Rewrites of activations that fail, and what they leave behind: nothing."""
+"""Rewrites of activations that fail, or that are undone, leave nothing behind."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def network() -> nn.Sequential:
 
 
 class DropsHalf:
-    """A policy whose codec loses what it promises."""
+    """A policy whose codec loses what it promises to keep."""
 
     def __init__(self, only: str = "") -> None:
         self.only = only

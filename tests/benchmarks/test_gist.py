@@ -1,4 +1,4 @@
-"""Gist's benchmark: it runs, its JSON holds what it says, its gate and its line are right; and its command."""
+"""Gist's benchmark runs, its JSON is complete, its gate and its fitted line are right, and its command works."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_without_matplotlib_there_is_no_figure(monkeypatch: pytest.MonkeyPatch, 
 
 @dataclass(frozen=True)
 class HalvingOne:
-    """A policy that stores one activation as half of what it is."""
+    """A policy that halves one activation when it stores it."""
 
     def decide(self, saved: SavedTensor) -> Action:
         return Stash(Halving()) if saved.key == "features.7/Convolution#0:input" else Keep()

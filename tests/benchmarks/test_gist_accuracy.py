@@ -1,4 +1,4 @@
-"""The accuracy benchmark: it runs, its JSON holds what it says, variants of a seed differ in what they should."""
+"""The accuracy benchmark runs, its JSON is complete, and variants with one seed differ only as intended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark harness: it runs, its JSON holds what it says, its gate catches a wrong gradient."""
+"""The benchmark harness runs, its JSON is complete, and its gate catches a wrong gradient."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Damaging:
 
 @dataclass(frozen=True)
 class DamageOneLayer:
-    """A policy that stores the input of one convolution wrongly."""
+    """A policy that damages the stored input of one convolution."""
 
     def decide(self, saved: SavedTensor) -> Action:
         return Stash(Damaging()) if saved.key == "features.7/Convolution#0:input" else Keep()

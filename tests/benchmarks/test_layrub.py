@@ -1,4 +1,4 @@
-"""Layrub's benchmark runs, on small networks, and its JSON holds what it says."""
+"""Layrub's benchmark runs on small networks, and its JSON is complete."""
 
 from __future__ import annotations
 

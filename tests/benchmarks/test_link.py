@@ -1,4 +1,4 @@
-"""The simulated link, by a clock that only sleeping moves."""
+"""The simulated link takes the time that it should, by a clock that only moves when something sleeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks' networks and data sets: published sizes, runs on small images, error texts."""
+"""The benchmarks' networks have their published sizes and run on small images, and data sets explain their errors."""
 
 from __future__ import annotations
 

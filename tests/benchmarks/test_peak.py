@@ -1,4 +1,4 @@
-"""The peak benchmark runs, on small networks, and says what is alive."""
+"""The peak benchmark runs on small networks, and lists what is alive at the peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of sz: it runs, and its JSON holds what it says."""
+"""The benchmark of sz runs, and its JSON is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gradient tests share: comparing bits, and a policy that encodes whatever can be encoded."""
+"""Shared by the gradient tests: the comparison of bits, and a policy that encodes everything that can be encoded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(x: Tensor) -> Tensor:
-    """The elements of ``x`` as integers in row-major order: -0.0 differs from 0.0, and NaN equals itself."""
+    """Returns the elements of ``x`` as integers in row-major order: -0.0 differs from 0.0, and NaN equals itself."""
     x = x.detach().resolve_conj().resolve_neg()
     if x.is_complex():
         x = torch.view_as_real(x)
@@ -30,7 +30,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def difference(expected: Tensor | None, got: Tensor | None) -> str | None:
-    """How two gradients differ, None where they are equal bit for bit (dtype, sizes, layout, strides and data)."""
+    """Says how two gradients differ, or returns None if dtype, sizes, layout, strides and all bits are equal."""
     if expected is None or got is None:
         return None if expected is got else f"expected {_facts(expected)}, got {_facts(got)}"
     if _facts(expected) != _facts(got):
@@ -53,7 +53,7 @@ def difference(expected: Tensor | None, got: Tensor | None) -> str | None:
 
 
 def differences(expected: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> list[str]:
-    """One line per gradient that differs."""
+    """Returns one line for each gradient that differs."""
     assert len(expected) == len(got)
     found = (difference(one, other) for one, other in zip(expected, got, strict=True))
     return [f"gradient {i}: {text}" for i, text in enumerate(found) if text is not None]
@@ -68,7 +68,7 @@ def _facts(x: Tensor | None) -> str:
 
 @dataclass(frozen=True)
 class AlwaysZvc(Zvc):
-    """Zvc that does not mind making a value larger."""
+    """A Zvc that also encodes values that become larger by it."""
 
     def declines(self, x: Tensor) -> str | None:
         return "it is empty" if x.numel() == 0 else None
@@ -76,7 +76,7 @@ class AlwaysZvc(Zvc):
 
 @dataclass(frozen=True)
 class Copy:
-    """Stores a copy of any dense tensor: for the element types that no real codec takes."""
+    """Stores a copy of any dense tensor, for element types that no real codec accepts."""
 
     id: ClassVar[str] = "copy"
     preserves: ClassVar[frozenset[Need]] = EXACT
@@ -102,7 +102,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Everything:
-    """Encodes all that can be encoded, whether it pays or not."""
+    """A policy that encodes everything that can be encoded, also where it saves no memory."""
 
     def decide(self, saved: SavedTensor) -> Action:
         if saved.need is Need.SHAPE:
@@ -121,14 +121,14 @@ class Everything:
 
 
 def encoded_and_kept(reports: Iterable[Report]) -> tuple[int, int]:
-    """How many stored values were encoded, and how many were kept as they are."""
+    """Returns how many stored values were encoded, and how many were kept as they are."""
     codecs = [row.codec for report in reports for row in report.rows if row.saved_nbytes]
     kept = codecs.count("kept")
     return len(codecs) - kept, kept
 
 
 class Keeps(torch.autograd.Function):
-    """Hands on a gradient of which it keeps a view."""
+    """A function whose backward returns a gradient and keeps a view of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: list[Any]) -> Tensor:

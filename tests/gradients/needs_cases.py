@@ -50,7 +50,7 @@ class Case:
 
 
 def special(dtype: torch.dtype, bounds: tuple[float, ...] = (), nan: bool = True) -> Tensor:
-    """Every kind of number that a comparison may take the wrong way, with or without NaNs, [n]."""
+    """Returns the numbers that a comparison may decide wrongly, with or without NaNs, [n]."""
     info = torch.finfo(dtype)
     smallest = info.smallest_normal * info.eps
     plain = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, info.max, info.min, info.tiny, -info.tiny, smallest, -smallest]
@@ -68,7 +68,7 @@ def special(dtype: torch.dtype, bounds: tuple[float, ...] = (), nan: bool = True
 def values(
     shape: tuple[int, ...], dtype: torch.dtype, bounds: tuple[float, ...], seed: int, nan: bool = True
 ) -> Tensor:
-    """A third of the elements special, the others normal; every special one at least once where there is room."""
+    """Returns a tensor with a third of special numbers, each at least once if there is room, among normal numbers."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator).to(dtype).flatten()
     chosen = special(dtype, bounds, nan)

@@ -13,7 +13,7 @@ from backstash import Session
 
 
 class Block(nn.Module):
-    """Two convolutions with a way around them."""
+    """Two convolutions and a residual connection around them."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Transformer(nn.Module):
 
 
 def trained(make: Callable[[], nn.Module], session: Session | None, steps: int = 3) -> list[Tensor | None]:
-    """Gradients of each step, and the parameters after the last one."""
+    """Returns the gradients of each step, and the parameters after the last step."""
     torch.manual_seed(3)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

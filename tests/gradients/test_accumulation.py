@@ -1,4 +1,4 @@
-"""Large gradients that are added in slices: the bits of ``.grad``, and everybody else who could see them."""
+"""Large gradients that are added in slices: ``.grad`` and everything else that sees a gradient have the right bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows that were added at a time, per gradient."""
+    """The number of rows in a slice, for each gradient that was added in slices."""
     seen: list[int] = []
     original = accumulation._Product.add_to
 
@@ -40,7 +40,7 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Twice(nn.Module):
-    """One weight in two layers."""
+    """A network that uses one weight in two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Twice(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding's weight as the head's."""
+    """A network whose head has the weight of its embedding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -81,7 +81,7 @@ def test_change_of_a_sparse_tensor_after_save_raises() -> None:
 
 
 def _allowed_changes(x: Tensor) -> Tensor:
-    """Plain torch accepts every one of these."""
+    """Plain torch accepts each of these changes."""
     total = x.new_zeros(())
     h = x * 2
     y = h + 1  # add saves nothing

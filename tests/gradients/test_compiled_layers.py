@@ -1,4 +1,4 @@
-"""Layers that are compiled on their own, inside a Session: the same kernels, the same bits, no compilation anew."""
+"""A layer that is compiled on its own gives the same bits inside a Session, and is not compiled again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an error in a saved value does: the table's claims, and what they are worth in models' gradients."""
+"""The table of effects of an error in a saved value is right, and useful for the gradients of models."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_channels_that_lie_apart_have_no_row() -> None:
 
 
 class RmsNorm(nn.Module):
-    """Written out, as many models have it."""
+    """An RMS norm out of elementary functions, as many models write it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

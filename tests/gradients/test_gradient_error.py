@@ -1,4 +1,4 @@
-"""``Session(check=...)``: the measured error is the one seen from outside, and training does not notice."""
+"""``Session(check=...)`` measures the error that an observer would measure, and leaves training unchanged."""
 
 from __future__ import annotations
 

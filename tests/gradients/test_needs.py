@@ -111,7 +111,7 @@ def leaves_it_to_value(case: Case, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("garbage", [math.nan, -1e30], ids=["NaN", "large"])
 @pytest.mark.parametrize("case", [case for case in CASES if needs.TABLE[case.key].need is Need.SHAPE], ids=str)
 def test_shape_is_enough(case: Case, garbage: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever stands in the memory of the stand-in, the gradients are the same."""
+    """The gradients do not depend on the contents of the stand-in's memory."""
     made = []
 
     def filled(spec: TensorSpec) -> Tensor:
@@ -172,7 +172,7 @@ def test_every_row_has_a_case() -> None:
 
 
 def test_every_sign_row_was_really_used_in_every_dtype() -> None:
-    """Not all of its cases may be left to VALUE."""
+    """At least one case of each row uses the row in each dtype."""
     for key, row in needs.TABLE.items():
         if row.need is not Need.SIGN:
             continue

@@ -1,4 +1,4 @@
-"""Moving what is saved: gradients stay bit-equal in any store, values come back in the order in which they are read."""
+"""Gradients stay bit-equal if saved tensors are moved to another store, and policies move what they should."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_what_is_moved_as_it_is_is_not_copied() -> None:
 
 
 def test_who_may_write_into_a_value_gets_a_copy() -> None:
-    """It cannot damage what is stored; that it has written is an error for the next reader, as in plain PyTorch."""
+    """A reader that writes cannot damage the stored value; the next reader raises an error, as in plain PyTorch."""
 
     class Writes(torch.autograd.Function):
         @staticmethod
@@ -196,7 +196,7 @@ def test_who_may_write_into_a_value_gets_a_copy() -> None:
 
 
 class Moves:
-    """Moves everything as it is."""
+    """A policy that moves every value without encoding it."""
 
     recomputes = False
 

@@ -13,6 +13,7 @@ import torch
 from gradient_checks import Everything, differences, encoded_and_kept
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_map
@@ -35,6 +36,14 @@ EXCEPTIONS: dict[str, str] = {}
 """Ops that are left out, with the reason."""
 
 POLICIES: dict[str, Callable[[], Policy]] = {"lossless": policies.lossless, "everything": Everything}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _samples_do_not_search_the_stack() -> Iterator[None]:
+    """Spares the database a search for torch's own test class in the call stack, which took more time than the ops."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common_utils, "extract_test_fn", lambda: None)
+        yield
 
 
 @dataclass
@@ -121,7 +130,7 @@ def _cotangents(outputs: list[Tensor]) -> list[Tensor]:
 
 
 def outcome(compute: Callable[[], list[Tensor | None]]) -> tuple[list[Tensor | None], str]:
-    """The gradients, and the error where torch raises one instead: some samples have no derivative."""
+    """Returns the gradients, and the text of the error if torch raises one: some samples have no derivative."""
     try:
         return compute(), ""
     except RuntimeError as error:
@@ -129,7 +138,7 @@ def outcome(compute: Callable[[], list[Tensor | None]]) -> tuple[list[Tensor | N
 
 
 def check_first_order(name: str, forwards: Iterable[Forward], tally: Tally | None = None) -> None:
-    """Gradients are the same bits, with inputs that are held and with inputs that only autograd holds."""
+    """Compares gradients, with inputs that the program holds and with inputs that only autograd holds."""
     tally = tally or Tally()
     for number, forward in enumerate(forwards):
         for drop in (False, True):
@@ -159,14 +168,14 @@ def check_second_order(name: str, forwards: Iterable[Forward], tally: Tally | No
 
 
 def spread(items: list[Any], count: int) -> list[Any]:
-    """At most ``count`` of them, evenly spread, the first and the last included; one is the last."""
+    """Returns at most ``count`` items, evenly spread from the first to the last; only the last if ``count`` is 1."""
     if len(items) <= count:
         return items
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)] if count > 1 else items[-1:]
 
 
 def part(items: list[Any], which: str, quick: int) -> list[Any]:
-    """The ``quick`` items for ``make test``, or the others; a test that would have none is skipped."""
+    """Returns the ``quick`` items for ``make test``, or all others; skips the test if there are none."""
     chosen = spread(list(range(len(items))), quick)
     found = [item for i, item in enumerate(items) if (i in chosen) == (which == "quick")]
     if not found:

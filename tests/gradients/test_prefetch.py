@@ -22,7 +22,7 @@ from benchmarks.link import LinkStore
 
 
 class Recorder(HostStore):
-    """Notes what is asked of it, by the number that a value has in its step."""
+    """A store that notes its calls, by the number that a value has in its step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_prefetching_hides_the_link() -> None:
 
 
 class Slow(nn.Module):
-    """Takes a second of a clock, in both directions."""
+    """A layer that takes a second of a clock in forward and in backward."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Slow(nn.Module):
 
 
 def hidden(policy: Policy, widths: list[int], busy: float) -> float:
-    """The share of the transfers that a chain of such layers does not wait for, where the link is that busy."""
+    """Returns the share of transfer time that a chain of slow layers does not wait for, if the link is ``busy``."""
     clock, batch = Clock(), 64
     speed = batch * 4 * sum(widths) / (busy * len(widths))
     link = LinkStore(HostStore(), speed, clock=clock, sleep=clock.sleep)

@@ -1,4 +1,4 @@
-"""Values that are made again instead of stored: the bits, what is refused, and what is left behind."""
+"""Values that are remade instead of stored have the same bits, and nothing of them is left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from backstash.testing import equal_bits
 
 
 class Block(nn.Module):
-    """A residual block whose values have every kind of producer: batch norm, in-place relu, in-place add."""
+    """A residual block whose values come from a batch norm, an in-place relu and an in-place sum."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def transformer() -> tuple[nn.Module, Callable[[int], Tensor]]:
 
 
 def train(model: nn.Module, data: Callable[[int], Tensor], session: Session | None, steps: int = 3) -> list[Tensor]:
-    """Losses, gradients, buffers and weights of a few steps."""
+    """Returns losses, gradients, buffers and weights of a few steps."""
     seen = []
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     torch.manual_seed(1)
@@ -258,7 +258,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_what_was_made_again_goes_when_it_was_read() -> None:
-    """With a retained graph, too: what is held after backward is what was held before it."""
+    """After backward with a retained graph, the Session holds as much as before it."""
     model, data = resnet()
     session = Session("lossless", min_nbytes=64)
     with session:

@@ -153,7 +153,7 @@ def test_damaged_bits_of_zvc() -> None:
 
 
 class Attic:
-    """A store that counts."""
+    """A store that passes everything on to a ``DeviceStore``."""
 
     puts: ClassVar[int] = 0
 

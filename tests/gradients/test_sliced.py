@@ -1,4 +1,4 @@
-"""Backward in slices of the batch: equal up to the order of a sum, smaller at the peak, said in the report."""
+"""Backward in slices of the batch: gradients equal up to the order of a sum, a lower peak, and a row in the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes where nobody looks: the recipes that would remake it are given up, or a sample of its bits tells."""
+"""Changes that no observer sees: the Session gives up recipes that they would falsify, or a sample of bits tells."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARY.define("halve(Tensor x) -> ()")
 
 
 def halve(x: Tensor) -> None:
-    """An op that does not say that it changes its argument."""
+    """An op whose schema does not say that it changes its argument."""
     x.detach().data.mul_(0.5)
 
 
@@ -58,7 +58,7 @@ UNSEEN: dict[str, Callable[[Tensor], Any]] = {
 
 
 def train(session: Session | None, unseen: Callable[[Tensor], Any], make: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Two steps: nothing is clamped in the first one, a lot in the second one."""
+    """Trains for two steps; a clamp changes nothing in the first step and much in the second."""
     torch.manual_seed(0)
     first, second = nn.Linear(16, 16), nn.Linear(16, 16)
     seen = []
@@ -95,7 +95,7 @@ def test_a_value_that_is_changed_without_a_new_version(name: str, policy: str) -
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_an_input_that_is_changed_after_a_value_was_made_of_it(name: str) -> None:
-    """The value stays what it was; what other nodes read of the input is what plain PyTorch would read."""
+    """The remade value keeps its bits, and other nodes read the changed input, as in plain PyTorch."""
 
     def run(session: Session | None, outside: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -124,7 +124,7 @@ def test_an_input_that_is_changed_after_a_value_was_made_of_it(name: str) -> Non
 
 
 def escaped_unseen(x: Tensor) -> None:
-    """Nothing that an observer of torch functions could see."""
+    """A change that no observer of torch functions can see."""
     with torch._C.DisableTorchFunction():
         x.data.clamp_max_(1.0)
 
@@ -246,7 +246,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_norms_parameters_are_changed_before_backward(change: str, inside: bool) -> None:
-    """Averages of weights that are swapped in, stashed weights, clipping: plain PyTorch does not read them again."""
+    """Programs clip or swap weights before backward, and plain PyTorch does not read those weights again."""
 
     def run(session: Session | None) -> list[Tensor] | str:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Values made again from bounded ones: within what bounds, which signs, and who may not begin from them."""
+"""Values that are remade from values with a bounded error: their bounds, their signs, and which recipes are refused."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_layouts_and_low_precision(dtype: torch.dtype, memory_format: torch.memo
 
 
 def test_a_value_that_is_not_named_is_not_begun_from() -> None:
-    """Nor is a recipe exact that would begin from it."""
+    """A recipe that begins from such a value would not be exact."""
     for policy in (Within(), Within(frozenset({"norms.1/NativeBatchNorm#0:input"}))):
         loss, session = forward(Network("chain"), inputs(), policy)
         codecs = {row.codec for row in session.report().rows}

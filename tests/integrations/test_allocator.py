@@ -1,4 +1,4 @@
-"""Keeping freed memory: what it saves is measured in page faults, in a process of its own."""
+"""Keeping freed memory avoids page faults, which are counted in a process of its own."""
 
 from __future__ import annotations
 

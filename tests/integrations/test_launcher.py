@@ -1,4 +1,4 @@
-"""A script under the launcher sees, prints and returns what it does under python itself."""
+"""A script behaves under the launcher as under python itself: what it sees, prints and returns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def by_python(script: Path | str, *args: str) -> subprocess.CompletedProcess[str
 
 
 def traces() -> tuple[object, ...]:
-    """Everything that a Session or the launcher could leave behind."""
+    """Returns all global state that a Session or the launcher could leave changed."""
     hooks = torch.nn.modules.module
     return (
         sys.argv,

@@ -29,7 +29,7 @@ def trace(buffers: Sequence[Buffer], end: int = 16) -> Trace:
 
 
 def buffers(*facts: tuple[int, int, int], role: Role = "immediate") -> list[Buffer]:
-    """From (bytes, start, end)."""
+    """Returns buffers made from (bytes, start, end)."""
     return [Buffer(str(number), role, *fact) for number, fact in enumerate(facts)]
 
 
@@ -42,7 +42,7 @@ def in_one_place(a: Buffer, at: int, b: Buffer, to: int) -> bool:
 
 
 def least_extent(found: Sequence[Buffer]) -> int:
-    """The least of all placements: every one of them can be pushed down, in the order of its places."""
+    """Returns the least extent of all placements, tried by brute force."""
     least = math.inf
     for order in permutations(found):
         placed: list[tuple[int, Buffer]] = []
@@ -67,7 +67,7 @@ def partitions(numbers: list[int]) -> Iterator[list[list[int]]]:
 
 
 def least_groups(found: Sequence[Buffer]) -> int:
-    """The least of all ways to share in groups."""
+    """Returns the least bytes of all ways to share memory in groups, tried by brute force."""
     allowed = (
         partition
         for partition in partitions(list(range(len(found))))

@@ -1,4 +1,4 @@
-"""What is seen of a training script, with and without a Session, and that watching leaves nothing behind."""
+"""Watching a training script, with and without a Session, sees its steps and leaves nothing behind."""
 
 from __future__ import annotations
 

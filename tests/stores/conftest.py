@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backstash.stores import DiskStore
-from backstash.stores.disk import BLOCK
+from backstash.stores.blocks import BLOCK
 
 
 @pytest.fixture

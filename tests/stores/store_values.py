@@ -1,4 +1,4 @@
-"""What the tests of stores put, and a policy that puts all it can."""
+"""Shared by the tests of stores: values to put, and a policy that puts everything that it can."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backstash.testing import equal_bits
 
 
 def value(nbytes: int, device: str = "cpu", seed: int = 0) -> Encoded:
-    """One plane of random bytes."""
+    """Returns a value with one plane of random bytes."""
     plane = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).to(device)
     return Encoded("check", TensorSpec.of(plane), {"codes": plane})
 
@@ -28,7 +28,7 @@ def comes_back(store: DiskStore, ticket: Ticket, expected: Encoded) -> bool:
 
 @dataclass(frozen=True)
 class Everywhere:
-    """Encodes all that it can, exactly, into one store."""
+    """A policy that encodes everything that it can exactly, and puts it into one store."""
 
     store: str
 
@@ -46,7 +46,7 @@ class Everywhere:
 
 
 class Always(Zvc):
-    """Zvc whatever the data."""
+    """A Zvc that encodes any data, also where that saves no memory."""
 
     def declines(self, x: torch.Tensor) -> str | None:
         return None

@@ -1,4 +1,4 @@
-"""The stores keep the contract, and check_store catches what it is for: each class below breaks one promise."""
+"""The stores keep their contract, and check_store catches stores that do not: each class below breaks one promise."""
 
 from __future__ import annotations
 

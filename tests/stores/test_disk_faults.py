@@ -1,4 +1,4 @@
-"""The disk store under faults: what cannot be kept or brought back is an error that names it, never another value."""
+"""The disk store under faults: a value that cannot be kept or read back is an error, and never another value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from store_values import comes_back, value
 
 from backstash.errors import DamagedPlanesError, StoreError, StoreFullError
 from backstash.stores import DiskStore
-from backstash.stores.disk import BLOCK
+from backstash.stores.blocks import BLOCK
 from backstash.testing import check_store
 
 
