@@ -20,7 +20,7 @@ Note: [ownership]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -44,6 +44,7 @@ from backstash.policies.base import Policy, Stash
 from backstash.saved import PLAIN, Need, SavedTensor, is_odd
 from backstash.stash import held, parameters, wrapped
 from backstash.stash.contents import Contents
+from backstash.stash.decode import follow_original
 from backstash.stash.encode import Encoder
 from backstash.stash.leaning import Leaning
 from backstash.stash.ledger import Account, PeakRow, Report, Step
@@ -143,6 +144,7 @@ class Session:
             int, tuple[parameters.StorageReference, Account]
         ] = {}  # of storages of which only the shape is read
         self._unnamed: list[Saved] = []
+        self._assigned: list[Tensor] = []
         self._lock = self._live.lock
         self._settings = f"{self.policy!r} {min_nbytes} {check}"
         self._is_bound = False  # to what was learned of the model
@@ -309,6 +311,7 @@ class Session:
         self._step = Step()
         self._remaking.begin_step(self._step, self._steps)
         self._shapes.clear()
+        self._assigned.clear()
         self._live.prefetcher.begin_step()
         self._names.begin_step()
         self._pending.begin_step()
@@ -345,6 +348,20 @@ class Session:
                     self._leaning.store(storage._cdata, self._encoder, self._pending)
                 if effect is SideEffect.ESCAPES:
                     self._contents.escape(x, storage)
+
+    def assign_data(self, x: Tensor, assign: Callable[[], Any]) -> Any:
+        """Follow a tensor whose ``.data`` is assigned: plain PyTorch has saved that very tensor, not its old memory."""
+        if type(x) not in PLAIN or x.layout is not torch.strided or x.is_leaf:
+            return assign()  # a leaf is held itself
+        with no_torch_function():
+            value = self._pending.get(x.untyped_storage()._cdata)
+            saved = [] if value is None else [each for each in value.saved() if each.is_of(x)]
+        result = assign()
+        with no_torch_function(), self._lock:
+            for each in saved:
+                follow_original(each)
+            self._assigned.append(x)  # so that what is held as it is can follow when it is read
+        return result
 
     def made(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, random_state: Tensor | None
@@ -531,6 +548,7 @@ for _function in (
     Session.before_function,
     Session.after_function,
     Session.before_side_effect,
+    Session.assign_data,
     Session.before_backward,
     Session.made,
     Session._pack,

@@ -50,6 +50,12 @@ _INPUT_SIZES = {"AddmmBackward0": "_saved_mat1_sym_sizes", "MmBackward0": "_save
 """A linear layer's nodes, and the name under which they have saved the sizes of the input."""
 
 
+class _Input(Unstashed):
+    """A layer's input, which is held as it is."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Weight(Unstashed):
     """A layer's weight, which is held as it is."""
 
@@ -59,6 +65,20 @@ class _Weight(Unstashed):
 def begin(stashed: Stashed, node: int) -> None:
     """Notes that the input of the linear layer's node that runs was unpacked as a claim."""
     _running.layer = _Layer(node, weakref.ref(stashed))
+
+
+def claim_input(x: Tensor) -> Tensor:
+    """A claim for a small input of the linear layer's node that runs, if its weight's gradient is large; else ``x``."""
+    if type(x) not in PLAIN or x.dim() != 2 or x.is_complex() or torch.is_grad_enabled():
+        return x
+    if not accumulation.awaits_large_weight():
+        return x
+    node, stashed = running_node()._sequence_nr(), _Input(x)
+    claim = claims.claim(stashed, TensorSpec.of(x), node)
+    if claim is None:
+        return x
+    begin(stashed, node)
+    return claim
 
 
 def claim_weight(weight: Tensor) -> Tensor:

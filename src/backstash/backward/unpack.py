@@ -39,7 +39,7 @@ def unpack(packed: Packed, live: Live, min_nbytes: int) -> Tensor:
         SavedTensorFreedError: its memory was freed since.
     """
     if type(packed) is tuple:
-        return held.read(packed)
+        return linear.claim_input(held.read(packed))
     if isinstance(packed, HeldParameter):
         parameter = held.read((packed.tensor, packed.version, None))
         if parameter.nbytes >= min_nbytes:

@@ -29,6 +29,9 @@ class Listener(Protocol):
     def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch function is about to change its arguments, or to hand their memory on."""
 
+    def assign_data(self, x: Tensor, assign: Callable[[], Any]) -> Any:
+        """``x.data`` is about to be assigned; returns what ``assign``, which does it, returns."""
+
     def before_backward(self) -> None:
         """The backward pass is about to begin."""
 
@@ -42,6 +45,7 @@ class Listener(Protocol):
 
 
 _BACKWARD = frozenset({Tensor.backward})
+_TOLD_APART = _BACKWARD | {Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
 class Observer(TorchFunctionMode):
@@ -67,8 +71,11 @@ class Observer(TorchFunctionMode):
             if effect is not SideEffect.NONE:
                 with no_torch_function():
                     listener.before_side_effect(effect, args, kwargs or {})
-        if func in _BACKWARD:
-            listener.before_backward()
+        if func in _TOLD_APART:
+            if func in _BACKWARD:
+                listener.before_backward()
+            else:
+                return listener.assign_data(args[0], lambda: func(*args, **(kwargs or {})))
         if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         cheap = listener.depth == 0 and listener.recomputes and func in calls.CHEAP

@@ -241,6 +241,10 @@ class Saved:
         value = self.value
         return value is not None and value.form is not None and value.form.tag is not None
 
+    def is_of(self, x: Tensor) -> bool:
+        """Whether it was saved of that very tensor."""
+        return self.original is not None and self.original() is x
+
     def looks_like(self, spec: TensorSpec) -> bool:
         """Whether the dense tensor has that spec."""
         x = self.dense
