@@ -75,6 +75,7 @@ class Proofs:
         prove: Callable[[], Answer],
         *,
         device_type: str = "cpu",
+        again: bool = False,
         repeat_every: int = 0,
         counts: Counts | None = None,
     ) -> Answer:
@@ -86,6 +87,7 @@ class Proofs:
             prove: runs the shortcut beside the long way and compares their bits. The false answer (False or ``""``)
                 means that the shortcut must not be used.
             device_type: of the tensors, ``"cpu"`` or ``"cuda"``: its settings become part of the question.
+            again: runs the proof in any case.
             repeat_every: runs the proof of a true answer again at every so many of its uses; 0 for never. Different
                 questions are repeated at different uses, so that a step does not repeat all of them.
             counts: counts what this caller proves, beside the process-wide ``Proofs.counts``.
@@ -100,7 +102,7 @@ class Proofs:
                 self._known.move_to_end(key)
                 known.uses += 1
                 due = repeat_every and known.answer and (known.uses + known.phase) % repeat_every == 0
-                if not due:
+                if not due and not again:
                     return known.answer  # type: ignore[return-value]
         answer = prove()
         with self._lock:

@@ -143,7 +143,7 @@ class Session:
         self._shapes: dict[
             int, tuple[parameters.StorageReference, Account]
         ] = {}  # of storages of which only the shape is read
-        self._unnamed: list[Saved] = []
+        self.unnamed: list[Saved] = []
         self._assigned: list[Tensor] = []
         self._lock = self._live.lock
         self._settings = f"{self.policy!r} {min_nbytes} {check}"
@@ -321,16 +321,17 @@ class Session:
 
     def before_function(self) -> None:
         """A torch function is about to run: encode what nobody holds any more."""
-        due = self._pending.tick()
+        pending = self._pending
+        pending.clock = clock = pending.clock + 1
+        due = pending.due.pop(clock, None)
         if due is not None:
             with no_torch_function(), self._lock:
-                self._pending.look_at(due)
+                pending.look_at(due)
 
     def after_function(self, result: Any) -> None:
         """A torch function has returned: name what it has saved."""
-        if self._unnamed and self.depth == 0:
-            with no_torch_function():
-                self._name(result)
+        with no_torch_function():
+            self._name(result)
 
     def before_backward(self) -> None:
         """Backward is about to begin: encode everything that nobody holds."""
@@ -426,7 +427,7 @@ class Session:
                 saved.wrapping = wrapped.Wrapping(x, inner)
             elif parameters.is_leaf_of_graph(x):
                 saved.dense = x
-            self._unnamed.append(saved)
+            self.unnamed.append(saved)
             # Outside any torch function (a custom Function, an extension's op), or inside backward, which is one long
             # torch function: what a reentrant checkpoint recomputes must not wait for its end.
             if self.depth == 0 or in_backward():
@@ -437,7 +438,7 @@ class Session:
     def _name(self, result: Any) -> None:
         """Find out what the tensors saved by the op that has just returned are, and take them in."""
         with self._lock:
-            unnamed, self._unnamed = self._unnamed, []
+            unnamed, self.unnamed = self.unnamed, []
             wanted = {id(saved): saved for saved in unnamed if saved.is_plain}
             if not wanted:
                 return

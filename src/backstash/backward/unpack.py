@@ -80,7 +80,7 @@ def _inner(saved: Saved, live: Live) -> Tensor:
         claim = _claim(saved)
         if claim is not None:
             return claim
-    with torch.no_grad(), live.lock:
+    with live.lock:
         return decode(saved, saved.spec, value)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from backstash.capture.side_effects import SideEffect, side_effect_of
+from backstash.capture.side_effects import SideEffect, has_inplace_argument, side_effect_of
 from backstash.stash import calls
 from backstash.torch_internals import hide_from_dynamo, no_torch_function
 
@@ -22,6 +22,9 @@ class Listener(Protocol):
 
     depth: int
     """How many torch functions are in progress."""
+
+    unnamed: list[Any]
+    """What was saved and has no name yet."""
 
     def before_function(self) -> None:
         """A torch function is about to run."""
@@ -45,7 +48,7 @@ class Listener(Protocol):
 
 
 _BACKWARD = frozenset({Tensor.backward})
-_TOLD_APART = _BACKWARD | {Tensor.data.__set__}  # type: ignore[attr-defined]
+_ASSIGN_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Observer(TorchFunctionMode):
@@ -66,31 +69,75 @@ class Observer(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         listener = self.listener
         listener.before_function()
-        if listener.recomputes:
-            effect = side_effect_of(func, args, kwargs or {})
+        try:
+            kind = _kinds[func]
+        except (KeyError, TypeError):  # a function that cannot be hashed is looked at each time
+            kind = _kind_of(func)
+        if kwargs is None:
+            kwargs = {}
+        recomputes = listener.recomputes
+        if recomputes and (kwargs or kind.effect is not SideEffect.NONE or kind.has_inplace):
+            effect = side_effect_of(func, args, kwargs)
             if effect is not SideEffect.NONE:
                 with no_torch_function():
-                    listener.before_side_effect(effect, args, kwargs or {})
-        if func in _TOLD_APART:
-            if func in _BACKWARD:
-                listener.before_backward()
-            else:
-                return listener.assign_data(args[0], lambda: func(*args, **(kwargs or {})))
+                    listener.before_side_effect(effect, args, kwargs)
+        if kind.is_backward:
+            listener.before_backward()
+        elif kind.assigns_data:
+            return listener.assign_data(args[0], lambda: func(*args, **kwargs))
         if not torch.is_grad_enabled():
-            return func(*args, **(kwargs or {}))
-        cheap = listener.depth == 0 and listener.recomputes and func in calls.CHEAP
+            return func(*args, **kwargs)
+        cheap = kind.is_cheap and recomputes and listener.depth == 0
         before = calls.random_state(func, args) if cheap else None
         listener.depth += 1
         result = None
         try:
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         finally:
             listener.depth -= 1
-            listener.after_function(result)
+            if listener.unnamed and listener.depth == 0:
+                listener.after_function(result)
         if cheap and type(result) is Tensor:
             with no_torch_function():
-                listener.made(func, args, kwargs or {}, result, before)
+                listener.made(func, args, kwargs, result, before)
         return result
+
+
+class _Kind:
+    """What there is to do about calls of one function.
+
+    Attributes:
+        effect: what it does to its arguments' memory, whatever they are.
+        has_inplace: whether it has an argument that has it work in place.
+        is_cheap: whether its result can be made again.
+        is_backward: whether it begins a backward pass.
+        assigns_data: whether it assigns a tensor's ``.data``.
+    """
+
+    __slots__ = ("assigns_data", "effect", "has_inplace", "is_backward", "is_cheap")
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.effect = side_effect_of(func, (), {})
+        self.has_inplace = has_inplace_argument(func)
+        self.is_cheap = func in calls.CHEAP
+        self.is_backward = func in _BACKWARD
+        self.assigns_data = func == _ASSIGN_DATA
+
+
+_kinds: dict[Callable[..., Any], _Kind] = {}
+_MOST_KINDS = 4096
+
+
+def _kind_of(func: Callable[..., Any]) -> _Kind:
+    try:
+        kind = _Kind(func)
+        if len(_kinds) < _MOST_KINDS:
+            _kinds[func] = kind
+    except TypeError:  # it cannot be hashed
+        kind = object.__new__(_Kind)
+        kind.effect, kind.has_inplace = side_effect_of(func, (), {}), False
+        kind.is_cheap = kind.is_backward = kind.assigns_data = False
+    return kind
 
 
 hide_from_dynamo(Observer.__torch_function__)

@@ -68,6 +68,11 @@ def side_effect_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     return known
 
 
+def has_inplace_argument(function: Callable[..., Any]) -> bool:
+    """Whether a function, of which the effect was asked before, has a parameter ``inplace``."""
+    return function in _inplace_at
+
+
 def _find_side_effect(function: Callable[..., Any]) -> SideEffect:
     if function in _ESCAPES:
         return SideEffect.ESCAPES

@@ -152,11 +152,6 @@ class Call:
     random_state: Tensor | None = None
     statistics: tuple[Held, Held] | None = None
 
-    @property
-    def arguments(self) -> str:
-        """The arguments as text, with "input" in the places of tensors."""
-        return f"{self.args}{self.kwargs}"
-
     def named_input(self, name: str) -> View | Held | None:
         """The tensor that was given as the keyword argument ``name``; None where none was, or not by its name."""
         if self.kwargs.get(name) is not INPUT:

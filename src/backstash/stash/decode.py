@@ -38,7 +38,7 @@ class StashedTensor:
         if saved.dense is not None:
             check_version(saved)
             return saved.dense
-        with torch.no_grad(), saved.live.lock:
+        with saved.live.lock:
             return decode(saved, self.spec, self.value)
 
     def direct(self, form: type[Readable]) -> Readable | None:
@@ -65,7 +65,7 @@ class StashedTensor:
         """Its reader is done: free what was decoded, but for the bits that others will read."""
         self.saved.has_read()
         if self.saved.dense is None:
-            with torch.no_grad(), self.saved.live.lock:
+            with self.saved.live.lock:
                 release(self.value)
 
     def adopt(self, dead: Tensor) -> None:
@@ -75,12 +75,19 @@ class StashedTensor:
 
 
 def decode(saved: Saved, spec: TensorSpec, value: Value) -> Tensor:
-    """The saved tensor in its own layout."""
+    """The saved tensor in its own layout, without a graph."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():  # which takes longer than the question whether it is needed
+            return _decode(saved, spec, value, copies=True)
+    return _decode(saved, spec, value, copies=False)
+
+
+def _decode(saved: Saved, spec: TensorSpec, value: Value, copies: bool) -> Tensor:
     exact = _exact(value)
     if exact is not None:
         exact = exact.as_strided(spec.shape, spec.stride, saved.offset)
         return exact if saved.builtin else exact.clone()  # others may write into it
-    whole = dense(value, borrows=saved.builtin and in_backward() and not torch.is_grad_enabled())
+    whole = dense(value, borrows=saved.builtin and not copies and in_backward())
     saved.has_read()
     if value.unread <= 0:
         value.hold(None)
@@ -169,7 +176,7 @@ def remake(value: Value, fresh: bool = False) -> Tensor:
     if form is not None:
         _apply(planes(value, form), whole)
     if value.sample is not None and value.sample.differs(whole):
-        value.live.distrusted.add(value.proof)
+        value.live.distrusted.add((value.key, str(recipe)))
         raise RecomputedDifferentlyError(
             f"backward needs {value.key} ({spec}), which was to be computed again by {recipe}, but the result has "
             f"other bits than the value had in the forward pass: what it is computed from, or the value itself, was "

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from backstash.stash.remaking import Remaking
 
 
+SPARED = 8
+"""How many times codecs that have declined a value are not asked again at the same place: its numbers may change."""
+
+
 class Encoder:
     """Does with values what the policy says.
 
@@ -89,7 +93,14 @@ class Encoder:
             action, why = without_error(action), f"{why}; exact, because others are made again of it"
         if isinstance(action, Slice) and (facts.op, facts.role) == ("Convolution", "input"):
             action = action.sliced()
-        form, reason = self.form(whole, facts, action, fresh)
+        place = strongest.place if self.is_fixed else None
+        if place is not None and place.spared and place.declined is not None and place.declined[0] is action:
+            place.spared -= 1
+            form, reason = None, place.declined[1]
+        else:
+            form, reason = self.form(whole, facts, action, fresh)
+            if place is not None:
+                place.declined, place.spared = (action, reason) if form is None else None, SPARED
         if form is None:
             value.account.encode_seconds += time.perf_counter() - started
             self.keep(value, facts, reason + why)
@@ -132,7 +143,7 @@ class Encoder:
             leaf.raise_to(value.height + 1)
         nbytes = 0 if value.form is None else value.form.ticket.nbytes
         label = "recompute within" if recipe.from_statistics else "recompute"
-        self.release(value, fresh, facts, label, nbytes, str(value.proof[1]), started)
+        self.release(value, fresh, facts, label, nbytes, str(recipe), started)
 
     def release(
         self,

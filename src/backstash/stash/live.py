@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from backstash.stash.buffers import Buffers
@@ -31,7 +30,7 @@ class Live:
         unpacked: whether backward has begun.
         monitor: measures the gradient's error in the first steps, where that was asked for.
         watcher: is told of what happens to memory; None when nobody asked for that.
-        distrusted: keys of recipes that have failed after they had been proven.
+        distrusted: keys of values whose recipes have failed after they had been proven, and these recipes as text.
     """
 
     def __init__(self, ahead: int | None = None, overwrites: bool = True) -> None:
@@ -44,7 +43,7 @@ class Live:
         self.unpacked = False
         self.monitor: Monitor | None = None
         self.watcher: Watcher | None = None
-        self.distrusted: set[tuple[Hashable, ...]] = set()
+        self.distrusted: set[tuple[str, str]] = set()
         self._saved = self._nbytes = self._remade_nbytes = 0
         self._losses: deque[tuple[int, int, int]] = deque()
 

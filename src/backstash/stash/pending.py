@@ -33,13 +33,14 @@ class Pending:
 
     Attributes:
         clock: how many torch functions and packed tensors there were so far.
+        due: the values to look at, by the clock's number.
     """
 
     def __init__(self, decide: Callable[[Value], None]) -> None:
         self.clock = 0
         self._decide = decide
         self._values: dict[int, weakref.ref[Value]] = {}
-        self._due: dict[int, list[weakref.ref[Value]]] = {}
+        self.due: dict[int, list[weakref.ref[Value]]] = {}
 
     def __contains__(self, cdata: int) -> bool:
         return cdata in self._values
@@ -54,11 +55,6 @@ class Pending:
         self._values[value.cdata] = reference = weakref.ref(value)
         value.born = self.clock
         self._look_again(self.clock + (1 if value.place is None else value.place.delay), reference)
-
-    def tick(self) -> list[weakref.ref[Value]] | None:
-        """A torch function is about to run: the values to look at now."""
-        self.clock = clock = self.clock + 1
-        return self._due.pop(clock, None)
 
     def look_at(self, due: list[weakref.ref[Value]]) -> None:
         """Decide about those of these values that nobody else holds; look at the others later."""
@@ -100,12 +96,12 @@ class Pending:
     def clear(self) -> None:
         """Forget everything."""
         self._values.clear()
-        self._due.clear()
+        self.due.clear()
 
     def _look_again(self, clock: int, look: weakref.ref[Value]) -> None:
-        looks = self._due.get(clock)
+        looks = self.due.get(clock)
         if looks is None:
-            self._due[clock] = [look]
+            self.due[clock] = [look]
         else:
             looks.append(look)
 

@@ -8,7 +8,7 @@ their errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -57,18 +57,18 @@ class Recipe:
         inner = [str(given[0]) for given in self.inputs if isinstance(given, tuple)]
         return f"{self.call.name}({', '.join(inner)})" if inner else self.call.name
 
-    def signature(self) -> tuple[Hashable, ...]:
-        """Everything that its result depends on but the numbers: functions, arguments, and the specs of all tensors."""
+    def likeness(self) -> tuple[object, ...]:
+        """Everything that its result depends on but numbers: functions, arguments, and the specs of all tensors."""
         call = self.call
         inputs = [
-            (*given[0].signature(), given[1].spec, given[1].offset)
-            if isinstance(given, tuple)
-            else (given.spec, given.offset)
-            if isinstance(given, Leaf)
+            (given.spec, given.offset)
+            if type(given) is Leaf
             else TensorSpec.of(given.tensor)
+            if type(given) is Held
+            else (given[0].likeness(), given[1].spec, given[1].offset)  # type: ignore[index]
             for given in self.inputs
         ]
-        return call.name, call.arguments, call.spec, call.autocast, self.from_statistics, *inputs
+        return call.function, call.args, call.kwargs, call.spec, call.autocast, inputs
 
     def run(self, fetch: Callable[[Leaf], Tensor], out: Memory | None = None) -> Tensor:
         """Make the value.

@@ -9,7 +9,8 @@ Note: [proven recipes]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import zlib
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -23,9 +24,11 @@ from backstash.stash.gains import gains
 from backstash.stash.leaning import Leaning
 from backstash.stash.ledger import Step
 from backstash.stash.live import Live
+from backstash.stash.place import Place
 from backstash.stash.recipes import Recipe, build
 from backstash.stash.sample import Sample
 from backstash.stash.value import Saved, Value, holder
+from backstash.torch_internals import numeric_settings
 
 REPEAT = 256
 """A recipe is proven again at every so many of its uses, on the numbers of that step; each recipe at another step."""
@@ -75,11 +78,11 @@ class Remaking:
             return "others, which were proven with its exact numbers, are made again of it"
         if bounded and not leaves.keeps_signs(recipe, value, whole):
             return "its sign is read in another way than a relu does"
-        own = self._own if bounded else None
-        facts = (strongest.tensor.key, str(recipe), recipe.signature(), TensorSpec.of(whole), own)
-        if facts in self._live.distrusted:
+        place = strongest.place
+        assert place is not None
+        if self._live.distrusted and (strongest.tensor.key, str(recipe)) in self._live.distrusted:
             return f"{recipe} has made other bits than the value had"
-        way = self._way(facts, recipe, whole, bounded)
+        way = self._way(place, recipe, whole, bounded)
         if not way:
             return f"{recipe} does not repeat itself {'within its bounds' if bounded else 'bit for bit'}"
         for leaf in begins_from:
@@ -90,7 +93,6 @@ class Remaking:
         if bounded:
             off = proving.off_by(recipe)
             tolerance = None if off is None else 1.001 * float(off.max()) + proving.rounding(whole)
-        value.proof = facts
         value.sample = Sample.of(whole, self._number, self._full, tolerance)
         return recipe
 
@@ -116,18 +118,41 @@ class Remaking:
             return leaf
         value = leaf.value
         held = holder(value) if value.storage is not None and not value.height else None
-        if held is not None and held.tensor is not None and has_error(self._policy.decide(held.tensor)):
+        if held is not None and self._may_have_error(held):
             return "it would begin from a value that may be stored with an error"
         return leaf
 
-    def _way(self, facts: tuple[Hashable, ...], recipe: Recipe, whole: Tensor, bounded: bool) -> str:
+    def _may_have_error(self, held: Saved) -> bool:
+        """Whether the value by which a leaf is held may yet be stored with an error."""
+        if held.tensor is None:
+            return False
+        place = held.place
+        if not self._policy.is_fixed or place is None or place.facts is not held.tensor:
+            return has_error(self._policy.decide(held.tensor))
+        if place.action is None:
+            place.action = self._policy.decide(held.tensor)
+        return has_error(place.action)
+
+    def _way(self, place: Place, recipe: Recipe, whole: Tensor, bounded: bool) -> str:
         """How the recipe makes the value: "fused", "plain", "within", or "" where it does not."""
+        likeness = recipe.likeness()
+        device = whole.device.type
+        facts = (likeness, TensorSpec.of(whole), self._own if bounded else None, numeric_settings(device))
+        known = place.proof
+        if known is not None and known[0] == facts:
+            place.uses += 1
+            if not known[1] or place.uses % REPEAT:
+                return known[1]
 
         def prove() -> str:
             way = proving.prove_within(recipe.using_statistics(), whole) if bounded else proving.prove(recipe, whole)
             self._live.buffers.clear()  # nothing is held of what the recipe begins from
             return way
 
-        return proofs.ask(
-            "recipe", facts, prove, device_type=whole.device.type, repeat_every=REPEAT, counts=self._step.counts
-        )
+        again = known is not None and known[0] == facts
+        question = (place.facts.key, repr(likeness), TensorSpec.of(whole), self._own if bounded else None)
+        way = proofs.ask("recipe", question, prove, device_type=device, again=again, counts=self._step.counts)
+        if not again:  # others are repeated in other steps
+            place.uses = zlib.crc32(place.facts.key.encode()) % REPEAT
+        place.proof = facts, way
+        return way

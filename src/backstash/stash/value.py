@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +58,6 @@ class Value:
         bits: the mask of what was decoded or remade, as long as nobody reads more of it than that.
         remade: what the recipe made, as long as a saved tensor has yet to read it.
         sample: bits that the remade value must have (Note: [samples] in sample.py).
-        proof: the key under which the recipe was proven.
         otherwise: what is done with the value if the recipe has to be given up.
         guard: a member of its own, which keeps the dense data that recipes need, and its version.
         height: the length of the longest chain of recipes above it.
@@ -92,7 +91,6 @@ class Value:
         "members",
         "otherwise",
         "place",
-        "proof",
         "recipe",
         "remade",
         "round",
@@ -118,7 +116,6 @@ class Value:
         self.recipe: Recipe | None = None
         self.remade: Tensor | None = None
         self.sample: Sample | None = None
-        self.proof: tuple[Hashable, ...] = ()
         self.otherwise: Keep | Stash | None = None
         self.guard: Saved | None = None
         self.height = 0
