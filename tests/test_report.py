@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import backstash as bs
+from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.ledger import CodecTotal, Entry, Report, Step, mib
 
 ROWS = (
@@ -78,18 +79,19 @@ def test_a_report_is_frozen() -> None:
 
 def test_rows_are_copies() -> None:
     step = Step()
-    entry = Entry("a", "VALUE", "", 10, 10)
-    step.entries.append(entry)
+    facts = SavedTensor("a", "Relu", "result", "", TensorSpec.of(torch.zeros(10)), Need.SIGN)
+    account = step.open(facts, 40, "kept")
     rows = step.rows()
-    entry.stash_nbytes = 1
-    entry.shared_by.append("b")
-    assert rows == (Entry("a", "VALUE", "", 10, 10),)
+    account.stash_nbytes = 1
+    account.share(dataclasses.replace(facts, key="b"))
+    assert rows == (Entry("a", "SIGN", "float32 [10]", 40),)
+    assert step.rows() == (Entry("a", "SIGN", "float32 [10]", 40, 1, shared_by=["b"]),)
 
 
 def test_small_tensors_have_one_row_if_any() -> None:
     step = Step()
     assert step.rows() == ()
-    step.small.saved_nbytes = step.small.stash_nbytes = 64
+    step.small_nbytes = 64
     (row,) = step.rows()
     assert "below min_nbytes" in row.key
     assert (row.reason, row.saved_nbytes, row.stash_nbytes) == ("small", 64, 64)

@@ -75,7 +75,7 @@ def test_planes_that_are_kept_for_a_second_reader_are_told_of_at_each_reading() 
     def training_step() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
-        x = torch.randn(512, 64)
+        x = torch.randn(1024, 64)
         with session:
             loss = model(x).sum()
         loss.backward()

@@ -72,8 +72,8 @@ class Session:
         model: the module that paths in keys start from; without it, whichever module is called outermost.
         stores: stores by name, beside ``"device"`` and ``"host"``, which are there already.
         min_nbytes: smaller tensors are kept. By default the first step decides, between 16 and 256 KiB: small tensors
-            are kept as far as they hold no more than 2 % of the bytes, or the whole step saves less than 64 MiB
-            (Note: [sizes that matter] in capture/learned.py).
+            are kept as far as they hold no more than 2 % of the bytes, or half of them where the whole step saves less
+            than 64 MiB (Note: [sizes that matter] in capture/learned.py).
         check: in how many steps, from the first one on, the error that the policy makes in the gradient is measured
             (``report().gradient_error``). Such a step keeps exact copies beside what is stored with an error, and two
             more backward passes run before its own, so hooks on tensors and nodes, and custom Functions' backward, run
@@ -205,7 +205,12 @@ class Session:
                 step = self._names.learned.step
                 peak_nbytes = max(peak_nbytes, self._names.learned.peak_nbytes)
                 notes.append(
-                    "the policy keeps everything, so this step was only counted: the values are those of an earlier one"
+                    "there is nothing to do, so this step was only counted: the rows are those of an earlier one"
+                )
+            if self._chooses_min_nbytes and self._names.learned.saves_little:
+                notes.append(
+                    f"a step saves little, so tensors below {self.min_nbytes >> 10} KiB are kept and nothing is made "
+                    f"again, which takes time: Session(min_nbytes=...) changes that"
                 )
             if self._elsewhere:
                 notes.append(
@@ -286,6 +291,7 @@ class Session:
         size = self._names.learned.min_nbytes
         if self._chooses_min_nbytes and size is not None:
             self.min_nbytes = self._contents.min_nbytes = size
+            self.recomputes = self.policy.recomputes and not self._names.learned.saves_little
 
     def _learn(self) -> None:
         """A step is over: note what it may spare the next one."""
@@ -295,9 +301,13 @@ class Session:
             if self._chooses_min_nbytes and step.accounts:
                 known.choose_min_nbytes(account.saved_nbytes for account in step.accounts)
                 self._use_learned_size()
-        known.end_step((self._counted[0], self._counted[1]), encoder.is_fixed and not encoder.has_acted)
+        counted = self._counted[0], self._counted[1]
+        if self._is_idle:
+            known.end_idle_step(counted)
+        else:
+            known.end_step(counted, encoder.only_keep, step.freed_nbytes)
         self._counted = [0, 0]
-        encoder.has_acted = False
+        encoder.begin_step()
 
     def _begin_step(self) -> None:
         """A forward pass begins after a backward pass: the accounts start afresh."""
@@ -355,13 +365,15 @@ class Session:
         if type(x) not in PLAIN or x.layout is not torch.strided or x.is_leaf:
             return assign()  # a leaf is held itself
         with no_torch_function():
-            value = self._pending.get(x.untyped_storage()._cdata)
+            storage = x.untyped_storage()
+            if storage.nbytes() < self.min_nbytes:
+                self._assigned.append(x)  # what is held as it is follows when it is read, so ``x`` has to live
+            value = self._pending.get(storage._cdata)
             saved = [] if value is None else [each for each in value.saved() if each.is_of(x)]
         result = assign()
         with no_torch_function(), self._lock:
             for each in saved:
                 follow_original(each)
-            self._assigned.append(x)  # so that what is held as it is can follow when it is read
         return result
 
     def made(
@@ -483,7 +495,7 @@ class Session:
                 if account is None:
                     self._shapes[cdata] = weakref.ref(storage), self._step.open(facts, storage.nbytes(), "shape")
             saved.counter, saved.dense = version_of(dense), None
-            self._encoder.has_acted = True
+            self._encoder.only_keep = False
             return
         if value is None:
             nbytes = storage.nbytes()

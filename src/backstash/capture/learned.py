@@ -4,13 +4,15 @@ Note: [sizes that matter]
     Each tensor that a Session looks at costs it some ten microseconds, whatever the tensor's size. So small tensors are
     kept as they are, where that changes little: those below the largest power of two, from 16 to 256 KiB, below which
     no more than a fiftieth of the saved bytes lie. Where all that a step saves takes less than 64 MiB, which is less
-    than the process takes before it trains, those below 256 KiB are kept, whatever their share. The sizes are counted
-    in the first step, so the choice depends on the model and its input alone, and is the same on every machine.
+    than the process takes before it trains, time counts more than bytes: up to half of the bytes may lie below, and
+    nothing is remade. The sizes are counted in the first step, so the choice depends on the model and its input alone,
+    and is the same on every machine.
 
 Note: [idle Sessions]
-    When the policy is fixed and has said Keep of everything in two equal steps, there is nothing to do: the Session
-    takes its observer and its module hooks away, and holds what is saved with its version and nothing else. It counts
-    the tensors and their bytes. After a step that has saved others, it learns anew.
+    When a fixed policy has said Keep of everything in two equal steps, or two equal steps that save little could be
+    made smaller by less than a fiftieth, there is nothing to do: the Session takes its observer and its module hooks
+    away, and holds what is saved with its version and nothing else. It counts the tensors and their bytes. After a step
+    that has saved others it learns anew. Codecs look at the numbers again in one of 64 steps.
 """
 
 from __future__ import annotations
@@ -36,7 +38,13 @@ SHARE = 50
 """The tensors that are kept for their size alone have at most one in so many of the saved bytes."""
 
 LITTLE = 64 << 20
-"""Bytes of a whole step below which only large tensors are looked at."""
+"""Bytes of a whole step below which time counts more than bytes."""
+
+SHARE_OF_LITTLE = 2
+"""The same as SHARE in such a step."""
+
+LOOK_AGAIN = 64
+"""An idle Session whose policy has not said Keep of everything looks at the numbers again in one of so many steps."""
 
 QUIET_STEPS = 2
 """Equal steps without anything to do after which a Session is idle."""
@@ -48,7 +56,7 @@ class Learned:
     Attributes:
         nodes: what is known of the tensors that nodes save, by module path, type of node and number.
         min_nbytes: tensors smaller than this are kept; None where this was not decided yet.
-        is_idle: whether there is nothing to do (Note: [idle Sessions]).
+        saves_little: whether all that a step saves is so little that time counts more.
         counted: how many tensors the last step has saved, and their bytes.
         step: the accounts of the last step that was not idle.
         peak_nbytes: the most bytes that such a step has held on the device.
@@ -57,40 +65,57 @@ class Learned:
     def __init__(self) -> None:
         self.nodes: dict[tuple[str, type, int], KnownNode] = {}
         self.min_nbytes: int | None = None
+        self.saves_little = False
         self.counted = (0, 0)
         self.step = Step()
         self.peak_nbytes = 0
         self._quiet_steps = 0
         self._needed = QUIET_STEPS
+        self._until_look = LOOK_AGAIN
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether there is nothing to do (Note: [idle Sessions])."""
         return self._quiet_steps >= self._needed
 
-    def end_step(self, counted: tuple[int, int], is_quiet: bool) -> None:
-        """A step is over.
+    def end_step(self, counted: tuple[int, int], only_keep: bool, freed_nbytes: int) -> None:
+        """A step is over that was not idle.
 
         Args:
             counted: how many tensors it has saved, and their bytes.
-            is_quiet: whether the policy has said Keep of all of them.
+            only_keep: whether the policy is fixed and has said Keep of all of them.
+            freed_nbytes: bytes that plain PyTorch would have held, and the Session has not.
         """
         if not counted[0]:  # an evaluation
             return
-        if self.is_idle and counted != self.counted:
-            self._needed = min(2 * self._needed, 64)  # steps differ: it takes longer to be sure again
+        is_quiet = only_keep or (self.saves_little and SHARE * freed_nbytes < counted[1])
         equal = is_quiet and counted == self.counted
         self._quiet_steps = self._quiet_steps + 1 if equal else int(is_quiet)
+        self._until_look = 0 if only_keep else LOOK_AGAIN
         self.counted = counted
+
+    def end_idle_step(self, counted: tuple[int, int]) -> None:
+        """A step is over in which the tensors were only counted."""
+        if not counted[0]:
+            return
+        if counted != self.counted:
+            self._quiet_steps = 0
+            self._needed = min(2 * self._needed, 64)  # steps differ: it takes longer to be sure again
+            self.counted = counted
+        elif self._until_look:
+            self._until_look -= 1
+            if not self._until_look:
+                self._quiet_steps = self._needed - 1
 
     def choose_min_nbytes(self, sizes: Iterable[int]) -> int:
         """The size from which tensors are looked at (Note: [sizes that matter]); decided once, from a step's sizes."""
         if self.min_nbytes is None:
             sizes = list(sizes)
             total, chosen = sum(sizes), LARGEST
-            if total >= LITTLE:
-                while chosen > SMALLEST and SHARE * sum(size for size in sizes if size < chosen) > total:
-                    chosen //= 2
+            self.saves_little = total < LITTLE
+            share = SHARE_OF_LITTLE if self.saves_little else SHARE
+            while chosen > SMALLEST and share * sum(size for size in sizes if size < chosen) > total:
+                chosen //= 2
             self.min_nbytes = chosen
         return self.min_nbytes
 

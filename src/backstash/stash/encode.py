@@ -41,7 +41,7 @@ class Encoder:
 
     Attributes:
         is_fixed: whether the policy says the same of the same facts whenever it is asked.
-        has_acted: whether the policy has said anything but Keep since this was set to False.
+        only_keep: whether the policy is fixed and has said nothing but Keep in this step.
     """
 
     def __init__(self, policy: Policy, stores: Mapping[str, Store], live: Live, remaking: Remaking) -> None:
@@ -50,7 +50,11 @@ class Encoder:
         self._live = live
         self._remaking = remaking
         self.is_fixed = policy.is_fixed
-        self.has_acted = False
+        self.only_keep = self.is_fixed
+
+    def begin_step(self) -> None:
+        """Nothing was decided yet."""
+        self.only_keep = self.is_fixed
 
     def encode(self, value: Value) -> None:
         """Store a value that nobody but autograd holds in the form that the policy chooses."""
@@ -75,7 +79,7 @@ class Encoder:
         if isinstance(action, Keep):
             self.keep(value, facts, action.reason)
             return
-        self.has_acted = True
+        self.only_keep = False
         value.buffers = self._live.buffers
         started = time.perf_counter()
         why = ""

@@ -397,6 +397,11 @@ class Step:
         return account
 
     @property
+    def freed_nbytes(self) -> int:
+        """Bytes that plain PyTorch would hold and the Session does not."""
+        return sum(account.saved_nbytes - account.device_nbytes for account in self.accounts)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing was saved but parameters."""
         return not self.accounts and not self.small_nbytes
