@@ -105,7 +105,7 @@ class _Generator:
             "optimizer": random.choice(("SGD", "SGD", "momentum", "Adam")),
             "sessions": random.choice(("each", "same", "same", "around")),
             "inside": random.random() < 0.3,
-            "min_nbytes": random.choice((0, 0, 256)),
+            "min_nbytes": random.choice((0, 0, 0, 0, 256, 256, None)),
         }
         drawn_policy = random.choice(POLICIES)
         if self.changing:

@@ -81,7 +81,7 @@ class Program:
     sessions: str = "same"
     inside: bool = False
     policy: str = "lossless"
-    min_nbytes: int = 0
+    min_nbytes: int | None = 0
     pattern: str = "A"
     twice: str = ""
     setup: tuple[Statement, ...] = ()
