@@ -5,10 +5,12 @@ opposite: small tensors on one thread, where the Session's own work is nearly al
 
 For each network, in this order:
 
-1. The gate: each candidate takes two steps from the same weights, data and dropout. All gradients must have the bits of
+1. Some GiB of memory are written to and freed, since memory that a virtual machine has not used for a while is slow at
+   first.
+2. The gate: each candidate takes two steps from the same weights, data and dropout. All gradients must have the bits of
    plain's after every step; otherwise nothing of this network is timed. The first step of a Session, in which it learns
    what the network does, is timed apart.
-2. The rounds: every candidate once per round, each round in another order. A candidate's step runs twice and the second
+3. The rounds: every candidate once per round, each round in another order. A candidate's step runs twice and the second
    step is timed, because the first step finds the heap as another candidate left it.
 
 A step is a forward and a backward pass. The gradients were allocated before. Setting them to zero, seeding dropout and
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -167,6 +170,16 @@ def step(workload: Workload, candidate: Candidate) -> float:
     return time.perf_counter() - started
 
 
+def touch_memory(nbytes: int) -> None:
+    """Writes to this much memory, but at most to half of what is free, and frees it again.
+
+    The host of a virtual machine may take memory back that the machine does not use. The first write to such memory is
+    several times as slow as a later one, and can make the first steps of a network last ten times as long.
+    """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+    torch.empty(min(nbytes, free // 2), dtype=torch.uint8).fill_(1)
+
+
 def second_step(workload: Workload, candidate: Candidate) -> float:
     """Runs two steps; returns the seconds of the second."""
     step(workload, candidate)
@@ -272,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.steptime", description="Time of whole steps.")
     parser.add_argument("--json", type=Path, help="the file to write (default: none)")
     parser.add_argument("--seconds", type=float, default=1800.0, help="for everything (default: 1800)")
+    parser.add_argument("--touch-gib", type=float, default=4.0, help="memory to write to before (default: 4)")
     parser.add_argument("--rounds", type=int, default=7, help="of each network, at most (default: 7)")
     names = [case.name for case in CASES]
     parser.add_argument("--only", action="append", choices=names, help="this network (may be given several times)")
@@ -282,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured: list[Measured] = []
     for index, case in enumerate(chosen):
         part = deadline.part(case.share / sum(other.share for other in chosen[index:]))
+        touch_memory(int(asked.touch_gib * 2**30))
         measured.append(measure(case, Effort(asked.rounds, part)))
         results.write(networks=measured)
     print(f"{show(measured)}\n\n{results.close()}")

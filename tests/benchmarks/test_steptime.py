@@ -13,6 +13,8 @@ from torch import Tensor
 from benchmarks import steptime
 from benchmarks.cases import QUICK, Case
 from benchmarks.networks.transformers_vision import VISION
+from benchmarks.published import results as published
+from benchmarks.published.steps import step_overhead
 from benchmarks.rounds import Effort
 
 SMALL = QUICK[0]
@@ -22,8 +24,8 @@ def test_one_round_of_a_small_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(steptime, "CASES", QUICK)
-    out = tmp_path / "steptime.json"
-    assert steptime.main(["--rounds", "1", "--only", SMALL.name, "--json", str(out)]) == 0
+    out = tmp_path / "steptime-cpu-2026-01-02.json"
+    assert steptime.main(["--touch-gib", "0.01", "--rounds", "1", "--only", SMALL.name, "--json", str(out)]) == 0
     (network,) = json.loads(out.read_text())["networks"]
     assert network["case"]["name"] == SMALL.name and network["status"] == "measured" and network["saved"] > 10
     rows = {row["candidate"]: row for row in network["rows"]}
@@ -34,6 +36,13 @@ def test_one_round_of_a_small_network(
     assert rows["lossless"]["ratio"] > 1.0
     assert rows["lossless"]["stash_nbytes"] == rows["lossless, new Session"]["stash_nbytes"]
     assert "lossless, new Session" in capsys.readouterr().out
+    monkeypatch.setattr(published, "FOLDER", tmp_path)
+    assert f"(results:{out.name})" in step_overhead() and "| vgg_small, batch 4 | " in step_overhead()
+
+
+def test_the_table_says_that_nothing_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "FOLDER", tmp_path)
+    assert step_overhead() == "Not measured yet. The command is `backstash bench steptime`."
 
 
 def test_wrong_gradients_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +56,7 @@ def test_wrong_gradients_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: 
     wrong = {"plain": plain, "doubled": steptime.Candidate(doubling)}
     monkeypatch.setattr(steptime, "candidates", lambda: wrong)
     monkeypatch.setattr(steptime, "CASES", (SMALL,))
-    assert steptime.main(["--rounds", "1"]) == 1
+    assert steptime.main(["--touch-gib", "0", "--rounds", "1"]) == 1
     assert "vgg_small, batch 4, 32x32: FAILED: doubled was to compute the gradients" in capsys.readouterr().out
 
 
