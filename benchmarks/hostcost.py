@@ -43,7 +43,8 @@ class Nothing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _identity() -> AbstractContextManager[object]:
+def identity_hooks() -> AbstractContextManager[object]:
+    """Saved-tensor hooks that do nothing."""
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
@@ -52,7 +53,7 @@ def _contexts() -> dict[str, AbstractContextManager[object]]:
     return {
         "plain": nullcontext(),
         "plain again": nullcontext(),
-        "identity hooks": _identity(),
+        "identity hooks": identity_hooks(),
         "function mode": Nothing(),
         "save_on_cpu": torch.autograd.graph.save_on_cpu(),
         "keep": Session("keep"),
@@ -151,7 +152,8 @@ class Row:
     first_seconds: float
 
 
-def _count_saved(loss: Loss) -> int:
+def count_saved(loss: Loss) -> int:
+    """Returns how many tensors autograd saves in a forward pass."""
     number = 0
 
     def pack(x: Tensor) -> Tensor:
@@ -176,7 +178,7 @@ def measure(name: str, effort: Effort) -> list[Row]:
     """All candidates on one case, interleaved."""
     torch.manual_seed(0)
     loss = CASES[name]()
-    saved = _count_saved(loss)
+    saved = count_saved(loss)
     contexts = _contexts()
     first = {which: _step(loss, context) for which, context in contexts.items()}
     for context in contexts.values():  # the second step is the last one in which anything is new

@@ -12,7 +12,9 @@ from functools import partial
 from torch import nn
 
 from benchmarks.networks.alexnet import alexnet
+from benchmarks.networks.densenet import densenet121
 from benchmarks.networks.googlenet import googlenet
+from benchmarks.networks.mobilenet import mobilenet_v2
 from benchmarks.networks.nin import nin
 from benchmarks.networks.overfeat import overfeat
 from benchmarks.networks.resnet import BlockName, resnet, resnet_cifar, wide_resnet
@@ -24,7 +26,9 @@ __all__ = [
     "Network",
     "alexnet",
     "build",
+    "densenet121",
     "googlenet",
+    "mobilenet_v2",
     "nin",
     "overfeat",
     "resnet",
@@ -59,7 +63,9 @@ class Network:
 
 
 _ALEXNET = "Krizhevsky, One weird trick for parallelizing convolutional neural networks, arXiv:1404.5997"
+_DENSENET = "Huang et al., Densely connected convolutional networks, arXiv:1608.06993, DenseNet-121"
 _GOOGLENET = "Szegedy et al., Going deeper with convolutions, arXiv:1409.4842"
+_MOBILENET = "Sandler et al., MobileNetV2: inverted residuals and linear bottlenecks, arXiv:1801.04381"
 _NIN = "Lin, Chen and Yan, Network in network, arXiv:1312.4400"
 _OVERFEAT = "Sermanet et al., OverFeat, arXiv:1312.6229, fast model"
 _RESNET = "He et al., Deep residual learning for image recognition, arXiv:1512.03385"
@@ -88,6 +94,8 @@ NETWORKS: dict[str, Network] = {
     ),
     "squeezenet1_0": Network(squeezenet1_0, 224, 1_248_424, _SQUEEZENET),
     "squeezenet1_1": Network(squeezenet1_1, 224, 1_235_496, f"{_SQUEEZENET}, release 1.1"),
+    "mobilenet_v2": Network(mobilenet_v2, 224, 3_504_872, _MOBILENET),
+    "densenet121": Network(densenet121, 224, 7_978_856, _DENSENET),
     "resnet18": _resnet((2, 2, 2, 2), "basic", 11_689_512),
     "resnet34": _resnet((3, 4, 6, 3), "basic", 21_797_672),
     "resnet50": _resnet((3, 4, 6, 3), "bottleneck", 25_557_032),

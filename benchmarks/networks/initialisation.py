@@ -15,6 +15,9 @@ kaiming_fan_out: Initialiser = partial(nn.init.kaiming_normal_, mode="fan_out", 
 kaiming_fan_in: Initialiser = partial(nn.init.kaiming_uniform_, mode="fan_in", nonlinearity="relu")
 """Uniform, for ReLU, scaled by the inputs of a layer: deep networks without batch normalisation."""
 
+kaiming_fan_in_normal: Initialiser = partial(nn.init.kaiming_normal_, mode="fan_in", nonlinearity="relu")
+"""Normal, for ReLU, scaled by the inputs of a layer: DenseNet's convolutions."""
+
 
 def initialise(module: nn.Module, convolution: Initialiser, linear: Initialiser | None = None) -> None:
     """Fills the weights of `module` in place and sets the biases beside them to zero.

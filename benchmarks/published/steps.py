@@ -8,9 +8,11 @@ from benchmarks.published.results import (
     ENOUGH,
     MARK,
     case_title,
+    kinds,
     load,
     machine_line,
     mib,
+    newest,
     picture,
     started,
     summary,
@@ -218,11 +220,55 @@ def host_time() -> str:
     for case, found in by_case.items():
         known = [name for name in _HOST if name in found]
         rows += [
-            (case if name == known[0] else "", name, summary(found[name]["times_plain"]), str(found[name]["saved"]))
+            (
+                case if name == known[0] else "",
+                name,
+                summary(found[name]["times_plain"]),
+                summary(found[name]["microseconds"], digits=0),
+                str(found[name]["saved"]),
+            )
             for name in known
         ]
-    header = ("network", "", "time of a step over plain's (quartiles)", "tensors saved")
+    header = ("network", "", "time of a step over plain's (quartiles)", "µs more per tensor", "tensors saved")
     return f"{machine_line('hostcost-cpu')} `plain again` is the noise.\n\n{table(header, rows)}"
+
+
+_STEPTIME = "steptime-cpu"
+
+_OVERHEAD = {
+    "lossless": "`lossless`",
+    "lossless, new Session": "`lossless`, a new Session in each step",
+    "keep": "`keep`",
+    "identity hooks": "identity hooks",
+    "plain again": "plain again (noise)",
+}
+"""The columns of the table of whole steps: candidates, and their headings."""
+
+
+def step_overhead() -> str:
+    """Time of a Session in whole steps of networks of their published sizes; a notice until it has been measured."""
+    if _STEPTIME not in kinds():
+        return "Not measured yet. The command is `backstash bench steptime`."
+    rows = []
+    for network in load(_STEPTIME)["networks"]:
+        if network["status"] != "measured":
+            rows.append((case_title(network["case"]), network["status"], *[""] * 7))
+            continue
+        found = {row["candidate"]: row for row in network["rows"]}
+        lossless = found["lossless"]
+        few = f" {MARK}" if lossless["times_plain"]["count"] < ENOUGH else ""
+        rows.append(
+            (
+                case_title(network["case"]),
+                *(summary(found[name]["times_plain"]) for name in _OVERHEAD),
+                f"{lossless['first_seconds'] / found['plain']['seconds']['median']:.1f}{few}",
+                str(network["saved"]),
+                f"{lossless['ratio']:.2f}",
+            )
+        )
+    header = ("network", *_OVERHEAD.values(), "first step", "tensors saved", "saved / stash")
+    path = newest(_STEPTIME)
+    return f"[{path.name}](results:{path.name}). {machine_line(_STEPTIME)}\n\n{table(header, rows)}"
 
 
 def ground() -> str:
@@ -249,4 +295,5 @@ TABLES = {
     "nodes": nodes,
     "host-time": host_time,
     "ground": ground,
+    "step-overhead": step_overhead,
 }

@@ -29,6 +29,7 @@ SMALLEST = {
     "googlenet_bn": 15,
     "squeezenet1_0": 21,
     "squeezenet1_1": 17,
+    "densenet121": 29,
 }
 # Too many weights or layers to compute with here: run on the meta device, while their smaller kin,
 # made by the same code, run in earnest.
@@ -65,6 +66,8 @@ def step(network: nn.Module, images: Tensor) -> Tensor:
         ("vgg16", 138e6),
         ("googlenet", 7.0e6),
         ("squeezenet1_0", 1.25e6),
+        ("mobilenet_v2", 3.47e6),  # in the authors' repository; their paper rounds it to 3.4 million
+        ("densenet121", 8.0e6),
         ("resnet50", 25.6e6),
         ("resnet_cifar20", 0.27e6),
         ("resnet_cifar56", 0.85e6),
@@ -145,7 +148,7 @@ def test_start_without_batch_norm_does_not_fade_out(name: str) -> None:
     assert 1e-2 < seen[0] < 1e2
 
 
-@pytest.mark.parametrize("name", ["alexnet", "vgg16", "resnet50", "squeezenet1_0", "googlenet"])
+@pytest.mark.parametrize("name", ["alexnet", "vgg16", "resnet50", "squeezenet1_0", "googlenet", "densenet121"])
 def test_every_relu_works_in_place(name: str) -> None:
     relus = [layer for layer in on_meta(name).modules() if isinstance(layer, nn.ReLU)]
     assert relus

@@ -45,6 +45,7 @@ BENCHES = {
     "comet": "accuracy and ratios under a bound that follows the gradients",
     "nodes": "time of single nodes of the backward pass, plain and under a Session",
     "hostcost": "processor time per saved tensor, beside identity hooks; growth with tensors that are kept",
+    "steptime": "time of whole steps of full networks under a Session, beside identity hooks",
     "sz_table": "ratio and speed of the error-bounded coder, beside others",
 }
 """The programs in the repository's folder benchmarks, by module, and what each measures."""
