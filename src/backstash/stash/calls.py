@@ -304,6 +304,11 @@ def _statistic(packed: Any) -> Held | None:
 
 OVERWRITES: dict[str, Callable[..., Any]] = {
     "relu": lambda x, *args, **kwargs: torch.relu_(x),
+    "relu6": lambda x, *args, **kwargs: F.hardtanh_(x, 0.0, 6.0),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, *args, **kwargs: F.hardtanh_(x, min_val, max_val),
+    "leaky_relu": lambda x, negative_slope=0.01, *args, **kwargs: F.leaky_relu_(x, negative_slope),
+    "sigmoid": lambda x, *args, **kwargs: torch.sigmoid_(x),
+    "tanh": lambda x, *args, **kwargs: torch.tanh_(x),
     "add": Tensor.add_,
     "mul": Tensor.mul_,
 }
