@@ -15,6 +15,10 @@ For each network, in this order:
 
 A step is a forward and a backward pass. The gradients were allocated before. Setting them to zero, seeding dropout and
 collecting garbage are not timed.
+
+Nothing else may run on the machine. Torch's threads wait for one another many times in a step, and a thread that shares
+its core with another program lets all of them wait: MobileNetV2's step has been seen to take twenty times as long. The
+results have the machine's load before and after each network.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from backstash import Session
 from benchmarks import cases
 from benchmarks.cases import SEED, Case, Workload, image_batch
 from benchmarks.hostcost import count_saved, identity_hooks
+from benchmarks.machine import load
 from benchmarks.networks.transformers_vision import VISION
 from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
@@ -129,6 +134,7 @@ class Measured:
         data: the kind of the images or texts.
         saved: number of tensors that autograd saves in a step.
         unstable: names of the gradients that plain PyTorch computes differently at every step; nobody's are compared.
+        load_before, load_after: load averages of the machine, 1, 5 and 15 minutes.
         rows: the results, those of plain first.
     """
 
@@ -138,6 +144,8 @@ class Measured:
     data: str = ""
     saved: int = 0
     unstable: tuple[str, ...] = ()
+    load_before: tuple[float, ...] = ()
+    load_after: tuple[float, ...] = ()
     rows: tuple[Row, ...] = ()
 
 
@@ -174,7 +182,7 @@ def touch_memory(nbytes: int) -> None:
     """Writes to this much memory, but at most to half of what is free, and frees it again.
 
     The host of a virtual machine may take memory back that the machine does not use. The first write to such memory is
-    several times as slow as a later one, and can make the first steps of a network last ten times as long.
+    slow: on one such machine it took seven times as long as the same write to memory that had been used just before.
     """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
     torch.empty(min(nbytes, free // 2), dtype=torch.uint8).fill_(1)
@@ -237,12 +245,13 @@ def measure(case: Case, effort: Effort) -> Measured:
     reason = case.absent()
     if reason is not None:
         return Measured(case, "skipped", reason)
+    before = load()
     workload, measured = build(case), candidates()
     saved = count_saved(workload.loss)
     try:
         gated = gate(workload, measured)
     except GateError as error:
-        return Measured(case, "failed", str(error), workload.data, saved)
+        return Measured(case, "failed", str(error), workload.data, saved, (), before, load())
     with uncollected():
         found = interleave({name: partial(second_step, workload, it) for name, it in measured.items()}, effort)
     rows = []
@@ -252,7 +261,7 @@ def measure(case: Case, effort: Effort) -> Measured:
         report = last.report() if isinstance(last, Session) else None
         accounts = (None, None, None) if report is None else (report.saved_nbytes, report.stash_nbytes, report.ratio)
         rows.append(Row(name, summarise(seconds), summarise(ratios), gated.first_seconds[name], *accounts))
-    return Measured(case, "measured", "", workload.data, saved, gated.unstable, tuple(rows))
+    return Measured(case, "measured", "", workload.data, saved, gated.unstable, before, load(), tuple(rows))
 
 
 def show(measured: Sequence[Measured]) -> str:
@@ -271,13 +280,19 @@ def show(measured: Sequence[Measured]) -> str:
         for found in measured
         for row in found.rows
     ]
-    notes = [f"{found.case}: {found.status.upper()}: {found.reason}" for found in measured if found.reason]
+    notes = ["load before and after: " + ", ".join(map(_load, measured))]
+    notes += [f"{found.case}: {found.status.upper()}: {found.reason}" for found in measured if found.reason]
     notes += [
         f"{found.case}: not compared, since plain PyTorch differs from itself: {len(found.unstable)} gradients"
         for found in measured
         if found.unstable
     ]
     return "\n".join([table(header, lines), *notes])
+
+
+def _load(found: Measured) -> str:
+    averages = " to ".join(f"{load[0]:.1f}" for load in (found.load_before, found.load_after) if load)
+    return f"{found.case.name} {averages or 'unknown'}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
