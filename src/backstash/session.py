@@ -71,9 +71,10 @@ class Session:
         policy: a policy's name (``"lossless"``) or a Policy.
         model: the module that paths in keys start from; without it, whichever module is called outermost.
         stores: stores by name, beside ``"device"`` and ``"host"``, which are there already.
-        min_nbytes: smaller tensors are kept. By default the first step decides, between 16 and 256 KiB: small tensors
-            are kept as far as they hold no more than 2 % of the bytes, or half of them where the whole step saves less
-            than 64 MiB (Note: [sizes that matter] in capture/learned.py).
+        min_nbytes: smaller tensors are kept. By default that is 16 KiB, but for the policy ``lossless`` the first step
+            decides, between 16 and 256 KiB: small tensors are kept as far as they hold no more than 2 % of the bytes,
+            or half of them where the whole step saves less than 64 MiB (Note: [sizes that matter] in
+            capture/learned.py).
         check: in how many steps, from the first one on, the error that the policy makes in the gradient is measured
             (``report().gradient_error``). Such a step keeps exact copies beside what is stored with an error, and two
             more backward passes run before its own, so hooks on tensors and nodes, and custom Functions' backward, run
@@ -118,6 +119,8 @@ class Session:
         self.policy = policies.get(policy)
         check_arguments(model, stores, min_nbytes, check, check_limit, overwrite_gradients)
         self.check = check
+        if min_nbytes is None:
+            min_nbytes = self.policy.min_nbytes
         self.min_nbytes = MIN_NBYTES if min_nbytes is None else min_nbytes
         self._chooses_min_nbytes = min_nbytes is None
         self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore(), **(stores or {})}

@@ -121,7 +121,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--changing",
         action=argparse.BooleanOptionalAction,
-        help=f"only programs whose steps differ, or none of them (default: {100 * SHARE_CHANGING:.0f} %% of the programs)",
+        help=f"only programs whose steps differ, or none (default: {100 * SHARE_CHANGING:.0f} %% of the programs)",
     )
     parser.add_argument("--shape", type=int, nargs=4, default=SMALL, metavar="SIZE", help="N C H W of all values")
     parser.add_argument("--minimise-minutes", type=float, default=0.5, help="at most, for each failure")

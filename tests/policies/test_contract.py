@@ -25,7 +25,12 @@ SOURCE = Path(bs.__file__).parent
 
 MEMBERS = {name: member for name, member in vars(Policy).items() if not name.startswith("_")}
 METHODS = sorted(name for name, member in MEMBERS.items() if callable(member))
-VALUES: dict[str, tuple[Any, ...]] = {"is_fixed": (False, True), "recomputes": (True, False), "ahead": (1, 5, None)}
+VALUES: dict[str, tuple[Any, ...]] = {
+    "is_fixed": (False, True),
+    "recomputes": (True, False),
+    "min_nbytes": (0, 1 << 16),
+    "ahead": (1, 5, None),
+}
 """For each member that is no method, values that a policy may have."""
 
 ARGUMENTS: dict[str, Any] = {

@@ -175,6 +175,8 @@ class Policy(ABC):
             that overrides a method is not fixed, unless it says so itself.
         recomputes: whether an action may be Recompute. If it is False, the Session saves itself the work of noting how
             values are computed.
+        min_nbytes: tensors smaller than this are kept, if the Session is not told otherwise; None to have the first step
+            decide, for a policy to which time counts more than bytes that are few (see capture/learned.py).
         ahead: how many values may come back from a store before backward reads them; None for as many as there is room
             for (see stash/prefetch.py).
 
@@ -186,6 +188,7 @@ class Policy(ABC):
 
     is_fixed: bool = False
     recomputes: bool = True
+    min_nbytes: int | None = 16 << 10
     ahead: int | None = None
 
     def __init_subclass__(cls) -> None:
@@ -264,6 +267,11 @@ class Wrapper(Policy):
         return self.inner.recomputes
 
     @property
+    def min_nbytes(self) -> int | None:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.min_nbytes
+
+    @property
     def ahead(self) -> int | None:  # type: ignore[override]  # read-only here
         """As ``inner``."""
         return self.inner.ahead
@@ -322,6 +330,12 @@ class Adapted(Policy):
     def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
         """The object's, or the default."""
         return bool(self._own("recomputes", Policy.recomputes))
+
+    @property
+    def min_nbytes(self) -> int | None:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        size: int | None = self._own("min_nbytes", Policy.min_nbytes)
+        return size
 
     @property
     def ahead(self) -> int | None:  # type: ignore[override]  # read-only here

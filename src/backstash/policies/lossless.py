@@ -28,6 +28,7 @@ class Lossless(Policy):
     recompute: bool = True
 
     is_fixed = True
+    min_nbytes = None  # the first step decides
 
     @property
     def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
