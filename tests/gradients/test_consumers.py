@@ -479,7 +479,7 @@ def test_an_error_on_leaving_leaves_nothing_installed() -> None:
         (x * 2.0).tanh().sum().backward()
 
 
-@pytest.mark.parametrize("failing", ["_enter_root", "_finish", "_take", "_name"])
+@pytest.mark.parametrize("failing", ["_enter_root", "_finish", "_forward._take", "_forward.name"])
 def test_an_error_inside_a_session_leaves_nothing_installed(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = installed()
     session = Session(min_nbytes=0)
@@ -488,7 +488,8 @@ def test_an_error_inside_a_session_leaves_nothing_installed(failing: str, monkey
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, failing, fail)
+        *path, name = failing.split(".")
+        patch.setattr(getattr(session, path[0]) if path else session, name, fail)
         with pytest.raises(ZeroDivisionError), session:
             network()(batch()).sum()
     assert installed() == before

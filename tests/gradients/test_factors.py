@@ -55,7 +55,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 def decodes(session: Session) -> dict[str, int]:
     """How often each codec's values were decoded."""
     counts: dict[str, int] = {}
-    for entry in session._step.accounts:
+    for entry in session._forward.step.accounts:
         counts[entry.codec] = counts.get(entry.codec, 0) + entry.decodes
     return counts
 

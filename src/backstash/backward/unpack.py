@@ -22,11 +22,8 @@ from backstash.stash.parameters import HeldParameter, check_memory
 from backstash.stash.value import Saved, Value
 from backstash.torch_internals import in_backward, running_node
 
-Packed = Saved | HeldParameter | held.AsItIs
-"""What a Session's pack hook returns."""
 
-
-def unpack(packed: Packed, live: Live, min_nbytes: int) -> Tensor:
+def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
     """The tensor that was packed: a parameter with its memory, a wrapper around its inner tensor.
 
     Args:

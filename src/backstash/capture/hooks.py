@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,29 +14,29 @@ from backstash.errors import SessionError
 from backstash.torch_internals import current_function_mode, saved_tensor_hooks
 
 
-class Listener(modules.Listener, observer.Listener, Protocol):
-    """Whoever wants to know what happens in a forward pass."""
-
-
 class Hooks:
     """What a Session has installed on this thread.
 
     Args:
         pack, unpack: the saved-tensor hooks.
-        listener: told about torch functions and modules; None for nobody.
+        of_modules, of_functions: are told which module runs and which torch functions are called; None for nobody.
     """
 
     def __init__(
-        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], listener: Listener | None
+        self,
+        pack: Callable[[Tensor], Any],
+        unpack: Callable[[Any], Tensor],
+        of_modules: modules.Listener | None = None,
+        of_functions: observer.Listener | None = None,
     ) -> None:
-        self._observer = None if listener is None else observer.Observer(listener)
+        self._observer = None if of_functions is None else observer.Observer(of_functions)
         self._is_observing = False
         self._below: Any = None  # the mode on which the observer was put
         with ExitStack() as installed:
             installed.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             installed.callback(self._stop)
             self.observe()
-            installed.callback(modules.listen(listener))
+            installed.callback(modules.listen(of_modules))
             self._installed = installed.pop_all()
 
     def remove(self) -> None:

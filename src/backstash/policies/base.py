@@ -175,8 +175,8 @@ class Policy(ABC):
             that overrides a method is not fixed, unless it says so itself.
         recomputes: whether an action may be Recompute. If it is False, the Session saves itself the work of noting how
             values are computed.
-        min_nbytes: tensors smaller than this are kept, if the Session is not told otherwise; None to have the first step
-            decide, for a policy to which time counts more than bytes that are few (see capture/learned.py).
+        min_nbytes: tensors smaller than this are kept, if the Session is not told otherwise; None to have the first
+            step decide, for a policy to which time counts more than bytes that are few (see capture/learned.py).
         ahead: how many values may come back from a store before backward reads them; None for as many as there is room
             for (see stash/prefetch.py).
 

@@ -23,11 +23,13 @@ class Contents:
     Args:
         min_nbytes: what is smaller is copied where a call reads it, and no call that makes it is noted.
         parameters: tells the storages of parameters and buffers.
+
+    Both are attributes as well.
     """
 
     def __init__(self, min_nbytes: int, parameters: ParameterStorages) -> None:
         self.min_nbytes = min_nbytes
-        self._parameters = parameters
+        self.parameters = parameters
         self._contents: dict[int, Content] = {}
         self._snapshots: dict[tuple[Any, ...], tuple[weakref.ref[torch.UntypedStorage], Tensor]] = {}
 
@@ -65,7 +67,7 @@ class Contents:
 
     def escape(self, x: Tensor, storage: torch.UntypedStorage) -> None:
         """Something may change the memory of ``x`` from now on without a new version: no recipe reads it."""
-        if self._parameters.include(x, storage):
+        if self.parameters.include(x, storage):
             self._snapshots.clear()
         elif storage.nbytes() >= self.min_nbytes:
             content = self.of(x)
@@ -86,7 +88,7 @@ class Contents:
     def _argument(self, x: Tensor, made: torch.UntypedStorage) -> View | Held | None:
         """A tensor argument of the call that filled ``made``; None where a call that reads it cannot be repeated."""
         storage = x.untyped_storage()
-        if storage.nbytes() < self.min_nbytes or self._parameters.include(x, storage):
+        if storage.nbytes() < self.min_nbytes or self.parameters.include(x, storage):
             return self._snapshot(x, storage)
         if storage is not made:
             content = self.of(x)

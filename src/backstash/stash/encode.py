@@ -13,11 +13,13 @@ from torch import Tensor
 from backstash.codecs import base
 from backstash.codecs.base import Codec, is_dense
 from backstash.codecs.bitmask import Bitmask
+from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.decode import follow_original
 from backstash.stash.live import Live
+from backstash.stash.place import Place
 from backstash.stash.recipes import Recipe
 from backstash.stash.value import Form, Saved, Value
 from backstash.stores import Store
@@ -118,6 +120,13 @@ class Encoder:
             self._live.prefetcher.put(form, facts.key)
         label = base.label(form.codec)
         self.release(value, fresh, facts, label, form.ticket.nbytes, why.removeprefix("; "), started, action.store)
+
+    def releases_shape(self, place: Place) -> bool:
+        """Whether the policy lets go of what was saved at that place, of which only the shape is read."""
+        if place.releases is None or not self.is_fixed:
+            action = self.policy.decide(place.facts)
+            place.releases = isinstance(action, Stash) and any(codec.id == Shape.id for codec in action.codecs)
+        return place.releases
 
     def _action(self, value: Value, strongest: Saved, facts: SavedTensor, fresh: list[Saved]) -> Action:
         """Returns the policy's action for a value. A fixed policy is asked once for each known place."""

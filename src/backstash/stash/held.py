@@ -10,14 +10,20 @@ from torch import Tensor
 from backstash.errors import SavedTensorFreedError, SavedTensorModifiedError
 from backstash.saved import TensorSpec
 from backstash.stash.decode import modified_message
+from backstash.stash.parameters import HeldParameter
+from backstash.stash.value import Saved
 from backstash.torch_internals import in_backward
 
-AsItIs = tuple[Tensor, int, "weakref.ref[Tensor] | None"]
+AsItIs = tuple[Tensor, int, weakref.ref[Tensor] | None]
 """The tensor, its version, and the program's own tensor where that is another object.
 
 It is a plain tuple because this is the most frequent object of all. The tensor is detached, unless it is a leaf: what a
 hook returns must not hold the graph that holds it.
 """
+
+
+Packed = Saved | HeldParameter | AsItIs
+"""What a Session's pack hook returns."""
 
 
 def hold(x: Tensor) -> AsItIs:

@@ -1,0 +1,284 @@
+"""The forward pass as a Session sees it: what the observer of torch functions tells, and what autograd saves.
+
+A tensor is *packed* when autograd saves it, and *named* when the op that has saved it has returned: the autograd node
+tells the op and the role, the role tells the need. Then its storage is accounted for and queued, until nobody but
+autograd holds it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from backstash.capture.names import Names
+from backstash.capture.naming import find, weight_copies
+from backstash.capture.side_effects import SideEffect, tensors_in
+from backstash.policies.base import Policy
+from backstash.saved import PLAIN, Need, SavedTensor, is_odd
+from backstash.stash import held, parameters, wrapped
+from backstash.stash.contents import Contents
+from backstash.stash.decode import follow_original
+from backstash.stash.encode import Encoder
+from backstash.stash.leaning import Leaning
+from backstash.stash.ledger import Account, Step
+from backstash.stash.live import Live
+from backstash.stash.pending import Pending
+from backstash.stash.place import Place
+from backstash.stash.value import Saved, Value, version_of
+from backstash.torch_internals import hide_from_dynamo, in_backward, no_torch_function
+
+
+class Forward:
+    """Listens to the observer, and takes in what autograd saves.
+
+    Args:
+        policy: is told what nodes save, if it wants to know.
+        names: names saved tensors.
+        live: the running totals.
+        contents, leaning, pending, encoder: of the same Session.
+        before_save: called before a tensor is taken in, under the lock: a step may begin with it.
+
+    Attributes:
+        depth: how many torch functions are in progress.
+        unnamed: what was saved and has no name yet.
+        recomputes: whether it is noted how values are made.
+        parameters: tells which storages are parameters and buffers.
+        step: the accounts of the step in progress.
+        counted: how many tensors were saved in this step, and their bytes.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        names: Names,
+        live: Live,
+        contents: Contents,
+        leaning: Leaning,
+        pending: Pending,
+        encoder: Encoder,
+        before_save: Callable[[], None],
+    ) -> None:
+        self.depth = 0
+        self.unnamed: list[Saved] = []
+        self.recomputes = policy.recomputes
+        self.step = Step()
+        self.counted = [0, 0]
+        self.parameters = contents.parameters
+        self._policy = policy
+        self._is_watched = not policy.is_fixed
+        self._names = names
+        self._live = live
+        self._lock = live.lock
+        self._contents = contents
+        self._leaning = leaning
+        self._pending = pending
+        self._encoder = encoder
+        self._before_save = before_save
+        self._shapes: dict[int, tuple[parameters.StorageReference, Account]] = {}  # where only the shape is read
+        self._assigned: list[Tensor] = []
+
+    @property
+    def min_nbytes(self) -> int:
+        """Tensors smaller than this are kept."""
+        return self._contents.min_nbytes
+
+    def begin_step(self, step: Step) -> None:
+        """The accounts of the step that begins."""
+        self.step = step
+        self.counted = [0, 0]
+        self._shapes.clear()
+        self._assigned.clear()
+
+    def clear(self) -> None:
+        """Forget what was seen of storages."""
+        self._shapes.clear()
+
+    # -- what the observer tells ---------------------------------------------------------------------------------
+
+    def before_function(self) -> None:
+        """A torch function is about to run: encode what nobody holds any more."""
+        pending = self._pending
+        pending.clock = clock = pending.clock + 1
+        due = pending.due.pop(clock, None)
+        if due is not None:
+            with no_torch_function(), self._lock:
+                pending.look_at(due)
+
+    def after_function(self, result: Any) -> None:
+        """A torch function has returned: name what it has saved."""
+        with no_torch_function():
+            self.name(result)
+
+    def before_backward(self) -> None:
+        """Backward is about to begin: encode everything that nobody holds."""
+        with no_torch_function(), self._lock:
+            self._pending.look_at_all()
+
+    def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A function is about to change its arguments, or to hand their memory on to who changes it unseen."""
+        with self._lock:
+            for x in tensors_in(args, kwargs):
+                if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
+                    continue
+                storage = x.untyped_storage()
+                if storage._cdata in self._leaning:
+                    self._leaning.store(storage._cdata, self._encoder, self._pending)
+                if effect is SideEffect.ESCAPES:
+                    self._contents.escape(x, storage)
+
+    def assign_data(self, x: Tensor, assign: Callable[[], Any]) -> Any:
+        """Follow a tensor whose ``.data`` is assigned: plain PyTorch has saved that very tensor, not its old memory."""
+        if type(x) not in PLAIN or x.layout is not torch.strided or x.is_leaf:
+            return assign()  # a leaf is held itself
+        with no_torch_function():
+            storage = x.untyped_storage()
+            if storage.nbytes() < self._contents.min_nbytes:
+                self._assigned.append(x)  # what is held as it is follows when it is read, so ``x`` has to live
+            value = self._pending.get(storage._cdata)
+            saved = [] if value is None else [each for each in value.saved() if each.is_of(x)]
+        result = assign()
+        with no_torch_function(), self._lock:
+            for each in saved:
+                follow_original(each)
+        return result
+
+    def made(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, random_state: Tensor | None
+    ) -> None:
+        """A cheap function has returned a tensor: remember how its content was made."""
+        with self._lock:
+            self._contents.note_call(function, args, kwargs, result, random_state)
+
+    # -- what autograd saves -------------------------------------------------------------------------------------
+
+    def pack(self, x: Tensor) -> held.Packed:
+        """What autograd holds in the place of a tensor that it saves."""
+        with no_torch_function():
+            self.counted[0] += 1
+            inner = wrapped.inner_tensor(x)
+            if inner is not None and inner.layout is torch.strided:
+                storage = inner.untyped_storage()
+                self.counted[1] += x.nbytes
+                if self.parameters.include(x, storage):
+                    self.step.parameters[storage._cdata] = storage.nbytes()
+                    return parameters.HeldParameter.of(x, inner)
+                if storage.nbytes() < self._contents.min_nbytes:
+                    self.step.small_nbytes += inner.nbytes
+                    return held.hold(x)
+            return self._pack_large(x, inner)
+
+    def _pack_large(self, x: Tensor, inner: Tensor | None) -> Saved:
+        with self._lock:
+            self._before_save()
+            saved = Saved(x if inner is None else inner, self._live)
+            saved.pinned = parameters.is_pinned(x)
+            if inner is not None and inner is not x:
+                saved.wrapping = wrapped.Wrapping(x, inner)
+            elif parameters.is_leaf_of_graph(x):
+                saved.dense = x
+            self.unnamed.append(saved)
+            # Outside any torch function (a custom Function, an extension's op), or inside backward, which is one long
+            # torch function: what a reentrant checkpoint recomputes must not wait for its end.
+            if self.depth == 0 or in_backward():
+                self.before_function()
+                self.name(None)
+        return saved
+
+    def name(self, result: Any) -> None:
+        """Find out what the tensors saved by the op that has just returned are, and take them in.
+
+        Args:
+            result: what the op has returned.
+        """
+        with self._lock:
+            unnamed, self.unnamed = self.unnamed, []
+            wanted = {id(saved): saved for saved in unnamed if saved.is_plain}
+            if not wanted:
+                return
+            is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()
+            for node, found in find(result, wanted):
+                copies = weight_copies(node) if is_autocast else ()
+                places = self._names.places(node, found)
+                for (role, saved), place in zip(found, places, strict=True):
+                    original = saved.original() if saved.original is not None else None
+                    if original is not None and original.grad_fn is node:
+                        saved.original = None  # autograd keeps an alias of a node's own result
+                    del original
+                    if copies and role in ("weight", "mat2") and sorted(place.facts.spec.shape) in copies:
+                        self.step.parameters[id(saved)] = place.facts.spec.nbytes
+                        continue
+                    builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
+                    dense = saved.dense if builtin and self._is_watched else None
+                    self._take(saved, place, builtin)
+                    if dense is not None:
+                        self._policy.watch(place.facts, node, dense.detach())
+                    del dense
+                    if builtin:
+                        saved.node, saved.claimable = node._sequence_nr(), place.claimable
+            for saved in wanted.values():
+                self._take(saved, self._names.unknown_place(saved), False)
+
+    def _take(self, saved: Saved, place: Place, builtin: bool) -> None:
+        """Account for a named tensor, and queue its storage for encoding unless backward reads nothing of it."""
+        dense, facts = saved.dense, place.facts
+        assert dense is not None
+        saved.place, saved.tensor = place, facts
+        saved.need, saved.mask, saved.builtin = facts.need, facts.mask, builtin
+        saved.offset = int(dense.storage_offset())
+        storage = dense.untyped_storage()
+        cdata = storage._cdata
+        value = self._pending.get(cdata)
+        if facts.need is Need.SHAPE and self._encoder.releases_shape(place):
+            if value is not None:
+                value.account.share(facts)
+            else:
+                account = self._account_of_shape(facts, storage)
+                if account is None:
+                    self._shapes[cdata] = weakref.ref(storage), self.step.open(facts, storage.nbytes(), "shape")
+            saved.counter, saved.dense = version_of(dense), None
+            self._encoder.only_keep = False
+            return
+        if value is None:
+            nbytes = storage.nbytes()
+            account = self._account_of_shape(facts, storage) or self.step.open(facts, nbytes, "kept")
+            account.stash_nbytes, account.codec = nbytes, "kept"
+            account.reason = "held by the program, kept by reference"
+            self._live.add(nbytes)
+            value = Value(storage, account, self._live, place)
+            self._pending.add(value)
+        else:
+            value.account.share(facts)
+        value.members.append(weakref.ref(saved))
+        saved.value = value
+        if saved.pinned:
+            value.address, value.storage = StorageWeakRef(storage), None
+        if saved.wrapping is not None and saved.wrapping.was_changed:
+            value.content = None  # its content ended unseen (Note: [versions of a wrapper])
+        elif self.recomputes:
+            value.content = self._contents.of(dense)
+            value.content.value = weakref.ref(value)
+
+    def _account_of_shape(self, facts: SavedTensor, storage: torch.UntypedStorage) -> Account | None:
+        """The account of a storage of which only the shape was read so far, shared with one more saved tensor."""
+        known = self._shapes.get(storage._cdata)
+        if known is None or known[0]() is not storage:
+            return None
+        known[1].share(facts)
+        return known[1]
+
+
+for _function in (
+    Forward.before_function,
+    Forward.after_function,
+    Forward.before_side_effect,
+    Forward.assign_data,
+    Forward.before_backward,
+    Forward.made,
+    Forward.pack,
+):
+    hide_from_dynamo(_function, and_all_below=True)
