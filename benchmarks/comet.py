@@ -10,6 +10,8 @@ predicted and the wanted one. A second table has COMET's own equation for the bo
 
 What the program holds itself, the images, is in no ratio. A value that is made again takes nothing, so where all inputs
 of convolutions are, their ratio is infinite, ``null`` in the JSON.
+
+The file is long because the variants, the training and the tables belong to one result file.
 """
 
 from __future__ import annotations

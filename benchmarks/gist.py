@@ -11,6 +11,8 @@ footprint ratio* (MFR) of five networks at a minibatch of 64, and the time of a 
 
 The networks have their ReLUs in place already, so plain PyTorch has the benefit of that as well. Where a number of the
 paper is not known from a source that was read, it is said to be not available.
+
+The file is long because the three sections belong to one result file.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ each, with: plain PyTorch; Gist, which reduces what is stashed for backward and 
 
 Within a seed all variants begin from the same weights and see the same images in the same order, so each is compared
 with the plain training of its seed.
+
+The file is long because the variants, the training and the tables belong to one result file.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ device is the processor itself, and the link to its host is simulated (:mod:`ben
 The limit of a link: were every transfer under way while something is computed, forward would take as long as plain's
 forward or the bytes out, whichever is longer, and backward as plain's backward or the bytes back. Memory that is freed
 stays with the process, plain's too, as it does on a GPU.
+
+The file is long because the three sections belong to one result file.
 """
 
 from __future__ import annotations

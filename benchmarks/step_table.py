@@ -10,6 +10,8 @@ For each case, in this order:
 
 A step is a forward and a backward pass into gradients that were there before; zeroing them, seeding dropout and
 updating the weights are not timed and the same for all. Weights never change, so every step does the same work.
+
+The file is long because the gate, the three measurements and their table belong to one result file.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ _FAMILY = {"saved", "codecs", "policies.base", "policies.lossless"}
 # The same for the modules of policies/, where an entry with a dot is a module beside them.
 POLICIES = {
     "": {"policies"},
-    "base": {"saved", "codecs"},
+    "actions": {"saved", "codecs"},
+    "base": {"saved", "policies.actions"},
     "registry": {"errors", "policies.base"},
     "lossless": {"saved", "codecs", "policies.base"},
     "gist": _FAMILY,

@@ -10,7 +10,8 @@ from torch import nn
 
 import backstash as bs
 from backstash.saved import Need, SavedTensor, TensorSpec
-from backstash.stash.ledger import CodecTotal, Entry, Report, Step, mib
+from backstash.stash.accounts import Step
+from backstash.stash.ledger import CodecTotal, Entry, Report, mib
 
 ROWS = (
     Entry("a/Relu#0:result", "SIGN", "float32 [2, 3]", 4000, 125, "bitmask", "", ["b/Relu#1:self"], 0.5, 0.25, 2),

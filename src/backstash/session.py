@@ -39,10 +39,11 @@ from backstash.errors import SessionError
 from backstash.gradient_error import Monitor
 from backstash.policies.base import Policy
 from backstash.stash import held
+from backstash.stash.accounts import Step
 from backstash.stash.contents import Contents
 from backstash.stash.encode import Encoder
 from backstash.stash.leaning import Leaning
-from backstash.stash.ledger import PeakRow, Report, Step
+from backstash.stash.ledger import PeakRow, Report
 from backstash.stash.live import Live
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.pending import Pending

@@ -1,4 +1,7 @@
-"""sz: its layout, its bound where rounding is hardest, what it keeps apart, and damage."""
+"""sz: its layout, its bound where rounding is hardest, what it keeps apart, and damage.
+
+The file is long because damage is tried on each plane of the same few tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Claims under everything that may stand between a node's formula and our kernels."""
+"""Claims under everything that may stand between a node's formula and our kernels.
+
+The file is long because the same programs run under each thing that may stand in between.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Kernels that read the stash themselves and write over gradients: the bits, who may be overwritten, what is held."""
+"""Kernels that read the stash themselves and write over gradients: the bits, who may be overwritten, what is held.
+
+The file is long because every kernel is held to the same table of cases.
+"""
 
 from __future__ import annotations
 

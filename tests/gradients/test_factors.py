@@ -1,4 +1,7 @@
-"""Gradients multiplied by factors that are read from codes: dropout's noise, and the derivatives of few-bit codes."""
+"""Gradients multiplied by factors that are read from codes: dropout's noise, and the derivatives of few-bit codes.
+
+The file is long because all factors share the cases and the measuring functions at its beginning.
+"""
 
 from __future__ import annotations
 

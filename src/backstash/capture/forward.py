@@ -21,11 +21,11 @@ from backstash.capture.side_effects import SideEffect, tensors_in
 from backstash.policies.base import Policy
 from backstash.saved import PLAIN, Need, SavedTensor, is_odd
 from backstash.stash import held, parameters, wrapped
+from backstash.stash.accounts import Account, Step
 from backstash.stash.contents import Contents
 from backstash.stash.decode import follow_original
 from backstash.stash.encode import Encoder
 from backstash.stash.leaning import Leaning
-from backstash.stash.ledger import Account, Step
 from backstash.stash.live import Live
 from backstash.stash.pending import Pending
 from backstash.stash.place import Place

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from backstash.stash.ledger import Step
+from backstash.stash.accounts import Step
 
 if TYPE_CHECKING:
     from backstash.capture.names import KnownNode

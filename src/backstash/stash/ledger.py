@@ -1,4 +1,4 @@
-"""The accounts of a Session: what was saved, what became of it, what it cost. Plain data; holds no tensor."""
+"""What a report says of a Session: what was saved, what became of it, what it cost. Plain data; holds no tensor."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
-
-from backstash.proofs import Counts
-
-if TYPE_CHECKING:
-    from backstash.saved import SavedTensor
 
 
 @dataclass(slots=True)
@@ -305,114 +299,6 @@ class Report:
 
 PEAK_ROWS = 12
 """Groups of buffers that a printed report shows of the peak."""
-
-
-class Account:
-    """What became of one storage in the step in progress; :meth:`row` makes the report's Entry of it.
-
-    Attributes:
-        facts: of the saved tensor whose need is strongest.
-        shared_by: facts of the other saved tensors that view the storage.
-        saved_nbytes, stash_nbytes, codec, reason, encode_seconds, decode_seconds, decodes, store, stall_seconds:
-            as in Entry.
-    """
-
-    __slots__ = (
-        "codec",
-        "decode_seconds",
-        "decodes",
-        "encode_seconds",
-        "facts",
-        "reason",
-        "saved_nbytes",
-        "shared_by",
-        "stall_seconds",
-        "stash_nbytes",
-        "store",
-    )
-
-    def __init__(self, facts: SavedTensor, saved_nbytes: int, codec: str) -> None:
-        self.facts = facts
-        self.shared_by: list[SavedTensor] | None = None
-        self.saved_nbytes, self.stash_nbytes = saved_nbytes, 0
-        self.codec, self.store = codec, "device"
-        self.reason = ""
-        self.encode_seconds = self.decode_seconds = self.stall_seconds = 0.0
-        self.decodes = 0
-
-    @property
-    def device_nbytes(self) -> int:
-        """Bytes held on the device."""
-        return self.stash_nbytes if self.store == "device" else 0
-
-    def share(self, facts: SavedTensor) -> None:
-        """One more saved tensor views the storage."""
-        others = self.shared_by = self.shared_by or []
-        if self.facts.need.value < facts.need.value:
-            others.append(self.facts)
-            self.facts = facts
-        else:
-            others.append(facts)
-
-    def row(self) -> Entry:
-        """The account as a report shows it."""
-        facts = self.facts
-        return Entry(
-            facts.key,
-            facts.need.name,
-            str(facts.spec),
-            self.saved_nbytes,
-            self.stash_nbytes,
-            self.codec,
-            self.reason,
-            [other.key for other in self.shared_by or ()],
-            self.encode_seconds,
-            self.decode_seconds,
-            self.decodes,
-            self.store,
-            self.stall_seconds,
-        )
-
-
-class Step:
-    """The accounts of the step in progress.
-
-    Attributes:
-        accounts: of the storages that were saved, in order.
-        small_nbytes: bytes of tensors that were too small to be looked at.
-        parameters: bytes of parameters and buffers that were saved, by storage or by saved tensor.
-        counts: of the proofs of this step.
-    """
-
-    def __init__(self) -> None:
-        self.accounts: list[Account] = []
-        self.small_nbytes = 0
-        self.parameters: dict[int, int] = {}
-        self.counts = Counts()
-
-    def open(self, facts: SavedTensor, saved_nbytes: int, codec: str) -> Account:
-        """An account for a storage that was not saved before in this step."""
-        account = Account(facts, saved_nbytes, codec)
-        self.accounts.append(account)
-        return account
-
-    @property
-    def freed_nbytes(self) -> int:
-        """Bytes that plain PyTorch would hold and the Session does not."""
-        return sum(account.saved_nbytes - account.device_nbytes for account in self.accounts)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was saved but parameters."""
-        return not self.accounts and not self.small_nbytes
-
-    def rows(self) -> tuple[Entry, ...]:
-        """What a report shows; it does not change later."""
-        rows = [account.row() for account in self.accounts]
-        if self.small_nbytes:
-            small = self.small_nbytes
-            rows.append(Entry("(below min_nbytes, per save)", "", "", small, small, reason="small"))
-        return tuple(rows)
 
 
 def mib(nbytes: int) -> str:

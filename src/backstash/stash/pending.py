@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from backstash.stash.ledger import Account
+from backstash.stash.accounts import Account
 from backstash.stash.live import Live
 from backstash.stash.value import Value
 from backstash.torch_internals import storage_use_count

@@ -18,11 +18,11 @@ from backstash.policies.base import MAX_DEPTH, Policy, Recompute
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
 from backstash.stash import leaves, proving
+from backstash.stash.accounts import Step
 from backstash.stash.calls import Leaf, View
 from backstash.stash.encode import has_error
 from backstash.stash.gains import gains
 from backstash.stash.leaning import Leaning
-from backstash.stash.ledger import Step
 from backstash.stash.live import Live
 from backstash.stash.place import Place
 from backstash.stash.recipes import Recipe, build

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.bitmask import Bitmask
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, is_odd
+from backstash.stash.accounts import Account
 from backstash.stash.buffers import Buffers
-from backstash.stash.ledger import Account
 from backstash.stash.live import Live
 from backstash.stash.place import Place
 from backstash.stash.prefetch import Tag
