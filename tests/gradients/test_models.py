@@ -120,6 +120,7 @@ IMAGE_SIZES = {
     "overfeat": 71,
     "nin": 67,
     "vgg16": 32,
+    "densenet121": 32,
     "googlenet": 31,
     "googlenet_bn": 31,
     "squeezenet1_0": 21,

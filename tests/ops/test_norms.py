@@ -1,4 +1,4 @@
-"""Batch norm's kernels: equal bits from the reference and C++. ``tests/gradients/test_norms.py`` compares with ATen."""
+"""Batch norm: equal bits from the reference and C++. ``tests/gradients/test_backward_norms.py`` compares with ATen."""
 
 from __future__ import annotations
 
