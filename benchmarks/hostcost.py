@@ -59,6 +59,7 @@ def _contexts() -> dict[str, AbstractContextManager[object]]:
         "keep": Session("keep"),
         "lossless_stored": Session("lossless_stored"),
         "lossless": Session("lossless"),
+        "lossless from 16 KiB on": Session("lossless", min_nbytes=16 << 10),
     }
 
 

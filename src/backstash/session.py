@@ -303,7 +303,7 @@ class Session:
         if self._is_idle:
             known.end_idle_step(counted)
         else:
-            known.end_step(counted, encoder.only_keep, step.freed_nbytes)
+            known.end_step(counted, encoder.only_keep, step.saved_nbytes, step.freed_nbytes)
         self._forward.counted = [0, 0]
         encoder.begin_step()
 

@@ -4,8 +4,8 @@ Note: [sizes that matter]
     Each tensor that a Session looks at costs it some ten microseconds, whatever the tensor's size. So small tensors are
     kept as they are, where that changes little: those below the largest power of two, from 16 to 256 KiB, below which
     no more than a fiftieth of the saved bytes lie. Where all that a step saves takes less than 64 MiB, which is less
-    than the process takes before it trains, time counts more than bytes: up to half of the bytes may lie below, and
-    nothing is remade. The sizes are counted in the first step, so the choice depends on the model and its input alone,
+    than the process takes before it trains, time counts more than bytes: what is below 64 KiB is kept, up to half of
+    the bytes may lie below the chosen size, and nothing is remade. The sizes are counted in the first step, so the choice depends on the model and its input alone,
     and is the same on every machine.
 
 Note: [idle Sessions]
@@ -43,6 +43,9 @@ LITTLE = 64 << 20
 SHARE_OF_LITTLE = 2
 """The same as SHARE in such a step."""
 
+SMALLEST_OF_LITTLE = 64 << 10
+"""The same as SMALLEST in such a step."""
+
 LOOK_AGAIN = 64
 """An idle Session whose policy has not said Keep of everything looks at the numbers again in one of so many steps."""
 
@@ -78,17 +81,18 @@ class Learned:
         """Whether there is nothing to do (Note: [idle Sessions])."""
         return self._quiet_steps >= self._needed
 
-    def end_step(self, counted: tuple[int, int], only_keep: bool, freed_nbytes: int) -> None:
+    def end_step(self, counted: tuple[int, int], only_keep: bool, saved_nbytes: int, freed_nbytes: int) -> None:
         """A step is over that was not idle.
 
         Args:
             counted: how many tensors it has saved, and their bytes.
             only_keep: whether the policy is fixed and has said Keep of all of them.
+            saved_nbytes: bytes of all values that it has saved, without parameters.
             freed_nbytes: bytes that plain PyTorch would have held, and the Session has not.
         """
         if not counted[0]:  # an evaluation
             return
-        is_quiet = only_keep or (self.saves_little and SHARE * freed_nbytes < counted[1])
+        is_quiet = only_keep or (self.saves_little and SHARE * freed_nbytes < saved_nbytes)
         equal = is_quiet and counted == self.counted
         self._quiet_steps = self._quiet_steps + 1 if equal else int(is_quiet)
         self._until_look = 0 if only_keep else LOOK_AGAIN
@@ -113,8 +117,10 @@ class Learned:
             sizes = list(sizes)
             total, chosen = sum(sizes), LARGEST
             self.saves_little = total < LITTLE
-            share = SHARE_OF_LITTLE if self.saves_little else SHARE
-            while chosen > SMALLEST and share * sum(size for size in sizes if size < chosen) > total:
+            share, smallest = SHARE, SMALLEST
+            if self.saves_little:
+                share, smallest = SHARE_OF_LITTLE, SMALLEST_OF_LITTLE
+            while chosen > smallest and share * sum(size for size in sizes if size < chosen) > total:
                 chosen //= 2
             self.min_nbytes = chosen
         return self.min_nbytes

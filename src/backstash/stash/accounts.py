@@ -97,6 +97,11 @@ class Step:
         return account
 
     @property
+    def saved_nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(account.saved_nbytes for account in self.accounts) + self.small_nbytes
+
+    @property
     def freed_nbytes(self) -> int:
         """Bytes that plain PyTorch would hold and the Session does not."""
         return sum(account.saved_nbytes - account.device_nbytes for account in self.accounts)
