@@ -5,8 +5,8 @@ Note: [sizes that matter]
     kept as they are, where that changes little: those below the largest power of two, from 16 to 256 KiB, below which
     no more than a fiftieth of the saved bytes lie. Where all that a step saves takes less than 64 MiB, which is less
     than the process takes before it trains, time counts more than bytes: what is below 64 KiB is kept, up to half of
-    the bytes may lie below the chosen size, and nothing is remade. The sizes are counted in the first step, so the choice depends on the model and its input alone,
-    and is the same on every machine.
+    the bytes may lie below the chosen size, and nothing is remade. The sizes are counted in the first step, so the
+    choice depends on the model and its input alone, and is the same on every machine.
 
 Note: [idle Sessions]
     When a fixed policy has said Keep of everything in two equal steps, or two equal steps that save little could be
