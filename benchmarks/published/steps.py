@@ -207,7 +207,15 @@ def nodes() -> str:
     return f"{machine_line('nodes-cpu')}\n\n{table(header, rows)}"
 
 
-_HOST = ("plain again", "identity hooks", "save_on_cpu", "keep", "lossless_stored", "lossless")
+_HOST = (
+    "plain again",
+    "identity hooks",
+    "save_on_cpu",
+    "keep",
+    "lossless_stored",
+    "lossless",
+    "lossless from 16 KiB on",
+)
 
 
 def host_time() -> str:

@@ -172,6 +172,8 @@ class Session:
     ) -> None:
         with ExitStack() as last:
             last.callback(self._forget)
+            if error is None:
+                last.callback(self._learn)
             last.callback(self._finish)
             installed, self._hooks = self._hooks, None
             if installed is not None:
@@ -286,30 +288,31 @@ class Session:
         return self._names.learned.is_idle and self._live.watcher is None and self._live.monitor is None
 
     def _use_learned_size(self) -> None:
-        size = self._names.learned.min_nbytes
-        if self._chooses_min_nbytes and size is not None:
-            self.min_nbytes = self._contents.min_nbytes = size
-            self._forward.recomputes = self.policy.recomputes and not self._names.learned.saves_little
+        if self._chooses_min_nbytes:
+            known = self._names.learned
+            self.min_nbytes = self._contents.min_nbytes = known.min_nbytes or MIN_NBYTES
+            self._forward.recomputes = self.policy.recomputes and not known.saves_little
 
     def _learn(self) -> None:
-        """A step is over: note what it may spare the next one."""
+        """A step is over, or the Session is left: note what it may spare the next one."""
         known, step, encoder = self._names.learned, self._forward.step, self._encoder
-        if not self._is_idle and not step.is_empty:
-            known.step, known.peak_nbytes = step, self._live.peak_nbytes
-            if self._chooses_min_nbytes and step.accounts:
-                known.choose_min_nbytes(account.saved_nbytes for account in step.accounts)
-                self._use_learned_size()
         counted = self._forward.counted[0], self._forward.counted[1]
+        self._forward.counted = [0, 0]
         if self._is_idle:
             known.end_idle_step(counted)
-        else:
-            known.end_step(counted, encoder.only_keep, step.saved_nbytes, step.freed_nbytes)
-        self._forward.counted = [0, 0]
-        encoder.begin_step()
+            return
+        if not step.is_empty:
+            known.step, known.peak_nbytes = step, self._live.peak_nbytes
+        known.end_step(counted, encoder.only_keep, step.saved_nbytes, step.freed_nbytes)
+        if self._chooses_min_nbytes and step.accounts and counted[0]:
+            known.choose_min_nbytes((account.saved_nbytes for account in step.accounts), step.saved_nbytes)
+        self._use_learned_size()
 
     def _begin_step(self) -> None:
         """A forward pass begins after a backward pass: the accounts start afresh."""
-        self._learn()
+        if self._forward.counted[0]:  # and the Session was not left since
+            self._learn()
+        self._encoder.begin_step()
         self._live.unpacked = False
         self._live.stashed_nbytes = 0  # there is room for nothing before backward has freed something
         self._steps += 1

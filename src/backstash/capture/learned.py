@@ -6,7 +6,8 @@ Note: [sizes that matter]
     no more than a fiftieth of the saved bytes lie. Where all that a step saves takes less than 64 MiB, which is less
     than the process takes before it trains, time counts more than bytes: what is below 64 KiB is kept, up to half of
     the bytes may lie below the chosen size, and nothing is remade. The sizes are counted in the first step, so the
-    choice depends on the model and its input alone, and is the same on every machine.
+    choice depends on the model and its input alone, and is the same on every machine. When a step saves four times as
+    much or as little as that one did, the choice is made anew.
 
 Note: [idle Sessions]
     When a fixed policy has said Keep of everything in two equal steps, or two equal steps that save little could be
@@ -69,6 +70,7 @@ class Learned:
         self.nodes: dict[tuple[str, type, int], KnownNode] = {}
         self.min_nbytes: int | None = None
         self.saves_little = False
+        self._chosen_of = 0  # bytes that the step has saved of which the size was chosen
         self.counted = (0, 0)
         self.step = Step()
         self.peak_nbytes = 0
@@ -92,6 +94,8 @@ class Learned:
         """
         if not counted[0]:  # an evaluation
             return
+        if self.min_nbytes is not None and not self._chosen_of <= 4 * saved_nbytes <= 16 * self._chosen_of:
+            self.min_nbytes, self.saves_little = None, False
         is_quiet = only_keep or (self.saves_little and SHARE * freed_nbytes < saved_nbytes)
         equal = is_quiet and counted == self.counted
         self._quiet_steps = self._quiet_steps + 1 if equal else int(is_quiet)
@@ -111,19 +115,24 @@ class Learned:
             if not self._until_look:
                 self._quiet_steps = self._needed - 1
 
-    def choose_min_nbytes(self, sizes: Iterable[int]) -> int:
-        """The size from which tensors are looked at (Note: [sizes that matter]); decided once, from a step's sizes."""
-        if self.min_nbytes is None:
-            sizes = list(sizes)
-            total, chosen = sum(sizes), LARGEST
-            self.saves_little = total < LITTLE
-            share, smallest = SHARE, SMALLEST
-            if self.saves_little:
-                share, smallest = SHARE_OF_LITTLE, SMALLEST_OF_LITTLE
-            while chosen > smallest and share * sum(size for size in sizes if size < chosen) > total:
-                chosen //= 2
-            self.min_nbytes = chosen
-        return self.min_nbytes
+    def choose_min_nbytes(self, sizes: Iterable[int], saved_nbytes: int) -> None:
+        """Decide from which size on tensors are looked at, unless that was decided (Note: [sizes that matter]).
+
+        Args:
+            sizes: of the values that a step has saved, but for those below SMALLEST.
+            saved_nbytes: bytes of all values that it has saved.
+        """
+        if self.min_nbytes is not None:
+            return
+        sizes = list(sizes)
+        total, chosen = sum(sizes), LARGEST
+        self.saves_little = total < LITTLE
+        share, smallest = SHARE, SMALLEST
+        if self.saves_little:
+            share, smallest = SHARE_OF_LITTLE, SMALLEST_OF_LITTLE
+        while chosen > smallest and share * sum(size for size in sizes if size < chosen) > total:
+            chosen //= 2
+        self.min_nbytes, self._chosen_of = chosen, saved_nbytes
 
 
 _by_module: weakref.WeakKeyDictionary[nn.Module, dict[str, Learned]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,175 @@
+"""What was learned of a model outlives a Session: which sizes matter, and whether there is anything to do at all."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from gradient_checks import differences
+from session_checks import gradients_of, hooks_installed
+from torch import Tensor, nn
+
+from backstash import Session
+from backstash.capture import learned
+from backstash.capture.learned import LARGEST, LITTLE, LOOK_AGAIN, SMALLEST, SMALLEST_OF_LITTLE, Learned
+from backstash.errors import SavedTensorFreedError
+
+MIB = 1 << 20
+
+
+def chosen(*sizes: int) -> tuple[int | None, bool]:
+    known = Learned()
+    known.choose_min_nbytes(sizes, sum(sizes))
+    return known.min_nbytes, known.saves_little
+
+
+def test_tensors_that_hold_a_fiftieth_are_kept() -> None:
+    large = [MIB] * 100
+    assert chosen(*large, *[SMALLEST] * 100) == (LARGEST, False)
+    assert chosen(*large, *[SMALLEST] * 1000) == (SMALLEST, False)
+    assert chosen(*large, *[100 << 10] * 1000) == (64 << 10, False)
+
+
+def test_a_step_that_saves_little_keeps_up_to_half() -> None:
+    assert chosen(*[MIB] * 10) == (LARGEST, True)
+    assert chosen(*[128 << 10] * 100) == (128 << 10, True)
+    assert chosen(*[SMALLEST] * 100) == (SMALLEST_OF_LITTLE, True)
+    assert chosen(LITTLE) == (LARGEST, False)
+
+
+def test_the_choice_is_made_anew_when_steps_save_much_more_or_less() -> None:
+    for factor, anew in ((1, False), (2, False), (5, True), (0.2, True)):
+        known = Learned()
+        known.choose_min_nbytes([MIB], MIB)
+        known.end_step((1, 1), False, int(factor * MIB), 0)
+        assert (known.min_nbytes is None) == anew == (not known.saves_little)
+
+
+def test_two_equal_steps_without_anything_to_do_make_it_idle() -> None:
+    known = Learned()
+    for counted, idle in (((3, 30), False), ((3, 30), True)):
+        known.end_step(counted, True, 30, 0)
+        assert known.is_idle == idle
+    known.end_idle_step((0, 0))  # an evaluation
+    assert known.is_idle
+    known.end_idle_step((3, 31))
+    assert not known.is_idle
+    for _ in range(3):  # longer than before
+        assert not known.is_idle
+        known.end_step((3, 31), True, 31, 0)
+    known.end_step((3, 31), True, 31, 0)
+    assert known.is_idle
+
+
+def test_numbers_are_looked_at_again_where_codecs_have_declined() -> None:
+    known = Learned()
+    known.choose_min_nbytes([MIB], MIB)
+    for _ in range(2):
+        known.end_step((1, MIB), False, MIB, 0)
+    for _ in range(LOOK_AGAIN - 1):
+        known.end_idle_step((1, MIB))
+        assert known.is_idle
+    known.end_idle_step((1, MIB))
+    assert not known.is_idle
+    known.end_step((1, MIB), False, MIB, 0)
+    assert known.is_idle
+
+
+def test_what_was_learned_goes_with_the_model() -> None:
+    model = nn.Linear(2, 2)
+    known = weakref.ref(learned.learned_of(model, "keep"))
+    assert learned.learned_of(model, "keep") is known() is not learned.learned_of(model, "lossless")
+    del model
+    gc.collect()
+    assert known() is None
+
+
+# -- a Session that is idle --------------------------------------------------------------------------------------------
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def steps(sessions: Callable[[], Session | None], sizes: list[int]) -> tuple[list[Tensor | None], list[bool]]:
+    """The gradients of each step, and whether its Session had nothing to do."""
+    model = network()
+    gradients, idle = [], []
+    for size in sizes:
+        session = sessions()
+        x = torch.randn(size, 64, generator=torch.Generator().manual_seed(size))
+        if session is None:
+            model(x).square().sum().backward()
+        else:
+            with session:
+                loss = model(x).square().sum()
+            loss.backward()
+            idle.append(any("nothing to do" in note for note in session.report().notes))
+        gradients += gradients_of(model)
+    return gradients, idle
+
+
+@pytest.mark.parametrize("policy", ["keep", "lossless"])
+@pytest.mark.parametrize("each", [False, True], ids=["one Session", "a Session for each step"])
+def test_an_idle_session_changes_no_bit_and_learns_anew_when_steps_change(policy: str, each: bool) -> None:
+    sizes = [8, 8, 8, 8, 300, 300, 8, 8, 8, 8, 8, 8]
+    one = Session(policy)
+    got, idle = steps(lambda: Session(policy) if each else one, sizes)
+    expected, _ = steps(lambda: None, sizes)
+    assert not differences(expected, got)
+    assert idle[:4] == [False, False, True, True] and not idle[5] and idle[-1]
+
+
+def test_an_idle_session_that_is_entered_again_installs_two_hooks_and_nothing_else() -> None:
+    model, session = network(), Session("keep")
+    for _ in range(3):
+        with session:
+            loss = model(torch.ones(8, 64)).sum()
+        loss.backward()
+    before = hooks_installed()
+    with session:
+        inside = hooks_installed()
+    assert len(inside) == len(before) + 1  # the saved-tensor hooks
+
+
+def test_an_idle_session_inside_a_long_with_looks_again_when_the_steps_change() -> None:
+    model, session = network(), Session("keep")
+    idle = []
+    with session:
+        for size in (8, 8, 8, 9, 9, 9, 9, 9, 9):
+            model(torch.ones(size, 64)).sum().backward()
+            idle.append(session._is_idle)
+    assert idle[2] and not idle[4] and idle[-1]
+
+
+def test_changes_in_place_are_errors_in_an_idle_session_too() -> None:
+    model, session = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), Session("keep")
+    for step in range(4):
+        with session:
+            h = model[0](torch.ones(2, 4))
+            loss = model[1](h).sum()
+        if step == 3:
+            h.data.add_(0)
+            h.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+def test_freed_memory_is_an_error_in_an_idle_session_too() -> None:
+    model, session = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), Session("keep")
+    for step in range(4):
+        with session:
+            h = model[0](torch.ones(2, 4))
+            loss = model[1](h).sum()
+        if step == 3:
+            h.untyped_storage().resize_(0)
+            with pytest.raises(SavedTensorFreedError):
+                loss.backward()
+        else:
+            loss.backward()
