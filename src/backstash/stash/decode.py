@@ -78,16 +78,16 @@ def decode(saved: Saved, spec: TensorSpec, value: Value) -> Tensor:
     """The saved tensor in its own layout, without a graph."""
     if torch.is_grad_enabled():
         with torch.no_grad():  # which takes longer than the question whether it is needed
-            return _decode(saved, spec, value, copies=True)
-    return _decode(saved, spec, value, copies=False)
+            return _decode(saved, spec, value, borrows=False)
+    return _decode(saved, spec, value, borrows=saved.builtin and in_backward())
 
 
-def _decode(saved: Saved, spec: TensorSpec, value: Value, copies: bool) -> Tensor:
+def _decode(saved: Saved, spec: TensorSpec, value: Value, borrows: bool) -> Tensor:
     exact = _exact(value)
     if exact is not None:
         exact = exact.as_strided(spec.shape, spec.stride, saved.offset)
         return exact if saved.builtin else exact.clone()  # others may write into it
-    whole = dense(value, borrows=saved.builtin and not copies and in_backward())
+    whole = dense(value, borrows=borrows)
     saved.has_read()
     if value.unread <= 0:
         value.hold(None)
