@@ -195,6 +195,11 @@ class Session:
         self._contents.clear()
         self._contents.parameters.clear()
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether it is noted how values are made, so that they can be made again."""
+        return self._forward.recomputes
+
     def report(self) -> Report:
         """The accounts of the last step that saved anything."""
         with self._lock:

@@ -161,7 +161,7 @@ def test_a_policy_may_have_its_values_as_attributes_or_properties() -> None:
             object.__setattr__(self, "ahead", 2)
 
     assert (Mine().recomputes, Mine().ahead) == (False, 2)
-    assert bs.Session(Lossless(recompute=False))._forward.recomputes is False
+    assert bs.Session(Lossless(recompute=False)).recomputes is False
 
 
 def test_a_subclass_that_overrides_a_method_is_not_fixed() -> None:
