@@ -92,7 +92,7 @@ def test_rows_are_copies() -> None:
 def test_small_tensors_have_one_row_if_any() -> None:
     step = Step()
     assert step.rows() == ()
-    step.small_nbytes = 64
+    step.small[1], step.small[2] = 24, 40
     (row,) = step.rows()
     assert "below min_nbytes" in row.key
     assert (row.reason, row.saved_nbytes, row.stash_nbytes) == ("small", 64, 64)

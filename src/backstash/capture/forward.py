@@ -168,7 +168,7 @@ class Forward:
                     self.step.parameters[storage._cdata] = storage.nbytes()
                     return parameters.HeldParameter.of(x, inner)
                 if storage.nbytes() < self._contents.min_nbytes:
-                    self.step.small_nbytes += inner.nbytes
+                    self.step.small[storage._cdata] = storage.nbytes()
                     return held.hold(x)
             return self._pack_large(x, inner)
 

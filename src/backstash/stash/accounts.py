@@ -79,14 +79,14 @@ class Step:
 
     Attributes:
         accounts: of the storages that were saved, in order.
-        small_nbytes: bytes of tensors that were too small to be looked at.
+        small: bytes of storages that were too small to be looked at, by their addresses.
         parameters: bytes of parameters and buffers that were saved, by storage or by saved tensor.
         counts: of the proofs of this step.
     """
 
     def __init__(self) -> None:
         self.accounts: list[Account] = []
-        self.small_nbytes = 0
+        self.small: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
         self.counts = Counts()
 
@@ -95,6 +95,11 @@ class Step:
         account = Account(facts, saved_nbytes, codec)
         self.accounts.append(account)
         return account
+
+    @property
+    def small_nbytes(self) -> int:
+        """Bytes of storages that were too small to be looked at."""
+        return sum(self.small.values())
 
     @property
     def saved_nbytes(self) -> int:
@@ -109,12 +114,12 @@ class Step:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was saved but parameters."""
-        return not self.accounts and not self.small_nbytes
+        return not self.accounts and not self.small
 
     def rows(self) -> tuple[Entry, ...]:
         """What a report shows; it does not change later."""
         rows = [account.row() for account in self.accounts]
-        if self.small_nbytes:
-            small = self.small_nbytes
-            rows.append(Entry("(below min_nbytes, per save)", "", "", small, small, reason="small"))
+        small = self.small_nbytes
+        if small:
+            rows.append(Entry("(below min_nbytes)", "", "", small, small, reason="small"))
         return tuple(rows)
