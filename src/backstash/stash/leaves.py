@@ -61,7 +61,7 @@ def guard(value: Value) -> None:
     assert member is not None and member.dense is not None
     guard_with(value, member.dense)
     assert value.guard is not None
-    value.guard.tensor = member.tensor
+    value.guard.tensor, value.guard.place = member.tensor, member.place
 
 
 def guard_with(value: Value, dense: Tensor) -> None:

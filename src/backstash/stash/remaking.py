@@ -78,8 +78,7 @@ class Remaking:
             return "others, which were proven with its exact numbers, are made again of it"
         if bounded and not leaves.keeps_signs(recipe, value, whole):
             return "its sign is read in another way than a relu does"
-        place = strongest.place
-        assert place is not None
+        place = strongest.place or Place(strongest.tensor)
         if self._live.distrusted and (strongest.tensor.key, str(recipe)) in self._live.distrusted:
             return f"{recipe} has made other bits than the value had"
         way = self._way(place, recipe, whole, bounded)
