@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -281,3 +282,33 @@ def test_a_running_average_does_not_remember_its_steps() -> None:
             y.sum().backward()
         gc.collect()
     assert sum(type(x).__name__ == "Content" for x in gc.get_objects()) - before < 12
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: torch.tanh(input=h.square()),
+        lambda h: torch.sigmoid(input=h.square()),
+        lambda h: torch.relu(input=h.square()),
+        lambda h: torch.add(input=h.square(), other=h),
+        lambda h: torch.add(other=h, input=h.square(), alpha=2),
+        lambda h: torch.mul(input=h.square(), other=1.5),
+        lambda h: nn.functional.relu6(input=h.square()),
+        lambda h: nn.functional.hardtanh(h.square(), -0.5, max_val=2.0),
+        lambda h: nn.functional.leaky_relu(h.square(), 0.2),
+    ],
+)
+def test_a_call_whose_input_has_a_name_is_remade(function: Callable[[Tensor], Tensor]) -> None:
+    """What writes over a temporary takes it as its first argument, so it is not used where the input has a name."""
+
+    def run(session: Session | None) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+        with session or nullcontext():
+            loss = second(function(first(torch.randn(32, 16)))).square().sum()
+        loss.backward()
+        return [parameter.grad for module in (first, second) for parameter in module.parameters()]
+
+    session = Session("lossless", min_nbytes=0)
+    assert not differences(run(None), run(session))
+    assert "recompute" in {row.codec for row in session.report().rows}

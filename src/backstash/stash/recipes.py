@@ -15,7 +15,18 @@ from torch import Tensor
 
 from backstash.saved import TensorSpec
 from backstash.stash import fused
-from backstash.stash.calls import OVERWRITES, Call, Content, Held, Leaf, Memory, View, norm_from_statistics, repeat
+from backstash.stash.calls import (
+    INPUT,
+    OVERWRITES,
+    Call,
+    Content,
+    Held,
+    Leaf,
+    Memory,
+    View,
+    norm_from_statistics,
+    repeat,
+)
 
 if TYPE_CHECKING:
     from backstash.stash.value import Value
@@ -88,7 +99,8 @@ class Recipe:
         if self.from_statistics and self.call.statistics is not None:
             return norm_from_statistics(self.call, tensors)
         first, call = self.inputs[0] if self.inputs else None, self.call
-        is_temporary = isinstance(first, tuple) and tensors[0].shape == call.spec.shape
+        is_first = bool(call.args) and call.args[0] is INPUT  # and not given by its name
+        is_temporary = is_first and isinstance(first, tuple) and tensors[0].shape == call.spec.shape
         if is_temporary and tensors[0].dtype == call.spec.dtype and call.name in OVERWRITES:
             return repeat(call, OVERWRITES[call.name], tensors)
         return repeat(call, call.function, tensors)
