@@ -117,7 +117,6 @@ class Session:
         self.check = check
         if min_nbytes is None:
             min_nbytes = self.policy.min_nbytes
-        self.min_nbytes = MIN_NBYTES if min_nbytes is None else min_nbytes
         self._chooses_min_nbytes = min_nbytes is None
         self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore(), **(stores or {})}
         self._names = Names(model, table.can_claim)
@@ -125,7 +124,7 @@ class Session:
         if isinstance(check, int) and check:
             name_of = self._names.parameter_name
             self._live.monitor = Monitor(check, check_limit, repr(self.policy), packed_by, name_of)
-        self._contents = Contents(self.min_nbytes, ParameterStorages())
+        self._contents = Contents(MIN_NBYTES if min_nbytes is None else min_nbytes, ParameterStorages())
         self._leaning = Leaning()
         self._pending = Pending(self._encode)
         self._remaking = Remaking(
@@ -162,7 +161,7 @@ class Session:
         self._elsewhere = False
         self._is_idle = self._may_idle()
         if self._is_idle:
-            self._hooks = hooks.Hooks(self._hold, self._read_held)
+            self._hooks = hooks.Hooks(self._hold, self._unpack)
         else:
             self._hooks = hooks.Hooks(self._pack, self._unpack, self, self._forward)
         return self
@@ -174,6 +173,8 @@ class Session:
             last.callback(self._forget)
             if error is None:
                 last.callback(self._learn)
+            else:
+                self._forward.step.is_whole, self._forward.counted = False, [0, 0]
             last.callback(self._finish)
             installed, self._hooks = self._hooks, None
             if installed is not None:
@@ -194,6 +195,11 @@ class Session:
         self._forward.clear()
         self._contents.clear()
         self._contents.parameters.clear()
+
+    @property
+    def min_nbytes(self) -> int:
+        """Smaller tensors are kept."""
+        return self._contents.min_nbytes
 
     @property
     def recomputes(self) -> bool:
@@ -295,7 +301,7 @@ class Session:
     def _use_learned_size(self) -> None:
         if self._chooses_min_nbytes:
             known = self._names.learned
-            self.min_nbytes = self._contents.min_nbytes = known.min_nbytes or MIN_NBYTES
+            self._contents.min_nbytes = known.min_nbytes or MIN_NBYTES
             self._forward.recomputes = self.policy.recomputes and not known.saves_little
 
     def _learn(self) -> None:
@@ -305,6 +311,8 @@ class Session:
         self._forward.counted = [0, 0]
         if self._is_idle:
             known.end_idle_step(counted)
+            return
+        if not step.is_whole:
             return
         if not step.is_empty:
             known.step, known.peak_nbytes = step, self._live.peak_nbytes
@@ -348,13 +356,6 @@ class Session:
                 counted[1] += x.nbytes
             return held.hold(x)
 
-    def _read_held(self, packed: held.AsItIs) -> Tensor:
-        """The unpack hook of a Session that is idle."""
-        with no_torch_function():
-            if not self._live.unpacked and in_backward():
-                self._live.unpacked = True
-            return held.read(packed)
-
     def _pack(self, x: Tensor) -> held.Packed:
         return self._hold(x) if self._is_idle else self._forward.pack(x)
 
@@ -380,7 +381,7 @@ class Session:
         with no_torch_function():
             if not self._live.unpacked and in_backward():  # and not a look at grad_fn._saved_*
                 self._begin_backward()
-            tensor = unpack(packed, self._live, self.min_nbytes)
+            tensor = unpack(packed, self._live, self._contents.min_nbytes)
             if self._live.watcher is not None:
                 self._live.watcher.read(tensor, is_stored=isinstance(packed, Saved) and packed.dense is None)
             return tensor
@@ -395,5 +396,5 @@ class Session:
             live.prefetcher.advance(live.below_peak)
 
 
-for _function in (Session._pack, Session._hold, Session._unpack, Session._read_held):
+for _function in (Session._pack, Session._hold, Session._unpack):
     hide_from_dynamo(_function, and_all_below=True)

@@ -64,18 +64,48 @@ def test_two_equal_steps_without_anything_to_do_make_it_idle() -> None:
     assert known.is_idle
 
 
-def test_numbers_are_looked_at_again_where_codecs_have_declined() -> None:
+@pytest.mark.parametrize("only_keep", [False, True])
+def test_an_idle_session_looks_again_now_and_then(only_keep: bool) -> None:
     known = Learned()
     known.choose_min_nbytes([MIB], MIB)
     for _ in range(2):
-        known.end_step((1, MIB), False, MIB, 0)
+        known.end_step((1, MIB), only_keep, MIB, 0)
     for _ in range(LOOK_AGAIN - 1):
         known.end_idle_step((1, MIB))
         assert known.is_idle
     known.end_idle_step((1, MIB))
     assert not known.is_idle
-    known.end_step((1, MIB), False, MIB, 0)
+    known.end_step((1, MIB), only_keep, MIB, 0)
     assert known.is_idle
+
+
+def test_nothing_is_learned_of_a_step_that_has_failed() -> None:
+    model, session = network(), Session("lossless")
+    with pytest.raises(ZeroDivisionError), session:
+        model(torch.ones(8192, 64)).sum()
+        raise ZeroDivisionError
+    with session:
+        loss = model(torch.ones(8, 64)).sum()
+    loss.backward()
+    known = learned.learned_of(model, session._settings)
+    assert known.min_nbytes is None and known.counted[1] < MIB
+
+
+def test_what_the_program_holds_no_longer_is_stored_some_steps_later() -> None:
+    """Steps in which the program holds everything leave nothing to decide, and look like steps to keep."""
+    model, session = network(), Session("lossless", min_nbytes=0)
+    codecs = []
+    for step in range(LOOK_AGAIN + 8):
+        with session:
+            hidden = [torch.ones(64, 64)]
+            for layer in model:
+                hidden.append(torch.relu(layer(hidden[-1])))
+            loss = hidden[-1].sum()
+            if step > 3:
+                del hidden
+        loss.backward()
+        codecs.append({row.codec for row in session.report().rows})
+    assert codecs[-1] - {"kept"}
 
 
 def test_what_was_learned_goes_with_the_model() -> None:

@@ -82,11 +82,6 @@ class Forward:
         self._shapes: dict[int, tuple[parameters.StorageReference, Account]] = {}  # where only the shape is read
         self._assigned: list[Tensor] = []
 
-    @property
-    def min_nbytes(self) -> int:
-        """Tensors smaller than this are kept."""
-        return self._contents.min_nbytes
-
     def begin_step(self, step: Step) -> None:
         """The accounts of the step that begins."""
         self.step = step

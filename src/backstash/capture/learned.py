@@ -13,7 +13,7 @@ Note: [idle Sessions]
     When a fixed policy has said Keep of everything in two equal steps, or two equal steps that save little could be
     made smaller by less than a fiftieth, there is nothing to do: the Session takes its observer and its module hooks
     away, and holds what is saved with its version and nothing else. It counts the tensors and their bytes. After a step
-    that has saved others it learns anew. Codecs look at the numbers again in one of 64 steps.
+    that has saved others it learns anew, and in one of 64 steps it looks again in any case.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SMALLEST_OF_LITTLE = 64 << 10
 """The same as SMALLEST in such a step."""
 
 LOOK_AGAIN = 64
-"""An idle Session whose policy has not said Keep of everything looks at the numbers again in one of so many steps."""
+"""An idle Session looks again in one of so many steps: the numbers, or what the program holds itself, may be others."""
 
 QUIET_STEPS = 2
 """Equal steps without anything to do after which a Session is idle."""
@@ -99,7 +99,7 @@ class Learned:
         is_quiet = only_keep or (self.saves_little and SHARE * freed_nbytes < saved_nbytes)
         equal = is_quiet and counted == self.counted
         self._quiet_steps = self._quiet_steps + 1 if equal else int(is_quiet)
-        self._until_look = 0 if only_keep else LOOK_AGAIN
+        self._until_look = LOOK_AGAIN
         self.counted = counted
 
     def end_idle_step(self, counted: tuple[int, int]) -> None:
@@ -110,10 +110,10 @@ class Learned:
             self._quiet_steps = 0
             self._needed = min(2 * self._needed, 64)  # steps differ: it takes longer to be sure again
             self.counted = counted
-        elif self._until_look:
-            self._until_look -= 1
-            if not self._until_look:
-                self._quiet_steps = self._needed - 1
+            return
+        self._until_look -= 1
+        if not self._until_look:
+            self._quiet_steps = self._needed - 1
 
     def choose_min_nbytes(self, sizes: Iterable[int], saved_nbytes: int) -> None:
         """Decide from which size on tensors are looked at, unless that was decided (Note: [sizes that matter]).

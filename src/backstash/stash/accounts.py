@@ -82,6 +82,7 @@ class Step:
         small: bytes of storages that were too small to be looked at, by their addresses.
         parameters: bytes of parameters and buffers that were saved, by storage or by saved tensor.
         counts: of the proofs of this step.
+        is_whole: whether the Session was not left by an error in this step; else nothing is learned of it.
     """
 
     def __init__(self) -> None:
@@ -89,6 +90,7 @@ class Step:
         self.small: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
         self.counts = Counts()
+        self.is_whole = True
 
     def open(self, facts: SavedTensor, saved_nbytes: int, codec: str) -> Account:
         """An account for a storage that was not saved before in this step."""
