@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backstash import Session, codecs
 from backstash.codecs import Binary, Bitmask, Codec, Encoded, ErrorBound, FewBit, Narrow, Zvc, base
-from backstash.codecs.base import EXACT, ReadPlanes, flat, like, refuses_layout, require
+from backstash.codecs.base import ReadPlanes, flat, refuses_layout, require
 from backstash.codecs.direct import Direct, Factors, MaskBits, Slices, Slopes, WindowOffsets
 from backstash.codecs.raw import Raw
 from backstash.codecs.shape import Shape
@@ -23,6 +23,7 @@ from backstash.codecs.sliced import Sliced
 from backstash.ops import cpu
 from backstash.policies.base import Action, Keep, Outcome, Stash
 from backstash.saved import Mask, Need, SavedTensor, TensorSpec, Test
+from tests.gradients.gradient_checks import Copy
 
 FORMS = (MaskBits, Slopes, Factors, WindowOffsets, Slices)
 
@@ -188,29 +189,10 @@ def test_a_foreign_codec_without_the_form_is_decoded() -> None:
 
 
 @dataclass(frozen=True)
-class Bare:
+class Bare(Copy):
     """A codec with no optional member at all."""
 
     id: ClassVar[str] = "bare"
-    preserves: ClassVar[frozenset[Need]] = EXACT
-    bound: ClassVar[ErrorBound | None] = None
-
-    def accepts(self, spec: TensorSpec) -> str | None:
-        return refuses_layout(spec)
-
-    def declines(self, x: Tensor) -> str | None:
-        return None
-
-    def encode(self, x: Tensor) -> Encoded:
-        return Encoded(self.id, require(self, x), {"copy": flat(x).clone()})
-
-    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        out = like(encoded.spec, out)
-        flat(out).copy_(encoded.planes["copy"])
-        return out
-
-    def nbytes_bound(self, spec: TensorSpec) -> int:
-        return spec.nbytes
 
 
 @dataclass(frozen=True)
