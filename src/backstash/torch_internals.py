@@ -7,6 +7,7 @@ AttributeError in the middle of a training step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -109,6 +110,18 @@ def hide_from_dynamo(function: Callable[..., Any], and_all_below: bool = False) 
         return
     below = _FrameAction.SKIP if and_all_below else _FrameAction.DEFAULT
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
+
+
+def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function of torch.nn.functional which does not offer itself to torch function modes.
+
+    The functions that it calls still do. So an observer sees them as if the program had called them one by one.
+    """
+    assert isinstance(function, FunctionType)
+    seen = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    copy = FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 _mkldnn_enabled: Callable[[], bool] = _find("_C._get_mkldnn_enabled")

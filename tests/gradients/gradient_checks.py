@@ -13,7 +13,7 @@ from backstash.codecs import Bitmask, Encoded, ErrorBound, Narrow, Shape, Zvc
 from backstash.codecs.base import EXACT, flat, like, refuses_layout, require
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.narrow import INTEGERS
-from backstash.policies.base import Action, Outcome, Stash
+from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.ledger import Report
 
@@ -118,6 +118,18 @@ class Everything:
 
     def observe(self, outcome: Outcome) -> None:
         pass
+
+
+class Remake(Policy):
+    """A policy that makes every value again that can be, whatever made it, and keeps the rest of what is read whole."""
+
+    is_fixed = True
+    remakes_anything = True
+
+    def decide(self, saved: SavedTensor) -> Action:
+        if saved.need is Need.SHAPE:
+            return Stash(Shape())
+        return Recompute(Keep(), any_producer=True)
 
 
 def encoded_and_kept(reports: Iterable[Report]) -> tuple[int, int]:

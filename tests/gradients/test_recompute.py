@@ -16,8 +16,8 @@ from backstash import Session
 from backstash.policies import Lossless
 from backstash.policies.base import Keep, Recompute
 from backstash.saved import Need, SavedTensor
-from backstash.stash.calls import CHEAP
 from backstash.stash.ledger import Entry
+from backstash.stash.producers import CHEAP
 from backstash.testing import equal_bits
 
 

@@ -28,6 +28,7 @@ METHODS = sorted(name for name, member in MEMBERS.items() if callable(member))
 VALUES: dict[str, tuple[Any, ...]] = {
     "is_fixed": (False, True),
     "recomputes": (True, False),
+    "remakes_anything": (False, True),
     "min_nbytes": (0, 1 << 16),
     "ahead": (1, 5, None),
 }

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.capture.names import Names
 from backstash.capture.naming import find, weight_copies
-from backstash.capture.side_effects import SideEffect, tensors_in
+from backstash.capture.side_effects import SideEffect, affected
 from backstash.policies.base import Policy
 from backstash.saved import PLAIN, Need, SavedTensor, is_odd
 from backstash.stash import held, parameters, wrapped
@@ -47,6 +47,7 @@ class Forward:
         depth: how many torch functions are in progress.
         unnamed: what was saved and has no name yet.
         recomputes: whether it is noted how values are made.
+        remakes_anything: whether that is noted of costly functions too.
         parameters: tells which storages are parameters and buffers.
         step: the accounts of the step in progress.
         counted: how many tensors were saved in this step, and their bytes.
@@ -66,6 +67,7 @@ class Forward:
         self.depth = 0
         self.unnamed: list[Saved] = []
         self.recomputes = policy.recomputes
+        self.remakes_anything = contents.remakes_anything = policy.remakes_anything
         self.step = Step()
         self.counted = [0, 0]
         self.parameters = contents.parameters
@@ -117,7 +119,7 @@ class Forward:
     def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A function is about to change its arguments, or to hand their memory on to who changes it unseen."""
         with self._lock:
-            for x in tensors_in(args, kwargs):
+            for x in affected(effect, args, kwargs):
                 if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
                     continue
                 storage = x.untyped_storage()
@@ -143,11 +145,16 @@ class Forward:
         return result
 
     def made(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, random_state: Tensor | None
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
     ) -> None:
-        """A cheap function has returned a tensor: remember how its content was made."""
+        """A function that can be repeated has returned something: remember how that content was made."""
         with self._lock:
-            self._contents.note_call(function, args, kwargs, result, random_state)
+            if type(result) is Tensor:
+                self._contents.note_call(function, args, kwargs, result, random_state)
+            elif self.remakes_anything:
+                for number, each in enumerate(result):
+                    if type(each) is Tensor:
+                        self._contents.note_call(function, args, kwargs, each, random_state, number)
 
     # -- what autograd saves -------------------------------------------------------------------------------------
 

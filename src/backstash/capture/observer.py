@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from backstash.capture.side_effects import SideEffect, has_inplace_argument, side_effect_of
-from backstash.stash import calls
-from backstash.torch_internals import hide_from_dynamo, no_torch_function
+from backstash.stash import calls, producers
+from backstash.torch_internals import hide_from_dynamo, no_torch_function, seen_inside
 
 
 class Listener(Protocol):
@@ -19,6 +20,9 @@ class Listener(Protocol):
 
     recomputes: bool
     """Whether it wants to know how results were made (``made``) and what may change them (``before_side_effect``)."""
+
+    remakes_anything: bool
+    """Whether it also wants to know of results that cost more than a few passes over memory."""
 
     depth: int
     """How many torch functions are in progress."""
@@ -42,9 +46,9 @@ class Listener(Protocol):
         """A torch function that autograd recorded has returned, or raised (then the result is None)."""
 
     def made(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, random_state: Tensor | None
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
     ) -> None:
-        """A cheap function has returned a tensor; the generator had that state before."""
+        """A function that can be repeated has returned something; the generator had that state before."""
 
 
 _BACKWARD = frozenset({Tensor.backward})
@@ -87,8 +91,13 @@ class Observer(TorchFunctionMode):
             return listener.assign_data(args[0], lambda: func(*args, **kwargs))
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        cheap = kind.is_cheap and recomputes and listener.depth == 0
-        before = calls.random_state(func, args) if cheap else None
+        noted = recomputes and listener.depth == 0 and (kind.is_cheap or listener.remakes_anything)
+        if noted and not kind.is_cheap:
+            if kind.inside is not None:
+                with self:  # what happens inside is seen as if the program had called it
+                    return kind.inside(*args, **kwargs)
+            noted = kind.is_repeatable and not producers.may_change_state(func, args, kwargs)
+        before = calls.random_state(func, args, kwargs) if noted else None
         listener.depth += 1
         result = None
         try:
@@ -97,7 +106,7 @@ class Observer(TorchFunctionMode):
             listener.depth -= 1
             if listener.unnamed and listener.depth == 0:
                 listener.after_function(result)
-        if cheap and type(result) is Tensor:
+        if noted and type(result) in _RESULTS:
             with no_torch_function():
                 listener.made(func, args, kwargs, result, before)
         return result
@@ -109,20 +118,27 @@ class _Kind:
     Attributes:
         effect: what it does to its arguments' memory, whatever they are.
         has_inplace: whether it has an argument that has it work in place.
-        is_cheap: whether its result can be made again.
+        is_cheap: whether any policy that recomputes may make its result again.
+        is_repeatable: whether its result can be made again, whatever that costs.
+        inside: runs it in such a way that the functions it calls are seen; None for a function that is one operation.
         is_backward: whether it begins a backward pass.
         assigns_data: whether it assigns a tensor's ``.data``.
     """
 
-    __slots__ = ("assigns_data", "effect", "has_inplace", "is_backward", "is_cheap")
+    __slots__ = ("assigns_data", "effect", "has_inplace", "inside", "is_backward", "is_cheap", "is_repeatable")
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.effect = side_effect_of(func, (), {})
         self.has_inplace = has_inplace_argument(func)
-        self.is_cheap = func in calls.CHEAP
+        self.is_cheap = func in producers.CHEAP
+        self.is_repeatable = self.effect is SideEffect.NONE and producers.is_repeatable(func)
+        self.inside = _ATTENTION if func is F.multi_head_attention_forward else None
         self.is_backward = func in _BACKWARD
         self.assigns_data = func == _ASSIGN_DATA
 
+
+_RESULTS = frozenset({Tensor, tuple, list})
+_ATTENTION = seen_inside(F.multi_head_attention_forward)
 
 _kinds: dict[Callable[..., Any], _Kind] = {}
 _MOST_KINDS = 4096
@@ -136,7 +152,8 @@ def _kind_of(func: Callable[..., Any]) -> _Kind:
     except TypeError:  # it cannot be hashed
         kind = object.__new__(_Kind)
         kind.effect, kind.has_inplace = side_effect_of(func, (), {}), False
-        kind.is_cheap = kind.is_backward = kind.assigns_data = False
+        kind.is_cheap = kind.is_repeatable = kind.is_backward = kind.assigns_data = False
+        kind.inside = None
     return kind
 
 

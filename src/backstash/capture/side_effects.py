@@ -19,6 +19,8 @@ class SideEffect(Enum):
     """Nothing."""
     CHANGES = 1
     """One of them, or of what they list, is changed in place."""
+    CHANGES_SELF = 3
+    """The first one is changed in place, and no other."""
     ESCAPES = 2
     """Somebody may change it from now on without a new version of the tensor."""
 
@@ -90,10 +92,8 @@ def _find_side_effect(function: Callable[..., Any]) -> SideEffect:
         return SideEffect.NONE
     is_dunder = name.startswith("__") and name.endswith("__")
     in_place_operator = is_dunder and name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
-    if name == "__setitem__" or in_place_operator:
-        return SideEffect.CHANGES
-    if name.endswith("_") and not is_dunder:
-        return SideEffect.CHANGES
+    if name == "__setitem__" or in_place_operator or (name.endswith("_") and not is_dunder):
+        return SideEffect.CHANGES_SELF if getattr(Tensor, name, None) is function else SideEffect.CHANGES
     if getattr(function, "__module__", "") == "torch.nn.functional":
         parameters = list(inspect.signature(function).parameters)
         if "inplace" in parameters:
@@ -101,8 +101,11 @@ def _find_side_effect(function: Callable[..., Any]) -> SideEffect:
     return SideEffect.NONE
 
 
-def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """All tensors among the arguments, one level of lists deep."""
+def affected(effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments that a side effect may concern, one level of lists deep."""
+    if effect is SideEffect.CHANGES_SELF and args:
+        yield args[0]
+        return
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, Tensor):
             yield arg

@@ -57,7 +57,7 @@ class Stash:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Hold nothing, and remake the value in backward with the cheap functions that computed it.
+    """Hold nothing, and remake the value in backward with the functions that computed it, which are cheap by default.
 
     The remade value is equal bit for bit, unless ``within`` names values.
 
@@ -69,6 +69,9 @@ class Recompute:
         within: keys of values that are stored within a bound, and from which the value may be remade nevertheless. Only
             relu, sums and batch norms may lie between. The remade value is then off by as much as these functions make
             of the bounds. Its sign stays exact for those who read it, because a bit per element is stored for them.
+        any_producer: whether costly functions may be repeated as well: convolutions, products of matrices, attention.
+            The value is then made once in a backward pass, when it is needed first, and held until it was read for the
+            last time, by autograd and by other values that are made from it. Chains may be of any length.
 
     Raises:
         ValueError: a number is below 1, or ``otherwise`` is neither a Keep nor a Stash.
@@ -78,9 +81,15 @@ class Recompute:
     max_depth: int = MAX_DEPTH
     max_inputs: int | None = None
     within: frozenset[str] = frozenset()
+    any_producer: bool = False
 
     def __post_init__(self) -> None:
         most = 1 if self.max_inputs is None else self.max_inputs
+        if self.any_producer and self.within:
+            raise ValueError(
+                f"Recompute was asked for any_producer=True within the bounds of {len(self.within)} values, but costly "
+                f"functions are only repeated on exact values. Leave one of the two out."
+            )
         if self.max_depth < 1 or most < 1 or not isinstance(self.otherwise, (Keep, Stash)):
             raise ValueError(
                 f"Recompute was asked for max_depth={self.max_depth}, max_inputs={self.max_inputs} and "

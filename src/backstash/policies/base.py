@@ -57,6 +57,8 @@ class Policy(ABC):
             that overrides a method is not fixed, unless it says so itself.
         recomputes: whether an action may be Recompute. If it is False, the Session saves itself the work of noting how
             values are computed.
+        remakes_anything: whether an action may be Recompute(any_producer=True), for which the Session notes costly
+            calls as well, and proves each kind of call by repeating it once.
         min_nbytes: tensors smaller than this are kept, if the Session is not told otherwise; None to have the first
             step decide, for a policy to which time counts more than bytes that are few (see capture/learned.py).
         ahead: how many values may come back from a store before backward reads them; None for as many as there is room
@@ -70,6 +72,7 @@ class Policy(ABC):
 
     is_fixed: bool = False
     recomputes: bool = True
+    remakes_anything: bool = False
     min_nbytes: int | None = 16 << 10
     ahead: int | None = None
 
@@ -149,6 +152,11 @@ class Wrapper(Policy):
         return self.inner.recomputes
 
     @property
+    def remakes_anything(self) -> bool:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.remakes_anything
+
+    @property
     def min_nbytes(self) -> int | None:  # type: ignore[override]  # read-only here
         """As ``inner``."""
         return self.inner.min_nbytes
@@ -212,6 +220,11 @@ class Adapted(Policy):
     def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
         """The object's, or the default."""
         return bool(self._own("recomputes", Policy.recomputes))
+
+    @property
+    def remakes_anything(self) -> bool:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        return bool(self._own("remakes_anything", Policy.remakes_anything))
 
     @property
     def min_nbytes(self) -> int | None:  # type: ignore[override]  # read-only here
@@ -312,6 +325,12 @@ class Rules(Wrapper):
     def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
         """Whether the action of a rule is Recompute, or ``otherwise`` recomputes."""
         return any(isinstance(action, Recompute) for _, action in self.rules) or self.otherwise.recomputes
+
+    @property
+    def remakes_anything(self) -> bool:  # type: ignore[override]  # read-only here
+        """Whether the action of a rule is a Recompute of any producer, or ``otherwise`` has such actions."""
+        actions = (action for _, action in self.rules if isinstance(action, Recompute))
+        return any(action.any_producer for action in actions) or self.otherwise.remakes_anything
 
     def decide(self, saved: SavedTensor) -> Action:
         """Returns the action of the first pattern that matches, or else what ``otherwise`` decides."""

@@ -1,24 +1,24 @@
-"""How a value was made: the calls of cheap functions that the forward pass has made, and how a call is repeated.
+"""How a value was made: the calls of functions that the forward pass has made.
 
-While the forward pass runs, every call of a cheap function (:data:`CHEAP`) is noted: the function, its arguments, and
-the *contents* of the storages that it read. A content is what a storage holds at one version; an in-place op ends one
-content and begins another. From these notes recipes.py builds the tree of calls that makes a value again.
+While the forward pass runs, every call of a function that can be repeated (producers.py) is noted: the function, its
+arguments, and the *contents* of the storages that it read. A content is what a storage holds at one version; an
+in-place op ends one content and begins another. From these notes recipes.py builds the tree of calls that makes a value
+again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backstash.errors import SavedTensorModifiedError
 from backstash.saved import PLAIN, TensorSpec, is_odd
+from backstash.stash import producers
 from backstash.stash.parameters import check_memory
 
 if TYPE_CHECKING:
@@ -26,36 +26,6 @@ if TYPE_CHECKING:
 
 Memory = Callable[[], Tensor]
 """Makes memory for a result."""
-
-# fmt: off
-_METHODS = (
-    "add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "tanh", "sigmoid", "relu", "softmax",
-    "clamp", "where", "to", "float", "half", "bfloat16", "double", "type_as", "contiguous", "clone", "__rsub__",
-)
-_IN_PLACE_METHODS = ("add_", "sub_", "mul_", "div_", "neg_", "tanh_", "sigmoid_", "relu_", "clamp_", "masked_fill_")
-_TORCH = (
-    "add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "tanh", "sigmoid", "relu", "relu_",
-    "softmax", "clamp", "where", "cat", "stack", "rms_norm", "layer_norm", "group_norm",
-)
-_FUNCTIONAL = (
-    "batch_norm", "layer_norm", "rms_norm", "group_norm", "relu", "relu6", "hardtanh", "leaky_relu", "elu", "selu",
-    "celu", "gelu", "silu", "mish", "softplus", "hardswish", "hardsigmoid", "softmax", "tanh", "sigmoid", "dropout",
-    "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
-)
-# fmt: on
-
-
-def _functions() -> Iterator[tuple[Any, str]]:
-    for space, names in ((Tensor, (*_METHODS, *_IN_PLACE_METHODS)), (torch, _TORCH), (F, _FUNCTIONAL)):
-        for name in names:
-            yield getattr(space, name), name.strip("_")
-
-
-CHEAP: dict[Any, str] = dict(_functions())
-"""Functions whose result costs no more than a few passes over memory, with their names."""
-
-_IN_PLACE = frozenset(getattr(Tensor, name) for name in _IN_PLACE_METHODS) | {torch.relu_}
-_RANDOM = frozenset(name for name in _FUNCTIONAL if "dropout" in name)
 
 
 class Content:
@@ -93,10 +63,17 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor argument that is held as it is: a parameter, or something small."""
+    """A tensor argument that is held as it is: a parameter, or something small.
+
+    Attributes:
+        tensor: the tensor, or a copy of it.
+        version: its version when it was read.
+        is_reference: whether it is the program's own memory, and no copy.
+    """
 
     tensor: Tensor
     version: int
+    is_reference: bool = False
 
     def get(self) -> Tensor:
         """The tensor.
@@ -127,7 +104,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a cheap function that filled a whole storage.
+    """One call of a function that filled a whole storage.
 
     Attributes:
         name: of the function.
@@ -139,6 +116,9 @@ class Call:
         autocast: device type, dtype and cache setting where autocast was on.
         random_state: of the device's generator before the call, where the function draws from it.
         statistics: batch norm's saved mean and inverse standard deviation, [C] each.
+        output: which of several results it is; None where the function returns a single tensor.
+        is_cheap: whether any recomputing policy may repeat it (producers.py).
+        is_proven: whether it was repeated on the spot and has made the same bits.
     """
 
     name: str
@@ -151,6 +131,9 @@ class Call:
     autocast: tuple[str, torch.dtype] | None = None
     random_state: Tensor | None = None
     statistics: tuple[Held, Held] | None = None
+    output: int | None = None
+    is_cheap: bool = True
+    is_proven: bool = False
 
     def named_input(self, name: str) -> View | Held | None:
         """The tensor that was given as the keyword argument ``name``; None where none was, or not by its name."""
@@ -164,11 +147,14 @@ class Call:
         return None
 
 
-def random_state(function: Any, args: Sequence[Any]) -> Tensor | None:
+def random_state(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """What has to be noted before ``function`` runs: the generator's state, where it will draw from it."""
-    if CHEAP[function] not in _RANDOM or not (args and isinstance(args[0], Tensor)):
+    if not producers.draws(function, args, kwargs):
         return None
-    device = args[0].device
+    given = args[0] if args else kwargs.get("query", kwargs.get("input"))
+    if not isinstance(given, Tensor):
+        return None
+    device = given.device
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
@@ -180,8 +166,9 @@ def call_of(
     storage: torch.UntypedStorage,
     view: Callable[[Tensor, torch.UntypedStorage], View | Held | None],
     before: Tensor | None,
-) -> Call | None:
-    """The call that made ``result``, or None where it cannot be repeated from its arguments.
+    output: int | None = None,
+) -> tuple[Call, list[Tensor]] | None:
+    """The call that made ``result`` and the tensors that it has read; None where its arguments do not tell the result.
 
     Args:
         function, args, kwargs, result: what was called with what, and what it returned.
@@ -189,10 +176,11 @@ def call_of(
         view: makes View or Held of a tensor argument of the call that filled ``storage``; None where a call that reads
             it cannot be repeated.
         before: what :func:`random_state` returned.
+        output: which of the function's results ``result`` is; None where it returns a single tensor.
     """
     if result.storage_offset() != 0 or result.nbytes != storage.nbytes():
         return None
-    name, in_place = CHEAP[function], function in _IN_PLACE
+    name, in_place = producers.name_of(function), function in producers.IN_PLACE
     if kwargs:
         if kwargs.get("inplace"):
             in_place, kwargs = True, {**kwargs, "inplace": False}
@@ -206,13 +194,16 @@ def call_of(
             aliases += 1
             if not args or x is not args[0]:
                 return None
+    if producers.draws(function, args, kwargs) and before is None:
+        return None
     if aliases != in_place:
         return None  # a view, a conversion that had nothing to do, or a positional inplace=True
     statistics = None
     if name == "batch_norm":
         args, kwargs, statistics = _batch_norm(args, kwargs, result)
+    tensors = _tensors_in(args, kwargs)
     inputs: list[View | Held] = []
-    for x in _tensors_in(args, kwargs):
+    for x in tensors:
         given = view(x, storage)
         if given is None:
             return None
@@ -220,9 +211,9 @@ def call_of(
     spec = TensorSpec.of(result)
     device = spec.device.type
     autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-    return Call(
+    call = Call(
         name,
-        getattr(Tensor, name) if function in _IN_PLACE else function,
+        getattr(Tensor, name) if function in producers.IN_PLACE else function,
         tuple([_without_tensors(arg) for arg in args]),
         {key: _without_tensors(arg) for key, arg in kwargs.items()},
         tuple(inputs),
@@ -231,7 +222,10 @@ def call_of(
         autocast,
         before,
         statistics,
+        output,
+        function in producers.CHEAP,
     )
+    return call, tensors
 
 
 class _Input:
@@ -263,15 +257,6 @@ def _without_tensors(arg: Any) -> Any:
     return arg
 
 
-def _with_tensors(arg: Any, tensors: Iterator[Tensor]) -> Any:
-    """``arg`` with the next tensors in the places of inputs."""
-    if arg is INPUT:
-        return next(tensors)
-    if isinstance(arg, list):
-        return [next(tensors) if item is INPUT else item for item in arg]
-    return arg
-
-
 def _batch_norm(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Held, Held] | None]:
@@ -298,67 +283,3 @@ def _statistic(packed: Any) -> Held | None:
         return None
     copy = dense.clone()
     return Held(copy, copy._version)
-
-
-# -- repeating a call -------------------------------------------------------------------------------------------------
-
-OVERWRITES: dict[str, Callable[..., Any]] = {
-    "relu": lambda x, *args, **kwargs: torch.relu_(x),
-    "relu6": lambda x, *args, **kwargs: F.hardtanh_(x, 0.0, 6.0),
-    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, *args, **kwargs: F.hardtanh_(x, min_val, max_val),
-    "leaky_relu": lambda x, negative_slope=0.01, *args, **kwargs: F.leaky_relu_(x, negative_slope),
-    "sigmoid": lambda x, *args, **kwargs: torch.sigmoid_(x),
-    "tanh": lambda x, *args, **kwargs: torch.tanh_(x),
-    "add": Tensor.add_,
-    "mul": Tensor.mul_,
-}
-"""Functions that write over their first argument, for where that is a temporary of the recipe."""
-
-
-def repeat(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> Tensor:
-    """Runs a function with the arguments of a call, in whose tensors' places come others."""
-    given = iter(tensors)
-
-    args = [_with_tensors(arg, given) for arg in call.args]
-    kwargs = {key: _with_tensors(arg, given) for key, arg in call.kwargs.items()}
-    if call.autocast is None:
-        device = call.spec.device.type
-        cast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-    else:
-        cast = torch.autocast(call.autocast[0], call.autocast[1], cache_enabled=False)
-    with cast, _Generator(call):
-        made: Tensor = function(*args, **kwargs)
-    return made
-
-
-def norm_from_statistics(call: Call, tensors: list[Tensor]) -> Tensor:
-    """Batch norm of an input that has errors, with the statistics that were saved of the exact input."""
-    assert call.statistics is not None
-    given = dict(zip((name for name, arg in call.kwargs.items() if arg is INPUT), tensors, strict=True))
-    mean, invstd = (held.get() for held in call.statistics)
-    eps = call.kwargs.get("eps", 1e-5)
-    variance = (invstd.double().pow(-2) - eps).clamp_(min=0.0).to(invstd.dtype)
-    return F.batch_norm(given["input"], mean, variance, given.get("weight"), given.get("bias"), eps=eps)
-
-
-class _Generator:
-    """Inside, the generator is in the state that it had at the call; afterwards it is in its present state again."""
-
-    def __init__(self, call: Call) -> None:
-        self.state, self.device = call.random_state, call.spec.device
-
-    def __enter__(self) -> None:
-        if self.state is None:
-            return
-        self.now = torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
-        self._set(self.state)
-
-    def __exit__(self, *error: object) -> None:
-        if self.state is not None:
-            self._set(self.now)
-
-    def _set(self, state: Tensor) -> None:
-        if self.device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, self.device)

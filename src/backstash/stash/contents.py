@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backstash.saved import TensorSpec, is_odd
-from backstash.stash import calls
+from backstash.stash import calls, repeating
 from backstash.stash.calls import Content, Held, View
 from backstash.stash.parameters import ParameterStorages
 
 SNAPSHOT_NBYTES = 1 << 20
-"""A parameter or buffer up to this size is copied for a recipe that reads it; a larger one has no recipes."""
+"""A parameter or buffer up to this size is copied for a recipe of cheap calls; a larger one has none."""
 
 
 class Contents:
@@ -25,11 +26,15 @@ class Contents:
         parameters: tells the storages of parameters and buffers.
 
     Both are attributes as well.
+
+    Attributes:
+        remakes_anything: whether calls of costly functions are noted too, and proven (Note: [proven calls]).
     """
 
     def __init__(self, min_nbytes: int, parameters: ParameterStorages) -> None:
         self.min_nbytes = min_nbytes
         self.parameters = parameters
+        self.remakes_anything = False
         self._contents: dict[int, Content] = {}
         self._snapshots: dict[tuple[Any, ...], tuple[weakref.ref[torch.UntypedStorage], Tensor]] = {}
 
@@ -52,7 +57,13 @@ class Contents:
         return content
 
     def note_call(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, random_state: Tensor | None
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Tensor,
+        random_state: Tensor | None,
+        output: int | None = None,
     ) -> None:
         """Remember how the content of the result's storage was made."""
         if result.layout is not torch.strided or not result.is_floating_point():
@@ -60,10 +71,13 @@ class Contents:
         storage = result.untyped_storage()
         if storage.nbytes() < self.min_nbytes or is_odd(result):
             return
-        call = calls.call_of(function, args, kwargs, result, storage, self._argument, random_state)
+        known = calls.call_of(function, args, kwargs, result, storage, self._argument, random_state, output)
         content = self.of(result)
-        if call is not None and not content.escaped:
-            content.call = call
+        if known is None or content.escaped:
+            return
+        content.call = known[0]
+        if self.remakes_anything:
+            content.call = replace(known[0], is_proven=repeating.is_repeated(*known, result))
 
     def escape(self, x: Tensor, storage: torch.UntypedStorage) -> None:
         """Something may change the memory of ``x`` from now on without a new version: no recipe reads it."""
@@ -101,11 +115,15 @@ class Contents:
         """A copy of a parameter, a buffer, or something small, as it is now; None if it is large.
 
         The program may change them before backward (a running average, an average of weights swapped in), also through
-        ``.data`` and so without a new version.
+        ``.data`` and so without a new version. Where any producer may be repeated, copies of all weights would cost
+        what is to be saved: then a large one is read where it is. A new version is an error then, and a change without
+        a new version is found by the sample of the remade value (Note: [samples] in sample.py).
         """
         if x.nbytes < self.min_nbytes:
             copy = x.detach().clone()
             return Held(copy, copy._version)
+        if self.remakes_anything:
+            return Held(x.detach(), x._version, True)
         if x.nbytes > SNAPSHOT_NBYTES:
             return None
         index = (storage._cdata, x._version, x.storage_offset(), x.shape, x.stride())

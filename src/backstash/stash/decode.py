@@ -89,8 +89,7 @@ def _decode(saved: Saved, spec: TensorSpec, value: Value, borrows: bool) -> Tens
         return exact if saved.builtin else exact.clone()  # others may write into it
     whole = dense(value, borrows=borrows)
     saved.has_read()
-    if value.unread <= 0:
-        value.hold(None)
+    value.let_go()
     if not saved.builtin:  # may write into it
         value.hold(None)
         assert value.buffers is not None
@@ -129,6 +128,8 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
     """
     form, buffers = value.form, value.buffers
     assert buffers is not None
+    if value.shares:
+        return shared(value)
     owner: Any = form if form is not None else value
     whole = value.remade if value.remade is not None else buffers.holding(owner)
     if whole is not None:
@@ -160,6 +161,41 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
     buffers.filled(owner, whole)
     value.account.decode_seconds += time.perf_counter() - started
     value.account.decodes += 1
+    return whole
+
+
+def shared(value: Value) -> Tensor:
+    """A value that is made once for all who read it, after everything that it is made from.
+
+    Note: [made once]
+        What is made on the way is held for its own readers, and for other values that are yet to be made from it. So a
+        chain of costly calls runs once in a backward pass. It runs in a loop, because it may have any length.
+    """
+    if value.remade is not None:
+        return value.remade
+    waiting = [value]
+    whole: Tensor | None = None
+    while waiting:
+        latest = waiting[-1]
+        if latest.remade is not None and latest is not value:
+            waiting.pop()
+            continue
+        assert latest.recipe is not None
+        missing = [leaf for leaf in dict.fromkeys(latest.recipe.leaves) if leaf.shares and leaf.remade is None]
+        if missing:
+            waiting += missing
+            continue
+        started = time.perf_counter()
+        latest.begin_round()
+        whole = remake(latest, fresh=True)
+        latest.hold(whole.detach())
+        for leaf in latest.recipe.leaves:
+            if leaf.shares:
+                leaf.let_go()
+        latest.account.decode_seconds += time.perf_counter() - started
+        latest.account.decodes += 1
+        waiting.pop()
+    assert whole is not None
     return whole
 
 
@@ -200,6 +236,9 @@ def release(value: Value) -> None:
     """Frees the decoded or remade tensor. If the remaining readers only need its mask, keeps the mask."""
     buffers = value.buffers
     assert buffers is not None
+    if value.shares:
+        value.let_go()
+        return
     owner: Any = value if value.form is None else value.form
     whole = value.remade if value.remade is not None else buffers.holding(owner)
     if whole is not None and value.unread > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -151,7 +152,12 @@ class Encoder:
         if value.errors and self._live.keeps_exact_data:
             value.exact = whole.detach()
         value.recipe, value.guard = recipe, None
-        value.depth = 1 + max((leaf.depth for leaf in recipe.leaves), default=0)
+        value.shares = recipe.any_producer
+        if value.shares:
+            for leaf in set(recipe.leaves):
+                leaf.children.append(weakref.ref(value))
+        else:
+            value.depth = 1 + max((leaf.depth for leaf in recipe.leaves), default=0)
         for leaf in recipe.leaves:
             leaf.raise_to(value.height + 1)
         nbytes = 0 if value.form is None else value.form.ticket.nbytes

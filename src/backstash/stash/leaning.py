@@ -14,6 +14,7 @@ import torch
 
 from backstash.codecs import base
 from backstash.policies.base import Stash
+from backstash.stash.calls import Held
 from backstash.stash.decode import remake
 from backstash.stash.encode import Encoder, without_error
 from backstash.stash.leaves import guard_with
@@ -22,27 +23,33 @@ from backstash.stash.value import Form, Value
 
 
 class Leaning:
-    """By a leaf's storage, the values that are remade from it."""
+    """By the storage of a leaf, or of a parameter that is read where it is, the values that are remade from it."""
 
     def __init__(self) -> None:
         self._values: dict[int, list[weakref.ref[Value]]] = {}
+        self._leaves: dict[int, weakref.ref[Value]] = {}
 
     def __contains__(self, cdata: int) -> bool:
         return cdata in self._values
 
-    def watch(self, value: Value, leaves: Iterable[Value]) -> None:
-        """Note which leaves of a value's recipe the program may still change."""
+    def watch(self, value: Value, leaves: Iterable[Value], references: Iterable[Held]) -> None:
+        """Note which leaves of a value's recipe the program may still change, and the other tensors that it reads."""
         for leaf in leaves:
             if leaf.is_dense and (leaf.storage is not None or leaf.address is not None):
                 self._values.setdefault(leaf.cdata, []).append(weakref.ref(value))
+                self._leaves[leaf.cdata] = weakref.ref(leaf)
+        for held in references:
+            self._values.setdefault(held.tensor.untyped_storage()._cdata, []).append(weakref.ref(value))
 
     def forget(self, cdata: int) -> None:
         """Nobody can change the storage at that address any more."""
         self._values.pop(cdata, None)
+        self._leaves.pop(cdata, None)
 
     def clear(self) -> None:
         """Forget everything."""
         self._values.clear()
+        self._leaves.clear()
 
     def store(self, cdata: int, encoder: Encoder, pending: Pending) -> None:
         """Store what is to be remade from the storage at that address: it may change from now on."""
@@ -56,9 +63,33 @@ class Leaning:
             leaf.guard = None
 
     def store_all(self, encoder: Encoder, pending: Pending) -> None:
-        """The same for every storage: nobody watches from now on."""
-        for cdata in list(self._values):
-            self.store(cdata, encoder, pending)
+        """The same for the storage of every leaf, because nobody watches from now on; or a copy of the leaf is made.
+
+        A parameter is only known by its version from now on, and by the samples of what is remade from it.
+        """
+        for cdata, reference in list(self._leaves.items()):
+            leaf = reference()
+            if leaf is None or not self._copy(leaf):
+                self.store(cdata, encoder, pending)
+
+    def _copy(self, leaf: Value) -> bool:
+        """Have recipes begin from a copy of a leaf, if that takes less than all that is remade from it."""
+        values = [value for each in self._values.get(leaf.cdata, ()) if (value := each()) is not None]
+        guard = leaf.guard
+        if guard is None or guard.dense is None or guard.dense._version != guard.version:
+            return False
+        remade = [value.recipe for value in values if value.recipe is not None]
+        nbytes = guard.dense.untyped_storage().nbytes()
+        if not all(recipe.any_producer for recipe in remade) or nbytes >= sum(each.call.spec.nbytes for each in remade):
+            return False
+        storage = guard.dense.untyped_storage().clone()
+        copy = torch.empty(0, dtype=guard.dense.dtype, device=guard.dense.device)
+        copy.set_(storage, guard.dense.storage_offset(), guard.dense.shape, guard.dense.stride())  # type: ignore[call-overload]
+        guard.dense, guard.version = copy, copy._version
+        leaf.live.add(-leaf.account.device_nbytes)
+        leaf.account.stash_nbytes += nbytes
+        leaf.live.add(leaf.account.device_nbytes)
+        return True
 
 
 def _store_instead(value: Value, encoder: Encoder) -> None:
@@ -76,7 +107,7 @@ def _store_instead(value: Value, encoder: Encoder) -> None:
         form, reason = encoder.form(whole, facts, otherwise, readers)
     value.hold(None)
     value.buffers.forget(value if value.form is None else value.form)
-    value.recipe, value.sample, value.form, value.depth = None, None, form, 0
+    value.recipe, value.sample, value.form, value.depth, value.shares = None, None, form, 0, False
     live = value.live
     if form is not None:
         store = otherwise.store if isinstance(otherwise, Stash) else "device"

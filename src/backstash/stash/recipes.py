@@ -17,22 +17,23 @@ from backstash.saved import TensorSpec
 from backstash.stash import fused
 from backstash.stash.calls import (
     INPUT,
-    OVERWRITES,
     Call,
     Content,
     Held,
     Leaf,
     Memory,
     View,
-    norm_from_statistics,
-    repeat,
 )
+from backstash.stash.repeating import OVERWRITES, norm_from_statistics, repeat
 
 if TYPE_CHECKING:
     from backstash.stash.value import Value
 
 MAX_CALLS = 12
-"""The most calls that one recipe makes."""
+"""The most calls that a recipe of cheap calls makes."""
+
+MOST_CALLS = 64
+"""The most calls that any other recipe makes."""
 
 
 class Recipe:
@@ -45,9 +46,11 @@ class Recipe:
         fused: whether batch norm, add and relu may run as one kernel.
         from_statistics: whether batch norm uses the statistics that it has saved, and not those of its present input.
         leaves: the stored values that it begins from, each as often as it is read.
+        references: the program's own tensors that it reads where they are.
+        any_producer: whether it may have costly calls, so that what it makes is made once and shared.
     """
 
-    __slots__ = ("call", "from_statistics", "fused", "inputs", "leaves")
+    __slots__ = ("any_producer", "call", "from_statistics", "fused", "inputs", "leaves", "references")
 
     def __init__(
         self,
@@ -55,14 +58,20 @@ class Recipe:
         inputs: tuple[Leaf | Held | tuple[Recipe, View], ...],
         fused: bool = True,
         from_statistics: bool = False,
+        any_producer: bool = False,
     ) -> None:
         self.call, self.inputs, self.fused, self.from_statistics = call, inputs, fused, from_statistics
+        self.any_producer = any_producer
         self.leaves: list[Value] = []
+        self.references: list[Held] = []
         for given in inputs:
             if isinstance(given, Leaf):
                 self.leaves.append(given.value)
             elif isinstance(given, tuple):
                 self.leaves += given[0].leaves
+                self.references += given[0].references
+            elif given.is_reference:
+                self.references.append(given)
 
     def __str__(self) -> str:
         inner = [str(given[0]) for given in self.inputs if isinstance(given, tuple)]
@@ -108,7 +117,7 @@ class Recipe:
     def unfused(self) -> Recipe:
         """The same calls, each on its own."""
         inputs = tuple((given[0].unfused(), given[1]) if isinstance(given, tuple) else given for given in self.inputs)
-        return Recipe(self.call, inputs, False, self.from_statistics)
+        return Recipe(self.call, inputs, False, self.from_statistics, self.any_producer)
 
     def using_statistics(self) -> Recipe:
         """The same calls, for inputs that have errors: the statistics that batch norm has saved are exact."""
@@ -130,21 +139,24 @@ class Recipe:
         return result.as_strided(view.spec.shape, view.spec.stride, view.offset)
 
 
-def build(content: Content, leaf: Callable[[View], Leaf | str | None], budget: int = MAX_CALLS) -> Recipe | str:
+def build(
+    content: Content, leaf: Callable[[View], Leaf | str | None], any_producer: bool = False, budget: int = 0
+) -> Recipe | str:
     """The recipe that makes ``content``, or the reason why there is none.
 
     Args:
         content: what is to be made.
         leaf: returns a Leaf where a stored value holds what a view looks at, None where no value does, and a reason
             where one does that may not be used.
-        budget: the most calls that the recipe may make.
+        any_producer: whether costly calls may be repeated, if they are proven.
+        budget: the most calls that the recipe may make; 0 for as many as any recipe may.
     """
     call = content.call
-    if call is None:
+    if call is None or not (call.is_cheap or any_producer):
         return "what made it is not known, or costs too much to do again"
-    if budget < 1:
-        return f"it would take more than {MAX_CALLS} calls to make it again"
-    budget -= 1
+    if any_producer and not call.is_proven:
+        return f"{call.name} does not repeat itself bit for bit"
+    budget = (budget or (MOST_CALLS if any_producer else MAX_CALLS)) - 1
     inputs: list[Leaf | Held | tuple[Recipe, View]] = []
     for given in call.inputs:
         if isinstance(given, Held):
@@ -156,7 +168,9 @@ def build(content: Content, leaf: Callable[[View], Leaf | str | None], budget: i
         if isinstance(found, str):
             return found
         if found is None:
-            recipe = build(given.content, leaf, budget)
+            if budget < 1:
+                return "it would take too many calls to make it again"
+            recipe = build(given.content, leaf, any_producer, budget)
             if isinstance(recipe, str):
                 return f"{recipe} (input of {call.name})" if given.content.call is None else recipe
             if recipe.call.spec.dtype is not given.spec.dtype:
@@ -165,7 +179,7 @@ def build(content: Content, leaf: Callable[[View], Leaf | str | None], budget: i
             inputs.append((recipe, given))
         else:
             inputs.append(found)
-    return Recipe(call, tuple(inputs))
+    return Recipe(call, tuple(inputs), any_producer=any_producer)
 
 
 def _number_of_calls(recipe: Recipe) -> int:

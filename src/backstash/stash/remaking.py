@@ -9,6 +9,7 @@ Note: [proven recipes]
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable
 
@@ -66,7 +67,7 @@ class Remaking:
         content = value.content
         if content is None or content.version != strongest.version:
             return "what made it is not known"
-        recipe = build(content, lambda view: self._find_leaf(view, value, action))
+        recipe = build(content, lambda view: self._find_leaf(view, value, action), action.any_producer)
         if isinstance(recipe, str):
             return recipe
         begins_from = set(recipe.leaves)
@@ -81,13 +82,16 @@ class Remaking:
         place = strongest.place or Place(strongest.tensor)
         if self._live.distrusted and (strongest.tensor.key, str(recipe)) in self._live.distrusted:
             return f"{recipe} has made other bits than the value had"
-        way = self._way(place, recipe, whole, bounded)
+        if action.any_producer and any(leaf.recipe is not None for leaf in begins_from):
+            way = "plain"  # Note: [proven calls] in repeating.py
+        else:
+            way = self._way(place, recipe, whole, bounded)
         if not way:
             return f"{recipe} does not repeat itself {'within its bounds' if bounded else 'bit for bit'}"
         for leaf in begins_from:
             leaves.guard(leaf)
         recipe = recipe.using_statistics() if bounded else recipe if way == "fused" else recipe.unfused()
-        self._leaning.watch(value, begins_from)
+        self._leaning.watch(value, begins_from, recipe.references)
         tolerance = None
         if bounded:
             off = proving.off_by(recipe)
@@ -112,7 +116,8 @@ class Remaking:
         stored = view.content.value() if view.content.value is not None else None
         if stored is not None and stored is not root and stored.storage is not None:
             self._decide_first(stored)
-        leaf = leaves.find_leaf(view, root, action.max_depth, action.within)
+        max_depth = sys.maxsize if action.any_producer else action.max_depth
+        leaf = leaves.find_leaf(view, root, max_depth, action.within)
         if not isinstance(leaf, Leaf):
             return leaf
         value = leaf.value

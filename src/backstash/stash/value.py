@@ -64,6 +64,8 @@ class Value:
         key, facts: those that it was decided on with.
         errors: keys of the bounded values whose errors it has, its own among them.
         exact: in a checked step, the exact data beside a form or a recipe that has an error.
+        shares: whether what its recipe makes is held for all who read it, and not made again for each.
+        children: the values that are remade from it, where it shares.
         born: when it was queued, on the Session's clock.
         place: where in the model it was saved first.
         depth: how many recomputed values had to be made before it was there, itself included, when it was forgotten.
@@ -78,6 +80,7 @@ class Value:
         "born",
         "buffers",
         "cdata",
+        "children",
         "content",
         "depth",
         "errors",
@@ -95,6 +98,7 @@ class Value:
         "remade",
         "round",
         "sample",
+        "shares",
         "storage",
         "unread",
         "written",
@@ -116,6 +120,8 @@ class Value:
         self.recipe: Recipe | None = None
         self.remade: Tensor | None = None
         self.sample: Sample | None = None
+        self.shares = False
+        self.children: list[weakref.ref[Value]] = []
         self.otherwise: Keep | Stash | None = None
         self.guard: Saved | None = None
         self.height = 0
@@ -135,7 +141,9 @@ class Value:
 
     def raise_to(self, height: int) -> None:
         """Note that a chain of that many recipes begins here."""
-        if height > self.height:
+        if self.shares:  # such chains may have any length
+            self.height = max(self.height, 1)
+        elif height > self.height:
             self.height = height
             for leaf in self.recipe.leaves if self.recipe is not None else ():
                 leaf.raise_to(height + 1)
@@ -156,6 +164,18 @@ class Value:
         self.remade = whole
         if whole is not None:
             self.live.add_remade(whole.untyped_storage().nbytes())
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a saved tensor has yet to read what was made, or a value that has yet to be made from it."""
+        if self.unread > 0:
+            return True
+        return any((value := child()) is not None and value.round == 0 for child in self.children)
+
+    def let_go(self) -> None:
+        """Hold what was remade no longer, unless somebody waits for it."""
+        if not (self.is_awaited if self.shares else self.unread > 0):
+            self.hold(None)
 
     def __del__(self) -> None:
         remade = 0 if self.remade is None else self.remade.untyped_storage().nbytes()
@@ -271,4 +291,5 @@ def version_of(x: Tensor) -> Tensor:
 
 def holder(value: Value) -> Saved | None:
     """A saved tensor by which a value that is neither encoded nor recomputed is held for its data."""
-    return next((saved for saved in value.saved() if saved.need is Need.VALUE and saved.dense is not None), None)
+    wanted = (Need.VALUE, Need.INDEX)
+    return next((saved for saved in value.saved() if saved.need in wanted and saved.dense is not None), None)

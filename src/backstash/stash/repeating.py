@@ -1,0 +1,132 @@
+"""How a call is repeated, and whether that makes the same bits.
+
+Note: [proven calls]
+    A recipe that begins from what is held can be tried as a whole when its value is let go of. A recipe that begins
+    from values that are themselves remade cannot: trying it would make all of them again. So where any producer may be
+    repeated, each call is repeated on the spot, when its arguments are at hand; recipes are then made of proven calls.
+    A call that works in place has overwritten what it has read, so both ways run on random numbers instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backstash.codecs.base import flat
+from backstash.ops.reference import bits_of
+from backstash.proofs import proofs
+from backstash.saved import TensorSpec
+from backstash.stash.calls import INPUT, Call
+
+OVERWRITES: dict[str, Callable[..., Any]] = {
+    "relu": lambda x, *args, **kwargs: torch.relu_(x),
+    "relu6": lambda x, *args, **kwargs: F.hardtanh_(x, 0.0, 6.0),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, *args, **kwargs: F.hardtanh_(x, min_val, max_val),
+    "leaky_relu": lambda x, negative_slope=0.01, *args, **kwargs: F.leaky_relu_(x, negative_slope),
+    "sigmoid": lambda x, *args, **kwargs: torch.sigmoid_(x),
+    "tanh": lambda x, *args, **kwargs: torch.tanh_(x),
+    "add": Tensor.add_,
+    "mul": Tensor.mul_,
+}
+"""Functions that write over their first argument, for where that is a temporary of the recipe."""
+
+
+def repeat(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> Tensor:
+    """Runs a function with the arguments of a call, in whose tensors' places come others."""
+    given = iter(tensors)
+
+    args = [_with_tensors(arg, given) for arg in call.args]
+    kwargs = {key: _with_tensors(arg, given) for key, arg in call.kwargs.items()}
+    if call.autocast is None:
+        device = call.spec.device.type
+        cast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    else:
+        cast = torch.autocast(call.autocast[0], call.autocast[1], cache_enabled=False)
+    with cast, _Generator(call):
+        made = function(*args, **kwargs)
+    result: Tensor = made if call.output is None else made[call.output]
+    return result
+
+
+def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
+    """Whether the call makes the same bits once more; known for all calls that differ in their numbers alone."""
+    facts = (
+        call.function,
+        repr(call.args),
+        repr(call.kwargs),
+        tuple([TensorSpec.of(x) for x in tensors]),
+        call.spec,
+        call.autocast,
+        call.output,
+    )
+
+    def prove() -> bool:
+        with torch.no_grad():
+            if not call.in_place:
+                return _equal_memory(repeat(call, call.function, tensors), result)
+            # What it has read is gone, so both ways run on other numbers.
+            before = [torch.rand_like(x) if x.is_floating_point() else x.clone() for x in tensors]
+            beside = repeat(call, call.function, before)
+            return _equal_memory(beside, repeat(call, _in_place(call), before))
+
+    return proofs.ask("call", facts, prove, device_type=call.spec.device.type, repeat_every=256)
+
+
+def _in_place(call: Call) -> Callable[..., Any]:
+    """The function that the program has called, which has worked in place."""
+    if "inplace" in call.kwargs:
+        return lambda *args, **kwargs: call.function(*args, **{**kwargs, "inplace": True})
+    function: Callable[..., Any] = getattr(Tensor, f"{call.name}_")
+    return function
+
+
+def _equal_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have equal bits, laid out alike."""
+    return TensorSpec.of(x) == TensorSpec.of(y) and torch.equal(bits_of(flat(x)), bits_of(flat(y)))
+
+
+def norm_from_statistics(call: Call, tensors: list[Tensor]) -> Tensor:
+    """Batch norm of an input that has errors, with the statistics that were saved of the exact input."""
+    assert call.statistics is not None
+    given = dict(zip((name for name, arg in call.kwargs.items() if arg is INPUT), tensors, strict=True))
+    mean, invstd = (held.get() for held in call.statistics)
+    eps = call.kwargs.get("eps", 1e-5)
+    variance = (invstd.double().pow(-2) - eps).clamp_(min=0.0).to(invstd.dtype)
+    return F.batch_norm(given["input"], mean, variance, given.get("weight"), given.get("bias"), eps=eps)
+
+
+class _Generator:
+    """Inside, the generator is in the state that it had at the call; afterwards it is in its present state again."""
+
+    def __init__(self, call: Call) -> None:
+        self.state, self.device = call.random_state, call.spec.device
+
+    def __enter__(self) -> None:
+        if self.state is None:
+            return
+        self.now = torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
+        self._set(self.state)
+
+    def __exit__(self, *error: object) -> None:
+        if self.state is not None:
+            self._set(self.now)
+
+    def _set(self, state: Tensor) -> None:
+        if self.device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, self.device)
+
+
+def _with_tensors(arg: Any, tensors: Iterator[Tensor]) -> Any:
+    """``arg`` with the next tensors in the places of inputs."""
+    if arg is INPUT:
+        return next(tensors)
+    if isinstance(arg, list):
+        return [next(tensors) if item is INPUT else item for item in arg]
+    return arg

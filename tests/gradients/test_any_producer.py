@@ -1,0 +1,278 @@
+"""Any value can be made again: convolutions, products, attention, whatever made it, and each of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gradient_checks import Remake, differences
+from test_op_db import EXCEPTIONS, OPS, QUICK_SAMPLES, SAMPLES, Forward, by_part, gradients, op_forwards, outcome, part
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from backstash import Keep, Recompute, Session, policies
+from backstash.stash import producers
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def squared(forward: Forward) -> Forward:
+    """The same forward pass, whose floating results are saved once more by a function that reads their values."""
+
+    def square(x: Any) -> Any:
+        return x * x if isinstance(x, Tensor) and x.is_floating_point() and x.layout is torch.strided else x
+
+    return lambda take: tree_map(square, forward(take))
+
+
+QUICK = ("nn_functional_conv", "linear", "nn_functional_linear", "matmul", "bmm", "addmm", "scaled_dot", "embedding")
+"""Ops that ``make test`` runs begin so."""
+
+
+def cases() -> Iterator[Any]:
+    for op in OPS:
+        marks = () if op.formatted_name.startswith(QUICK) else (pytest.mark.slow,)
+        yield pytest.param(op, id=op.formatted_name, marks=marks)
+
+
+@by_part
+@pytest.mark.parametrize("op", cases())
+def test_op(op: Any, which: str) -> None:
+    if op.formatted_name in EXCEPTIONS:
+        pytest.skip(EXCEPTIONS[op.formatted_name])
+    for forward in part(op_forwards(op, SAMPLES), which, QUICK_SAMPLES):
+        for drop in (False, True):
+            expected, error = outcome(lambda: gradients(squared(forward), None, drop))  # noqa: B023
+            session = Session(Remake(), min_nbytes=0)
+            got, got_error = outcome(lambda: gradients(squared(forward), session, drop, times=2))  # noqa: B023
+            assert got_error == error, op.formatted_name
+            assert not differences([*expected, *expected], got), op.formatted_name
+
+
+# -- what is remade, and how often -----------------------------------------------------------------------------------
+
+
+def trained(make: Callable[[], nn.Module], x: Tensor, session: Session | None, steps: int = 2) -> list[Tensor]:
+    """Gradients of ``steps`` steps."""
+    torch.manual_seed(3)
+    model, found = make(), []
+    for number in range(steps):
+        model.zero_grad()
+        torch.manual_seed(number)
+        if session is None:
+            loss = model(x).square().mean()
+        else:
+            with session:
+                loss = model(x).square().mean()
+        loss.backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+def check(make: Callable[[], nn.Module], x: Tensor) -> dict[str, str]:
+    """Compares the gradients; returns the codec of each row of the report."""
+    session = Session(Remake(), min_nbytes=64)
+    assert not differences(trained(make, x, None), trained(make, x, session))
+    return {row.key: row.codec for row in session.report().rows}
+
+
+class Attends(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.dropout = nn.Embedding(50, 32), dropout
+        self.qkv, self.out, self.norm = nn.Linear(32, 96), nn.Linear(32, 50), nn.LayerNorm(32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        q, k, v = (part.view(2, 40, 4, 8).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        logits: Tensor = self.out(x + y.transpose(1, 2).reshape(2, 40, 32))
+        return logits
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "conv1d": (
+        lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.Tanh(), nn.Conv1d(8, 4, 3), nn.GELU()),
+        torch.ones(2, 4, 30),
+    ),
+    "conv3d": (
+        lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.ELU(), nn.ConvTranspose3d(4, 2, 3)),
+        torch.ones(2, 2, 6, 6, 6),
+    ),
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(20, 40), nn.SiLU(), nn.Linear(40, 20), nn.LayerNorm(20)),
+        torch.ones(8, 20),
+    ),
+    "bilinear upsampling": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Tanh(), nn.AvgPool2d(2), nn.Tanh()
+        ),
+        torch.ones(2, 3, 12, 12),
+    ),
+    "norms in place": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3), nn.Hardswish(inplace=True)
+        ),
+        torch.ones(2, 3, 12, 12),
+    ),
+    "attention": (Attends, torch.arange(80).reshape(2, 40) % 50),
+    "multi-head attention": (
+        lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True),
+        torch.ones(2, 20, 32),
+    ),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(20, 40), nn.Dropout(0.3), nn.Tanh(), nn.Linear(40, 20), nn.Tanh()),
+        torch.ones(8, 20),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_equal_and_something_costly_is_remade(name: str) -> None:
+    make, x = MODELS[name]
+    codecs = check(make, x * 0.5 if x.is_floating_point() else x)
+    assert "recompute" in codecs.values()
+
+
+class Counted(nn.Module):
+    """A chain of layers; ``calls`` counts the linear functions that have run."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_chain_runs_once_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backstash.stash import repeating
+
+    model, x = Counted(12), torch.randn(8, 16)
+    session = Session(Remake(), min_nbytes=64)
+    trained(lambda: model, x, session)  # proves the calls
+    repeated: list[str] = []
+    original = repeating.repeat
+
+    def noted(call: Any, function: Any, tensors: list[Tensor]) -> Tensor:
+        repeated.append(call.name)
+        return original(call, function, tensors)
+
+    for module in ("backstash.stash.repeating", "backstash.stash.recipes"):
+        monkeypatch.setattr(f"{module}.repeat", noted)
+    trained(lambda: model, x, session, steps=1)
+    assert repeated.count("linear") <= 12
+
+
+def test_chains_may_be_longer_than_the_stack_of_python_allows() -> None:
+    codecs = check(lambda: Counted(600), torch.randn(2, 16))
+    assert list(codecs.values()).count("recompute") >= 590
+
+
+def test_backward_may_run_twice() -> None:
+    def gradients_of(session: Session | None) -> list[Tensor]:
+        torch.manual_seed(1)
+        model, x = Counted(5), torch.randn(8, 16)
+        if session is None:
+            loss = model(x).sum()
+        else:
+            with session:
+                loss = model(x).sum()
+        return [
+            gradient
+            for retain in (True, False)
+            for gradient in torch.autograd.grad(loss, list(model.parameters()), retain_graph=retain)
+        ]
+
+    assert not differences(gradients_of(None), gradients_of(Session(Remake(), min_nbytes=64)))
+
+
+def test_a_weight_that_changes_before_backward_is_an_error_and_no_other_gradient() -> None:
+    model, x = Counted(4), torch.randn(8, 16)
+    session = Session(Remake(), min_nbytes=64)
+    with session:
+        loss = model(x).sum()
+    with torch.no_grad():
+        model.layers[1].weight.mul_(2)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+
+
+def test_a_weight_that_changes_unseen_is_an_error_and_no_other_gradient() -> None:
+    model, x = Counted(4), torch.randn(8, 16)
+    with Session(Remake(), min_nbytes=64):
+        loss = model(x).sum()
+    model.layers[1].weight.data.mul_(2)  # type: ignore[union-attr,operator]
+    with pytest.raises(RuntimeError, match="other bits"):
+        loss.backward()
+
+
+def test_a_weight_that_changes_unseen_inside_the_session_has_its_values_stored_first() -> None:
+    def gradients_of(session: Session | None) -> list[Tensor]:
+        torch.manual_seed(1)
+        model, x = Counted(4), torch.randn(8, 16)
+        if session is not None:
+            session.__enter__()
+        loss = model(x).sum()
+        model.layers[1].weight.data.mul_(2)  # type: ignore[union-attr,operator]
+        if session is not None:
+            session.__exit__(None, None, None)
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    assert not differences(gradients_of(None), gradients_of(Session(Remake(), min_nbytes=64)))
+
+
+def test_the_batch_may_be_overwritten_after_the_session() -> None:
+    def gradients_of(session: Session | None) -> list[Tensor]:
+        torch.manual_seed(1)
+        model, x = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), torch.randn(8, 16)
+        batch = x.clone()
+        if session is None:
+            loss = model(x * 1.0).sum()
+        else:
+            with session:
+                loss = model(batch * 1.0).sum()
+            batch.data.zero_()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    assert not differences(gradients_of(None), gradients_of(Session(Remake(), min_nbytes=64)))
+
+
+def test_costly_functions_are_not_repeated_for_a_policy_that_does_not_ask_for_it() -> None:
+    session = Session("lossless", min_nbytes=64)
+    trained(lambda: Counted(4), torch.randn(8, 16), session)
+    assert not any("linear" in row.reason for row in session.report().rows if row.codec == "recompute")
+
+
+def test_random_state_changing_and_unfilled_functions_are_not_repeatable() -> None:
+    for function in (torch.empty_like, F.rrelu, F.gumbel_softmax, torch.multinomial, F.batch_norm, F.instance_norm):
+        assert function in producers.CHEAP or not producers.is_repeatable(function), function
+    for function in (F.conv2d, F.linear, torch.bmm, Tensor.matmul, F.embedding, F.max_pool2d, torch.einsum, Tensor.sum):
+        assert producers.is_repeatable(function), function
+    assert producers.may_change_state(F.embedding, (None, None, None, 1.0), {})
+    assert producers.draws(F.scaled_dot_product_attention, (None,), {"dropout_p": 0.1})
+
+
+def test_a_recompute_of_any_producer_has_no_bounds() -> None:
+    with pytest.raises(ValueError, match="any_producer"):
+        Recompute(within=frozenset({"x"}), any_producer=True)
+
+
+def test_the_generator_is_where_plain_training_leaves_it() -> None:
+    make, x = MODELS["dropout"]
+    states = []
+    for session in (None, Session(Remake(), min_nbytes=64)):
+        trained(make, x, session)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_a_policy_with_rules_asks_for_any_producer_where_a_rule_does() -> None:
+    rules = policies.Rules((("*", Recompute(any_producer=True)),), otherwise=policies.get("lossless"))
+    assert rules.remakes_anything
+    assert not policies.Rules((("*", Keep()),), otherwise=policies.get("lossless")).remakes_anything
