@@ -39,7 +39,7 @@ def cases() -> Iterator[Any]:
 
 
 @by_part
-@pytest.mark.parametrize("op", cases())
+@pytest.mark.parametrize("op", list(cases()))
 def test_op(op: Any, which: str) -> None:
     if op.formatted_name in EXCEPTIONS:
         pytest.skip(EXCEPTIONS[op.formatted_name])
