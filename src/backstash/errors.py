@@ -64,3 +64,7 @@ class ScriptFailedError(BackstashError, RuntimeError):
 
 class RecomputedDifferentlyError(BackstashError, RuntimeError):
     """A value that was computed again has other bits than it had in the forward pass."""
+
+
+class PlanError(BackstashError, ValueError):
+    """A plan was asked for in a way that means nothing, or the data of a plan or a profile is damaged."""
