@@ -53,12 +53,15 @@ ALLOWED: dict[str, set[str]] = {
     "planning": {
         "errors",
         "torch_internals",
-        "codecs.base",
+        "saved",
+        "codecs",
         "stores",
-        "policies.base",
+        "policies",
         "stash",
-        "backward.accumulation",
+        "backward",
+        "capture.modules",
         "session",
+        "rewrites.state",
     },
     "report": {
         "errors",
@@ -253,7 +256,7 @@ def test_a_store_never_decodes() -> None:
 def test_hooks_are_installed_by_the_session_and_capture_alone() -> None:
     texts = ("saved_tensors_hooks(", "register_module_forward_hook", "register_module_forward_pre_hook")
     for path in MODULES:
-        if unit(path) not in HOOKS:
+        if unit(path) not in HOOKS and module(path) != "stash.repeating":  # which counts what a function saves
             assert not [text for text in texts if text in path.read_text()], path
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,10 @@ class Recorder:
     def released(self, memory: Tensor) -> None:
         self.events.append("released")
 
-    def read(self, tensor: Tensor, is_stored: bool) -> None:
+    def decided(self, value: Any, whole: Tensor, find_recipe: Any) -> None:
+        pass
+
+    def read(self, tensor: Tensor, is_stored: bool, key: str) -> None:
         self.events.append(f"read {'stored' if is_stored else 'held'}")
 
 

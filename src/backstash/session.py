@@ -48,7 +48,7 @@ from backstash.stash.live import Live
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.pending import Pending
 from backstash.stash.remaking import Remaking
-from backstash.stash.value import Saved, Value
+from backstash.stash.value import Value
 from backstash.stash.watcher import Watcher
 from backstash.stores import DeviceStore, HostStore, Store
 from backstash.torch_internals import hide_from_dynamo, in_backward, no_torch_function
@@ -381,10 +381,7 @@ class Session:
         with no_torch_function():
             if not self._live.unpacked and in_backward():  # and not a look at grad_fn._saved_*
                 self._begin_backward()
-            tensor = unpack(packed, self._live, self._contents.min_nbytes)
-            if self._live.watcher is not None:
-                self._live.watcher.read(tensor, is_stored=isinstance(packed, Saved) and packed.dense is None)
-            return tensor
+            return unpack(packed, self._live, self._contents.min_nbytes)
 
     def _begin_backward(self) -> None:
         live = self._live

@@ -24,7 +24,7 @@ from backstash.torch_internals import in_backward, running_node
 
 
 def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
-    """The tensor that was packed: a parameter with its memory, a wrapper around its inner tensor.
+    """The tensor that was packed, of which a watcher is told: a parameter with its memory, a wrapper around its tensor.
 
     Args:
         packed: what the pack hook returned.
@@ -35,6 +35,15 @@ def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
         SavedTensorModifiedError: the program has changed it in place since.
         SavedTensorFreedError: its memory was freed since.
     """
+    tensor = _unpacked(packed, live, min_nbytes)
+    if live.watcher is not None:
+        saved = packed if isinstance(packed, Saved) else None
+        key = saved.value.key if saved is not None and saved.value is not None else ""
+        live.watcher.read(tensor, saved is not None and saved.dense is None, key)
+    return tensor
+
+
+def _unpacked(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
     if type(packed) is tuple:
         return linear.claim_input(held.read(packed))
     if isinstance(packed, HeldParameter):

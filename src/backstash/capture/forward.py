@@ -8,10 +8,11 @@ autograd holds it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -22,7 +23,8 @@ from backstash.policies.base import Policy
 from backstash.saved import PLAIN, Need, SavedTensor, is_odd
 from backstash.stash import held, parameters, wrapped
 from backstash.stash.accounts import Account, Step
-from backstash.stash.contents import Contents
+from backstash.stash.calls import Group
+from backstash.stash.contents import Contents, Inside
 from backstash.stash.decode import follow_original
 from backstash.stash.encode import Encoder
 from backstash.stash.leaning import Leaning
@@ -83,6 +85,8 @@ class Forward:
         self._before_save = before_save
         self._shapes: dict[int, tuple[parameters.StorageReference, Account]] = {}  # where only the shape is read
         self._assigned: list[Tensor] = []
+        self._packed: list[tuple[int, Saved]] = []  # in the function in progress, with their order
+        self._packed_before = 0
 
     def begin_step(self, step: Step) -> None:
         """The accounts of the step that begins."""
@@ -99,6 +103,8 @@ class Forward:
 
     def before_function(self) -> None:
         """A torch function is about to run: encode what nobody holds any more."""
+        if self.remakes_anything and self.depth == 0:
+            self._packed, self._packed_before = [], self.counted[0]
         pending = self._pending
         pending.clock = clock = pending.clock + 1
         due = pending.due.pop(clock, None)
@@ -149,12 +155,37 @@ class Forward:
     ) -> None:
         """A function that can be repeated has returned something: remember how that content was made."""
         with self._lock:
-            if type(result) is Tensor:
-                self._contents.note_call(function, args, kwargs, result, random_state)
-            elif self.remakes_anything:
-                for number, each in enumerate(result):
-                    if type(each) is Tensor:
-                        self._contents.note_call(function, args, kwargs, each, random_state, number)
+            if not self.remakes_anything:
+                if type(result) is Tensor:
+                    self._contents.note_call(function, args, kwargs, result, random_state)
+                return
+            results = [result] if type(result) is Tensor else result
+            # A batch norm is repeated without its running statistics, so it saves other tensors then.
+            saved_inside = [] if function is F.batch_norm else self._saved_inside(args, kwargs, results)
+            group = Group() if saved_inside else None
+            of_result = None if group is None else Inside(group, None)
+            for number, each in enumerate(results):
+                if type(each) is Tensor:
+                    output = None if results[0] is result else number
+                    self._contents.note_call(function, args, kwargs, each, random_state, output, of_result)
+            if group is not None:
+                for number, x in saved_inside:
+                    self._contents.note_call(function, args, kwargs, x, random_state, None, Inside(group, number))
+
+    def _saved_inside(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any]
+    ) -> list[tuple[int, Tensor]]:
+        """What the function that has returned just now has saved of its own making, with the order of the saves."""
+        packed, self._packed = self._packed, []
+        if not packed:
+            return []
+        outside = {x.untyped_storage()._cdata for x in affected(SideEffect.CHANGES, (*args, results), kwargs)}
+        found = []
+        for number, saved in packed:
+            x = saved.dense if saved.builtin and saved.is_plain and number >= 0 else None
+            if x is not None and x.untyped_storage()._cdata not in outside:
+                found.append((number, x))
+        return found
 
     # -- what autograd saves -------------------------------------------------------------------------------------
 
@@ -184,6 +215,8 @@ class Forward:
             elif parameters.is_leaf_of_graph(x):
                 saved.dense = x
             self.unnamed.append(saved)
+            if self.remakes_anything:
+                self._packed.append((self.counted[0] - 1 - self._packed_before, saved))
             # Outside any torch function (a custom Function, an extension's op), or inside backward, which is one long
             # torch function: what a reentrant checkpoint recomputes must not wait for its end.
             if self.depth == 0 or in_backward():

@@ -19,10 +19,12 @@ from torch.profiler import record_function
 from backstash.backward.accumulation import LINEAR
 from backstash.codecs.base import Encoded
 from backstash.planning.trace import Buffer, Decode, Op, Role, Trace
+from backstash.stash.recipes import Recipe
+from backstash.stash.value import Value
 from backstash.torch_internals import no_torch_function, profiler_event, record_scope
 
-_PREFIX = "backstash "
-_NODE = "autograd::engine::evaluate_function: "
+PREFIX = "backstash "
+NODE = "autograd::engine::evaluate_function: "
 
 _NO_OPERATION = ("aten::detach", "aten::_has_compatible_shallow_copy_type")
 """Functions that a Session calls to hold a tensor, or its version alone."""
@@ -39,28 +41,32 @@ class Notes:
 
     def storing(self, encoded: Encoded) -> None:
         """Notes the planes that a store is about to hold."""
-        _note("storing", planes=_addresses(encoded), codec=encoded.codec)
+        note("storing", planes=_addresses(encoded), codec=encoded.codec)
 
     def fetched(self, encoded: Encoded) -> None:
         """Notes the planes that are about to be read."""
-        _note("fetched", planes=_addresses(encoded))
+        note("fetched", planes=_addresses(encoded))
 
     def taken(self, memory: Tensor) -> None:
         """Notes the memory that a value is about to be decoded or remade into."""
-        _note("taken", address=_address(memory), nbytes=memory.numel() * memory.itemsize)
+        note("taken", address=_address(memory), nbytes=memory.numel() * memory.itemsize)
 
     def released(self, memory: Tensor) -> None:
         """Notes the memory whose reader is done with it."""
-        _note("released", address=_address(memory))
+        note("released", address=_address(memory))
 
-    def read(self, tensor: Tensor, is_stored: bool) -> None:
+    def decided(self, value: Value, whole: Tensor, find_recipe: Callable[[], Recipe | str]) -> None:
+        """Notes nothing."""
+
+    def read(self, tensor: Tensor, is_stored: bool, key: str) -> None:
         """Notes the memory that autograd reads, unless the tensor has none of its own."""
         if tensor.layout is torch.strided and type(tensor) is Tensor:
-            _note("read", address=_address(tensor), is_stored=is_stored)
+            note("read", address=_address(tensor), is_stored=is_stored)
 
 
-def _note(event: str, **facts: Any) -> None:
-    with no_torch_function(), record_function(f"{_PREFIX}{event} {json.dumps(facts)}"):
+def note(event: str, **facts: Any) -> None:
+    """Writes a line into the profiler's record."""
+    with no_torch_function(), record_function(f"{PREFIX}{event} {json.dumps(facts)}"):
         pass
 
 
@@ -163,13 +169,13 @@ class Record:
             "released": self._release,
             "read": self._read,
         }
-        for event, is_operation in sorted(_walk(roots), key=lambda pair: pair[0].start_time_ns):
+        for event, is_operation in sorted(walk(roots), key=lambda pair: pair[0].start_time_ns):
             if event.start_time_ns > self._node_ends:
                 self._end_readings()
             if event.tag == profiler_event.Allocation:
                 self._allocate(event.extra_fields)
-            elif event.name.startswith(_PREFIX):
-                kind, _, facts = event.name.removeprefix(_PREFIX).partition(" ")
+            elif event.name.startswith(PREFIX):
+                kind, _, facts = event.name.removeprefix(PREFIX).partition(" ")
                 notes[kind](json.loads(facts))
             elif is_operation:
                 self._begin_operation(event)
@@ -203,9 +209,9 @@ class Record:
     # -- events of the profiler ------------------------------------------------------------------------------------
 
     def _begin_operation(self, event: Event) -> None:
-        self._doing = event.name.removeprefix(_NODE)
+        self._doing = event.name.removeprefix(NODE)
         self.ops.append(Op(self._doing, self.ticks))
-        if event.name.startswith(_NODE):
+        if event.name.startswith(NODE):
             self._node_ends = event.end_time_ns
             if self.backward is None:
                 self.backward = self.ticks
@@ -288,7 +294,7 @@ class Record:
         return [self._alive[address] for address in addresses if address in self._alive]
 
 
-def _walk(roots: list[Event]) -> Iterator[tuple[Event, bool]]:
+def walk(roots: list[Event]) -> Iterator[tuple[Event, bool]]:
     """Yields every event, and whether it is an operation of the program.
 
     An operation is an autograd node, or an outermost function that autograd records. Calls of the Session between
@@ -301,6 +307,6 @@ def _walk(roots: list[Event]) -> Iterator[tuple[Event, bool]]:
         if not inside and event.tag == profiler_event.TorchOp:
             of_autograd = event.extra_fields.sequence_number >= 0
             is_function = event.extra_fields.scope == record_scope.FUNCTION and event.name not in _NO_OPERATION
-            is_operation = event.name.startswith(_NODE) or (of_autograd and is_function)
+            is_operation = event.name.startswith(NODE) or (of_autograd and is_function)
         yield event, is_operation
         waiting += [(child, inside or is_operation) for child in reversed(event.children)]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import RewriteError
 from backstash.rewrites.differences import Numbers, dense_copy, first_difference, leaves, numbers_in, some_of
+from backstash.rewrites.state import State
 from backstash.saved import PLAIN
 from backstash.session import Session
-from backstash.testing.bits import equal_bits
 
 _NOT_CALLED = "the step did not call it, so nothing could be proven"
 _NOT_A_TENSOR = "its input is no plain dense tensor"
@@ -40,7 +38,7 @@ class Trials:
 
     def __init__(self, model: nn.Module, step: Callable[[], object], session: Session | None) -> None:
         self.model, self.step, self.session = model, step, session
-        self.state = _State(model)
+        self.state = State(model)
         self.plain: Numbers = {}
         self.steps = 0
 
@@ -149,49 +147,6 @@ class Trials:
             for path, buffer in self.model.named_buffers():
                 numbers[f"the buffer {path}"] = dense_copy(buffer)
         return numbers
-
-
-class _State:
-    """The state of a model and of the random generators, which a step may change and which is restored."""
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self.tables = [(table, dict(table)) for module in modules for table in (module._parameters, module._buffers)]
-        held = [tensor for _, table in self.tables for tensor in table.values()]
-        self.contents = {id(x): (x, x.detach().clone()) for x in held if x is not None and x.layout is torch.strided}
-        self.parameters = dict(model.named_parameters())
-        self.gradients = [(parameter, parameter.grad) for parameter in self.parameters.values()]
-        self.training = [(module, module.training) for module in modules]
-        self.python, self.numpy, self.torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def changed_parameters(self) -> list[str]:
-        """Paths of the parameters whose bits have changed."""
-        known = [(path, *self.contents[id(x)]) for path, x in self.parameters.items() if id(x) in self.contents]
-        return [path for path, parameter, content in known if not equal_bits(parameter, content)]
-
-    def restore(self) -> None:
-        """Restores everything but the gradients."""
-        for table, original in self.tables:
-            if table.keys() != original.keys() or any(table[name] is not x for name, x in original.items()):
-                table.clear()
-                table.update(original)  # type: ignore[arg-type]
-        with torch.no_grad():
-            for tensor, content in self.contents.values():
-                if not equal_bits(tensor, content):  # copying would raise the version for nothing
-                    tensor.copy_(content)
-        for module, training in self.training:
-            module.training = training
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
-
-    def restore_gradients(self) -> None:
-        """Restores the gradients, with the tensors that they were."""
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
 
 
 class _Inputs:

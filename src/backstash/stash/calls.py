@@ -102,6 +102,32 @@ class Leaf:
     offset: int
 
 
+class Group:
+    """The values that one call of a function has saved inside, and its result: all are made by calling it once more.
+
+    Attributes:
+        values: those that are to be remade.
+        made: what the call has made for them when it was repeated for one of them, by ``Call.saved``.
+    """
+
+    __slots__ = ("made", "values")
+
+    def __init__(self) -> None:
+        self.values: list[weakref.ref[Value]] = []
+        self.made: dict[int, Tensor] = {}
+
+    def wanted(self) -> dict[int, Value]:
+        """The values that have yet to be made, by ``Call.saved``; a result is not among them."""
+        found = {}
+        for reference in self.values:
+            value = reference()
+            if value is not None and value.recipe is not None and value.remade is None and value.round == 0:
+                number = value.recipe.call.saved
+                if number is not None:
+                    found[number] = value
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of a function that filled a whole storage.
@@ -117,6 +143,9 @@ class Call:
         random_state: of the device's generator before the call, where the function draws from it.
         statistics: batch norm's saved mean and inverse standard deviation, [C] each.
         output: which of several results it is; None where the function returns a single tensor.
+        group: what the same call has saved inside of the function; None where nothing was saved there.
+        saved: which of the tensors that were saved inside it is, by their order; None for a result.
+        needs_grad: for each input whether autograd followed it.
         is_cheap: whether any recomputing policy may repeat it (producers.py).
         is_proven: whether it was repeated on the spot and has made the same bits.
     """
@@ -132,6 +161,9 @@ class Call:
     random_state: Tensor | None = None
     statistics: tuple[Held, Held] | None = None
     output: int | None = None
+    group: Group | None = None
+    saved: int | None = None
+    needs_grad: tuple[bool, ...] = ()
     is_cheap: bool = True
     is_proven: bool = False
 
@@ -223,7 +255,7 @@ def call_of(
         before,
         statistics,
         output,
-        function in producers.CHEAP,
+        is_cheap=function in producers.CHEAP,
     )
     return call, tensors
 

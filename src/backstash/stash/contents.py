@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from backstash.saved import TensorSpec, is_odd
 from backstash.stash import calls, repeating
-from backstash.stash.calls import Content, Held, View
+from backstash.stash.calls import Content, Group, Held, View
 from backstash.stash.parameters import ParameterStorages
 
 SNAPSHOT_NBYTES = 1 << 20
 """A parameter or buffer up to this size is copied for a recipe of cheap calls; a larger one has none."""
+
+
+class Inside(NamedTuple):
+    """One of the tensors that a call has saved inside of the function, or its result, which has no number."""
+
+    group: Group
+    number: int | None
 
 
 class Contents:
@@ -64,9 +71,20 @@ class Contents:
         result: Tensor,
         random_state: Tensor | None,
         output: int | None = None,
+        inside: Inside | None = None,
     ) -> None:
-        """Remember how the content of the result's storage was made."""
-        if result.layout is not torch.strided or not result.is_floating_point():
+        """Remember how the content of the result's storage was made.
+
+        Args:
+            function, args, kwargs: what was called with what.
+            result: what it returned, or saved inside.
+            random_state: the generator's state before it, where it draws from it.
+            output: which of several results it is.
+            inside: tells that the function has saved tensors inside, and which of them this is.
+        """
+        if result.layout is not torch.strided or result.is_complex():
+            return
+        if not (result.is_floating_point() or self.remakes_anything):
             return
         storage = result.untyped_storage()
         if storage.nbytes() < self.min_nbytes or is_odd(result):
@@ -75,9 +93,13 @@ class Contents:
         content = self.of(result)
         if known is None or content.escaped:
             return
-        content.call = known[0]
-        if self.remakes_anything:
-            content.call = replace(known[0], is_proven=repeating.is_repeated(*known, result))
+        call, tensors = known
+        if not self.remakes_anything:
+            content.call = call
+            return
+        if inside is not None and not call.in_place:
+            call = replace(call, group=inside.group, saved=inside.number, needs_grad=_followed(tensors), is_cheap=False)
+        content.call = replace(call, is_proven=repeating.is_repeated(call, tensors, result))
 
     def escape(self, x: Tensor, storage: torch.UntypedStorage) -> None:
         """Something may change the memory of ``x`` from now on without a new version: no recipe reads it."""
@@ -131,3 +153,7 @@ class Contents:
         if known is None or known[0]() is not storage:
             self._snapshots[index] = known = weakref.ref(storage), x.detach().clone()
         return Held(known[1], known[1]._version)
+
+
+def _followed(tensors: list[Tensor]) -> tuple[bool, ...]:
+    return tuple([x.requires_grad for x in tensors])

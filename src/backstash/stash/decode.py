@@ -188,12 +188,23 @@ def shared(value: Value) -> Tensor:
         started = time.perf_counter()
         latest.begin_round()
         whole = remake(latest, fresh=True)
-        latest.hold(whole.detach())
-        for leaf in latest.recipe.leaves:
-            if leaf.shares:
-                leaf.let_go()
+        group = latest.recipe.call.group
+        made = [(latest, whole)]
+        if group is not None and group.made:  # Note: [saved inside] in repeating.py
+            wanted = group.wanted()
+            made += [(wanted[number], x) for number, x in group.made.items() if number in wanted]
+            group.made = {}
+        for each, x in made:
+            if each is not latest:
+                each.begin_round()
+                _check_sample(each, x)
+            each.hold(x.detach())
+            assert each.recipe is not None
+            for leaf in each.recipe.leaves:
+                if leaf.shares:
+                    leaf.let_go()
+            each.account.decodes += 1
         latest.account.decode_seconds += time.perf_counter() - started
-        latest.account.decodes += 1
         waiting.pop()
     assert whole is not None
     return whole
@@ -211,16 +222,23 @@ def remake(value: Value, fresh: bool = False) -> Tensor:
     whole = recipe.run(fetch, None if fresh else lambda: _take(value, spec, spec.dtype))
     if form is not None:
         _apply(planes(value, form), whole)
+    _check_sample(value, whole)
+    return whole
+
+
+def _check_sample(value: Value, whole: Tensor) -> None:
+    recipe = value.recipe
+    assert recipe is not None
     if value.sample is not None and value.sample.differs(whole):
         value.live.distrusted.add((value.key, str(recipe)))
         raise RecomputedDifferentlyError(
-            f"backward needs {value.key} ({spec}), which was to be computed again by {recipe}, but the result has "
-            f"other bits than the value had in the forward pass: what it is computed from, or the value itself, was "
-            f"changed where the Session could not see it (through a pointer, by an extension, outside of the Session). "
-            f"No gradient was computed from it. Change a copy instead, or use a policy without recomputation, such as "
-            f"backstash.policies.lossless(recompute=False); from the next step on this value is stored."
+            f"backward needs {value.key} ({recipe.call.spec}), which was to be computed again by {recipe}, but the "
+            f"result has other bits than the value had in the forward pass: what it is computed from, or the value "
+            f"itself, was changed where the Session could not see it (through a pointer, by an extension, outside of "
+            f"the Session). No gradient was computed from it. Change a copy instead, or use a policy without "
+            f"recomputation, such as backstash.policies.lossless(recompute=False); from the next step on this value is "
+            f"stored."
         )
-    return whole
 
 
 def _take(value: Value, spec: TensorSpec, dtype: torch.dtype) -> Tensor:

@@ -79,6 +79,9 @@ class Encoder:
             return
         value.key, value.facts = facts.key, facts
         action = self._action(value, strongest, facts, fresh)
+        watcher = self._live.watcher
+        if watcher is not None:
+            watcher.decided(value, whole, lambda: self._remaking.find(value, strongest))
         if isinstance(action, Keep):
             self.keep(value, facts, action.reason)
             return
@@ -156,6 +159,8 @@ class Encoder:
         if value.shares:
             for leaf in set(recipe.leaves):
                 leaf.children.append(weakref.ref(value))
+            if recipe.call.group is not None:
+                recipe.call.group.values.append(weakref.ref(value))
         else:
             value.depth = 1 + max((leaf.depth for leaf in recipe.leaves), default=0)
         for leaf in recipe.leaves:

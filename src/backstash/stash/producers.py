@@ -52,6 +52,7 @@ IN_PLACE = frozenset(getattr(Tensor, name) for name in _IN_PLACE_METHODS) | {tor
 
 _DROPOUTS = frozenset(name for name in _FUNCTIONAL if "dropout" in name) | {"feature_dropout", "feature_alpha_dropout"}
 _NOISE = frozenset({"rand_like", "randn_like", "bernoulli"})
+_RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 
 # fmt: off
 _ARITHMETIC = frozenset({
@@ -66,14 +67,17 @@ _UNREPEATABLE = frozenset({
     "fractional_max_pool3d_with_indices", "gumbel_softmax", "lobpcg", "multinomial", "native_dropout", "pca_lowrank",
     "poisson", "rrelu", "svd_lowrank",
     # They read or change more than their arguments show.
-    "autocast", "backward", "batch_norm", "detach", "embedding_bag", "gru", "lstm", "module_load",
-    "multi_head_attention_forward", "native_batch_norm", "miopen_batch_norm", "miopen_rnn", "instance_norm",
-    "rnn_relu", "rnn_tanh", "triplet_margin_with_distance_loss", "pin_memory",
+    "autocast", "backward", "batch_norm", "detach", "embedding_bag", "instance_norm", "miopen_batch_norm",
+    "miopen_rnn", "module_load", "multi_head_attention_forward", "native_batch_norm", "pin_memory",
+    "triplet_margin_with_distance_loss",
     # Nobody has filled their result.
     "empty_like", "resize", "resize_as",
 })
 # fmt: on
 _UNREPEATABLE_PARTS = ("fake_quant", "quantize", "moving_avg", "batch_norm_", "sparse", "storage", "fbgemm")
+
+
+_FACTORIES = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -102,7 +106,7 @@ def draws(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return True
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    return False
+    return name in _RECURRENT and any(isinstance(arg, float) and arg > 0 for arg in args)  # dropout between layers
 
 
 def may_change_state(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -112,8 +116,9 @@ def may_change_state(function: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 @functools.cache
 def _overridable() -> frozenset[Callable[..., Any]]:
+    """Functions that a mode sees and whose arguments are all that a program gives them."""
     spaces = {torch, Tensor, F, torch.linalg, torch.fft, torch.special, torch.functional}
-    found: set[Callable[..., Any]] = {torch.rand_like, torch.randn_like, torch.bernoulli}
+    found: set[Callable[..., Any]] = {torch.rand_like, torch.randn_like, torch.bernoulli, *_FACTORIES}
     for space, functions in get_overridable_functions().items():
         if space in spaces:
             found |= set(functions)

@@ -18,7 +18,7 @@ def prove(recipe: Recipe, whole: Tensor) -> str:
     """How the recipe makes the bits of ``whole``: "fused", "plain" (call by call), or "" if it does not."""
     expected = whole.as_strided((whole.numel(),), (1,), 0)
     for way, candidate in (("fused", recipe), ("plain", recipe.unfused())):
-        result = candidate.run(_fetch_unguarded)
+        result = candidate.run(fetch_unguarded)
         if result.dtype == whole.dtype and result.untyped_storage().nbytes() == whole.untyped_storage().nbytes():
             flat = result.as_strided((whole.numel(),), (1,), 0)
             if torch.equal(bits_of(flat), bits_of(expected)):
@@ -31,7 +31,7 @@ def prove_within(recipe: Recipe, whole: Tensor) -> str:
     off = off_by(recipe)
     if off is None:
         return ""
-    result = recipe.run(_fetch_unguarded)
+    result = recipe.run(fetch_unguarded)
     if TensorSpec.of(result) != recipe.call.spec:
         return ""
     error = (result - whole.as_strided(result.shape, result.stride(), 0)).abs_()
@@ -65,7 +65,7 @@ def off_by(recipe: Recipe) -> Tensor | None:
     return total
 
 
-def _fetch_unguarded(leaf: Leaf) -> Tensor:
+def fetch_unguarded(leaf: Leaf) -> Tensor:
     """As :func:`decode.fetch`, at a time when nothing guards the leaf yet."""
     value = leaf.value
     if not value.is_dense or value.guard is not None:

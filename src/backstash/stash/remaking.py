@@ -99,6 +99,14 @@ class Remaking:
         value.sample = Sample.of(whole, self._number, self._full, tolerance)
         return recipe
 
+    def find(self, value: Value, strongest: Saved) -> Recipe | str:
+        """How a value could be made again, whatever made it, before anything is done about it; or why it cannot be."""
+        content = value.content
+        if content is None or content.version != strongest.version:
+            return "what made it is not known"
+        action = Recompute(any_producer=True)
+        return build(content, lambda view: self._find_leaf(view, value, action), any_producer=True)
+
     def sources(self, value: Value, strongest: Saved) -> dict[str, Tensor] | None:
         """From which stored values a value could be made, and by how much errors of theirs are multiplied.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from backstash.codecs.base import flat
 from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
-from backstash.stash.calls import INPUT, Call
+from backstash.stash.calls import INPUT, Call, Group
 
 OVERWRITES: dict[str, Callable[..., Any]] = {
     "relu": lambda x, *args, **kwargs: torch.relu_(x),
@@ -38,8 +39,11 @@ OVERWRITES: dict[str, Callable[..., Any]] = {
 
 def repeat(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> Tensor:
     """Runs a function with the arguments of a call, in whose tensors' places come others."""
+    if call.group is not None:
+        tensors = [
+            x.detach().requires_grad_() if needed else x for x, needed in zip(tensors, call.needs_grad, strict=True)
+        ]
     given = iter(tensors)
-
     args = [_with_tensors(arg, given) for arg in call.args]
     kwargs = {key: _with_tensors(arg, given) for key, arg in call.kwargs.items()}
     if call.autocast is None:
@@ -48,9 +52,43 @@ def repeat(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> T
     else:
         cast = torch.autocast(call.autocast[0], call.autocast[1], cache_enabled=False)
     with cast, _Generator(call):
+        if call.group is not None:
+            return _repeat_inside(call, call.group, lambda: function(*args, **kwargs))
         made = function(*args, **kwargs)
     result: Tensor = made if call.output is None else made[call.output]
     return result
+
+
+def _repeat_inside(call: Call, group: Group, function: Callable[[], Any]) -> Tensor:
+    """Runs a function with grad mode, so that it takes the kernels that it took, and collects what it saves inside.
+
+    Note: [saved inside]
+        Attention with dropout, a loss or a recurrent network are single functions to the program, and save tensors that
+        no function returns. They are the n-th that the function saves. So it is called with hooks that count, and all
+        values of the call that are wanted are taken at once.
+    """
+    wanted = {*group.wanted(), *(() if call.saved is None else (call.saved,))}
+    found: dict[int, Tensor] = {}
+    numbers = count()
+
+    def pack(x: Tensor) -> None:
+        number = next(numbers)
+        if number in wanted:
+            found[number] = x.detach()
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack):
+        made = function()
+    result: Tensor = made if call.output is None else made[call.output]
+    if call.saved is not None:
+        if call.saved not in found:
+            raise RuntimeError(f"{call.name} has saved fewer tensors inside than it had when it was called first")
+        result = found.pop(call.saved)
+    group.made = found
+    return result.detach()
+
+
+def _no_unpack(packed: None) -> Tensor:
+    raise AssertionError("nobody runs backward through a call that was repeated for what it saves")
 
 
 def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
@@ -63,12 +101,18 @@ def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
         call.spec,
         call.autocast,
         call.output,
+        call.saved,
+        call.needs_grad,
     )
 
     def prove() -> bool:
         with torch.no_grad():
             if not call.in_place:
-                return _equal_memory(repeat(call, call.function, tensors), result)
+                try:
+                    again = repeat(call, call.function, tensors)
+                except RuntimeError:  # it cannot be called once more with what it was called with
+                    return False
+                return _equal_memory(again, result)
             # What it has read is gone, so both ways run on other numbers.
             before = [torch.rand_like(x) if x.is_floating_point() else x.clone() for x in tensors]
             beside = repeat(call, call.function, before)

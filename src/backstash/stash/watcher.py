@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from backstash.codecs.base import Encoded
+
+if TYPE_CHECKING:
+    from backstash.stash.recipes import Recipe
+    from backstash.stash.value import Value
 
 
 class Watcher(Protocol):
@@ -29,10 +34,20 @@ class Watcher(Protocol):
     def released(self, memory: Tensor) -> None:
         """The reader of what was decoded into this memory is done with it, before its node has ended."""
 
-    def read(self, tensor: Tensor, is_stored: bool) -> None:
+    def decided(self, value: Value, whole: Tensor, find_recipe: Callable[[], Recipe | str]) -> None:
+        """Nobody but autograd holds a value any more, and it is about to be treated as the policy says.
+
+        Args:
+            value: the value, with its key and facts.
+            whole: its data.
+            find_recipe: returns how it could be made again whatever made it, or why it cannot be.
+        """
+
+    def read(self, tensor: Tensor, is_stored: bool, key: str) -> None:
         """Autograd was given this tensor.
 
         Args:
             tensor: what backward reads. It may be a claim, which has no memory.
             is_stored: whether the value is decoded or remade, and not held as it is.
+            key: the key that its value was decided on with; empty if it was not.
         """

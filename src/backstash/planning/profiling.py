@@ -1,0 +1,300 @@
+"""Takes the profile of a training step: what it holds at each position, and what each choice would cost there.
+
+The step runs a few times and its effects are undone. One plain run gives the peak, some give the time, and one with
+everything kept (survey.py) gives the rest. In that run the profiler reports every allocation, and the Session's notes
+between them say from when on autograd alone holds a value and which nodes read it.
+
+Note: [positions]
+    A position is an operation of the program, or the moment between two operations at which values are let go of. Such
+    a moment is a position of its own, because a value that is encoded there lies beside its planes, and both lie beside
+    nothing of the next operation.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+from backstash.capture import modules
+from backstash.errors import MeasureError
+from backstash.planning.events import NODE, PREFIX, walk
+from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.planning.record import record
+from backstash.planning.survey import Found, KeepForSurvey, Survey
+from backstash.rewrites.state import State
+from backstash.session import MIN_NBYTES, Session
+from backstash.stash.buffers import release
+from backstash.torch_internals import profiler_event
+
+TIMED_STEPS = 3
+
+
+def profile(
+    step: Callable[[], object],
+    model: nn.Module | None = None,
+    *,
+    min_nbytes: int = MIN_NBYTES,
+    device: str = "cpu",
+) -> StepProfile:
+    """Runs a training step a few times and returns what a planner has to know about it.
+
+    Parameters, buffers, gradients and the global generators are afterwards as they were before.
+
+    Args:
+        step: runs forward and backward, such as ``lambda: criterion(model(x), y).backward()``. An optimizer's step in
+            it is undone in the parameters, but not in the optimizer's state.
+        model: the model that it trains. Without it, the modules that the step calls outermost are taken.
+        min_nbytes: smaller tensors are kept, and are not planned.
+        device: the type of device whose memory is planned, ``"cpu"`` or ``"cuda"``.
+
+    Returns:
+        The profile. Its bytes are counted above what is held before the step, with gradients there.
+
+    Raises:
+        MeasureError: the step ran no backward pass, or there is no such device.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> x = torch.ones(8, 64)
+        >>> found = profile(lambda: model(x).sum().backward(), model, min_nbytes=0)
+        >>> any(choice.name == "recompute" for value in found.values for choice in value.choices)
+        True
+    """
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise MeasureError(f"profile was asked for device={device!r}, but it knows 'cpu', and 'cuda' where one is.")
+    models = [model] if model is not None else _outermost(step)
+    with ExitStack() as undo:
+        states = [State(each) for each in models]
+        for state in states:
+            undo.callback(state.restore_gradients)
+            undo.callback(state.restore)
+            state.set_gradients_aside()
+
+        def once() -> None:
+            for state in states:
+                state.restore()
+            step()
+
+        plain = record(once, None, device=device)
+        seconds = _time(once)
+        survey = Survey()
+        events = _surveyed(once, survey, model, min_nbytes)
+        return _profile_of(_Timeline(events, device), survey, plain.peak_nbytes, seconds, models, device)
+
+
+def _outermost(step: Callable[[], object]) -> list[nn.Module]:
+    """Runs the step once and returns the modules that it calls and that no other module calls."""
+    seen = _Outermost()
+    stop = modules.listen(seen)
+    try:
+        step()
+    finally:
+        stop()
+    return list(seen.found.values())
+
+
+class _Outermost:
+    """Listens to the modules of a step."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, nn.Module] = {}
+        self._depth = 0
+
+    def enter_module(self, module: nn.Module) -> None:
+        """Notes a module that no other module has called."""
+        if self._depth == 0:
+            self.found[id(module)] = module
+        self._depth += 1
+
+    def leave_module(self) -> None:
+        """Notes that it is over."""
+        self._depth = max(0, self._depth - 1)
+
+    def ran_elsewhere(self) -> None:
+        """Notes nothing."""
+
+
+def _time(step: Callable[[], object]) -> float:
+    """Median time of a step in seconds."""
+    times = []
+    for _ in range(TIMED_STEPS):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return median(times)
+
+
+def _surveyed(step: Callable[[], None], survey: Survey, model: nn.Module | None, min_nbytes: int) -> list[Any]:
+    session = Session(KeepForSurvey(), model=model, min_nbytes=min_nbytes)
+    with session:  # what is proven on first use is proven here
+        step()
+    release()
+    gc.collect()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
+    with (
+        session.watched_by(survey),
+        torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiled,
+        session,
+    ):
+        step()
+    events: list[Any] = profiled.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    return events
+
+
+@dataclass
+class _At:
+    """A position while the record is read.
+
+    Attributes:
+        name, module, is_backward, seconds: as in Position.
+        most_nbytes: the most bytes alive in it.
+    """
+
+    name: str
+    is_backward: bool
+    seconds: float
+    most_nbytes: int
+
+
+@dataclass
+class _Trial:
+    before: int
+    most: int = 0
+    after: int = 0
+
+
+@dataclass
+class _Timeline:
+    """The record of the surveyed step, position by position."""
+
+    events: list[Any]
+    device: str
+    positions: list[_At] = field(default_factory=lambda: [_At("start", False, 0.0, 0)])
+    born: dict[str, int] = field(default_factory=dict)
+    reads: dict[str, list[int]] = field(default_factory=dict)
+    trials: dict[int, _Trial] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        live, alive = 0, dict[int, int]()
+        trial: _Trial | None = None
+        ordered = sorted(walk(self.events), key=lambda pair: pair[0].start_time_ns)
+        for event, is_operation in ordered:
+            if event.tag == profiler_event.Allocation:
+                facts = event.extra_fields
+                if facts.device.type != self.device or not facts.alloc_size:
+                    continue
+                if facts.alloc_size > 0:
+                    alive[facts.ptr] = facts.alloc_size
+                    live += facts.alloc_size
+                else:
+                    live -= alive.pop(facts.ptr, 0)
+                if trial is not None:
+                    trial.most = max(trial.most, live)
+                else:
+                    latest = self.positions[-1]
+                    latest.most_nbytes = max(latest.most_nbytes, live)
+            elif event.name.startswith(PREFIX):
+                kind, _, text = event.name.removeprefix(PREFIX).partition(" ")
+                noted = json.loads(text)
+                if kind == "trial":
+                    trial = self.trials[noted["number"]] = _Trial(live, live)
+                elif kind == "tried":
+                    trial = None
+                elif kind == "born":
+                    if self.positions[-1].name != "":
+                        self.positions.append(_At("", self.positions[-1].is_backward, 0.0, live))
+                    self.born[noted["key"]] = len(self.positions) - 1
+                elif kind == "read":
+                    self.reads.setdefault(noted["key"], []).append(len(self.positions) - 1)
+            elif is_operation:
+                name = event.name.removeprefix(NODE)
+                is_backward = event.name.startswith(NODE)
+                self.positions.append(_At(name, is_backward, event.duration_time_ns / 1e9, live))
+
+
+def _profile_of(
+    line: _Timeline, survey: Survey, peak_nbytes: int, seconds: float, models: list[nn.Module], device: str
+) -> StepProfile:
+    first = next((number for number, each in enumerate(line.positions) if each.is_backward), None)
+    if first is None:
+        raise MeasureError(
+            "profile was asked for a training step, but no autograd node ran in it. Call backward() in it."
+        )
+    for each in line.positions[first:]:
+        each.is_backward = True  # and what lies between two nodes
+    found = {
+        key: value
+        for key, value in survey.found.items()
+        if key in line.born and any(read >= first for read in line.reads.get(key, ()))
+    }
+    index = {key: number for number, key in enumerate(found)}
+    values = []
+    for key, value in found.items():
+        reads = tuple(sorted({read for read in line.reads[key] if read >= first}))
+        born = min(line.born[key], reads[0])
+        choices = [*value.choices, *_remade(value, survey, index, line)]
+        facts = value.facts
+        values.append(
+            PlannedValue(key, facts.fqn, facts.op, str(facts.spec), value.nbytes, born, reads, tuple(choices))
+        )
+    held = [0] * (len(line.positions) + 1)
+    for planned in values:
+        held[planned.born] += planned.nbytes
+        held[planned.reads[-1] + 1] -= planned.nbytes
+    base, now = [], 0
+    for number, position in enumerate(line.positions):
+        now += held[number]
+        base.append(max(0, position.most_nbytes - now))
+    total = sum(each.seconds for each in line.positions) or 1.0
+    positions = tuple(
+        Position(each.name or "let go", "", each.is_backward, each.seconds * seconds / total) for each in line.positions
+    )
+    resident = sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for m in models for p in m.parameters())
+    return StepProfile(
+        positions,
+        tuple(base),
+        tuple(values),
+        peak_nbytes,
+        resident,
+        device=device,
+        versions={"torch": torch.__version__},
+    )
+
+
+def _remade(value: Found, survey: Survey, index: dict[str, int], line: _Timeline) -> list[Choice]:
+    """The choice to remake a value, where all that it is remade from is planned as well."""
+    if value.parents is None:
+        return []
+    keys = [survey.keys.get(id(parent)) for parent in value.parents]
+    if any(key not in index for key in keys):
+        return []  # it would begin from what the program holds, and is stored when the Session is left
+    trial = line.trials[value.section]
+    workspace = max(0, trial.most - trial.before - value.nbytes)
+    parents = tuple(sorted({index[key] for key in keys if key is not None}))
+    return [
+        Choice(
+            "recompute",
+            "recompute",
+            0,
+            parents=parents,
+            workspace_nbytes=workspace,
+            seconds=value.remake_seconds,
+            reason=value.reason,
+        )
+    ]

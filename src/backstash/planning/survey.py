@@ -1,0 +1,169 @@
+"""Asks every value of a step what it would cost to hold it in another way.
+
+The step runs with everything kept. At the moment when autograd alone holds a value, it is encoded and decoded by every
+exact codec that takes it, and remade from the values that it would be remade from, which are all still there. So the
+bytes and seconds of each choice are measured on the value itself. What these trials allocate lies between two notes in
+the profiler's record, and is left out of the step's own memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backstash.backward import table
+from backstash.codecs import base
+from backstash.codecs.base import Codec, Encoded
+from backstash.codecs.shape import Shape
+from backstash.errors import CodecRefusedError
+from backstash.planning.events import note
+from backstash.planning.problem import Choice
+from backstash.policies import Action, Keep, Policy, Stash, get
+from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash.proving import fetch_unguarded
+from backstash.stash.recipes import Recipe
+from backstash.stash.value import Value
+from backstash.torch_internals import no_torch_function
+
+
+class KeepForSurvey(Policy):
+    """Keeps every value that backward reads, and has the Session note how each was made."""
+
+    is_fixed = True
+    remakes_anything = True
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """Returns Keep(), but for a tensor of which only the shape is read: every plan lets go of that."""
+        return Stash(Shape()) if saved.need is Need.SHAPE else Keep()
+
+
+@dataclass
+class Found:
+    """What was found out about one value.
+
+    Attributes:
+        facts: of the saved tensor with the strongest need.
+        nbytes: bytes of its storage.
+        choices: keep, and what each codec would take; without the choice to remake it.
+        parents: the values that it would be remade from; None where it cannot be remade.
+        remake_seconds: time to remake it once from them.
+        reason: why it cannot be remade, or what is repeated.
+        section: number of the trial section in which it was remade, which tells the workspace.
+    """
+
+    facts: SavedTensor
+    nbytes: int
+    choices: list[Choice]
+    parents: tuple[Value, ...] | None = None
+    remake_seconds: float = 0.0
+    reason: str = ""
+    section: int = -1
+
+
+class Survey:
+    """A watcher that tries each value's choices when it is decided on, and notes who reads it.
+
+    Attributes:
+        found: what was found out, by the value's key.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, Found] = {}
+        self.keys: dict[int, str] = {}  # by the id of the value
+        self._alive: list[Value] = []  # so that ids stay their own
+        self._exact = get("lossless_stored")
+        self._section = 0
+
+    def storing(self, encoded: Encoded) -> None:
+        """Notes nothing."""
+
+    def fetched(self, encoded: Encoded) -> None:
+        """Notes nothing."""
+
+    def taken(self, memory: Tensor) -> None:
+        """Notes nothing."""
+
+    def released(self, memory: Tensor) -> None:
+        """Notes nothing."""
+
+    def read(self, tensor: Tensor, is_stored: bool, key: str) -> None:
+        """Notes that a node reads a value."""
+        if key:
+            note("read", key=key)
+
+    def decided(self, value: Value, whole: Tensor, find_recipe: Callable[[], Recipe | str]) -> None:
+        """Tries each choice of a value."""
+        facts = value.facts
+        assert facts is not None
+        if value.key in self.found:  # the same place once more: its first value stands for both
+            return
+        note("born", key=value.key)
+        found = Found(facts, whole.untyped_storage().nbytes(), [Choice.keep(whole.untyped_storage().nbytes())])
+        self.found[value.key] = found
+        self.keys[id(value)] = value.key
+        with no_torch_function(), torch.no_grad():
+            self._try_codecs(value, facts, whole, found)
+            recipe = find_recipe()
+            if isinstance(recipe, Recipe):
+                self._try_recipe(recipe, found)
+            else:
+                found.reason = recipe
+
+    def _try_codecs(self, value: Value, facts: SavedTensor, whole: Tensor, found: Found) -> None:
+        action = self._exact.decide(facts)
+        readers = [saved.tensor for saved in value.saved() if saved.tensor is not None]
+        for codec in action.codecs if isinstance(action, Stash) else ():
+            if codec.accepts(TensorSpec.of(whole)) is None and codec.declines(whole) is None:
+                choice = self._try_codec(codec, whole, readers)
+                if choice is not None and choice.held_nbytes < found.nbytes:
+                    found.choices.append(choice)
+                    return  # a Stash takes the first codec that accepts
+
+    def _try_codec(self, codec: Codec, whole: Tensor, readers: list[SavedTensor]) -> Choice | None:
+        with self._trial():
+            started = time.perf_counter()
+            try:
+                encoded = codec.encode(whole)
+            except CodecRefusedError:
+                return None
+            encoded_at = time.perf_counter()
+            out = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
+            before = time.perf_counter()
+            codec.decode(encoded, out)
+            decode_seconds = time.perf_counter() - before
+        forms = [table.FORMS.get(reader.op) for reader in readers]
+        is_direct = all(form is not None and base.direct(codec, form) is not None for form in forms)
+        return Choice(
+            base.label(codec),
+            "encode",
+            encoded.nbytes,
+            encode_nbytes=whole.untyped_storage().nbytes(),
+            decode_nbytes=0 if is_direct else whole.untyped_storage().nbytes(),
+            encode_seconds=encoded_at - started,
+            decode_seconds=0.0 if is_direct else decode_seconds,
+            reason=f"{encoded.nbytes / max(1, whole.untyped_storage().nbytes()):.0%} of its bytes",
+        )
+
+    def _try_recipe(self, recipe: Recipe, found: Found) -> None:
+        found.parents = tuple(dict.fromkeys(recipe.leaves))
+        self._alive += found.parents
+        found.section = self._section
+        with self._trial():
+            started = time.perf_counter()
+            recipe.unfused().run(fetch_unguarded)
+            found.remake_seconds = time.perf_counter() - started
+        found.reason = str(recipe)
+
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        note("trial", number=self._section)
+        self._section += 1
+        try:
+            yield
+        finally:
+            note("tried")
