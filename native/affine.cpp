@@ -1,4 +1,5 @@
 // Batch norm's forward pass again, from the statistics that its first one saved, with what often follows in one pass.
+// Activations are rounded as ATen rounds; their codes are those of ops/layout.py.
 #include <algorithm>
 #include <cstdint>
 
@@ -8,13 +9,16 @@
 
 namespace bs {
 
+enum class Activation : int { None = 0, Clamp = 1, LeakyRelu = 2 };
+
 struct AffineJob {
     const float* x;
     const float* residual;  // or null
     const float* alpha;     // per channel
     const float* beta;
     int64_t channels, inner;  // elements of a channel that lie next to each other
-    bool relu;
+    Activation activation;
+    float lo, hi;  // of Clamp; of LeakyRelu, lo is the slope
     float* out;
 };
 
@@ -23,14 +27,15 @@ struct AffineJob {
 #define BS_KERNELS "affine_kernels.h"
 #include "foreach_isa.h"
 
-// out = [relu](x * alpha + beta [+ residual]), where alpha = invstd * weight and beta = bias - mean * alpha, rounded as
+// out = activation(x * alpha + beta [+ residual]), where alpha = invstd * weight and beta = bias - mean * alpha, rounded as
 // ATen's kernel rounds: with one rounding where the processor multiplies and adds in one instruction. The caller proves it.
 // x, residual and out have one layout: [outer, channels, inner] in memory order. `scratch` holds 2 * channels floats.
 BS_EXPORT void bs_affine(const float* x, const float* residual, const float* mean, const float* invstd,
                          const float* weight, const float* bias, float* scratch, int64_t outer, int64_t channels,
-                         int64_t inner, int relu, float* out, int threads) {
+                         int64_t inner, int activation, double lo, double hi, float* out, int threads) {
     float *alpha = scratch, *beta = scratch + channels;
-    const bs::AffineJob job{x, residual, alpha, beta, channels, inner, relu != 0, out};
+    const bs::AffineJob job{
+        x, residual, alpha, beta, channels, inner, bs::Activation(activation), float(lo), float(hi), out};
     BS_PICK(coefficients)(mean, invstd, weight, bias, channels, alpha, beta);
     const auto rows = BS_PICK(affine_rows);
     const int64_t length = inner == 1 ? channels : inner;

@@ -8,46 +8,75 @@ void coefficients(const float* mean, const float* invstd, const float* weight, c
     }
 }
 
-// Of two zeros and of NaN the second operand of the maximum stays, as in ATen.
-inline float rectified(float v) { return v < 0.0f ? 0.0f : v; }
+// Of two zeros, and of NaN, the value stays and the bound does not, as in ATen.
+struct Clamp {
+    float lo, hi;
+    float operator()(float v) const {
+        v = v < lo ? lo : v;
+        return v > hi ? hi : v;
+    }
+};
 
-template <bool relu, bool add>
+struct Rectify {
+    float operator()(float v) const { return v < 0.0f ? 0.0f : v; }
+};
+
+struct LeakyRelu {
+    float slope;
+    float operator()(float v) const { return v > 0.0f ? v : v * slope; }
+};
+
+struct Identity {
+    float operator()(float v) const { return v; }
+};
+
+template <bool add, class F>
 inline void affine_row(const float* __restrict x, const float* __restrict residual, float alpha, float beta, int64_t n,
-                       float* __restrict out) {
+                       F activation, float* __restrict out) {
     for (int64_t i = 0; i < n; ++i) {
         float v = __builtin_fmaf(x[i], alpha, beta);
         if (add) v += residual[i];
-        out[i] = relu ? rectified(v) : v;
+        out[i] = activation(v);
     }
 }
 
-template <bool relu, bool add>
+template <bool add, class F>
 inline void affine_channels(const float* __restrict x, const float* __restrict residual, const float* __restrict alpha,
-                            const float* __restrict beta, int64_t n, float* __restrict out) {
+                            const float* __restrict beta, int64_t n, F activation, float* __restrict out) {
     for (int64_t i = 0; i < n; ++i) {
         float v = __builtin_fmaf(x[i], alpha[i], beta[i]);
         if (add) v += residual[i];
-        out[i] = relu ? rectified(v) : v;
+        out[i] = activation(v);
     }
 }
 
 // A row is a channel of one image where that lies together, else all channels of one pixel.
-template <bool relu, bool add>
-inline void affine_as(const AffineJob& job, int64_t begin, int64_t end) {
+template <bool add, class F>
+inline void affine_as(const AffineJob& job, int64_t begin, int64_t end, F activation) {
     const int64_t length = job.inner == 1 ? job.channels : job.inner;
     for (int64_t row = begin; row < end; ++row) {
         const int64_t at = row * length;
         const float* residual = add ? job.residual + at : nullptr;
         if (job.inner == 1) {
-            affine_channels<relu, add>(job.x + at, residual, job.alpha, job.beta, length, job.out + at);
+            affine_channels<add>(job.x + at, residual, job.alpha, job.beta, length, activation, job.out + at);
         } else {
             const int64_t c = row % job.channels;
-            affine_row<relu, add>(job.x + at, residual, job.alpha[c], job.beta[c], length, job.out + at);
+            affine_row<add>(job.x + at, residual, job.alpha[c], job.beta[c], length, activation, job.out + at);
         }
     }
 }
 
+template <class F>
+inline void affine_with(const AffineJob& job, int64_t begin, int64_t end, F activation) {
+    job.residual ? affine_as<true>(job, begin, end, activation) : affine_as<false>(job, begin, end, activation);
+}
+
 void affine_rows(const AffineJob& job, int64_t begin, int64_t end) {
-    if (job.relu) return job.residual ? affine_as<true, true>(job, begin, end) : affine_as<true, false>(job, begin, end);
-    return job.residual ? affine_as<false, true>(job, begin, end) : affine_as<false, false>(job, begin, end);
+    switch (job.activation) {
+        case Activation::None: return affine_with(job, begin, end, Identity{});
+        case Activation::LeakyRelu: return affine_with(job, begin, end, LeakyRelu{job.lo});
+        case Activation::Clamp: break;
+    }
+    const bool rectifies = job.lo == 0.0f && job.hi == __builtin_inff();
+    rectifies ? affine_with(job, begin, end, Rectify{}) : affine_with(job, begin, end, Clamp{job.lo, job.hi});
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from gradient_checks import differences
 from torch import Tensor, nn
 
 from backstash import Session
+from backstash.ops.backends import serves, serving
+from backstash.ops.layout import Activation
 from backstash.policies import Lossless
 from backstash.policies.base import Keep, Recompute
 from backstash.saved import Need, SavedTensor
@@ -312,3 +315,52 @@ def test_a_call_whose_input_has_a_name_is_remade(function: Callable[[Tensor], Te
     session = Session("lossless", min_nbytes=0)
     assert not differences(run(None), run(session))
     assert "recompute" in {row.codec for row in session.report().rows}
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "relu6": F.relu6,
+    "relu6 in place": lambda y: F.relu6(y, inplace=True),
+    "hardtanh": lambda y: F.hardtanh(y, -0.25, max_val=1),
+    "a module of hardtanh": nn.Hardtanh(-1, 0.5),
+    "clamp": lambda y: y.clamp(max=0.5),
+    "clamp in place": lambda y: y.clamp_(-0.5, 0.5),
+    "leaky_relu": lambda y: F.leaky_relu(y, 0.3),
+    "hardswish": F.hardswish,
+    "clamp by a tensor": lambda y: torch.clamp(y, max=torch.full((1,), 0.5)),
+}
+CALL_BY_CALL = {"hardswish", "clamp by a tensor"}
+"""Those that the kernel of batch norm does not know."""
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_an_activation_after_batch_norm_is_remade_with_it(
+    name: str, residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, numbers = ACTIVATIONS[name], torch.Generator().manual_seed(3)
+    images = torch.randn(4, 4, 9, 7, generator=numbers)
+
+    def run(session: Session | None) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        first, norm, second = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+        with session or nullcontext():  # the Session is open until backward, because the program holds ``images``
+            if residual:
+                second(function(norm(first(images)) + images)).square().sum().backward()
+            else:
+                second(function(norm(first(images)))).square().sum().backward()
+        return [parameter.grad for module in (first, norm, second) for parameter in module.parameters()]
+
+    kernels, used = serving("cpu"), []
+    affine = kernels.affine
+
+    def noted(*arguments: Any) -> None:
+        used.append(arguments[6])
+        affine(*arguments)
+
+    monkeypatch.setattr(kernels, "affine", noted)
+    session = Session("lossless", min_nbytes=64)
+    assert not differences(run(None), run(session))
+    assert "recompute" in {row.codec for row in session.report().rows}
+    if serves("affine", "cpu"):
+        assert bool(set(used) - {Activation.NONE}) == (name not in CALL_BY_CALL)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from native_checks import cpu, generator, isas_and, native_test, reference, same
 from torch import Tensor
 
-from backstash.ops.layout import images
+from backstash.ops.layout import Activation, images
 from backstash.ops.reference.norms import fused
 
 SHAPES = [(3, 5, 7, 9), (2, 8, 3, 1), (4, 3, 16, 16), (6, 4), (2, 3, 29), (1, 16, 2, 3, 5)]
+
+NOTHING = (Activation.NONE, 0.0, 0.0)
+RELU = (Activation.CLAMP, 0.0, math.inf)
+ACTIVATIONS: dict[str, tuple[tuple[Activation, float, float], Callable[[Tensor], Tensor]]] = {
+    "none": (NOTHING, lambda y: y),
+    "relu": (RELU, torch.relu),
+    "relu6": ((Activation.CLAMP, 0.0, 6.0), F.relu6),
+    "hardtanh": ((Activation.CLAMP, -1.5, 2.5), lambda y: F.hardtanh(y, -1.5, 2.5)),
+    "leaky_relu": ((Activation.LEAKY_RELU, 0.3, 0.0), lambda y: F.leaky_relu(y, 0.3)),
+}
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -24,8 +36,9 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     """Arguments of this family's kernels for ``n`` elements; these take float32 alone."""
     x, vector = numbers(n // 4, 4, 1), numbers(4).abs()
+    out = torch.empty_like(x)
     return {
-        "affine": (x, vector, vector, vector, None, x.clone(), True, n // 4, 1, torch.empty_like(x)),
+        "affine": (x, vector, vector, vector, None, x.clone(), Activation.CLAMP, 0.0, 1.0, n // 4, 1, out),
         "batch_norm_channels": (x, x.clone(), vector, vector, None, torch.empty_like(x)),
         "batch_norm_pixels": (x, x.clone(), vector, vector, None, vector, vector, torch.empty_like(x)),
     }
@@ -49,11 +62,28 @@ def test_affine(shape: tuple[int, ...], isa: str) -> None:
     mean, invstd, weight, bias = (numbers(shape[1], seed=i) for i in range(4))
     for layout in (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,):
         x, residual = (numbers(*shape, seed=i).contiguous(memory_format=layout) for i in (7, 8))
-        for given in ((weight, bias, residual, True), (None, None, None, True), (weight, None, None, False)):
+        for given in ((weight, bias, residual, *RELU), (None, None, None, *RELU), (weight, None, None, *NOTHING)):
             out, again = torch.empty_like(x), torch.empty_like(x)
             for ops, to in ((cpu, out), (reference, again)):
                 ops.affine(x, mean, invstd.abs(), *given, *images(x), to)
             assert same(out.flatten(), again.flatten()), layout
+
+
+@native_test
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"], indirect=True)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_affine_has_the_bits_of_torchs_activation(name: str, isa: str) -> None:
+    activation, function = ACTIVATIONS[name]
+    x = numbers(3, 4, 5, 7, seed=3) * 4
+    # Bounds, both zeros, NaN and infinities pass unchanged through a batch norm that multiplies by 1 and adds 0.
+    x.view(-1)[:12] = torch.tensor([0.0, -0.0, 6.0, -1.5, 2.5, -3.0, math.nan, math.inf, -math.inf, 3.0, 1e-40, -1e-40])
+    ones, zeros = torch.ones(4), torch.zeros(4)
+    for residual in (None, numbers(3, 4, 5, 7, seed=4)):
+        for ops in (cpu, reference):
+            out, plain = torch.empty_like(x), torch.empty_like(x)
+            ops.affine(x, zeros, ones, None, -zeros, residual, *NOTHING, *images(x), plain)
+            ops.affine(x, zeros, ones, None, -zeros, residual, *activation, *images(x), out)
+            assert same(out.flatten(), function(plain).flatten()), ops
 
 
 @native_test

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -16,6 +17,21 @@ CSR_ROW = 256
 
 SZP_BLOCK = 32
 """Values of an szp block. Every block has its own width, and one bit of each of its values fills a word."""
+
+
+class Activation(IntEnum):
+    """The functions that the kernel ``affine`` can apply to its result, by the codes of ``native/affine.cpp``.
+
+    ATen's bits of these do not depend on where in memory an element is. Of hardswish they do: vectors turn a NaN into
+    another NaN, the elements after the last whole vector do not. Silu needs an exponential, which no two libraries
+    round alike.
+    """
+
+    NONE = 0
+    CLAMP = 1
+    """``min(max(x, lo), hi)``: relu, relu6 and hardtanh. NaN stays NaN, and a zero of either sign stays as it is."""
+    LEAKY_RELU = 2
+    """``x`` where it is positive, else ``x * lo``."""
 
 
 def bytes_for(numel: int, bits: int) -> int:

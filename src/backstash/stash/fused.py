@@ -1,32 +1,39 @@
-"""Batch norm, a sum and relu made again in one pass over memory, from the statistics that batch norm has saved."""
+"""Batch norm, a sum and an activation remade in one pass over memory, from the statistics that batch norm has saved."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from backstash.ops import backends
-from backstash.ops.layout import images, per_channel
+from backstash.ops.layout import Activation, images, per_channel
 from backstash.saved import TensorSpec
-from backstash.stash.calls import Held, Leaf, Memory, View
+from backstash.stash.calls import INPUT, Held, Leaf, Memory, View
 
 if TYPE_CHECKING:
+    from backstash.stash.calls import Call
     from backstash.stash.recipes import Recipe
+
+_Activation = tuple[Activation, float, float]
+"""An activation and its numbers, as the kernel ``affine`` takes them."""
+
+_NOTHING: _Activation = (Activation.NONE, 0.0, 0.0)
 
 
 def affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) -> Tensor | None:
-    """``[relu](batch_norm(x) [+ y])`` in one pass; None where the recipe has another form or no kernel takes it.
+    """``activation(batch_norm(x) [+ y])`` in one pass; None where the recipe has another form or no kernel takes it.
 
     Args:
         recipe: what makes the value.
         fetch: returns the tensor that a leaf stands for.
         out: makes memory for the result.
     """
-    relu = recipe.call.name == "relu"
-    inner = _only_input(recipe) if relu else recipe
+    activation = _activation(recipe.call)
+    inner = recipe if activation is None else _only_input(recipe)
     if inner is None:
         return None
     norm, residual = _norm_and_residual(inner)
@@ -56,8 +63,46 @@ def affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) 
     result = out() if out is not None else None
     if result is None or TensorSpec.of(result) != spec:  # the memory is for what a later call converts the result to
         result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    backends.serving(spec.device.type).affine(x, mean, invstd, weight, bias, y, relu, *layout, result)
+    kernel = backends.serving(spec.device.type).affine
+    kernel(x, mean, invstd, weight, bias, y, *(activation or _NOTHING), *layout, result)
     return result
+
+
+def _activation(call: Call) -> _Activation | None:
+    """Returns the activation that a call computes of its only tensor; None where the kernel knows no such function."""
+    numbers = _NUMBERS.get(call.name)
+    if numbers is None:
+        return None
+    given = call.args[1:] if call.args and call.args[0] is INPUT else call.args
+    try:
+        code, lo, hi = numbers(*given, **{name: given for name, given in call.kwargs.items() if given is not INPUT})
+    except TypeError:  # a keyword that only this function knows
+        return None
+    if not all(isinstance(number, (int, float)) and not math.isnan(number) for number in (lo, hi)):
+        return None
+    return code, float(lo), float(hi)
+
+
+def _clamp(min: Any = None, max: Any = None) -> tuple[Activation, Any, Any]:
+    return Activation.CLAMP, -math.inf if min is None else min, math.inf if max is None else max
+
+
+def _hardtanh(min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> tuple[Activation, Any, Any]:
+    return Activation.CLAMP, min_val, max_val
+
+
+def _leaky_relu(negative_slope: Any = 0.01, inplace: bool = False) -> tuple[Activation, Any, Any]:
+    return Activation.LEAKY_RELU, negative_slope, 0.0
+
+
+_NUMBERS: dict[str, Callable[..., tuple[Activation, Any, Any]]] = {
+    "relu": lambda inplace=False: (Activation.CLAMP, 0.0, math.inf),
+    "relu6": lambda inplace=False: (Activation.CLAMP, 0.0, 6.0),
+    "hardtanh": _hardtanh,
+    "clamp": _clamp,
+    "leaky_relu": _leaky_relu,
+}
+"""Of each activation by its function's name: makes the kernel's numbers of the function's arguments but the tensor."""
 
 
 def _norm_and_residual(recipe: Recipe) -> tuple[Recipe, Leaf | Held | tuple[Recipe, View] | None]:

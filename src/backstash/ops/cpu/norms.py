@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_double, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from backstash.ops.cpu.planes import threads_for
 
 _lib: Any = library.functions(
     {
-        "bs_affine": (None, [c_void_p] * 7 + [c_int64] * 3 + [c_int, c_void_p, c_int]),
+        "bs_affine": (None, [c_void_p] * 7 + [c_int64] * 3 + [c_int, c_double, c_double, c_void_p, c_int]),
         "bs_batch_norm_channels": (c_int64, [c_void_p] * 5 + [c_int64] * 3 + [c_void_p] * 3 + [c_int]),
         "bs_batch_norm_pixels": (None, [c_void_p] * 7 + [c_int64] * 2 + [c_void_p, c_int]),
     }
@@ -32,7 +32,9 @@ def affine(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    relu: bool,
+    activation: int,
+    lo: float,
+    hi: float,
     outer: int,
     inner: int,
     out: Tensor,
@@ -41,7 +43,8 @@ def affine(
     channels = x.shape[1]
     scratch = torch.empty(2 * channels, dtype=torch.float32, device="cpu")
     pointers = _pointers(x, residual, mean, invstd, weight, bias, scratch)
-    _lib.bs_affine(*pointers, outer, channels, inner, relu, out.data_ptr(), threads_for(x.numel() * 4))
+    threads = threads_for(x.numel() * 4)
+    _lib.bs_affine(*pointers, outer, channels, inner, activation, lo, hi, out.data_ptr(), threads)
 
 
 def batch_norm_channels(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.ops.layout import images, per_channel
+from backstash.ops.layout import Activation, images, per_channel
 from backstash.ops.table import kernel
 
 _WITHOUT = {"triton": "ATen's CUDA kernels round in another order"}
@@ -63,8 +63,8 @@ def _spread(vector: Tensor, x: Tensor) -> Tensor:
 
 
 @kernel(
-    "(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, Tensor? residual, bool relu, "
-    "int outer, int inner, Tensor(a!) out) -> ()",
+    "(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, Tensor? residual, int activation, "
+    "float lo, float hi, int outer, int inner, Tensor(a!) out) -> ()",
     check=check_images,
     without=_WITHOUT,
     fallback=_FALLBACK,
@@ -76,19 +76,22 @@ def affine(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    relu: bool,
+    activation: int,
+    lo: float,
+    hi: float,
     outer: int,
     inner: int,
     out: Tensor,
 ) -> None:
-    """Fills ``out`` with ``[relu](batch_norm(x) [+ residual])`` from the statistics that batch norm saved.
+    """Fills ``out`` with ``activation(batch_norm(x) [+ residual])`` from the statistics that batch norm saved.
 
-    A product and the sum after it are rounded once, as on a processor with fused multiply-add.
+    In the batch norm a product and the sum after it are rounded once, as on a processor with fused multiply-add.
 
     Args:
         x: float32 [N, C, ...], contiguous or in channels last; ``residual`` and ``out`` are laid out like it.
         mean, invstd, weight, bias: float32 [C], contiguous.
-        relu: whether negative results become zero.
+        activation: code of an :class:`backstash.ops.layout.Activation`.
+        lo, hi: its numbers; it ignores those that it does not need.
         outer, inner: what :func:`backstash.ops.layout.images` says of ``x``.
     """
     alpha = invstd if weight is None else invstd * weight
@@ -96,7 +99,16 @@ def affine(
     y = fused(x, _spread(alpha, x), _spread(beta, x))
     if residual is not None:
         y = y + residual
-    out.copy_(torch.where(y < 0, 0.0, y) if relu else y)
+    out.copy_(_activated(y, activation, lo, hi))
+
+
+def _activated(y: Tensor, activation: int, lo: float, hi: float) -> Tensor:
+    if activation == Activation.CLAMP:
+        y = torch.where(y < lo, lo, y)
+        return torch.where(y > hi, hi, y)
+    if activation == Activation.LEAKY_RELU:
+        return torch.where(y > 0, y, y * lo)
+    return y
 
 
 @kernel(None, without=_WITHOUT, fallback=_FALLBACK)
