@@ -34,6 +34,7 @@ OPTIONAL = {  # modules that need what a plain install does not bring
     "backstash.report.plot": "matplotlib",
     "backstash.integrations.lightning": "lightning",
     "backstash.integrations.huggingface": "transformers",
+    "backstash.integrations.accelerate": "accelerate",
 }
 
 

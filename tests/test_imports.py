@@ -49,7 +49,14 @@ ALLOWED: dict[str, set[str]] = {
     },
     "testing": {"errors", "saved", "ops", "codecs", "stores", "policies.base", "stash.ledger", "session"},
     "rewrites": {"errors", "torch_internals", "saved", "session", "testing.bits"},
-    "integrations": {"errors", "policies.base", "stash.ledger", "session"},
+    "integrations": {
+        "errors",
+        "torch_internals",
+        "policies.base",
+        "stash.ledger",
+        "capture.modules",
+        "session",
+    },
     "planning": {
         "errors",
         "torch_internals",
@@ -85,6 +92,7 @@ ALLOWED: dict[str, set[str]] = {
         "stores",
         "policies",
         "session",
+        "integrations.loop",
         "report.meter",
     },
     "cli": {"errors", "stash.ledger", "integrations", "report"},

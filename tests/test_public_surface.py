@@ -21,8 +21,13 @@ PUBLIC = [
     "measure",
     "policies",
     "register_codec",
+    "unwrap",
+    "wrap",
 ]
-HEAVY = {"lightning", "matplotlib", "pandas", "rich", "sklearn", "transformers", "triton", "typer"}
+HEAVY = {
+    *("accelerate", "lightning", "matplotlib", "pandas", "peft", "pytorch_lightning", "rich", "sklearn"),
+    *("transformers", "triton", "typer"),
+}
 
 SCRIPT = """
 import json, sys, torch

@@ -3,6 +3,7 @@
 from backstash import codecs, policies
 from backstash.codecs import Codec, Encoded, register_codec
 from backstash.errors import BackstashError
+from backstash.integrations.loop import unwrap, wrap
 from backstash.policies.base import Keep, Policy, Recompute, Stash
 from backstash.report.meter import measure
 from backstash.saved import Need
@@ -25,4 +26,6 @@ __all__ = [
     "measure",
     "policies",
     "register_codec",
+    "unwrap",
+    "wrap",
 ]

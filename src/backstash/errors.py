@@ -46,6 +46,10 @@ class SessionError(BackstashError, RuntimeError):
     """A Session was nested, re-entered, or opened where it would switch other hooks off."""
 
 
+class IntegrationError(BackstashError, ValueError):
+    """A model or a framework was to be connected with a Session in a way that cannot work."""
+
+
 class RewriteError(BackstashError, ValueError):
     """A rewrite was asked for, but it cannot be proven on this model with this step."""
 

@@ -265,7 +265,7 @@ class Session:
         """A module's forward is about to run."""
         if self._names.is_outside:
             with no_torch_function():
-                self._enter_root(self._names.model or module)
+                self._enter_root(module if self._names.model is None else self._names.model)
         self._names.enter(module)
 
     def leave_module(self) -> None:

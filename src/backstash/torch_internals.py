@@ -70,6 +70,13 @@ operator: Any = _find("_ops.OpOverload")
 operator_packet: Any = _find("_ops.OpOverloadPacket")
 """The class of all overloads of an operator, such as ``torch.ops.aten.add``."""
 
+_find("nn.Module._call_impl")
+MODULE_CALL = "_call_impl"
+"""The method that runs a module's hooks and its ``forward``. ``module(...)`` looks it up on the instance."""
+
+COMPILED_CALL = "_compiled_call_impl"
+"""What ``module(...)`` runs instead after ``module.compile()``; else None, or not there."""
+
 _find("autograd._engine_run_backward")
 _autograd: Any = torch.autograd
 

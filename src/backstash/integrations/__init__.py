@@ -1,1 +1,5 @@
-"""Runs programs that are not written for backstash: an unchanged training script, and the C library's allocator."""
+"""Programs that are not written for backstash: a training script, a loop, the frameworks, the C library's allocator.
+
+Nothing here imports a framework before its module is imported: ``backstash.integrations.huggingface``, ``.lightning``,
+``.accelerate``. ``loop`` is ``backstash.wrap``.
+"""

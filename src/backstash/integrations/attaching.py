@@ -1,0 +1,76 @@
+"""What the integrations of all frameworks share: which Session, when it is opened, and what is logged of it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from backstash.capture import modules
+from backstash.errors import IntegrationError
+from backstash.policies.base import Policy
+from backstash.session import Session
+from backstash.torch_internals import in_backward
+
+PREFIX = "backstash/"
+"""Begins the names of all figures that are logged."""
+
+
+def session_for(policy: str | Policy, budget: int | str | None = None, **options: Any) -> Session:
+    """Returns the Session of an integration: the only place where a budget would become a plan.
+
+    Args:
+        policy: a policy's name or a Policy.
+        budget: bytes, or text such as ``"6GiB"``. Only None can be served.
+        options: further arguments of :class:`~backstash.Session`.
+
+    Raises:
+        IntegrationError: a budget is given.
+        UnknownNameError: no policy has that name.
+    """
+    if budget is not None:
+        raise IntegrationError(
+            f"budget={budget!r} was asked for, but this backstash cannot make a plan from a budget yet. Leave budget "
+            f"out and name a policy; `backstash compare` shows the peak of each."
+        )
+    return Session(policy, **options)
+
+
+def is_training(model: nn.Module) -> bool:
+    """Returns whether a call of ``model`` would begin a training forward pass, so that a Session may be opened for it.
+
+    It would not in evaluation mode, without grad mode, inside another Session, which treats the values then, and inside
+    a backward pass, where a checkpoint runs its part of the forward pass again.
+    """
+    return model.training and torch.is_grad_enabled() and not modules.is_active() and not in_backward()
+
+
+def figures(session: Session) -> dict[str, float]:
+    """Returns what is logged of a Session's last step, by name; empty if nothing was saved yet.
+
+    * ``backstash/stash_mib``: MiB that the device holds of saved tensors between forward and backward.
+    * ``backstash/ratio``: the MiB that plain PyTorch would hold of them, divided by that.
+    * ``backstash/peak_mib``: MiB of the process's peak: of CUDA's allocator, or else of resident memory.
+    """
+    report = session.report()
+    if not report.saved_nbytes:
+        return {}
+    device_nbytes = report.stash_nbytes - report.moved_nbytes
+    found = {"stash_mib": device_nbytes / 2**20, "peak_mib": peak_nbytes() / 2**20}
+    ratio = report.saved_nbytes / device_nbytes if device_nbytes else math.inf
+    if math.isfinite(ratio):  # else everything was moved, and loggers that write JSON do not know infinity
+        found["ratio"] = ratio
+    return {PREFIX + name: value for name, value in found.items()}
+
+
+def peak_nbytes() -> int:
+    """Returns the peak of this process in bytes: of CUDA's allocator if CUDA is in use, else of resident memory."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, getrusage(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

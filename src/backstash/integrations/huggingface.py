@@ -1,0 +1,207 @@
+"""Hugging Face ``Trainer``: a Session around the forward pass and the loss of each training step.
+
+The trainer enters ``compute_loss_context_manager()`` around the forward pass and the loss. A callback alone could not
+open a Session there: the trainer calls none between forward and backward. So the method is replaced on this one
+trainer. The same method serves evaluation, so it opens a Session only for a model in training mode with grad mode on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from backstash.errors import IntegrationError
+from backstash.integrations.attaching import figures, is_training, session_for
+from backstash.policies.base import Policy
+from backstash.session import Session
+from backstash.stash.ledger import Report
+
+_METHOD = "compute_loss_context_manager"
+
+
+class Attachment(TrainerCallback):  # type: ignore[misc]
+    """What connects a trainer with a Session; :func:`attach` makes it.
+
+    Attributes:
+        session: the Session, for as long as the trainer is attached and after.
+    """
+
+    def __init__(self, trainer: Trainer, session: Session, asked: tuple[Any, ...], print_report: bool) -> None:
+        self.session = session
+        self.asked = asked
+        self._trainer = trainer
+        self._print_report = print_report
+        self._had = trainer.__dict__.get(_METHOD)  # where the program has replaced the method itself
+        self._original = getattr(trainer, _METHOD)
+
+    def report(self) -> Report:
+        """The accounts of the last training step."""
+        return self.session.report()
+
+    def install(self) -> None:
+        """Replaces the method of the trainer, and adds the callback before all others."""
+        setattr(self._trainer, _METHOD, self._context)
+        # Before the others, which are to find our figures among the logs.
+        self._trainer.callback_handler.callbacks.insert(0, self)
+
+    def remove(self) -> None:
+        """Puts back what was there before."""
+        if self._had is None:
+            del self._trainer.__dict__[_METHOD]
+        else:
+            setattr(self._trainer, _METHOD, self._had)
+        self._trainer.callback_handler.callbacks.remove(self)
+
+    def _context(self) -> ExitStack:
+        """What the trainer enters around the forward pass and the loss, in training and in evaluation."""
+        stack: ExitStack = self._original()
+        model: Any = self._trainer.model  # another one in each trial of a search
+        if is_training(model):
+            try:
+                stack.enter_context(self.session)
+            except BaseException:
+                stack.close()
+                raise
+        return stack
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Looks at the settings once more: they may have changed since the trainer was attached."""
+        _check_settings(args)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Adds the figures to what is logged of a training step, also to the trainer's history."""
+        if logs is not None and "loss" in logs:
+            found = {name: round(value, 4) for name, value in figures(self.session).items()}
+            logs.update(found)
+            if state.log_history:
+                state.log_history[-1].update(found)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prints the report of the last step, on the first process."""
+        if self._print_report and state.is_world_process_zero:
+            print(self.report())
+
+
+def attach(
+    trainer: Any,
+    policy: str | Policy = "lossless",
+    budget: int | str | None = None,
+    *,
+    print_report: bool = True,
+    **options: Any,
+) -> Attachment:
+    """Has a trainer run the forward pass and the loss of each training step under a Session.
+
+    Evaluation, prediction and generation run without one. ``backstash/stash_mib``, ``backstash/peak_mib`` and
+    ``backstash/ratio`` are logged with the loss, and the report is printed when training ends. The trainer stays
+    attached, also when training is interrupted, until :func:`detach`.
+
+    Args:
+        trainer: the trainer, before or after it has trained.
+        policy: a policy's name or a Policy.
+        budget: None. A plan from a budget cannot be made yet.
+        print_report: whether the first process prints the report when training ends.
+        options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``.
+
+    Returns:
+        The attachment, whose ``report()`` is the report of the last step. Attaching once more with equal arguments
+        changes nothing and returns the same one.
+
+    Raises:
+        IntegrationError: the trainer is attached with other arguments; a budget is given; or a setting of the trainer
+            cannot be combined with a Session (see docs/use/frameworks-huggingface.md).
+        UnknownNameError: no policy has that name.
+
+    Warns:
+        UserWarning: ``torch_compile`` is set, so that a Session finds little to store.
+    """
+    asked = (policy, budget, print_report, options)
+    existing = _attachment(trainer)
+    if existing is not None:
+        if existing.asked == asked:
+            return existing
+        raise IntegrationError(
+            f"attach was asked for policy {policy!r}, but this trainer is attached already, with "
+            f"{existing.session.policy!r} and options {existing.asked[3]}. Call "
+            f"backstash.integrations.huggingface.detach(trainer) first."
+        )
+    _check_settings(trainer.args)
+    if trainer.args.torch_compile:
+        warnings.warn(
+            "torch_compile=True: a compiled model saves its tensors inside the compiled graph, where a Session does "
+            "not see them, so little will be stored smaller. Gradients are the same. To store them under a Session, "
+            "set torch_compile=False.",
+            stacklevel=2,
+        )
+    attachment = Attachment(trainer, session_for(policy, budget, **options), asked, print_report)
+    attachment.install()
+    return attachment
+
+
+def detach(trainer: Trainer) -> None:
+    """Undoes :func:`attach`.
+
+    Raises:
+        IntegrationError: the trainer is not attached.
+    """
+    attachment = _attachment(trainer)
+    if attachment is None:
+        raise IntegrationError("detach was asked for a trainer that is not attached. There is nothing to undo.")
+    attachment.remove()
+
+
+class TrainerMixin:
+    """Attaches a trainer when it is made: ``class MyTrainer(TrainerMixin, Trainer): ...``.
+
+    Attributes:
+        backstash_policy: a policy's name or a Policy, for the class or set before ``__init__`` of the trainer runs.
+        backstash_options: further arguments of :func:`attach`, by name.
+        backstash: the attachment, whose ``report()`` is the report of the last step.
+    """
+
+    backstash_policy: str | Policy = "lossless"
+    backstash_options: dict[str, Any] = {}  # noqa: RUF012 - it is only read
+    backstash: Attachment
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.backstash = attach(self, self.backstash_policy, **self.backstash_options)
+
+
+def _attachment(trainer: Trainer) -> Attachment | None:
+    found = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Attachment)]
+    return found[0] if found else None
+
+
+def _check_settings(args: TrainingArguments) -> None:
+    """Refuses settings with which a Session would see nothing, or would switch something off.
+
+    Raises:
+        IntegrationError: there is such a setting.
+    """
+    if getattr(args, "activation_offloading", False):
+        raise IntegrationError(
+            "attach was asked for a trainer with activation_offloading=True. It offloads with saved-tensor hooks of "
+            "its own around the whole step, and only the innermost hooks of autograd run, so one of the two would do "
+            "nothing. Set activation_offloading=False and use backstash's replacement, policy='offload'."
+        )
+    if args.n_gpu > 1:
+        raise IntegrationError(
+            f"attach was asked for a trainer with {args.n_gpu} GPUs in one process. It would use "
+            f"torch.nn.DataParallel, whose replicas run on threads that a Session does not see. Start one "
+            f"process for each GPU with `torchrun --nproc-per-node {args.n_gpu}`, or set CUDA_VISIBLE_DEVICES to one."
+        )

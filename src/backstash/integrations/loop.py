@@ -1,0 +1,168 @@
+"""``bs.wrap``: a model opens a Session by itself whenever a training loop calls it.
+
+Note: [where a wrapped model is open]
+    The Session is open from the beginning of the outermost training call of the model until this call returns or
+    raises. It is not kept open until the backward pass. A Session that outlives a call would lie on the stacks of
+    saved-tensor hooks and torch-function modes while the program enters and leaves its own, and an exception between
+    forward and backward would leave it there. What the loss saves outside of the call is therefore kept as plain
+    PyTorch keeps it. That costs nothing under an exact policy: backward reads these values first, so they are dense at
+    the peak in either case (docs/use/frameworks.md).
+
+Note: [a call of a module]
+    ``module(x)`` runs the attribute ``_call_impl`` of the instance, which runs the module's hooks and its ``forward``.
+    It is this attribute that is replaced, in the instance's dictionary. So the class, ``forward``, the hooks, the
+    parameters and the state dict stay what they are, and hooks that others put on the module (DDP, FSDP2, weight norm)
+    run inside the Session. torch's forward hooks would not do: those after ``forward`` do not run on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+from torch import nn
+
+from backstash.errors import IntegrationError
+from backstash.integrations.attaching import is_training, session_for
+from backstash.policies.base import Policy
+from backstash.session import Session
+from backstash.torch_internals import COMPILED_CALL, MODULE_CALL, hide_from_dynamo
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Window:
+    """Stands for a model's ``_call_impl`` and opens a Session around the outermost training call.
+
+    Args:
+        model: the wrapped model.
+        policy, budget, options: as in :func:`wrap`.
+    """
+
+    def __init__(
+        self, model: nn.Module, policy: str | Policy, budget: int | str | None, options: dict[str, Any]
+    ) -> None:
+        self.model = model
+        self._arguments = policy, budget, options
+        self._session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """The Session, which is made when it is first needed: most copies of a model are never trained."""
+        if self._session is None:
+            policy, budget, options = self._arguments
+            self._session = session_for(policy, budget, **{"model": self.model, **options})
+        return self._session
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+        call = getattr(type(self.model), MODULE_CALL)  # looked up at each call, since FSDP2 changes a model's class
+        if not is_training(self.model):
+            return call(self.model, *args, **kwargs)
+        with self.session:
+            return call(self.model, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Window:
+        return Window(copy.deepcopy(self.model, memo), *copy.deepcopy(self._arguments, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Window, (self.model, *self._arguments)
+
+
+hide_from_dynamo(Window.__call__)
+
+
+def wrap(model: Model, policy: str | Policy = "lossless", *, budget: int | str | None = None, **options: Any) -> Model:
+    """Has a model open a Session by itself whenever it is called for training.
+
+    A call opens the Session if the model is in training mode, grad mode is on, and no Session is open: evaluation,
+    ``torch.no_grad()`` and text generation are left alone, and of nested wrapped models the outermost opens. What the
+    loss saves after the call has returned is kept as plain PyTorch keeps it (Note: [where a wrapped model is open]).
+
+    Args:
+        model: the model, also one that DDP, FSDP2 or Fabric has prepared. It is changed in place: its class, its
+            parameters, its hooks and its state dict stay what they are. A deep copy, and what is loaded from a pickle,
+            is wrapped as well and has a Session of its own.
+        policy: a policy's name or a Policy.
+        budget: None. A plan from a budget cannot be made yet.
+        options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        IntegrationError: the model is wrapped already, or a budget is given.
+        UnknownNameError: no policy has that name.
+
+    Example:
+        >>> import torch
+        >>> model = wrap(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), min_nbytes=0)
+        >>> model(torch.ones(8, 64)).sum().backward()
+        >>> session_of(model).report().ratio > 1
+        True
+        >>> hasattr(unwrap(model), "policy")
+        False
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"wrap was asked for a {type(model).__name__}, but it wraps a torch.nn.Module. For a function, put a "
+            f"Session around the call: with backstash.Session(...): loss = function(x)."
+        )
+    window = _window(model)
+    if window is not None:
+        raise IntegrationError(
+            f"wrap was asked for a {type(model).__name__} that is wrapped already, with {window.session.policy!r}. "
+            f"Call backstash.unwrap(model) before you wrap it again."
+        )
+    if MODULE_CALL in model.__dict__ or getattr(model, COMPILED_CALL, None) is not None:
+        changed = "compiled in place" if MODULE_CALL not in model.__dict__ else "called by another library's function"
+        raise IntegrationError(
+            f"wrap was asked for a {type(model).__name__} that is {changed}, so its calls would not pass through the "
+            f"wrapping. Wrap the model first, or put a Session around the forward pass."
+        )
+    window = Window(model, policy, budget, options)
+    _ = window.session  # so that wrong arguments raise here and not in the first step
+    # Past __setattr__, which Fabric's modules pass on to the module inside.
+    model.__dict__[MODULE_CALL] = window
+    return model
+
+
+def unwrap(model: Model) -> Model:
+    """Undoes :func:`wrap`.
+
+    Args:
+        model: the wrapped model itself, not a module that contains it.
+
+    Returns:
+        The model, as it was before.
+
+    Raises:
+        IntegrationError: the model is not wrapped, or something else has replaced the wrapping.
+    """
+    _require_window(model, "unwrap")
+    del model.__dict__[MODULE_CALL]
+    return model
+
+
+def session_of(model: nn.Module) -> Session:
+    """Returns the Session of a wrapped model, which makes the report.
+
+    Raises:
+        IntegrationError: the model is not wrapped.
+    """
+    return _require_window(model, "session_of").session
+
+
+def _window(model: nn.Module) -> Window | None:
+    found = model.__dict__.get(MODULE_CALL)
+    return found if isinstance(found, Window) else None
+
+
+def _require_window(model: nn.Module, asked_by: str) -> Window:
+    window = _window(model)
+    if window is None:
+        inside = [name for name, module in model.named_modules() if name and _window(module) is not None]
+        found = f"its part {inside[0]!r} is: pass that one" if inside else "call backstash.wrap(model) first"
+        raise IntegrationError(f"{asked_by} was asked for a {type(model).__name__} that is not wrapped; {found}.")
+    return window
