@@ -31,6 +31,7 @@ import torch
 from backstash.planning.record import record
 from backstash.planning.schedule import memory_footprint_ratio
 from backstash.planning.trace import ROLES, Role, Trace
+from backstash.policies import Gist
 from benchmarks import batch_table, layer_table, networks, step_table
 from benchmarks.batch_table import BatchTable, Question
 from benchmarks.cases import SEED, Case, Workload, build
@@ -49,7 +50,19 @@ NOT_AVAILABLE = "not available"
 
 @dataclass(frozen=True)
 class Stage(Stashing):
-    """A Session with a policy that has seen a step: in the first one it proves what it will make again."""
+    """A Session with a policy that has seen a step: in the first one it proves what it will make again.
+
+    Attributes:
+        label: the stage's name in the results, where it is not the policy's: the policies of Gist as the paper has
+            them, which remake nothing, keep the names of their family.
+    """
+
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The stage's name."""
+        return self.label or super().name
 
     def start(self, workload: Workload) -> StashedForward:
         """One Session for all steps."""
@@ -59,12 +72,10 @@ class Stage(Stashing):
 
 
 STAGES = (
-    Stage("gist_lossless"),
+    Stage(Gist(recompute=False), label="gist_lossless"),
     Stage("lossless_stored"),
     Stage("lossless"),
-    Stage("gist_fp16", exact=False),
-    Stage("gist_fp10", exact=False),
-    Stage("gist_fp8", exact=False),
+    *(Stage(Gist(bits, recompute=False), exact=False, label=f"gist_{bits}") for bits in ("fp16", "fp10", "fp8")),
 )
 """What is measured beside plain PyTorch: the paper's lossless mode, ours without and with recomputation, and the
 paper's reduced precision."""

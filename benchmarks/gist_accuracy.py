@@ -54,8 +54,8 @@ class Variant:
 
 
 def gist(form: str) -> Variant:
-    """Reduced to ``form`` after the forward pass has used it."""
-    return Variant(f"gist-{form}", stashed=lambda: policies.gist(form))
+    """Reduced to ``form`` after the forward pass has used it. As in the paper, nothing is made again."""
+    return Variant(f"gist-{form}", stashed=lambda: policies.gist(form, recompute=False))
 
 
 def everywhere(form: str) -> Variant:

@@ -1,21 +1,55 @@
-"""Policies by name."""
+"""Policies by name, and what a reader needs to choose between them."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
 
 from backstash.errors import UnknownNameError
 from backstash.policies.base import Policy, adapt, is_policy
 
+
+@dataclass(frozen=True)
+class Description:
+    """What a policy does to training, for the tables of the command line and of the documentation.
+
+    Attributes:
+        name: the name.
+        is_exact: whether all gradients have the bits of plain PyTorch.
+        gradients: what becomes of the gradients, in a few words.
+        does: what the policy does, in one sentence without a full stop.
+        use_when: when to use it, likewise.
+    """
+
+    name: str
+    is_exact: bool
+    gradients: str
+    does: str
+    use_when: str
+
+
 _REGISTRY: dict[str, Callable[[], Policy]] = {}
+_DESCRIPTIONS: dict[str, Description] = {}
 
 
-def register(name: str, policy: Callable[[], Policy]) -> None:
+def register(
+    name: str,
+    policy: Callable[[], Policy],
+    *,
+    is_exact: bool = False,
+    gradients: str = "",
+    does: str = "",
+    use_when: str = "",
+) -> None:
     """Make a policy available by a name.
 
     Args:
         name: the name.
         policy: a class or a function that returns a new policy, without arguments.
+        is_exact, gradients, does, use_when: as in Description. By default ``does`` is the first line of the docstring
+            of ``policy``, and a policy is not taken for an exact one.
 
     Raises:
         ValueError: another policy has that name.
@@ -24,11 +58,46 @@ def register(name: str, policy: Callable[[], Policy]) -> None:
         raise ValueError(
             f"register was asked to add {policy!r} as {name!r}, but that is {_REGISTRY[name]!r}. Choose another name."
         )
+    first_line = (inspect.getdoc(policy) or "").partition("\n")[0].rstrip(".")
+    gradients = gradients or ("the same bits" if is_exact else "may differ")
+    _DESCRIPTIONS[name] = Description(name, is_exact, gradients, does or first_line, use_when)
 
 
 def names() -> tuple[str, ...]:
     """Returns the names of all registered policies, sorted."""
     return tuple(sorted(_REGISTRY))
+
+
+def describe(name: str) -> Description:
+    """Returns what the registered policy of that name does.
+
+    Raises:
+        UnknownNameError: no policy has that name.
+    """
+    require(name)
+    return _DESCRIPTIONS[name]
+
+
+def descriptions() -> tuple[Description, ...]:
+    """Returns what every registered policy does, in the order of their registration, which begins with the usual."""
+    return tuple(_DESCRIPTIONS.values())
+
+
+def require(name: str, *others: str) -> None:
+    """Checks that a policy has that name.
+
+    Args:
+        name: the name.
+        others: names that are allowed as well.
+
+    Raises:
+        UnknownNameError: no policy has that name. The message suggests the name that is most like it.
+    """
+    known = sorted({*names(), *others})
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        advice = f" Did you mean {near[0]!r}?" if near else ""
+        raise UnknownNameError(f"policy {name!r} was asked for, but there are {', '.join(known)}.{advice}")
 
 
 def get(policy: str | Policy) -> Policy:
@@ -42,8 +111,7 @@ def get(policy: str | Policy) -> Policy:
         TypeError: the argument is neither a name nor a policy.
     """
     if isinstance(policy, str):
-        if policy not in _REGISTRY:
-            raise UnknownNameError(f"policy {policy!r} was asked for, but there are {', '.join(names())}.")
+        require(policy)
         return adapt(_REGISTRY[policy]())
     if not is_policy(policy):
         raise TypeError(
