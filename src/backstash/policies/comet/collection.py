@@ -27,6 +27,7 @@ class Reading:
         energy: 3 / bound**2 times the variance of the weight gradient's error, ``[output channels]``; None until
             backward has run.
         magnitude: mean magnitude of the weight gradient.
+        scale: mean magnitude of the gradient that the optimizer got, over ``magnitude``; None until its step.
         error: mean square of the weight gradient's difference from the exact gradient; None if it was not compared.
         cosine: cosine between these two gradients.
     """
@@ -38,6 +39,7 @@ class Reading:
     coarsest: Tensor | float = math.inf
     energy: Tensor | None = None
     magnitude: Tensor | float = 0.0
+    scale: Tensor | None = None
     error: Tensor | float | None = None
     cosine: Tensor | float = 1.0
 

@@ -19,6 +19,7 @@ from backstash.policies.comet.allotment import Allotment, Value, allot
 from backstash.policies.comet.bound import bound_for
 from backstash.policies.comet.collection import Reading, collector
 from backstash.policies.comet.layers import LAYERS, WEIGHTS, layer_of, mean_gain, uses_running_statistics, weight_of
+from backstash.policies.comet.momentum import Momentum
 from backstash.policies.lossless import Lossless
 from backstash.saved import Need, SavedTensor
 
@@ -77,6 +78,7 @@ class _Known:
     Attributes:
         bound: the bound that the layer needs; None: exact.
         magnitude: running mean of the weight gradient's magnitude.
+        scale: what becomes of the weight gradient before the optimizer gets it (see momentum.py).
         ratio: ratio of the predicted to the measured deviation.
         caution: factor of the bound, below 1 after the weight gradient pointed elsewhere.
         sampled: the last step in which the layer was compared.
@@ -84,6 +86,7 @@ class _Known:
 
     bound: float | None = None
     magnitude: float | None = None
+    scale: float = 1.0
     ratio: float = 1.0
     caution: float = 1.0
     sampled: int = 0
@@ -110,9 +113,9 @@ class Comet(Policy):
     layers whose weight is not itself a parameter, layers without statistics, and all of the first steps. A value that
     can be remade from held values is not stored at all.
 
-    A step is a forward pass under a Session. If several passes add up their gradients, the error grows with the square
-    root of their number. If the loss is scaled (torch.amp.GradScaler), the momentum is not, so pass no optimizer then.
-    Use one Comet for each model; it may go through several Sessions.
+    A step is a forward pass under a Session. Gradients may be clipped, unscaled or added up over several passes before
+    the optimizer's step: the policy sees what becomes of them there (``momentum.py``), and the deviation is a share of
+    the momentum all the same. Use one Comet for each model; it may go through several Sessions.
 
     Args:
         layers: ``"conv"``, ``"linear"``, ``"norm"`` (batch norms that use the batch's statistics), or several of them:
@@ -177,6 +180,7 @@ class Comet(Policy):
             )
         self.layers, self.sigma, self.every, self.codec = layers, sigma, every, codec
         self.optimizer, self.cosine, self.samples = optimizer, cosine, samples
+        self._momentum = Momentum(optimizer)
         self.history: deque[Record] = deque(maxlen=4096)
         self.recomputes = recompute
         self._exact = Lossless(recompute=recompute)
@@ -266,6 +270,7 @@ class Comet(Policy):
         self._sampled = frozenset(bounded[: self.samples] if self._collecting else ())
         if self._collecting:
             self._values, self._applied = {}, {}
+            self._momentum.watch(self._readings)
 
     def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
         """In a collecting step, hook the node of a layer, so that its gradients are noted when it runs."""
@@ -368,11 +373,15 @@ class Comet(Policy):
         return replace(record, note=note)
 
     def _magnitude(self, layer: _Known, reading: Reading) -> float:
-        """Returns the mean magnitude of the weight's momentum, or of its gradients if it has no momentum."""
-        state = self.optimizer.state.get(reading.parameter, {}) if self.optimizer is not None else {}
-        for name in ("momentum_buffer", "exp_avg"):
-            if isinstance(state.get(name), Tensor):
-                return float(state[name].detach().abs().mean(dtype=torch.float32))
+        """Returns the mean magnitude of the weight's momentum, or of its gradients if it has no momentum.
+
+        See Note: [gradients on the way to the optimizer].
+        """
+        if reading.scale is not None and 0.0 < float(reading.scale) < math.inf:
+            layer.scale = float(reading.scale)
+        momentum = self._momentum.of(reading.parameter)
+        if momentum is not None:
+            return momentum / layer.scale
         now = float(reading.magnitude)
         if math.isfinite(now):
             layer.magnitude = now if layer.magnitude is None else (layer.magnitude + now) / 2
