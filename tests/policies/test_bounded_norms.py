@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from comet_networks import Residual, normalised, sgd, train
 from torch import Tensor, nn
 
 from backstash import Session
 from backstash.policies.comet import comet
+from backstash.policies.comet.layers import overlap, pattern
 
 
 def test_a_batch_norm_has_the_predicted_error() -> None:
@@ -97,3 +99,46 @@ def test_a_batch_norm_that_uses_running_statistics_is_exact() -> None:
     policy = comet("norm", every=1)
     train(model, sgd(model), policy, 6)
     assert policy.bounds == {}
+
+
+def test_a_sum_has_the_errors_of_the_sum_before_only_where_both_are_not_zero() -> None:
+    x = torch.tensor([[1.0, 0.0, 2.0, 3.0]]).expand(4, 4)
+    y = torch.tensor([[1.0, 5.0, 0.0, 0.0]]).expand(4, 4)
+    assert overlap(pattern(x), pattern(x)) == 1.0
+    assert overlap(pattern(y), pattern(x)) == pytest.approx(1 / 3)
+    assert overlap(pattern(y[:, :3]), pattern(x)) == 1.0  # other positions
+    assert overlap(pattern(y), pattern(torch.zeros(4, 4))) == 1.0
+    assert pattern(torch.ones(100, 1000, 33, 33)).numel() <= 8 * 64 * 4 * 4
+    assert pattern(torch.ones(0, 4)).numel() == 0
+
+
+def test_a_long_chain_of_sums_has_the_predicted_error() -> None:
+    """Each sum's errors are those of all batch norms before it, where no relu on the way has cut them off."""
+    model = Chain(blocks := 6)
+    optimizer = sgd(model)
+    policy = comet("conv+norm", every=4, codec="sz", optimizer=optimizer, samples=100)
+    train(model, optimizer, policy, 21)
+    last = {f"convs.{number}/Convolution#0:input" for number in range(3, blocks)}
+    assert all(len(policy.allotment.within[key]) > 3 for key in last)
+    measured = [record for record in policy.history if record.key in last and record.measured and record.predicted]
+    ratios = sorted(record.measured / record.predicted for record in measured)  # type: ignore[operator]
+    assert len(ratios) >= 9
+    assert 0.9 < ratios[len(ratios) // 2] < 1.1
+
+
+class Chain(nn.Module):
+    """Sums that a relu follows, one behind the other."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.Linear(16, 10)
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(blocks))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(blocks + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norms[0](self.stem(x)))
+        for conv, norm in zip(self.convs, self.norms[1:], strict=True):
+            x = F.relu(norm(conv(x)) + x)
+        logits: Tensor = self.head(x.mean([2, 3]))
+        return logits

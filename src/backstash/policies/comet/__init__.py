@@ -2,6 +2,7 @@
 
 from backstash.policies.comet.batch_size import BatchSize
 from backstash.policies.comet.bound import bound_for, comet_bound, predicted_sigma
-from backstash.policies.comet.controller import Comet, Record, comet
+from backstash.policies.comet.controller import Comet, comet
+from backstash.policies.comet.record import Record
 
 __all__ = ["BatchSize", "Comet", "Record", "bound_for", "comet", "comet_bound", "predicted_sigma"]

@@ -22,8 +22,10 @@ class Reading:
         parameter: the layer's weight.
         shares: the input's share of elements that are not zero, ``[channels]``.
         spread: how large the input's numbers are (see layers.Linear.spread).
+        pattern: which of a sample of the input's elements are not zero (see layers.pattern).
         applied: the bound within which the input was stored or remade.
         coarsest: no larger bound is allowed.
+        limit: the bound with which the input's gradient is off by its share ``sigma``; infinity if it is not off.
         energy: 3 / bound**2 times the variance of the weight gradient's error, ``[output channels]``; None until
             backward has run.
         magnitude: mean magnitude of the weight gradient.
@@ -35,8 +37,10 @@ class Reading:
     parameter: nn.Parameter
     shares: Tensor
     spread: Tensor
+    pattern: Tensor
     applied: float = 0.0
     coarsest: Tensor | float = math.inf
+    limit: Tensor | float = math.inf
     energy: Tensor | None = None
     magnitude: Tensor | float = 0.0
     scale: Tensor | None = None
@@ -74,6 +78,7 @@ def collector(
             coarsest = layer.coarsest(sigma, outgoing[0], weight_grad, weight)
             if coarsest is not None:
                 reading.keep_below(coarsest)
+                reading.limit = torch.minimum(torch.as_tensor(reading.limit, device=coarsest.device), coarsest)
             if exact is not None:
                 truth = layer.weight_gradient(grad, exact, torch.empty_like(weight_grad)).float()
                 error = (weight_grad.float() - truth).square().mean()

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +18,18 @@ from backstash.policies.base import Action, Outcome, Policy, Recompute, Sources,
 from backstash.policies.comet.allotment import Allotment, Value, allot
 from backstash.policies.comet.bound import bound_for
 from backstash.policies.comet.collection import Reading, collector
-from backstash.policies.comet.layers import LAYERS, WEIGHTS, layer_of, mean_gain, uses_running_statistics, weight_of
+from backstash.policies.comet.layers import (
+    LAYERS,
+    WEIGHTS,
+    layer_of,
+    mean_gain,
+    overlap,
+    pattern,
+    uses_running_statistics,
+    weight_of,
+)
 from backstash.policies.comet.momentum import Momentum
+from backstash.policies.comet.record import Known, Record
 from backstash.policies.lossless import Lossless
 from backstash.saved import Need, SavedTensor
 
@@ -44,52 +54,6 @@ assumes that errors grow with the bound.
 
 _SMALLEST_INTERVAL = 4
 """Steps between collections, at least."""
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The findings of one collection about one layer, and the decision.
-
-    Attributes:
-        step: number of the step.
-        key: key of the layer's input.
-        bound: the bound from now on; None: stored exactly.
-        target: the wanted standard deviation of the weight gradient's error.
-        predicted: the standard deviation in this step by the error model; None if the input was exact.
-        measured: the standard deviation that was measured; None if the layer was not sampled.
-        cosine: cosine between the weight gradient and that of the exact input; None if the layer was not sampled.
-        note: anything out of the ordinary that was done about it.
-    """
-
-    step: int
-    key: str
-    bound: float | None
-    target: float
-    predicted: float | None = None
-    measured: float | None = None
-    cosine: float | None = None
-    note: str = ""
-
-
-@dataclass(slots=True)
-class _Known:
-    """What is known of a layer from one collection to the next.
-
-    Attributes:
-        bound: the bound that the layer needs; None: exact.
-        magnitude: running mean of the weight gradient's magnitude.
-        scale: what becomes of the weight gradient before the optimizer gets it (see momentum.py).
-        ratio: ratio of the predicted to the measured deviation.
-        caution: factor of the bound, below 1 after the weight gradient pointed elsewhere.
-        sampled: the last step in which the layer was compared.
-    """
-
-    bound: float | None = None
-    magnitude: float | None = None
-    scale: float = 1.0
-    ratio: float = 1.0
-    caution: float = 1.0
-    sampled: int = 0
 
 
 class Comet(Policy):
@@ -185,7 +149,7 @@ class Comet(Policy):
         self.recomputes = recompute
         self._exact = Lossless(recompute=recompute)
         self._readers = frozenset().union(*(LAYERS[kind] for kind in kinds))
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
         self.allotment = Allotment()
         # Of the collecting step, by the value's key: the keys of its readers, and the value; the bound of its error.
         self._values: dict[str, tuple[tuple[str, ...], Value]] = {}
@@ -204,6 +168,10 @@ class Comet(Policy):
     def bounds(self) -> dict[str, float]:
         """The bound that each layer needs, by the key of its input. A value with several readers has the smallest."""
         return {key: layer.bound for key, layer in self._known.items() if layer.bound is not None}
+
+    def collect_next(self) -> None:
+        """Make the next step a collecting step, whatever the interval says."""
+        self._due = self._step + 1
 
     # -- the contract of a policy --------------------------------------------------------------------------------------
 
@@ -251,9 +219,17 @@ class Comet(Policy):
         reading = self._readings.get(keys[0]) if keys else None
         if reading is None or not all(key in self._readings for key in keys):
             return
-        gains = {source: mean_gain(gain, reading.shares) for source, gain in (sources() or {}).items()}
+        gains = {
+            source: mean_gain(gain, reading.shares) * math.sqrt(self._overlap(source, reading))
+            for source, gain in (sources() or {}).items()
+        }
         value = Value(saved.spec.numel, float(reading.shares.mean()), float(reading.spread), None, gains)
         self._values[saved.key] = keys, value
+
+    def _overlap(self, source: str, reading: Reading) -> float:
+        """Returns the share of the elements read that can have an error of this source, because both are not zero."""
+        keys = self._values[source][0] if source in self._values else ()
+        return overlap(self._readings[keys[0]].pattern, reading.pattern) if keys else 1.0
 
     def _apply(self, key: str, bound: float) -> None:
         self._applied[key] = bound
@@ -283,7 +259,7 @@ class Comet(Policy):
         with torch.no_grad():
             layer = layer_of(node, x)
             spread = layer.spread(x)
-            reading = self._readings.setdefault(saved.key, Reading(parameter, layer.shares, spread))
+            reading = self._readings.setdefault(saved.key, Reading(parameter, layer.shares, spread, pattern(x)))
             reading.keep_below(_COARSEST * spread)
             exact = x.detach().clone() if saved.key in self._sampled else None
         node.register_hook(collector(reading, layer, self.sigma, WEIGHTS[saved.op], exact))
@@ -307,7 +283,7 @@ class Comet(Policy):
         before = self.bounds
         doubted = False
         for key, reading in complete.items():
-            layer = self._known.setdefault(key, _Known())
+            layer = self._known.setdefault(key, Known())
             caution = layer.caution
             self.history.append(self._update(key, layer, reading))
             doubted |= layer.caution < caution
@@ -316,14 +292,14 @@ class Comet(Policy):
         )
         moves = [max(bound / before[key], before[key] / bound) for key, bound in self.bounds.items() if key in before]
         if not moves or doubted:  # first or smaller bounds: the next step measures their effect
-            self._due = self._step + 1
+            self.collect_next()
             return
         is_steady = max(moves) <= 2.0
         halved = max(self._interval // 2, min(_SMALLEST_INTERVAL, self.every))
         self._interval = min(self._interval * 2, self.every) if is_steady else halved
         self._due = self._step + self._interval
 
-    def _update(self, key: str, layer: _Known, reading: Reading) -> Record:
+    def _update(self, key: str, layer: Known, reading: Reading) -> Record:
         """Set the layer's bound by a reading, and return the record. If a number is not finite, the bound stays."""
         assert reading.energy is not None
         norms = reading.energy.double().sqrt()
@@ -333,7 +309,8 @@ class Comet(Policy):
         if not (math.isfinite(norm) and math.isfinite(target)):
             return replace(record, note="its gradients are not finite: the bound stays")
         if reading.applied:
-            record = replace(record, predicted=reading.applied * norm / math.sqrt(3))
+            passed = self.sigma * reading.applied / float(reading.limit)
+            record = replace(record, predicted=reading.applied * norm / math.sqrt(3), passed=passed)
         if reading.error is not None:
             layer.sampled = self._step
             record = self._compare(layer, record, math.sqrt(float(reading.error)), float(reading.cosine))
@@ -344,7 +321,7 @@ class Comet(Policy):
         layer.bound = bound if 0.0 < bound < math.inf else None
         return replace(record, bound=layer.bound)
 
-    def _compare(self, layer: _Known, record: Record, measured: float, cosine: float) -> Record:
+    def _compare(self, layer: Known, record: Record, measured: float, cosine: float) -> Record:
         """Correct the model of a layer by the measured deviation and cosine, and return the record with both."""
         record = replace(record, measured=measured, cosine=cosine)
         if not math.isfinite(measured):
@@ -372,7 +349,7 @@ class Comet(Policy):
             )
         return replace(record, note=note)
 
-    def _magnitude(self, layer: _Known, reading: Reading) -> float:
+    def _magnitude(self, layer: Known, reading: Reading) -> float:
         """Returns the mean magnitude of the weight's momentum, or of its gradients if it has no momentum.
 
         See Note: [gradients on the way to the optimizer].

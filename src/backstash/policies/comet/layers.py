@@ -22,6 +22,9 @@ LAYERS: dict[str, frozenset[tuple[str, str]]] = {
 WEIGHTS = {"Convolution": 1, "Addmm": 2, "Mm": 1, "NativeBatchNorm": 1, "CudnnBatchNorm": 1}
 """The position of the layer's weight among its node's inputs."""
 
+_SAMPLED = 8, 64, 4, 4, 4
+"""The elements of each dimension that a :func:`pattern` has at most."""
+
 _dispatch: Any = torch.ops.aten
 
 
@@ -172,6 +175,31 @@ def weight_of(node: Any) -> nn.Parameter | None:
 def uses_running_statistics(node: Any) -> bool:
     """Whether the node is a batch norm's in evaluation mode."""
     return not getattr(node, "_saved_training", True)
+
+
+def pattern(x: Tensor) -> Tensor:
+    """Returns which elements are not zero, of a sample that has the same positions in every tensor of a shape: bool."""
+    steps = (-(-size // most) for size, most in zip(x.shape, _SAMPLED, strict=False))
+    return x.detach()[tuple(slice(None, None, max(step, 1)) for step in steps)] != 0
+
+
+def overlap(source: Tensor, read: Tensor) -> float:
+    """Returns the share of the non-zero elements of a value that are not zero in one of its sources either.
+
+    A residual sum behind a relu has the errors of the sum before it, but only where that one's relu let them through.
+    Zeros of two such values coincide more often than chance would have it, so the shares of both do not tell this.
+
+    Args:
+        source: the :func:`pattern` of the source.
+        read: that of the value.
+
+    Returns:
+        The share; 1 if the shapes differ, so that positions cannot be compared, or if the value is zero everywhere.
+    """
+    if source.shape != read.shape:
+        return 1.0
+    count = int(read.count_nonzero())
+    return int((source & read).count_nonzero()) / count if count else 1.0
 
 
 def mean_gain(gain: Tensor, shares: Tensor) -> float:
