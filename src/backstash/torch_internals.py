@@ -7,6 +7,7 @@ AttributeError in the middle of a training step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
@@ -117,6 +118,18 @@ def hide_from_dynamo(function: Callable[..., Any], and_all_below: bool = False) 
         return
     below = _FrameAction.SKIP if and_all_below else _FrameAction.DEFAULT
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
+
+
+_force_dispatch: Callable[[Any, Any], AbstractContextManager[None]] = _find("_C._ForceDispatchKeyGuard")
+_outermost_dispatch = _find("_C._dispatch_tls_local_include_set")(), _find("_C._dispatch_tls_local_exclude_set")()
+
+
+def as_if_outermost() -> AbstractContextManager[None]:
+    """Inside, operations are dispatched as at the top level of a program, where autograd records them.
+
+    Below a ``__torch_dispatch__`` it does not, because that runs after autograd. Autocast is off inside.
+    """
+    return _force_dispatch(*_outermost_dispatch)
 
 
 def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -244,11 +245,12 @@ def _profile_of(
         if key in line.born and any(read >= first for read in line.reads.get(key, ()))
     }
     index = {key: number for number, key in enumerate(found)}
+    together = Counter(id(value.group) for value in found.values() if value.group is not None)
     values = []
     for key, value in found.items():
         reads = tuple(sorted({read for read in line.reads[key] if read >= first}))
         born = min(line.born[key], reads[0])
-        choices = [*value.choices, *_remade(value, survey, index, line)]
+        choices = [*value.choices, *_remade(value, survey, index, line, together[id(value.group)] or 1)]
         facts = value.facts
         values.append(
             PlannedValue(key, facts.fqn, facts.op, str(facts.spec), value.nbytes, born, reads, tuple(choices))
@@ -277,8 +279,11 @@ def _profile_of(
     )
 
 
-def _remade(value: Found, survey: Survey, index: dict[str, int], line: _Timeline) -> list[Choice]:
-    """The choice to remake a value, where all that it is remade from is planned as well."""
+def _remade(value: Found, survey: Survey, index: dict[str, int], line: _Timeline, together: int) -> list[Choice]:
+    """The choice to remake a value, where all that it is remade from is planned as well.
+
+    Its time is a share of that of the call which makes ``together`` values at once.
+    """
     if value.parents is None:
         return []
     keys = [survey.keys.get(id(parent)) for parent in value.parents]
@@ -294,7 +299,7 @@ def _remade(value: Found, survey: Survey, index: dict[str, int], line: _Timeline
             0,
             parents=parents,
             workspace_nbytes=workspace,
-            seconds=value.remake_seconds,
+            seconds=value.remake_seconds / together,
             reason=value.reason,
         )
     ]

@@ -25,6 +25,7 @@ from backstash.planning.events import note
 from backstash.planning.problem import Choice
 from backstash.policies import Action, Keep, Policy, Stash, get
 from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash.calls import Group
 from backstash.stash.proving import fetch_unguarded
 from backstash.stash.recipes import Recipe
 from backstash.stash.value import Value
@@ -54,6 +55,7 @@ class Found:
         remake_seconds: time to remake it once from them.
         reason: why it cannot be remade, or what is repeated.
         section: number of the trial section in which it was remade, which tells the workspace.
+        group: the call whose other tensors are remade with it, if it was saved inside of a function.
     """
 
     facts: SavedTensor
@@ -63,6 +65,7 @@ class Found:
     remake_seconds: float = 0.0
     reason: str = ""
     section: int = -1
+    group: Group | None = None
 
 
 class Survey:
@@ -108,7 +111,8 @@ class Survey:
         self.keys[id(value)] = value.key
         with no_torch_function(), torch.no_grad():
             self._try_codecs(value, facts, whole, found)
-            recipe = find_recipe()
+            # Of a sign or an index a few bits are stored, and nothing begins from them.
+            recipe = find_recipe() if facts.need is Need.VALUE else "backward reads few bits of it"
             if isinstance(recipe, Recipe):
                 self._try_recipe(recipe, found)
             else:
@@ -158,6 +162,7 @@ class Survey:
             recipe.unfused().run(fetch_unguarded)
             found.remake_seconds = time.perf_counter() - started
         found.reason = str(recipe)
+        found.group = recipe.call.group if recipe.call.saved is not None else None
 
     @contextmanager
     def _trial(self) -> Iterator[None]:

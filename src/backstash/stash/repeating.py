@@ -10,7 +10,7 @@ Note: [proven calls]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
 
@@ -23,6 +23,7 @@ from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
 from backstash.stash.calls import INPUT, Call, Group
+from backstash.torch_internals import as_if_outermost
 
 OVERWRITES: dict[str, Callable[..., Any]] = {
     "relu": lambda x, *args, **kwargs: torch.relu_(x),
@@ -46,12 +47,13 @@ def repeat(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> T
     given = iter(tensors)
     args = [_with_tensors(arg, given) for arg in call.args]
     kwargs = {key: _with_tensors(arg, given) for key, arg in call.kwargs.items()}
+    cast: AbstractContextManager[Any]
     if call.autocast is None:
         device = call.spec.device.type
         cast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
     else:
         cast = torch.autocast(call.autocast[0], call.autocast[1], cache_enabled=False)
-    with cast, _Generator(call):
+    with as_if_outermost() if call.group is not None else nullcontext(), cast, _Generator(call):
         if call.group is not None:
             return _repeat_inside(call, call.group, lambda: function(*args, **kwargs))
         made = function(*args, **kwargs)
@@ -65,9 +67,10 @@ def _repeat_inside(call: Call, group: Group, function: Callable[[], Any]) -> Ten
     Note: [saved inside]
         Attention with dropout, a loss or a recurrent network are single functions to the program, and save tensors that
         no function returns. They are the n-th that the function saves. So it is called with hooks that count, and all
-        values of the call that are wanted are taken at once.
+        of them that are wanted are taken at once, because their readers are neighbours. If it is called for its result,
+        which may be long before, they are not taken.
     """
-    wanted = {*group.wanted(), *(() if call.saved is None else (call.saved,))}
+    wanted = set() if call.saved is None else {call.saved, *group.wanted()}
     found: dict[int, Tensor] = {}
     numbers = count()
 
