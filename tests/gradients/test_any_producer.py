@@ -266,17 +266,35 @@ def test_a_weight_that_changes_unseen_inside_the_session_has_its_values_stored_f
     assert not differences(gradients_of(None), gradients_of(Session(Remake(), min_nbytes=64)))
 
 
-def test_the_batch_may_be_overwritten_after_the_session() -> None:
+def test_a_batch_that_is_overwritten_is_plain_pytorchs_error() -> None:
+    model, batch = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), torch.randn(8, 16)
+    with Session(Remake(), min_nbytes=64):
+        loss = model(batch).sum()
+    batch.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_batch_that_is_overwritten_unseen_is_an_error_and_no_other_gradient() -> None:
+    model, batch = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), torch.randn(8, 16)
+    with Session(Remake(), min_nbytes=64):
+        loss = model(batch).sum()
+    batch.numpy()[:] = 0
+    with pytest.raises(RuntimeError, match="other bits"):
+        loss.backward()
+
+
+def test_a_batch_that_the_program_lets_go_of_stays_as_long_as_it_is_needed() -> None:
     def gradients_of(session: Session | None) -> list[Tensor]:
         torch.manual_seed(1)
-        model, x = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), torch.randn(8, 16)
-        batch = x.clone()
+        model, batch = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), torch.randn(8, 16)
         if session is None:
-            loss = model(x * 1.0).sum()
+            loss = model(batch).sum()
         else:
             with session:
-                loss = model(batch * 1.0).sum()
-            batch.data.zero_()
+                loss = model(batch).sum()
+        del batch
+        torch.randn(8, 16)
         return list(torch.autograd.grad(loss, list(model.parameters())))
 
     assert not differences(gradients_of(None), gradients_of(Session(Remake(), min_nbytes=64)))

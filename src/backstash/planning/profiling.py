@@ -280,18 +280,18 @@ def _profile_of(
 
 
 def _remade(value: Found, survey: Survey, index: dict[str, int], line: _Timeline, together: int) -> list[Choice]:
-    """The choice to remake a value, where all that it is remade from is planned as well.
+    """The choice to remake a value, where all that it is remade from is planned as well or held anyway.
 
     Its time is a share of that of the call which makes ``together`` values at once.
     """
     if value.parents is None:
         return []
-    keys = [survey.keys.get(id(parent)) for parent in value.parents]
-    if any(key not in index for key in keys):
-        return []  # it would begin from what the program holds, and is stored when the Session is left
+    keys = [survey.keys.get(id(parent), "") for parent in value.parents]  # "": the program holds it anyway
+    if any(key and key not in index for key in keys):
+        return []
     trial = line.trials[value.section]
     workspace = max(0, trial.most - trial.before - value.nbytes)
-    parents = tuple(sorted({index[key] for key in keys if key is not None}))
+    parents = tuple(sorted({index[key] for key in keys if key}))
     return [
         Choice(
             "recompute",

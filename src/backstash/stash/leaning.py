@@ -27,7 +27,6 @@ class Leaning:
 
     def __init__(self) -> None:
         self._values: dict[int, list[weakref.ref[Value]]] = {}
-        self._leaves: dict[int, weakref.ref[Value]] = {}
 
     def __contains__(self, cdata: int) -> bool:
         return cdata in self._values
@@ -37,19 +36,16 @@ class Leaning:
         for leaf in leaves:
             if leaf.is_dense and (leaf.storage is not None or leaf.address is not None):
                 self._values.setdefault(leaf.cdata, []).append(weakref.ref(value))
-                self._leaves[leaf.cdata] = weakref.ref(leaf)
         for held in references:
             self._values.setdefault(held.tensor.untyped_storage()._cdata, []).append(weakref.ref(value))
 
     def forget(self, cdata: int) -> None:
         """Nobody can change the storage at that address any more."""
         self._values.pop(cdata, None)
-        self._leaves.pop(cdata, None)
 
     def clear(self) -> None:
         """Forget everything."""
         self._values.clear()
-        self._leaves.clear()
 
     def store(self, cdata: int, encoder: Encoder, pending: Pending) -> None:
         """Store what is to be remade from the storage at that address: it may change from now on."""
@@ -63,33 +59,16 @@ class Leaning:
             leaf.guard = None
 
     def store_all(self, encoder: Encoder, pending: Pending) -> None:
-        """The same for the storage of every leaf, because nobody watches from now on; or a copy of the leaf is made.
+        """The same for the storage of every leaf, because nobody watches from now on.
 
-        A parameter is only known by its version from now on, and by the samples of what is remade from it.
+        What is remade by costly calls stays as it is. Its leaves are saved tensors and parameters, which plain PyTorch
+        reads again as well: a new version of one is plain PyTorch's error, and any other change is found by the sample
+        of what is remade from it.
         """
-        for cdata, reference in list(self._leaves.items()):
-            leaf = reference()
-            if leaf is None or not self._copy(leaf):
+        for cdata in list(self._values):
+            values = [value for reference in self._values[cdata] if (value := reference()) is not None]
+            if not all(value.shares for value in values):
                 self.store(cdata, encoder, pending)
-
-    def _copy(self, leaf: Value) -> bool:
-        """Have recipes begin from a copy of a leaf, if that takes less than all that is remade from it."""
-        values = [value for each in self._values.get(leaf.cdata, ()) if (value := each()) is not None]
-        guard = leaf.guard
-        if guard is None or guard.dense is None or guard.dense._version != guard.version:
-            return False
-        remade = [value.recipe for value in values if value.recipe is not None]
-        nbytes = guard.dense.untyped_storage().nbytes()
-        if not all(recipe.any_producer for recipe in remade) or nbytes >= sum(each.call.spec.nbytes for each in remade):
-            return False
-        storage = guard.dense.untyped_storage().clone()
-        copy = torch.empty(0, dtype=guard.dense.dtype, device=guard.dense.device)
-        copy.set_(storage, guard.dense.storage_offset(), guard.dense.shape, guard.dense.stride())  # type: ignore[call-overload]
-        guard.dense, guard.version = copy, copy._version
-        leaf.live.add(-leaf.account.device_nbytes)
-        leaf.account.stash_nbytes += nbytes
-        leaf.live.add(leaf.account.device_nbytes)
-        return True
 
 
 def _store_instead(value: Value, encoder: Encoder) -> None:
