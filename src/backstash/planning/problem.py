@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from backstash.errors import PlanError
 from backstash.planning.sealed import plain, restore, seal, unseal
@@ -149,6 +150,8 @@ class StepProfile:
         machine: the machine on which the seconds were measured.
         versions: versions of the libraries that were used, by name.
         device: the type of the device whose memory is planned.
+        rehearse: runs the step under a policy, undoes it, and returns the most bytes that were alive at each position;
+            None for a profile that was read from a file. It is no part of the data.
 
     Raises:
         PlanError: the parts do not fit together.
@@ -170,6 +173,7 @@ class StepProfile:
     machine: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"
+    rehearse: ClassVar[Callable[[Any], tuple[int, ...]] | None] = None
 
     def __post_init__(self) -> None:
         flaw = self._flaw()

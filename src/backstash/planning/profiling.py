@@ -3,23 +3,16 @@
 The step runs a few times and its effects are undone. One plain run gives the peak, some give the time, and one with
 everything kept (survey.py) gives the rest. In that run the profiler reports every allocation, and the Session's notes
 between them say from when on autograd alone holds a value and which nodes read it.
-
-Note: [positions]
-    A position is an operation of the program, or the moment between two operations at which values are let go of. Such
-    a moment is a position of its own, because a value that is encoded there lies beside its planes, and both lie beside
-    nothing of the next operation.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
 
@@ -30,14 +23,14 @@ from torch.profiler import profile as torch_profile
 
 from backstash.capture import modules
 from backstash.errors import MeasureError
-from backstash.planning.events import NODE, PREFIX, walk
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.planning.record import record
-from backstash.planning.survey import Found, KeepForSurvey, Survey
+from backstash.planning.survey import Births, Found, KeepForSurvey, Survey
+from backstash.planning.timeline import Timeline
+from backstash.policies import Policy
 from backstash.rewrites.state import State
 from backstash.session import MIN_NBYTES, Session
 from backstash.stash.buffers import release
-from backstash.torch_internals import profiler_event
 
 TIMED_STEPS = 3
 
@@ -76,6 +69,35 @@ def profile(
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise MeasureError(f"profile was asked for device={device!r}, but it knows 'cpu', and 'cuda' where one is.")
     models = [model] if model is not None else _outermost(step)
+    with _undone(models) as restore:
+
+        def once() -> None:
+            restore()
+            step()
+
+        plain = record(once, None, device=device)
+        seconds = _time(once)
+        survey = Survey()
+        events = _recorded(once, Session(KeepForSurvey(), model=model, min_nbytes=min_nbytes), survey)
+        found = _profile_of(Timeline(events, device), survey, plain.peak_nbytes, seconds, models, device)
+
+    def rehearse(policy: Policy) -> tuple[int, ...]:
+        with _undone(models) as restore:
+
+            def once() -> None:
+                restore()
+                step()
+
+            events = _recorded(once, Session(policy, model=model, min_nbytes=min_nbytes), Births())
+        return tuple(position.most_nbytes for position in Timeline(events, device).positions)
+
+    object.__setattr__(found, "rehearse", rehearse)  # no field: a profile is data, and this is the way to more of it
+    return found
+
+
+@contextmanager
+def _undone(models: list[nn.Module]) -> Iterator[Callable[[], None]]:
+    """Inside, steps may run; what they change is restored. Yields what restores all but the gradients in between."""
     with ExitStack() as undo:
         states = [State(each) for each in models]
         for state in states:
@@ -83,40 +105,41 @@ def profile(
             undo.callback(state.restore)
             state.set_gradients_aside()
 
-        def once() -> None:
+        def restore() -> None:
             for state in states:
                 state.restore()
-            step()
 
-        plain = record(once, None, device=device)
-        seconds = _time(once)
-        survey = Survey()
-        events = _surveyed(once, survey, model, min_nbytes)
-        return _profile_of(_Timeline(events, device), survey, plain.peak_nbytes, seconds, models, device)
+        yield restore
 
 
 def _outermost(step: Callable[[], object]) -> list[nn.Module]:
-    """Runs the step once and returns the modules that it calls and that no other module calls."""
-    seen = _Outermost()
+    """Runs the step once, undoes it, and returns the modules that it calls and that no other module calls."""
+    before, seen = State(nn.Module()), _Outermost()  # a module without parameters: the generators alone
     stop = modules.listen(seen)
     try:
         step()
     finally:
         stop()
-    return list(seen.found.values())
+        for _, state in seen.found.values():
+            state.restore()
+            state.restore_gradients()
+        before.restore()
+    return [module for module, _ in seen.found.values()]
 
 
 class _Outermost:
-    """Listens to the modules of a step."""
+    """Listens to the modules of a step, and notes the state in which it finds them."""
 
     def __init__(self) -> None:
-        self.found: dict[int, nn.Module] = {}
+        self.found: dict[int, tuple[nn.Module, State]] = {}
         self._depth = 0
 
     def enter_module(self, module: nn.Module) -> None:
         """Notes a module that no other module has called."""
-        if self._depth == 0:
-            self.found[id(module)] = module
+        if self._depth == 0 and id(module) not in self.found:
+            state = State(module)
+            self.found[id(module)] = module, state
+            state.set_gradients_aside()
         self._depth += 1
 
     def leave_module(self) -> None:
@@ -141,15 +164,15 @@ def _time(step: Callable[[], object]) -> float:
     return median(times)
 
 
-def _surveyed(step: Callable[[], None], survey: Survey, model: nn.Module | None, min_nbytes: int) -> list[Any]:
-    session = Session(KeepForSurvey(), model=model, min_nbytes=min_nbytes)
-    with session:  # what is proven on first use is proven here
+def _recorded(step: Callable[[], None], session: Session, watcher: Births) -> list[Any]:
+    """The profiler's record of a step under a Session, the second one: the first has proven what it has to."""
+    with session:
         step()
     release()
     gc.collect()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
     with (
-        session.watched_by(survey),
+        session.watched_by(watcher),
         torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiled,
         session,
     ):
@@ -158,79 +181,8 @@ def _surveyed(step: Callable[[], None], survey: Survey, model: nn.Module | None,
     return events
 
 
-@dataclass
-class _At:
-    """A position while the record is read.
-
-    Attributes:
-        name, module, is_backward, seconds: as in Position.
-        most_nbytes: the most bytes alive in it.
-    """
-
-    name: str
-    is_backward: bool
-    seconds: float
-    most_nbytes: int
-
-
-@dataclass
-class _Trial:
-    before: int
-    most: int = 0
-    after: int = 0
-
-
-@dataclass
-class _Timeline:
-    """The record of the surveyed step, position by position."""
-
-    events: list[Any]
-    device: str
-    positions: list[_At] = field(default_factory=lambda: [_At("start", False, 0.0, 0)])
-    born: dict[str, int] = field(default_factory=dict)
-    reads: dict[str, list[int]] = field(default_factory=dict)
-    trials: dict[int, _Trial] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        live, alive = 0, dict[int, int]()
-        trial: _Trial | None = None
-        ordered = sorted(walk(self.events), key=lambda pair: pair[0].start_time_ns)
-        for event, is_operation in ordered:
-            if event.tag == profiler_event.Allocation:
-                facts = event.extra_fields
-                if facts.device.type != self.device or not facts.alloc_size:
-                    continue
-                if facts.alloc_size > 0:
-                    alive[facts.ptr] = facts.alloc_size
-                    live += facts.alloc_size
-                else:
-                    live -= alive.pop(facts.ptr, 0)
-                if trial is not None:
-                    trial.most = max(trial.most, live)
-                else:
-                    latest = self.positions[-1]
-                    latest.most_nbytes = max(latest.most_nbytes, live)
-            elif event.name.startswith(PREFIX):
-                kind, _, text = event.name.removeprefix(PREFIX).partition(" ")
-                noted = json.loads(text)
-                if kind == "trial":
-                    trial = self.trials[noted["number"]] = _Trial(live, live)
-                elif kind == "tried":
-                    trial = None
-                elif kind == "born":
-                    if self.positions[-1].name != "":
-                        self.positions.append(_At("", self.positions[-1].is_backward, 0.0, live))
-                    self.born[noted["key"]] = len(self.positions) - 1
-                elif kind == "read":
-                    self.reads.setdefault(noted["key"], []).append(len(self.positions) - 1)
-            elif is_operation:
-                name = event.name.removeprefix(NODE)
-                is_backward = event.name.startswith(NODE)
-                self.positions.append(_At(name, is_backward, event.duration_time_ns / 1e9, live))
-
-
 def _profile_of(
-    line: _Timeline, survey: Survey, peak_nbytes: int, seconds: float, models: list[nn.Module], device: str
+    line: Timeline, survey: Survey, peak_nbytes: int, seconds: float, models: list[nn.Module], device: str
 ) -> StepProfile:
     first = next((number for number, each in enumerate(line.positions) if each.is_backward), None)
     if first is None:
@@ -279,7 +231,7 @@ def _profile_of(
     )
 
 
-def _remade(value: Found, survey: Survey, index: dict[str, int], line: _Timeline, together: int) -> list[Choice]:
+def _remade(value: Found, survey: Survey, index: dict[str, int], line: Timeline, together: int) -> list[Choice]:
     """The choice to remake a value, where all that it is remade from is planned as well or held anyway.
 
     Its time is a share of that of the call which makes ``together`` values at once.

@@ -68,19 +68,8 @@ class Found:
     group: Group | None = None
 
 
-class Survey:
-    """A watcher that tries each value's choices when it is decided on, and notes who reads it.
-
-    Attributes:
-        found: what was found out, by the value's key.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[str, Found] = {}
-        self.keys: dict[int, str] = {}  # by the id of the value
-        self._alive: list[Value] = []  # so that ids stay their own
-        self._exact = get("lossless_stored")
-        self._section = 0
+class Births:
+    """A watcher that notes in the profiler's record when a value is decided on, and who reads it."""
 
     def storing(self, encoded: Encoded) -> None:
         """Notes nothing."""
@@ -94,18 +83,38 @@ class Survey:
     def released(self, memory: Tensor) -> None:
         """Notes nothing."""
 
+    def decided(self, value: Value, whole: Tensor, find_recipe: Callable[[], Recipe | str]) -> None:
+        """Notes from when on autograd alone holds a value."""
+        note("born", key=value.key)
+
     def read(self, tensor: Tensor, is_stored: bool, key: str) -> None:
         """Notes that a node reads a value."""
         if key:
             note("read", key=key)
 
+
+class Survey(Births):
+    """Tries each value's choices as well.
+
+    Attributes:
+        found: what was found out, by the value's key.
+        keys: the keys of values by their ids.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, Found] = {}
+        self.keys: dict[int, str] = {}
+        self._alive: list[Value] = []  # so that ids stay their own
+        self._exact = get("lossless_stored")
+        self._section = 0
+
     def decided(self, value: Value, whole: Tensor, find_recipe: Callable[[], Recipe | str]) -> None:
         """Tries each choice of a value."""
         facts = value.facts
         assert facts is not None
+        super().decided(value, whole, find_recipe)
         if value.key in self.found:  # the same place once more: its first value stands for both
             return
-        note("born", key=value.key)
         found = Found(facts, whole.untyped_storage().nbytes(), [Choice.keep(whole.untyped_storage().nbytes())])
         self.found[value.key] = found
         self.keys[id(value)] = value.key

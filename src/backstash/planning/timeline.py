@@ -1,0 +1,106 @@
+"""The profiler's record of a step by position: what was alive in each, what was let go of there, and what was read.
+
+Note: [positions]
+    A position is an operation of the program, or the moment between two operations at which values are let go of. Such
+    a moment is a position of its own, because a value that is encoded there lies beside its planes, and both lie beside
+    nothing of the next operation.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from backstash.planning.events import NODE, PREFIX, walk
+from backstash.torch_internals import profiler_event
+
+
+@dataclass
+class At:
+    """A position.
+
+    Attributes:
+        name: of the operation; empty for a moment between two operations.
+        is_backward: whether it is an autograd node.
+        seconds: its time under the profiler.
+        most_nbytes: the most bytes alive in it.
+    """
+
+    name: str
+    is_backward: bool
+    seconds: float
+    most_nbytes: int
+
+
+@dataclass
+class Trial:
+    """What a trial has allocated, which is no part of the step.
+
+    Attributes:
+        before: bytes that were alive when it began.
+        most: the most bytes that were alive in it.
+    """
+
+    before: int
+    most: int = 0
+
+
+@dataclass
+class Timeline:
+    """The record of one step.
+
+    Args:
+        events: the outermost events of the profiler's record.
+        device: the type of device whose memory is meant.
+
+    Attributes:
+        positions: the positions in their order.
+        born: by the key of a value, the position from which on only autograd holds it.
+        reads: by the key of a value, the positions that read it.
+        trials: by their numbers, what the trials of a survey have allocated.
+    """
+
+    events: list[Any]
+    device: str
+    positions: list[At] = field(default_factory=lambda: [At("start", False, 0.0, 0)])
+    born: dict[str, int] = field(default_factory=dict)
+    reads: dict[str, list[int]] = field(default_factory=dict)
+    trials: dict[int, Trial] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        live, alive = 0, dict[int, int]()
+        trial: Trial | None = None
+        ordered = sorted(walk(self.events), key=lambda pair: pair[0].start_time_ns)
+        for event, is_operation in ordered:
+            if event.tag == profiler_event.Allocation:
+                facts = event.extra_fields
+                if facts.device.type != self.device or not facts.alloc_size:
+                    continue
+                if facts.alloc_size > 0:
+                    alive[facts.ptr] = facts.alloc_size
+                    live += facts.alloc_size
+                else:
+                    live -= alive.pop(facts.ptr, 0)
+                if trial is not None:
+                    trial.most = max(trial.most, live)
+                else:
+                    latest = self.positions[-1]
+                    latest.most_nbytes = max(latest.most_nbytes, live)
+            elif event.name.startswith(PREFIX):
+                kind, _, text = event.name.removeprefix(PREFIX).partition(" ")
+                noted = json.loads(text)
+                if kind == "trial":
+                    trial = self.trials[noted["number"]] = Trial(live, live)
+                elif kind == "tried":
+                    trial = None
+                elif kind == "born":
+                    if self.positions[-1].name != "":
+                        self.positions.append(At("", self.positions[-1].is_backward, 0.0, live))
+                    self.born[noted["key"]] = len(self.positions) - 1
+                elif kind == "read":
+                    self.reads.setdefault(noted["key"], []).append(len(self.positions) - 1)
+            elif is_operation and trial is None:
+                name = event.name.removeprefix(NODE)
+                is_backward = event.name.startswith(NODE)
+                self.positions.append(At(name, is_backward, event.duration_time_ns / 1e9, live))

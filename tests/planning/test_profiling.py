@@ -1,0 +1,109 @@
+"""The profile of a step: true bytes for each choice, positions that add up, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backstash.errors import MeasureError
+from backstash.planning.problem import StepProfile
+from backstash.planning.profiling import profile
+from backstash.planning.survey import KeepForSurvey
+
+BATCH = torch.randn(8, 3, 16, 16)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(1024, 10),
+    )
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    loss: Tensor = model(BATCH).square().mean()
+    return loss
+
+
+@pytest.fixture(scope="module")
+def found() -> StepProfile:
+    model = network()
+    return profile(lambda: loss_of(model).backward(), model, min_nbytes=1024)
+
+
+def test_every_choice_holds_fewer_bytes_than_the_value(found: StepProfile) -> None:
+    names = set()
+    for value in found.values:
+        assert value.choices[0].held_nbytes == value.nbytes
+        assert all(choice.held_nbytes < value.nbytes for choice in value.choices[1:])
+        names |= {choice.name for choice in value.choices}
+    assert {"keep", "recompute", "bitmask", "narrow"} <= names
+
+
+def test_a_value_is_remade_from_values_of_the_step(found: StepProfile) -> None:
+    by_key = {value.key: value for value in found.values}
+    norm = by_key["1/NativeBatchNorm#0:input"]  # made by a convolution of the batch, which the program holds anyway
+    assert next(choice for choice in norm.choices if choice.kind == "recompute").parents == ()
+    later = by_key["5/NativeBatchNorm#0:input"]
+    (parent,) = next(choice for choice in later.choices if choice.kind == "recompute").parents
+    assert found.values[parent].key == "4/Convolution#0:input"
+
+
+def test_with_everything_kept_the_bytes_add_up_to_what_was_measured(found: StepProfile) -> None:
+    assert found.rehearse is not None
+    measured = found.rehearse(KeepForSurvey())
+    assert len(measured) == len(found.positions)
+    for number, (base, most) in enumerate(zip(found.base_nbytes, measured, strict=True)):
+        held = sum(value.nbytes for value in found.values if value.born <= number <= value.reads[-1])
+        assert base + held >= most
+    peak = max(
+        base + sum(value.nbytes for value in found.values if value.born <= number <= value.reads[-1])
+        for number, base in enumerate(found.base_nbytes)
+    )
+    assert peak == max(measured)
+
+
+def test_nothing_is_left_behind() -> None:
+    model = network()
+    loss_of(model).backward()
+    before = copy.deepcopy(model.state_dict())
+    gradients = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    state = torch.get_rng_state()
+    with_plan = profile(lambda: loss_of(model).backward(), min_nbytes=1024)
+    assert with_plan.rehearse is not None
+    with_plan.rehearse(KeepForSurvey())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    for parameter, (gradient, numbers) in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, numbers)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_profile_survives_a_file(found: StepProfile) -> None:
+    again = StepProfile.from_json(found.to_json())
+    assert again == found
+    assert again.rehearse is None
+
+
+def test_a_step_without_backward_is_an_error() -> None:
+    model = network()
+    with pytest.raises(MeasureError, match="backward"):
+        profile(lambda: loss_of(model), model)
+
+
+def test_another_device_is_an_error() -> None:
+    with pytest.raises(MeasureError, match="meta"):
+        profile(lambda: None, device="meta")
