@@ -1,0 +1,161 @@
+"""Families of transformers under a policy: ``python -m benchmarks.families [--json FILE]``.
+
+Each family is trained for three steps with and without the policy, from the same weights and random numbers. Losses and
+all gradients of all steps are compared bit for bit; in the last step every byte that torch allocates is counted. The
+exit code is 1 if any bit differs under a policy that is exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from backstash import unwrap, wrap
+from backstash.integrations.loop import session_of
+from backstash.report.meter import CountedPeak
+from backstash.stash.ledger import Report, mib
+from backstash.testing.bits import equal_bits
+from benchmarks.networks.families import FAMILIES, TABLE, TINY, Size, make
+from benchmarks.results import Results
+from benchmarks.rounds import table
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family under the policy, beside plain PyTorch.
+
+    Attributes:
+        family: the family's name.
+        parameters: number of parameters.
+        saved_nbytes: bytes that autograd saves, without parameters.
+        stash_nbytes: bytes that are held for them.
+        ratio: the one divided by the other.
+        plain_peak_nbytes: the most bytes alive in a step of plain PyTorch above those alive at its start.
+        peak_nbytes: the same under the policy.
+        losses_equal: whether all losses have the same bits.
+        gradients_equal: whether all gradients of all steps have the same bits.
+    """
+
+    family: str
+    parameters: int
+    saved_nbytes: int
+    stash_nbytes: int
+    ratio: float
+    plain_peak_nbytes: int
+    peak_nbytes: int
+    losses_equal: bool
+    gradients_equal: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training gave: losses, the gradients of all steps, the counted peak, and the Session's report."""
+
+    losses: list[Tensor]
+    gradients: list[Tensor]
+    peak_nbytes: int
+    report: Report | None
+    parameters: int
+
+
+def train(family: str, size: Size, policy: str | None, min_nbytes: int | None = None) -> Run:
+    """Trains a family for a few steps, plainly or under a policy."""
+    model, inputs = make(family, size)
+    if policy is not None:
+        wrap(model, policy, min_nbytes=min_nbytes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses: list[Tensor] = []
+    gradients: list[Tensor] = []
+    torch.manual_seed(1)
+    counter = CountedPeak()
+    for step in range(STEPS):
+        is_counted = step == STEPS - 1
+        if is_counted:
+            counter.__enter__()
+        loss = model(**inputs).loss
+        loss.backward()
+        losses.append(loss.detach())
+        del loss
+        if is_counted:
+            counter.__exit__(None, None, None)
+        gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # the counted step finds its gradients there, as most steps do
+    report = None
+    if policy is not None:
+        report = session_of(model).report()
+        unwrap(model)
+    return Run(losses, gradients, counter.peak_nbytes, report, sum(p.numel() for p in model.parameters()))
+
+
+def compare(family: str, size: Size, policy: str = "lossless", min_nbytes: int | None = None) -> Row:
+    """Trains a family with and without a policy."""
+    plain, found = train(family, size, None), train(family, size, policy, min_nbytes)
+    assert found.report is not None
+    return Row(
+        family,
+        plain.parameters,
+        found.report.saved_nbytes,
+        found.report.stash_nbytes,
+        found.report.ratio,
+        plain.peak_nbytes,
+        found.peak_nbytes,
+        _equal(plain.losses, found.losses),
+        _equal(plain.gradients, found.gradients),
+    )
+
+
+def _equal(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+    return len(expected) == len(found) and all(equal_bits(*pair) for pair in zip(expected, found, strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints a table, writes the JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.families", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--policy", default="lossless", help="an exact policy (default: lossless)")
+    parser.add_argument("--only", choices=sorted(FAMILIES), nargs="+", help="these families only")
+    parser.add_argument("--tiny", action="store_true", help="the sizes of the tests, which show bits and no ratios")
+    parser.add_argument("--json", type=Path, help="file to write")
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # more threads may add in another order from run to run
+    size = TINY if asked.tiny else TABLE
+    results = Results("families", asked.json, arguments, policy=asked.policy, size=asdict(size))
+    rows: list[Row] = []
+    for family in asked.only or FAMILIES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows.append(compare(family, size, asked.policy))
+        print(f"{family}: ratio {rows[-1].ratio:.2f}", flush=True)
+        results.write(families=rows)
+    print(
+        table(
+            ("family", "saved", "ratio", "peak, plain", "peak", "losses", "gradients"),
+            [
+                (
+                    row.family,
+                    mib(row.saved_nbytes),
+                    f"{row.ratio:.2f}",
+                    mib(row.plain_peak_nbytes),
+                    mib(row.peak_nbytes),
+                    "same bits" if row.losses_equal else "DIFFER",
+                    "same bits" if row.gradients_equal else "DIFFER",
+                )
+                for row in rows
+            ],
+        )
+    )
+    return int(not all(row.losses_equal and row.gradients_equal for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
