@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,15 +90,21 @@ class Row:
     weights_equal: bool
 
 
-def compare(name: str, tiny: bool = False) -> Row:
+def compare(name: str, tiny: bool = False, run: Callable[[str, Sequence[str]], Any] | None = None) -> Row:
     """Runs an example with and without backstash.
+
+    Args:
+        name: the example's module.
+        tiny: whether at the sizes of the tests.
+        run: what runs it; a process of its own each time, by default.
 
     Raises:
         RuntimeError: a run has failed.
     """
+    run = run or _run
     example = EXAMPLES[name]
     arguments = (*(example.tiny if tiny else example.arguments), "--steps=3")
-    plain, found = _run(name, (*arguments, "--plain")), _run(name, arguments)
+    plain, found = run(name, (*arguments, "--plain")), run(name, arguments)
     report = found["report"]
     return Row(
         name,
@@ -126,22 +132,19 @@ def _run(name: str, arguments: Sequence[str]) -> Any:
         return json.loads(file.read_text())
 
 
-def observe(file: Path, name: str, arguments: Sequence[str]) -> None:
-    """Runs an example in this process, and writes what it has given.
+def observe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Runs an example in this process, and returns what it has given, as JSON knows it.
 
     Args:
-        file: the JSON file to write.
-        name: the example's module.
+        name: the example's module, which Python must find.
         arguments: its command line.
     """
     from backstash.report.watch import Watch
 
-    sys.path.insert(0, str(FOLDER))  # as Python does for a script
     example = importlib.import_module(name)
     with Watch() as watch, contextlib.redirect_stdout(io.StringIO()):
         report = example.main(arguments)
-    found = asdict(watch.observed()) | {"report": None if report is None else json.loads(report.to_json())}
-    file.write_text(json.dumps(found))
+    return asdict(watch.observed()) | {"report": None if report is None else json.loads(report.to_json())}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--observe", nargs=2, metavar=("FILE", "NAME"), help=argparse.SUPPRESS)
     asked, rest = parser.parse_known_args(arguments)
     if asked.observe:
-        observe(Path(asked.observe[0]), asked.observe[1], rest)
+        sys.path.insert(0, str(FOLDER))  # as Python does for a script
+        Path(asked.observe[0]).write_text(json.dumps(observe(asked.observe[1], rest)))
         return 0
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

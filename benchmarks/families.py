@@ -3,6 +3,9 @@
 Each family is trained for three steps with and without the policy, from the same weights and random numbers. Losses and
 all gradients of all steps are compared bit for bit; in the last step every byte that torch allocates is counted. The
 exit code is 1 if any bit differs under a policy that is exact.
+
+Then a GPT-2 whose loss is outside of the model is trained with the Session around the model's call alone, around the
+call and the loss, and around the backward pass as well: how much does a Session gain by staying open?
 """
 
 from __future__ import annotations
@@ -10,18 +13,20 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from backstash import unwrap, wrap
+from backstash import Session, unwrap, wrap
 from backstash.integrations.loop import session_of
 from backstash.report.meter import CountedPeak
 from backstash.stash.ledger import Report, mib
 from backstash.testing.bits import equal_bits
-from benchmarks.networks.families import FAMILIES, TABLE, TINY, Size, make
+from benchmarks.networks.families import FAMILIES, TABLE, TINY, Size, gpt2_of, make
 from benchmarks.results import Results
 from benchmarks.rounds import table
 
@@ -113,6 +118,52 @@ def compare(family: str, size: Size, policy: str = "lossless", min_nbytes: int |
     )
 
 
+@dataclass(frozen=True)
+class Window:
+    """What a Session gains by staying open.
+
+    Attributes:
+        around: what the Session is open around.
+        saved_nbytes, stash_nbytes: of what the Session has seen.
+        peak_nbytes: the most bytes alive in a step above those alive at its start.
+    """
+
+    around: str
+    saved_nbytes: int
+    stash_nbytes: int
+    peak_nbytes: int
+
+
+AROUND = ("nothing", "the call", "the call and the loss", "the whole step")
+
+
+def windows(size: Size, words: int, policy: str = "lossless", min_nbytes: int | None = None) -> list[Window]:
+    """Trains a GPT-2 with its loss outside, with the Session open for longer and longer."""
+    found = []
+    for last, around in enumerate(AROUND):
+        model, inputs = gpt2_of(size, words)
+        session = Session(policy, model=model, min_nbytes=min_nbytes)
+        torch.manual_seed(1)
+        for step in range(STEPS):
+            counter = CountedPeak() if step == STEPS - 1 else nullcontext()
+            with counter, ExitStack() as left_last:
+                with ExitStack() as left_after_the_loss, ExitStack() as left_after_the_call:
+                    stacks = (None, left_after_the_call, left_after_the_loss, left_last)
+                    if stack := stacks[last]:
+                        stack.enter_context(session)
+                    scores = model(inputs["input_ids"]).logits
+                    left_after_the_call.close()
+                    loss = cross_entropy(scores[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+                    del scores
+                loss.backward()
+                del loss
+            model.zero_grad(set_to_none=False)
+        report = session.report()
+        assert isinstance(counter, CountedPeak)
+        found.append(Window(around, report.saved_nbytes, report.stash_nbytes, counter.peak_nbytes))
+    return found
+
+
 def _equal(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
     return len(expected) == len(found) and all(equal_bits(*pair) for pair in zip(expected, found, strict=True))
 
@@ -137,6 +188,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(compare(family, size, asked.policy))
         print(f"{family}: ratio {rows[-1].ratio:.2f}", flush=True)
         results.write(families=rows)
+    found = windows(size, 64 if asked.tiny else 8192, asked.policy)
+    results.write(windows=found)
+    print(
+        table(
+            ("Session around", "saved", "stash", "peak"),
+            [(row.around, mib(row.saved_nbytes), mib(row.stash_nbytes), mib(row.peak_nbytes)) for row in found],
+        )
+    )
     print(
         table(
             ("family", "saved", "ratio", "peak, plain", "peak", "losses", "gradients"),

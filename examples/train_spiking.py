@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,7 @@ class SpikingNetwork(nn.Module):
         super().__init__()
         widths = [1, width, 2 * width, 4 * width]
         self.convolutions = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b))
-            for a, b in zip(widths, widths[1:], strict=False)
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b)) for a, b in pairwise(widths)
         )
         self.neurons = nn.ModuleList(Neurons() for _ in self.convolutions)
         self.pool = nn.MaxPool2d(2)  # the largest of four spikes is a spike

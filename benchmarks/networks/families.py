@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers as hf
+import transformers
 from torch import Tensor, nn
+
+hf: Any = transformers  # whose configs take more arguments than their annotations say
 
 WORDS = 512
 """Size of the vocabulary of every language model."""
@@ -50,8 +52,8 @@ TINY = Size(layers=1, width=32, tokens=16, image=32, batch=2)
 Inputs = Mapping[str, Tensor]
 
 
-def _text(size: Size) -> dict[str, Tensor]:
-    tokens = torch.randint(5, WORDS, (size.batch, size.tokens))
+def _text(size: Size, words: int = WORDS) -> dict[str, Tensor]:
+    tokens = torch.randint(5, words, (size.batch, size.tokens))
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -75,9 +77,9 @@ def _usual(size: Size) -> dict[str, Any]:
     }
 
 
-def gpt2(size: Size) -> tuple[nn.Module, Inputs]:
+def gpt2(size: Size, words: int = WORDS) -> tuple[nn.Module, Inputs]:
     config = hf.GPT2Config(
-        vocab_size=WORDS,
+        vocab_size=words,
         n_positions=size.tokens,
         n_embd=size.width,
         n_layer=size.layers,
@@ -85,7 +87,7 @@ def gpt2(size: Size) -> tuple[nn.Module, Inputs]:
         bos_token_id=1,
         eos_token_id=2,
     )
-    return hf.GPT2LMHeadModel(config), _text(size)
+    return hf.GPT2LMHeadModel(config), _text(size, words)
 
 
 def llama(size: Size) -> tuple[nn.Module, Inputs]:
@@ -236,4 +238,11 @@ def make(name: str, size: Size) -> tuple[nn.Module, Inputs]:
     """Builds a model in training mode and its batch; the same weights and numbers at every call."""
     torch.manual_seed(0)
     model, inputs = FAMILIES[name](size)
+    return model.train(), inputs
+
+
+def gpt2_of(size: Size, words: int) -> tuple[nn.Module, Inputs]:
+    """A GPT-2 with a vocabulary of ``words``, in training mode, and its batch."""
+    torch.manual_seed(0)
+    model, inputs = gpt2(size, words)
     return model.train(), inputs

@@ -44,3 +44,10 @@ def test_a_difference_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     good = families.compare("ViT", TINY)
     monkeypatch.setattr(families, "compare", lambda *_: dataclasses.replace(good, gradients_equal=False))
     assert families.main(["--tiny", "--only", "ViT"]) == 1
+
+
+def test_a_session_around_the_call_has_the_peak_of_one_around_the_step() -> None:
+    plain, call, loss, step = families.windows(dataclasses.replace(TINY, tokens=64), 512, min_nbytes=0)
+    assert call.saved_nbytes < loss.saved_nbytes
+    assert call.peak_nbytes < plain.peak_nbytes
+    assert call.peak_nbytes <= 1.01 * min(loss.peak_nbytes, step.peak_nbytes)
