@@ -81,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
         "stash",
         "session",
         "testing",
+        "rewrites",
         "integrations",
         "planning.trace",
     },

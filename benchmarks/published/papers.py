@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -184,6 +186,46 @@ def comet_model() -> str:
     return f"{machine_line('comet-resnet18-cpu')}\n\n{table(header, rows)}"
 
 
+def comet_error() -> str:
+    """The whole error of weight gradients: by the error model, and measured."""
+    summary, stages = [], []
+    for kind in (kind for kind in kinds() if kind.startswith("comet-error-")):
+        results = load(kind)
+        name = f"[{title(results['network'])}](results:{newest(kind).name}), {100 * results['sigma']:g} %"
+        layers = results["layers"]
+        ratios = [layer["measured"] / math.hypot(layer["own"], layer["others"]) for layer in layers]
+        cosines = f"{min(layer['cosine'] for layer in layers):.4f}"
+        stash = f"{results['ratio']:.1f}"
+        summary.append((name, stash, str(len(layers)), *_errors(layers), _quartiles(ratios), cosines))
+        if results["network"] == "resnet50" and results["sigma"] == 0.01:
+            groups: dict[tuple[str, str], list[Any]] = {}
+            for layer in layers:
+                stage = re.sub(r"^stages\.(\d)\..*", lambda found: f"stage {int(found[1]) + 1}", layer["weight"])
+                groups.setdefault((stage.split(".")[0], layer["kind"]), []).append(layer)
+            for (stage, layer_kind), group in groups.items():
+                cosine = f"{min(layer['cosine'] for layer in group):.5f}"
+                stages.append((stage, f"{layer_kind}, {len(group)}", *_errors(group), cosine))
+    errors = ("wanted", "own, predicted", "others', predicted", "whole, predicted", "whole, measured")
+    first = table(
+        ("network, sigma", "stash", "layers", *errors, "measured / predicted: quartiles", "least cosine"), summary
+    )
+    second = table(("ResNet-50, 1 %", "layers", *errors, "least cosine"), stages)
+    return f"{machine_line('comet-error-resnet50-1-cpu')}\n\n{first}\n\n{second}"
+
+
+def _errors(layers: list[Any]) -> tuple[str, ...]:
+    """Medians of the layers' errors, in percent of the gradients."""
+    parts = [[layer[field] for layer in layers] for field in ("target", "own", "others")]
+    parts.append([math.hypot(layer["own"], layer["others"]) for layer in layers])
+    parts.append([layer["measured"] for layer in layers])
+    return tuple(f"{100 * statistics.median(part):.2f} %" for part in parts)
+
+
+def _quartiles(numbers: list[float]) -> str:
+    low, middle, high = statistics.quantiles(numbers, n=4)
+    return f"{low:.2f}, {middle:.2f}, {high:.2f}"
+
+
 def _span(numbers: list[float]) -> str:
     digits = 2 if max(numbers) < 3 else 1
     return f"{min(numbers):.{digits}f} to {max(numbers):.{digits}f}"
@@ -276,6 +318,7 @@ TABLES = {
     "gist-accuracy": gist_accuracy,
     "comet": comet_all,
     "comet-224": comet_224,
+    "comet-error": comet_error,
     "comet-model": comet_model,
     "comet-sigma": comet_sigma,
     "signed": signed,

@@ -1,6 +1,17 @@
 """Rewrites of a model, which the user asks for and can undo. No Session changes a model by itself."""
 
+from backstash.rewrites.channels_last import CONVOLUTIONS, ChannelsLast, channels_last
 from backstash.rewrites.chunked_loss import ChunkedLoss, chunked_loss
 from backstash.rewrites.inplace import COPYING, OVERWRITING, Inplace, inplace
 
-__all__ = ["COPYING", "OVERWRITING", "ChunkedLoss", "Inplace", "chunked_loss", "inplace"]
+__all__ = [
+    "CONVOLUTIONS",
+    "COPYING",
+    "OVERWRITING",
+    "ChannelsLast",
+    "ChunkedLoss",
+    "Inplace",
+    "channels_last",
+    "chunked_loss",
+    "inplace",
+]

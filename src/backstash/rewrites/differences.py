@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -53,6 +54,37 @@ def first_difference(plain: Numbers, other: Numbers) -> str | None:
         if expected is not None and got is not None and not equal_bits(expected, got):
             return f"{name} differs{_how_far(expected, got)}"
     return None
+
+
+def largest_distance(plain: Numbers, other: Numbers) -> tuple[float, str]:
+    """Returns the largest relative distance between the numbers of two steps, and where it is.
+
+    A distance is the length of the difference over the plain tensor's own length. A gradient that is small beside the
+    others may be nothing but rounding, as that of a bias in front of a batch norm is. So its difference counts over a
+    hundredth of the length that it would have if it were as large as the gradients are on average, where that is more.
+
+    Returns:
+        The distance, infinity where something is missing or an integer differs; and the name of the tensor.
+    """
+    if plain.keys() != other.keys():
+        return math.inf, f"the results {some_of(sorted(plain.keys() ^ other.keys()))}"
+    gradients = [x for name, x in plain.items() if name.startswith("the gradient") and x is not None]
+    count = sum(x.numel() for x in gradients)
+    mean_square = sum(float(x.double().square().sum()) for x in gradients) / max(count, 1)
+    worst, where = 0.0, ""
+    for name, expected in plain.items():
+        got = other[name]
+        if expected is None or got is None:
+            far = 0.0 if expected is got else math.inf
+        elif expected.shape != got.shape or not expected.is_floating_point():
+            far = 0.0 if equal_bits(expected, got) else math.inf
+        else:
+            least = 0.01 * math.sqrt(mean_square * expected.numel()) if name.startswith("the gradient") else 0.0
+            off, size = float((got - expected).double().norm()), max(float(expected.double().norm()), least)
+            far = 0.0 if equal_bits(expected, got) else off / size if size else math.inf
+        if not far <= worst:  # also where it is no number
+            worst, where = (far, name) if far == far else (math.inf, name)
+    return worst, where
 
 
 def _how_far(a: Tensor, b: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Trials of a step: it runs again and again from the same state, with activations in place or beside their inputs."""
+"""Trials of a step: it runs again and again from the same state, as it is or with parts of the model switched."""
 
 from __future__ import annotations
 
@@ -32,12 +32,21 @@ def switch(modules: Iterable[nn.Module], on: bool) -> None:
 class Trials:
     """Runs a step again and again from the same state.
 
+    Args:
+        model: the model.
+        step: the step. It leaves gradients behind and changes no parameter.
+        session: the Session that the steps run in; None for none.
+        name: the rewrite's name, for messages.
+
     Attributes:
+        plain: the numbers of the first step.
         steps: number of steps so far.
     """
 
-    def __init__(self, model: nn.Module, step: Callable[[], object], session: Session | None) -> None:
-        self.model, self.step, self.session = model, step, session
+    def __init__(
+        self, model: nn.Module, step: Callable[[], object], session: Session | None, name: str = "inplace"
+    ) -> None:
+        self.model, self.step, self.session, self.name = model, step, session, name
         self.state = State(model)
         self.plain: Numbers = {}
         self.steps = 0
@@ -65,32 +74,48 @@ class Trials:
                 groups += [group[half:], group[:half]]
         return refused
 
-    def _observe(self, candidates: Mapping[str, nn.Module]) -> dict[str, str]:
-        """Runs the original step twice. Returns the candidates that may not run in place whatever the trials show."""
-        self.plain = self._run(())
+    def establish(self) -> None:
+        """Runs the original step, with which the others are compared.
+
+        Raises:
+            RewriteError: the step changes parameters, or leaves no gradients.
+        """
+        self.plain = self.run()
         changed = self.state.changed_parameters()
         if changed:
             raise RewriteError(
-                f"inplace was asked to try a step of {type(self.model).__name__}, but the step changes parameters "
+                f"{self.name} was asked to try a step of {type(self.model).__name__}, but the step changes parameters "
                 f"({some_of(changed)}). They have been put back, not so what the optimizer remembers: pass a step that "
                 f"ends with backward()."
             )
         if not any(name.startswith("the gradient") for name, numbers in self.plain.items() if numbers is not None):
             raise RewriteError(
-                f"inplace was asked to try a step of {type(self.model).__name__}, but it leaves no parameter of the "
-                f"model a gradient. Pass a step that runs forward and backward and does not zero the gradients after."
+                f"{self.name} was asked to try a step of {type(self.model).__name__}, but it leaves no parameter of "
+                f"the model a gradient. Pass a step that runs forward and backward and keeps the gradients."
             )
+
+    def repeat(self) -> None:
+        """Runs the original step once more.
+
+        Raises:
+            RewriteError: the step does not compute the same again.
+        """
+        difference = first_difference(self.plain, self.run())
+        if difference is not None:
+            raise RewriteError(
+                f"{self.name} was asked to compare steps of {type(self.model).__name__}, but two plain ones differ: "
+                f"{difference}. Pass a step that computes the same each time: on one batch, with random numbers from "
+                f"the global generators (torch.use_deterministic_algorithms helps)."
+            )
+
+    def _observe(self, candidates: Mapping[str, nn.Module]) -> dict[str, str]:
+        """Runs the original step twice. Returns the candidates that may not run in place whatever the trials show."""
+        self.establish()
         storages: dict[str, list[StorageWeakRef | None]] = {path: [] for path in candidates}
         with ExitStack() as hooks:
             for path, module in candidates.items():
                 hooks.callback(module.register_forward_pre_hook(_note(storages[path]), with_kwargs=True).remove)
-            difference = first_difference(self.plain, self._run(()))
-        if difference is not None:
-            raise RewriteError(
-                f"inplace was asked to compare steps of {type(self.model).__name__}, but two plain ones differ: "
-                f"{difference}. Pass a step that computes the same each time: on one batch, with random numbers from "
-                f"the global generators (torch.use_deterministic_algorithms helps)."
-            )
+            self.repeat()
         gc.collect()  # nobody will read what a garbage cycle holds
         refused = {}
         for path, seen in storages.items():
@@ -118,13 +143,13 @@ class Trials:
 
     def _difference(self, beside: Sequence[nn.Module]) -> str | None:
         try:
-            return first_difference(self.plain, self._run(beside))
+            return first_difference(self.plain, self.run(beside))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:  # autograd refuses it; the report quotes an error of any other cause as well
             return f"the step raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
-    def _run(self, beside: Sequence[nn.Module]) -> Numbers:
+    def run(self, beside: Sequence[nn.Module] = ()) -> Numbers:
         """Runs one step from the original state. The modules ``beside`` overwrite copies of their inputs."""
         self.steps += 1
         self.state.restore()
