@@ -7,6 +7,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <type_traits>
 
 #include "elements.h"
 #include "isa.h"
@@ -22,6 +23,7 @@ constexpr uint32_t kSzLeast = 1 << 16;
 constexpr int64_t kSzStates = 2 * kSzLanes;  // words
 constexpr int kSzBins = 2 + kSzWindow + 1;
 constexpr int kSzMaxSymbols = 2 + kSzWindow;
+constexpr int kSzFew = 256;  // so few symbols' entries are looked up in registers
 constexpr int64_t kSzRun = 256;
 constexpr int64_t kSzChunksAtOnce = 8;
 
@@ -45,6 +47,9 @@ struct SzSymbols {
     bool narrow;             // every code, without its low bits, fits a byte
     // Encoding: frequency << 16 | begin of its slots; 0 for a symbol that does not occur.
     uint32_t entries[kSzMaxSymbols];
+    // The same of the first symbols, apart; of a symbol that does not occur, the escape's.
+    alignas(64) uint16_t frequencies[kSzFew];
+    alignas(64) uint16_t begins[kSzFew];
     // Decoding, by slot: frequency - 1 | place among the symbol's slots << 12 | code without its low bits << 24.
     uint32_t slots[kSzTotal];
     int32_t codes[kSzTotal];  // by slot: the code, its low bits 0
@@ -73,6 +78,11 @@ inline bool make_symbols(const int16_t* table, int64_t count, int64_t base, int 
             symbols.escape_size = uint32_t(frequency);
         }
         begin += frequency;
+    }
+    for (int s = 0; s < std::min(int(count), kSzFew); ++s) {
+        const uint32_t entry = symbols.entries[s] ? symbols.entries[s] : symbols.entries[1];
+        symbols.frequencies[s] = uint16_t(entry >> 16);
+        symbols.begins[s] = uint16_t(entry);
     }
     return begin == kSzTotal;
 }
@@ -142,6 +152,19 @@ struct SzScratch {
     // Fewer than a chunk of float32 has, and then one more step of all lanes: what is longer is not kept.
     uint16_t words[2 * kSzChunk + 8 * kSzLanes];
 };
+
+// The memory in which the calling thread works, of two chunks; null where there is none. It is kept for the next call:
+// to touch fresh memory of this size costs as much as a fifth of the work in it.
+inline SzScratch* sz_scratch() {
+    thread_local const std::unique_ptr<SzScratch[]> scratch(new (std::nothrow) SzScratch[2]);
+    return scratch.get();
+}
+
+// How many chunks a thread takes at a time: pairs where there are enough.
+inline int64_t sz_at_once(int64_t chunks, int threads) {
+    const int64_t fair = chunks / (4 * std::max(threads, 1));
+    return std::clamp<int64_t>(fair / 2 * 2, 2, kSzChunksAtOnce);
+}
 
 // The part of each plane that a chunk has.
 struct SzSpan {
@@ -221,13 +244,11 @@ BS_EXPORT void* bs_sz_encode(const void* x, int64_t n, int type, const int16_t* 
     if (!kept || !kept->pieces) return nullptr;
     kept->width = bs::float_width(bs::Float(type));
     kept->table_check = bs::check_of(-1, bs::weigh(reinterpret_cast<const uint16_t*>(table), symbols), 0, 0);
-    const auto encode = BS_PICK(encode_chunk);
+    const auto encode = BS_PICK(encode_chunks);
     bs::Sum failures;
-    const int64_t at_once = std::clamp<int64_t>(chunks / (4 * std::max(threads, 1)), 1, bs::kSzChunksAtOnce);
-    bs::for_blocks(chunks, at_once, threads, [&](int64_t begin, int64_t end) {
-        std::unique_ptr<bs::SzScratch> scratch(new (std::nothrow) bs::SzScratch);
-        for (int64_t chunk = begin; chunk < end; ++chunk)
-            if (!scratch || !encode(job, chunk, *scratch, kept->pieces[size_t(chunk)])) failures.add(1);
+    bs::for_blocks(chunks, bs::sz_at_once(chunks, threads), threads, [&](int64_t begin, int64_t end) {
+        bs::SzScratch* const scratch = bs::sz_scratch();
+        if (scratch == nullptr || !encode(job, begin, end, scratch, kept->pieces.get())) failures.add(1);
     });
     if (failures.value() != 0) return nullptr;
     sizes[0] = sizes[1] = sizes[2] = 0;
@@ -293,12 +314,10 @@ BS_EXPORT int bs_sz_decode(const uint16_t* stream, int64_t words, const int16_t*
         for (int64_t chunk = begin; chunk < end; ++chunk) wrong.add(!intact(job, chunk, sizes));
     });
     if (wrong.value() != 0) return -1;
-    const auto decode = BS_PICK(decode_chunk);
-    const int64_t at_once = std::clamp<int64_t>(chunks / (4 * std::max(threads, 1)), 1, bs::kSzChunksAtOnce);
-    bs::for_blocks(chunks, at_once, threads, [&](int64_t begin, int64_t end) {
-        std::unique_ptr<bs::SzScratch> scratch(new (std::nothrow) bs::SzScratch);
-        for (int64_t chunk = begin; chunk < end; ++chunk)
-            wrong.add(!scratch || !decode(job, chunk, sizes, *scratch));
+    const auto decode = BS_PICK(decode_chunks);
+    bs::for_blocks(chunks, bs::sz_at_once(chunks, threads), threads, [&](int64_t begin, int64_t end) {
+        bs::SzScratch* const scratch = bs::sz_scratch();
+        wrong.add(scratch == nullptr || decode(job, begin, end, sizes, scratch) != 0);
     });
     return wrong.value() == 0 ? 0 : -1;
 }

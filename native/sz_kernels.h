@@ -68,14 +68,51 @@ inline int32_t quantise_one(const SzQuantiseJob& job, typename E::U x, bool& out
     return outlier ? 0 : int32_t(code);
 }
 
+// A chunk's coder on its way. The states are read and written back, and so is where the words end.
+struct SzEncoding {
+    const int32_t* codes;
+    uint32_t* states;
+    uint16_t* to;
+    const uint16_t* limit;  // no step begins behind it
+};
+
+struct SzDecoding {
+    int32_t* codes;
+    float* out;  // what the codes mean is written here, and no codes, where `direct`
+    uint32_t* states;
+    const uint16_t* begin;
+    const uint16_t* from;
+};
+
+#if defined(BS_AVX512)
+#include "sz_avx512.h"
+constexpr bool kSzWide = true;  // numbers are quantised and dequantised in registers, and two chunks coded at a time
+#else
+constexpr bool kSzWide = false;
+#endif
+
 // Returns how many outliers there are.
 template <class E>
 __attribute__((noinline)) int64_t quantise(const SzQuantiseJob& given, int64_t begin, int64_t n,
                                            int32_t* __restrict codes, uint8_t* __restrict outliers) {
     const SzQuantiseJob job = given;
     const typename E::U* from = static_cast<const typename E::U*>(job.x) + begin;
-    int64_t count = 0;
-    for (int64_t i = 0; i < n; ++i) {
+    int64_t count = 0, first = 0;
+#if defined(BS_AVX512)
+    if constexpr (std::is_same_v<E, Element<float>>) {
+        const SzGrid grid(job);
+        for (; first + 16 <= n; first += 16) {
+            __mmask16 marks = 0;
+            __m512i found;
+            if (!grid.easy || __builtin_expect(!easily_quantised(grid, from + first, found), 0))
+                found = quantised(grid, from + first, marks);
+            _mm512_storeu_si512(codes + first, found);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(outliers + first), _mm_maskz_set1_epi8(marks, 1));
+            count += __builtin_popcount(marks);
+        }
+    }
+#endif
+    for (int64_t i = first; i < n; ++i) {
         bool outlier;
         codes[i] = quantise_one<E>(job, from[i], outlier);
         outliers[i] = outlier;
@@ -266,82 +303,169 @@ inline const uint16_t* decode_step(const SzSymbols& symbols, int32_t* codes, int
     return from;
 }
 
-#if defined(BS_AVX512)
-#include "sz_avx512.h"
-#else
-// Steps of all lanes, from the last one to the first. Returns null once there are more than `limit` words.
-inline uint16_t* encode_steps(const SzSymbols& symbols, const int32_t* codes, int64_t steps, uint32_t* states,
-                              uint16_t* to, const uint16_t* limit) {
-    for (int64_t step = steps - 1; step >= 0 && to <= limit; --step)
-        to = encode_step(symbols, codes + step * kSzLanes, kSzLanes, states, to);
-    return to <= limit ? to : nullptr;
+#if !defined(BS_AVX512)
+// Steps of all lanes, from the last one to the first. Returns false once there are more words than fit.
+template <int chunks>
+inline bool encode_steps(const SzSymbols& symbols, int64_t steps, SzEncoding* given) {
+    for (int c = 0; c < chunks; ++c) {
+        SzEncoding& one = given[c];
+        for (int64_t step = steps - 1; step >= 0 && one.to <= one.limit; --step)
+            one.to = encode_step(symbols, one.codes + step * kSzLanes, kSzLanes, one.states, one.to);
+        if (one.to > one.limit) return false;
+    }
+    return true;
 }
-inline const uint16_t* decode_steps(const SzSymbols& symbols, int32_t* codes, int64_t steps, uint32_t* states,
-                                    const uint16_t* begin, const uint16_t* from) {
-    for (int64_t step = 0; step < steps && from != nullptr; ++step)
-        from = decode_step(symbols, codes + step * kSzLanes, kSzLanes, states, begin, from);
-    return from;
+// The inverse. Returns false where there are too few words.
+template <bool direct, int chunks>
+inline bool decode_steps(const SzSymbols& symbols, int64_t steps, SzDecoding* given, double, double) {
+    static_assert(!direct, "numbers are written in another pass");
+    for (int c = 0; c < chunks; ++c) {
+        SzDecoding& one = given[c];
+        for (int64_t step = 0; step < steps && one.from != nullptr; ++step)
+            one.from = decode_step(symbols, one.codes + step * kSzLanes, kSzLanes, one.states, one.begin, one.from);
+        if (one.from == nullptr) return false;
+    }
+    return true;
 }
 #endif
 
-// The words of n codes. Returns their number, -1 where there are more than `most`.
-inline int64_t encode_words(const SzSymbols& symbols, const int32_t* codes, int64_t n, uint16_t* words, int64_t most) {
-    uint32_t states[kSzLanes];
-    for (uint32_t& state : states) state = kSzLeast;
-    const int64_t steps = n / kSzLanes;
-    uint16_t* to = encode_step(symbols, codes + steps * kSzLanes, int(n % kSzLanes), states, words + kSzStates);
-    to = encode_steps(symbols, codes, steps, states, to, words + std::max(most, kSzStates + 4 * kSzLanes));
-    if (to == nullptr || to - words > most) return -1;
-    std::memcpy(words, states, sizeof states);
-    return to - words;
+// As many bytes as n elements have, in words, are too many beside the outliers.
+inline int64_t most_words(int64_t n, int64_t width, int64_t outliers) {
+    return (n * width - outliers * (2 + width) - 1) / 2;
 }
 
-inline bool decode_words(const SzSymbols& symbols, int32_t* codes, int64_t n, const uint16_t* words, int64_t count) {
-    uint32_t states[kSzLanes];
-    std::memcpy(states, words, sizeof states);
-    const int64_t steps = n / kSzLanes;
-    const uint16_t* begin = words + kSzStates;
-    const uint16_t* from = decode_steps(symbols, codes, steps, states, begin, words + count);
-    if (from == nullptr) return false;
-    from = decode_step(symbols, codes + steps * kSzLanes, int(n % kSzLanes), states, begin, from);
-    bool right = from == begin;
-    for (const uint32_t state : states) right &= state == kSzLeast;
+// What chunks, each of n elements, take as words, to `words`; -1 where that is too many. Without prediction a few
+// elements at a time become codes and then words, so that their codes are in the first-level cache when they are asked
+// for. Words are made from the end on, against the direction in which the processor would fetch elements by itself.
+template <class E, int chunks>
+inline void encode_words(const SzEncodeJob& job, int64_t begin, int64_t n, SzScratch* scratch, int64_t* outliers,
+                         int64_t* words) {
+    constexpr int64_t at_once = 32 * kSzLanes, width = sizeof(typename E::U);
+    const bool predicts = job.axes != 0;
+    const int64_t steps = n / kSzLanes, tail = steps * kSzLanes;
+    uint32_t states[chunks][kSzLanes];
+    SzEncoding given[chunks];
+    for (int c = 0; c < chunks; ++c) {
+        for (uint32_t& state : states[c]) state = kSzLeast;
+        int32_t* codes = scratch[c].codes;
+        const int64_t from = predicts ? 0 : tail;
+        outliers[c] = quantise<E>(job.quantise, begin + c * n + from, n - from, codes, scratch[c].outliers + from);
+        if (predicts) predict(codes, n, job.axes, job.blocks);
+        uint16_t* to = scratch[c].words + kSzStates;
+        to = encode_step(*job.symbols, codes + tail - from, int(n - tail), states[c], to);
+        const int64_t most = std::max(most_words(n, width, outliers[c]), kSzStates + 4 * kSzLanes);
+        given[c] = {codes, states[c], to, scratch[c].words + most};
+    }
+    bool fit = predicts ? encode_steps<chunks>(*job.symbols, steps, given) : true;
+    for (int64_t end = tail; !predicts && fit && end > 0;) {
+        const int64_t first = std::max<int64_t>(end - at_once, 0);
+        for (int c = 0; c < chunks; ++c)
+            outliers[c] += quantise<E>(job.quantise, begin + c * n + first, end - first, scratch[c].codes,
+                                       scratch[c].outliers + first);
+        for (int c = 0; c < chunks; ++c) {
+            const char* before = static_cast<const char*>(job.quantise.x) + (begin + c * n + first) * width;
+            const int64_t next = std::min(at_once, first) * width;
+            for (int64_t line = 64; line <= next; line += 64) __builtin_prefetch(before - line);
+        }
+        fit = encode_steps<chunks>(*job.symbols, (end - first) / kSzLanes, given);
+        end = first;
+    }
+    if constexpr (chunks > 1) {
+        for (int c = 0; c < chunks && !fit; ++c)
+            encode_words<E, 1>(job, begin + c * n, n, scratch + c, outliers + c, words + c);
+        if (!fit) return;
+    }
+    for (int c = 0; c < chunks; ++c) {
+        words[c] = given[c].to - scratch[c].words;
+        if (!fit || words[c] > most_words(n, width, outliers[c])) words[c] = -1;
+        else std::memcpy(scratch[c].words, states[c], sizeof states[c]);
+    }
+}
+
+// Where a chunk's words are.
+struct SzWords {
+    const uint16_t* words;
+    int64_t count;
+};
+
+// The codes of chunks, each of n elements; where `direct`, what they mean, to `out`.
+template <bool direct, int chunks>
+inline bool decode_words(const SzSymbols& symbols, SzScratch* scratch, float* const* out, int64_t n,
+                         const SzWords* words, double step, double offset) {
+    uint32_t states[chunks][kSzLanes];
+    SzDecoding given[chunks];
+    const int64_t steps = n / kSzLanes, tail = steps * kSzLanes;
+    for (int c = 0; c < chunks; ++c) {
+        std::memcpy(states[c], words[c].words, sizeof states[c]);
+        given[c] = {scratch[c].codes, out[c], states[c], words[c].words + kSzStates, words[c].words + words[c].count};
+    }
+    if (!decode_steps<direct, chunks>(symbols, steps, given, step, offset)) return false;
+    bool right = true;
+    for (int c = 0; c < chunks; ++c) {
+        int32_t* codes = scratch[c].codes + tail;
+        const uint16_t* from = decode_step(symbols, codes, int(n - tail), states[c], given[c].begin, given[c].from);
+        right &= from == given[c].begin;
+        for (const uint32_t state : states[c]) right &= state == kSzLeast;
+        for (int64_t i = 0; direct && i < n - tail; ++i) out[c][tail + i] = float((double(codes[i]) + offset) * step);
+    }
     return right;
 }
 
-inline bool encode_chunk(const SzEncodeJob& job, int64_t chunk, SzScratch& scratch, SzPiece& piece) {
+// Puts what a chunk has become into memory of its own. False where there is none.
+template <class U>
+inline bool keep_piece(const SzScratch& scratch, const U* x, int64_t n, int64_t words, int64_t outliers,
+                       SzPiece& piece) {
+    const bool dense = words < 0;
+    piece.count = dense ? 0 : words;
+    piece.places = dense ? 0 : outliers;
+    piece.values = dense ? n : outliers;
+    const size_t bytes = size_t(piece.count + piece.places) * 2 + size_t(piece.values) * sizeof(U);
+    piece.words = static_cast<uint16_t*>(std::malloc(bytes));
+    if (piece.words == nullptr) return false;
+    char* values = reinterpret_cast<char*>(piece.words + piece.count + piece.places);
+    if (dense) {
+        std::memcpy(values, x, size_t(n) * sizeof(U));
+        return true;
+    }
+    std::memcpy(piece.words, scratch.words, size_t(words) * 2);
+    uint16_t* place = piece.words + words;
+    for (int64_t i = 0, left = outliers; left > 0; ++i) {
+        if (!scratch.outliers[i]) continue;
+        *place++ = uint16_t(i);
+        std::memcpy(values, x + i, sizeof(U));
+        values += sizeof(U);
+        --left;
+    }
+    return true;
+}
+
+// Encodes so many chunks of equal length, from `chunk` on.
+template <class E, int chunks>
+inline bool encode_as(const SzEncodeJob& job, int64_t chunk, SzScratch* scratch, SzPiece* pieces) {
+    using U = typename E::U;
+    const int64_t begin = chunk * job.blocks.chunk, n = std::min(job.blocks.chunk, job.n - begin);
+    int64_t outliers[chunks], words[chunks];
+    encode_words<E, chunks>(job, begin, n, scratch, outliers, words);
+    bool kept = true;
+    for (int c = 0; c < chunks; ++c) {
+        const U* x = static_cast<const U*>(job.quantise.x) + begin + c * n;
+        kept &= keep_piece(scratch[c], x, n, words[c], outliers[c], pieces[c]);
+    }
+    return kept;
+}
+
+// Encodes chunks [begin, end), in `scratch` of two.
+inline bool encode_chunks(const SzEncodeJob& job, int64_t begin, int64_t end, SzScratch* scratch, SzPiece* pieces) {
     return with_element(job.quantise.type, [&](auto element) {
         using E = decltype(element);
-        using U = typename E::U;
-        const int64_t begin = chunk * job.blocks.chunk, n = std::min(job.blocks.chunk, job.n - begin);
-        const U* x = static_cast<const U*>(job.quantise.x) + begin;
-        const int64_t outliers = quantise<E>(job.quantise, begin, n, scratch.codes, scratch.outliers);
-        predict(scratch.codes, n, job.axes, job.blocks);
-        // As many bytes as the elements have are too many.
-        const int64_t most = (n * int64_t(sizeof(U)) - outliers * int64_t(2 + sizeof(U)) - 1) / 2;
-        const int64_t words = most < kSzStates ? -1 : encode_words(*job.symbols, scratch.codes, n, scratch.words, most);
-        const bool dense = words < 0;
-        piece.count = dense ? 0 : words;
-        piece.places = dense ? 0 : outliers;
-        piece.values = dense ? n : outliers;
-        const size_t bytes = size_t(piece.count + piece.places) * 2 + size_t(piece.values) * sizeof(U);
-        piece.words = static_cast<uint16_t*>(std::malloc(bytes));
-        if (piece.words == nullptr) return false;
-        char* values = reinterpret_cast<char*>(piece.words + piece.count + piece.places);
-        if (dense) {
-            std::memcpy(values, x, size_t(n) * sizeof(U));
-            return true;
+        bool kept = true;
+        for (int64_t chunk = begin; chunk < end && kept;) {
+            const bool pair = kSzWide && (chunk + 2) * job.blocks.chunk <= job.n && chunk + 2 <= end;
+            if (pair) kept = encode_as<E, 2>(job, chunk, scratch, pieces + chunk);
+            else kept = encode_as<E, 1>(job, chunk, scratch, pieces + chunk);
+            chunk += 1 + pair;
         }
-        std::memcpy(piece.words, scratch.words, size_t(words) * 2);
-        uint16_t* place = piece.words + words;
-        for (int64_t i = 0, left = outliers; left > 0; ++i) {
-            if (!scratch.outliers[i]) continue;
-            *place++ = uint16_t(i);
-            std::memcpy(values, x + i, sizeof(U));
-            values += sizeof(U);
-            --left;
-        }
-        return true;
+        return kept;
     });
 }
 
@@ -372,26 +496,61 @@ __attribute__((noinline)) void dequantise(const int32_t* __restrict codes, int64
     for (int64_t i = 0; i < n; ++i) out[i] = E::narrow(float((double(codes[i]) + offset) * step));
 }
 
-inline bool decode_chunk(const SzDecodeJob& job, int64_t chunk, const int64_t* sizes, SzScratch& scratch) {
+// Decodes so many chunks of equal length, none of which is dense.
+template <class E, int chunks>
+inline bool decode_as(const SzDecodeJob& job, const SzSpan* spans, typename E::U* out, SzScratch* scratch) {
+    using U = typename E::U;
+    const int64_t n = spans[0].elements;
+    SzWords words[chunks];
+    float* floats[chunks] = {};
+    for (int c = 0; c < chunks; ++c)
+        words[c] = {job.stream + spans[c].begin[0], spans[c].end[0] - spans[c].begin[0]};
+    bool direct = false, decoded = false;
+    if constexpr (kSzWide && std::is_same_v<U, float>) {
+        direct = job.axes == 0;
+        for (int c = 0; direct && c < chunks; ++c) floats[c] = out + c * n;
+        if (direct)
+            decoded = decode_words<true, chunks>(*job.symbols, scratch, floats, n, words, job.step, job.offset);
+    }
+    if (!direct) decoded = decode_words<false, chunks>(*job.symbols, scratch, floats, n, words, job.step, job.offset);
+    if (!decoded) return false;
+    for (int c = 0; c < chunks; ++c) {
+        if (!direct) {
+            restore(scratch[c].codes, n, job.axes, job.blocks);
+            dequantise<E>(scratch[c].codes, n, job.step, job.offset, out + c * n);
+        }
+        const U* values = static_cast<const U*>(job.values) + spans[c].begin[2];
+        const uint16_t* places = job.places + spans[c].begin[1];
+        for (int64_t i = 0; i < spans[c].end[1] - spans[c].begin[1]; ++i)
+            if (places[i] < n) out[c * n + places[i]] = values[i];
+    }
+    return true;
+}
+
+// Decodes chunks [begin, end), in `scratch` of two. Returns how many are damaged, as far as it has come.
+inline int64_t decode_chunks(const SzDecodeJob& job, int64_t begin, int64_t end, const int64_t* sizes,
+                             SzScratch* scratch) {
     return with_element(job.type, [&](auto element) {
         using E = decltype(element);
         using U = typename E::U;
-        SzSpan span;
-        if (!span_of(job.index, chunk, job.blocks, job.n, sizes, span)) return false;
-        U* out = static_cast<U*>(job.out) + chunk * job.blocks.chunk;
-        const U* values = static_cast<const U*>(job.values) + span.begin[2];
-        if (span.dense) {
-            std::memcpy(out, values, size_t(span.elements) * sizeof(U));
-            return true;
+        for (int64_t chunk = begin; chunk < end;) {
+            SzSpan spans[2];
+            U* out = static_cast<U*>(job.out) + chunk * job.blocks.chunk;
+            if (!span_of(job.index, chunk, job.blocks, job.n, sizes, spans[0])) return 1;
+            if (spans[0].dense) {
+                const U* values = static_cast<const U*>(job.values) + spans[0].begin[2];
+                std::memcpy(out, values, size_t(spans[0].elements) * sizeof(U));
+                ++chunk;
+                continue;
+            }
+            const bool pair = kSzWide && chunk + 2 <= end &&
+                              span_of(job.index, chunk + 1, job.blocks, job.n, sizes, spans[1]) && !spans[1].dense &&
+                              spans[1].elements == spans[0].elements;
+            const bool decoded =
+                pair ? decode_as<E, 2>(job, spans, out, scratch) : decode_as<E, 1>(job, spans, out, scratch);
+            if (!decoded) return 1;
+            chunk += 1 + pair;
         }
-        if (!decode_words(*job.symbols, scratch.codes, span.elements, job.stream + span.begin[0],
-                          span.end[0] - span.begin[0]))
-            return false;
-        restore(scratch.codes, span.elements, job.axes, job.blocks);
-        dequantise<E>(scratch.codes, span.elements, job.step, job.offset, out);
-        const uint16_t* places = job.places + span.begin[1];
-        for (int64_t i = 0; i < span.end[1] - span.begin[1]; ++i)
-            if (places[i] < span.elements) out[places[i]] = values[i];
-        return true;
+        return 0;
     });
 }
