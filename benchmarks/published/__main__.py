@@ -20,7 +20,7 @@ _ABOUT = {
     "bench": "ratios of networks, speed of codecs on real tensors, times and peaks of steps: `backstash bench run`",
     "cdma": "bytes that would cross a link, by codec: `backstash bench cdma`",
     "comet": "ratios, accuracy and time under bounds that follow the gradients: `backstash bench comet`",
-    "comet-error": "the whole error of each weight gradient, predicted and measured: `python -m benchmarks.comet_error`",
+    "comet-error": "whole errors of weight gradients, predicted and measured: `python -m benchmarks.comet_error`",
     "density": "the share of zeros from which CSR is smaller than a bit mask: `backstash bench density`",
     "disk": "speed of the disk store beside dd: `backstash bench disk`",
     "gist": "ratios, footprints and times of Gist's stages: `backstash bench gist`",
