@@ -15,7 +15,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 def is_odd(x: torch.Tensor) -> bool:
     """Whether no codec handles the tensor: it is quantized, lazily conjugated or negated, nested, or has no memory."""
-    return x.is_quantized or x.is_conj() or x.is_neg() or x.device.type == "meta" or x.is_nested
+    return x.is_quantized or x.is_conj() or x.is_neg() or x.is_meta or x.is_nested
 
 
 class Need(Enum):

@@ -44,6 +44,12 @@ dispatch_mode: Callable[[], Any] = _find("utils._python_dispatch._get_current_di
 saved_tensor_hooks: Callable[[bool], Any] = _find("_C._autograd._top_saved_tensors_default_hooks")
 """The innermost pair of saved-tensor hooks; None where there is none."""
 
+any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled")
+"""Whether autocast is on for any type of device."""
+
+set_grad_mode: Callable[[bool], None] = _find("_C._set_grad_enabled")
+"""Switches grad mode of this thread on or off; ``torch.no_grad()`` does the same in five times the time."""
+
 no_torch_function: Any = _find("_C.DisableTorchFunction")
 """A context in which nobody sees the torch functions that are called."""
 

@@ -89,20 +89,23 @@ class Claim(Tensor):
         stashed: the saved tensor that it stands for.
         spec: the layout of that.
         transposed: whether a formula has transposed it since, [rows, columns] to [columns, rows].
+        is_new: whether the engine has yet to detach it. The engine does that at once, and nobody else knows the claim
+            then, so the engine is given the claim itself.
     """
 
     stashed: Stashed
     spec: TensorSpec
     transposed: bool
+    is_new: bool
 
     @staticmethod
-    def __new__(cls, stashed: Stashed, spec: TensorSpec, transposed: bool = False) -> Claim:
+    def __new__(cls, stashed: Stashed, spec: TensorSpec, transposed: bool = False, is_new: bool = False) -> Claim:
         """A claim for the tensor with that layout, or for its transpose."""
         shape, stride = (spec.shape[::-1], spec.stride[::-1]) if transposed else (spec.shape, spec.stride)
         claim: Claim = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, strides=stride, dtype=spec.dtype, device=spec.device
         )
-        claim.stashed, claim.spec, claim.transposed = stashed, spec, transposed
+        claim.stashed, claim.spec, claim.transposed, claim.is_new = stashed, spec, transposed, is_new
         return claim
 
     def whole(self) -> Tensor:
@@ -122,6 +125,9 @@ class Claim(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Result:
         if func is _detach:  # the engine detaches whatever it unpacks
+            if args[0].is_new:
+                args[0].is_new = False
+                return args[0]
             return Claim(args[0].stashed, args[0].spec, args[0].transposed)
         if func is _transpose:
             return Claim(args[0].stashed, args[0].spec, not args[0].transposed)
@@ -184,4 +190,4 @@ def claim(stashed: Stashed, spec: TensorSpec, node: int) -> Claim | None:
     running = running_node()
     if running is None or running._sequence_nr() != node:
         return None
-    return Claim(stashed, spec)
+    return Claim(stashed, spec, is_new=True)

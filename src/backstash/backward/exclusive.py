@@ -74,9 +74,9 @@ def is_alone(grad: Tensor, counts: Counts, call: str) -> bool:
     if torch.is_grad_enabled() or _is_traced():
         return False
     storage = grad.untyped_storage()
-    if not storage.resizable() or storage.is_shared():
+    if storage.nbytes() != grad.nbytes or not storage.resizable() or storage.is_shared():
         return False
-    return storage.nbytes() == grad.numel() * grad.element_size() and is_dense(tuple(grad.shape), grad.stride())
+    return grad.is_contiguous() or is_dense(tuple(grad.shape), grad.stride())
 
 
 CALLS = ("relu", "silu", "group_norm", "product")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -100,26 +101,17 @@ def batch_norm(
     Returns:
         None, with ``grad`` untouched, where the kernels here do not take these tensors.
     """
-    if not (train and mask[0] and x.numel() and serves("batch_norm_channels", "cpu")) or mean is None or invstd is None:
+    if not (train and mask[0] and serves("batch_norm_channels", "cpu")) or mean is None or invstd is None:
         return None
-    channels = x.shape[1]
-    vectors = [vector for vector in (weight, mean, invstd) if vector is not None]
-    if grad.shape != x.shape or grad.stride() != x.stride():
+    shape, stride = tuple(x.shape), x.stride()
+    if grad.dtype is not torch.float32 or grad.shape != shape or grad.stride() != stride:
         return None
-    if any(tensor.dtype is not torch.float32 or tensor.device.type != "cpu" for tensor in (grad, x, *vectors)):
+    if x.dtype is not torch.float32 or grad.device.type != "cpu" or not per_channel(shape[1], weight, mean, invstd):
         return None
-    if not per_channel(channels, *vectors):
+    chosen = _kernel_of(shape, stride, over)
+    if chosen is None:
         return None
-    _, inner = images(x) or (0, 0)
-    kernel: _Kernel
-    example: tuple[int, ...]
-    if inner > 1 and x.stride(1) == inner:
-        kernel, example = _by_channel, (3, max(8, _EXAMPLE // inner), inner)
-    elif inner == 1 and x.dim() == 4 and over and channels % _LANES == 0:
-        pixels = (1, 1) if x.is_contiguous() else (5, 3)  # one pixel is contiguous and channels last at once
-        kernel, example = _by_pixel, (max(2, _EXAMPLE // channels), channels, *pixels)
-    else:
-        return None
+    kernel, example = chosen
     has_weight = weight is not None
     facts = (kernel.__name__, example, has_weight)
     if not proofs.ask("batch norm", facts, lambda: _matches_batch_norm(aten, kernel, example, has_weight)):
@@ -128,6 +120,24 @@ def batch_norm(
     if not over:
         advise_huge(out := torch.empty_like(grad))
     return kernel(_BatchNorm(aten, x, weight, mean, invstd, eps), grad, out, mask)
+
+
+@lru_cache(maxsize=4096)
+def _kernel_of(shape: tuple[int, ...], stride: tuple[int, ...], over: bool) -> tuple[_Kernel, tuple[int, ...]] | None:
+    """Returns the kernel here for float32 images of that layout, and the shape of an example; None where there is none.
+
+    Args:
+        shape, stride: of the images, [N, C, ...].
+        over: whether the input's gradient is to be in the memory of the output's.
+    """
+    x, channels = torch.empty_strided(shape, stride, device="meta"), shape[1]
+    _, inner = (images(x) or (0, 0)) if x.numel() else (0, 0)
+    if inner > 1 and stride[1] == inner:
+        return _by_channel, (3, max(8, _EXAMPLE // inner), inner)
+    if inner == 1 and len(shape) == 4 and over and channels % _LANES == 0:
+        pixels = (1, 1) if x.is_contiguous() else (5, 3)  # one pixel is contiguous and channels last at once
+        return _by_pixel, (max(2, _EXAMPLE // channels), channels, *pixels)
+    return None
 
 
 def _by_channel(norm: _BatchNorm, grad: Tensor, out: Tensor, mask: list[bool]) -> Gradients:

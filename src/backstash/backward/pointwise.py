@@ -38,7 +38,8 @@ def masked(
     mask = stashed.direct(MaskBits) if grad.dtype in SELECTED and same_order(grad, claim) else None
     if mask is not None:
         out = grad if alone else torch.empty_like(grad)
-        serving("cpu").mask_select(flat(grad), mask.bits, flat(out))
+        given = flat(grad)
+        serving("cpu").mask_select(given, mask.bits, given if alone else flat(out))
         stashed.release()
         return out
     return written(claim, aten, args, kwargs, alone)

@@ -45,9 +45,12 @@ def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
 
 def _unpacked(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
     if type(packed) is tuple:
-        return linear.claim_input(held.read(packed))
-    if isinstance(packed, HeldParameter):
-        parameter = held.read((packed.tensor, packed.version, None))
+        tensor = held.read(packed)
+        return linear.claim_input(tensor) if tensor.dim() == 2 else tensor
+    if type(packed) is HeldParameter:
+        parameter = packed.tensor
+        if parameter._version != packed.version:
+            held.read((parameter, packed.version, None))  # raises
         if parameter.nbytes >= min_nbytes:
             parameter = linear.claim_weight(parameter)
         if in_backward():  # and not a look at grad_fn._saved_*
@@ -58,7 +61,7 @@ def _unpacked(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
     if wrapping is not None:
         wrapping.check_version()
     tensor = _inner(packed, live)
-    if packed.dense is not None and packed.spec is not None and in_backward():
+    if packed.dense is not None and packed.spec is not None and type(tensor) is not claims.Claim and in_backward():
         check_memory(tensor, packed.spec.nbytes, packed.tensor.key if packed.tensor else "")
     return tensor if wrapping is None else wrapping.wrap(tensor)
 

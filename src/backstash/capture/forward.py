@@ -32,7 +32,7 @@ from backstash.stash.live import Live
 from backstash.stash.pending import Pending
 from backstash.stash.place import Place
 from backstash.stash.value import Saved, Value, version_of
-from backstash.torch_internals import hide_from_dynamo, in_backward, no_torch_function
+from backstash.torch_internals import any_autocast, hide_from_dynamo, in_backward, no_torch_function
 
 
 class Forward:
@@ -124,6 +124,8 @@ class Forward:
 
     def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A function is about to change its arguments, or to hand their memory on to who changes it unseen."""
+        if effect is not SideEffect.ESCAPES and not self._leaning:
+            return  # nothing is remade from what the program may change
         with self._lock:
             for x in affected(effect, args, kwargs):
                 if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
@@ -192,16 +194,18 @@ class Forward:
     def pack(self, x: Tensor) -> held.Packed:
         """What autograd holds in the place of a tensor that it saves."""
         with no_torch_function():
-            self.counted[0] += 1
-            inner = wrapped.inner_tensor(x)
+            counted = self.counted
+            counted[0] += 1
+            inner = x if type(x) in PLAIN else wrapped.inner_tensor(x)
             if inner is not None and inner.layout is torch.strided:
                 storage = inner.untyped_storage()
-                self.counted[1] += x.nbytes
+                nbytes = storage.nbytes()
+                counted[1] += x.nbytes
                 if self.parameters.include(x, storage):
-                    self.step.parameters[storage._cdata] = storage.nbytes()
+                    self.step.parameters[storage._cdata] = nbytes
                     return parameters.HeldParameter.of(x, inner)
-                if storage.nbytes() < self._contents.min_nbytes:
-                    self.step.small[storage._cdata] = storage.nbytes()
+                if nbytes < self._contents.min_nbytes:
+                    self.step.small[storage._cdata] = nbytes
                     return held.hold(x)
             return self._pack_large(x, inner)
 
@@ -235,7 +239,7 @@ class Forward:
             wanted = {id(saved): saved for saved in unnamed if saved.is_plain}
             if not wanted:
                 return
-            is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()
+            is_autocast = any_autocast()
             for node, found in find(result, wanted):
                 copies = weight_copies(node) if is_autocast else ()
                 places = self._names.places(node, found)

@@ -36,11 +36,7 @@ _numbers: tuple[int, int] | None = None
 """Of the two hooks, once they were registered: of the one before a forward, and of the one after it."""
 
 _lock = threading.Lock()
-
-
-def active() -> Any:
-    """The listener of this thread, or None."""
-    return getattr(_active, "listener", None)
+_is_compiling = torch.compiler.is_compiling
 
 
 def is_active() -> bool:
@@ -92,9 +88,9 @@ def _uninstall() -> None:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return
-    listener = active()
+    listener = getattr(_active, "listener", None)
     if listener is not None:
         listener.enter_module(module)
     elif torch.is_grad_enabled():
@@ -105,9 +101,9 @@ def _enter(module: nn.Module, args: Any) -> None:
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return
-    listener = active()
+    listener = getattr(_active, "listener", None)
     if listener is not None:
         listener.leave_module()
 

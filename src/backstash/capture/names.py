@@ -53,7 +53,7 @@ class KnownNode:
         for place, (_, saved) in zip(self.places, found, strict=True):
             if not saved.looks_like(place.facts.spec):
                 return False
-        return all(getattr(node, name, None) == scalar for name, scalar in self.asked)
+        return not self.asked or all(getattr(node, name, None) == scalar for name, scalar in self.asked)
 
 
 class _Asked:
@@ -89,6 +89,7 @@ class Names:
         self._can_claim = can_claim
         self.frames = [Frame("")]
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._found: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # by the module's id, which is faster
         self.learned = Learned()
 
     # -- modules -------------------------------------------------------------------------------------------------
@@ -100,11 +101,12 @@ class Names:
 
     def enter(self, module: nn.Module) -> None:
         """A module's forward begins."""
-        path = self._paths.get(module)
-        if path is None:
-            self._learn_paths(module, prefix=type(module).__name__)
-            path = self._paths[module]
-        self.frames.append(Frame(path))
+        found = self._found.get(id(module))
+        if found is None or found[0]() is not module:
+            if module not in self._paths:
+                self._learn_paths(module, prefix=type(module).__name__)
+            self._found[id(module)] = found = weakref.ref(module), self._paths[module]
+        self.frames.append(Frame(found[1]))
 
     def leave(self) -> None:
         """It has returned or raised."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,31 +11,43 @@ from backstash.stash import wrapped
 from backstash.stash.value import Saved
 
 
-def find(result: Any, wanted: dict[int, Saved]) -> Iterator[tuple[Any, list[tuple[str, Saved]]]]:
+def find(result: Any, wanted: dict[int, Saved]) -> list[tuple[Any, list[tuple[str, Saved]]]]:
     """The autograd nodes behind ``result`` that saved something wanted, and what under which role.
 
     Found tensors are removed from ``wanted``. The walk is bounded: what a function returns may hang on a long graph
     although the node that saved is not in it.
     """
-    queue: deque[Any] = deque(node for tensor in _tensors(result) if (node := tensor.grad_fn) is not None)
-    budget = 16 + 8 * len(wanted)
-    while queue and wanted and budget:
-        budget -= 1
-        node = queue.popleft()
-        found = []
-        for attribute, role in _saved_attributes(type(node)):
-            try:
-                raw = getattr(node, attribute)
-            except RuntimeError:  # an older node, whose backward has run and freed what it saved
-                break
-            for variable in raw if isinstance(raw, (tuple, list)) else (raw,):
-                saved = wanted.pop(id(_packed(variable)), None)
-                if saved is not None:
-                    found.append((role, saved))
+    nodes: list[Any] = [result.grad_fn] if type(result) is Tensor else [x.grad_fn for x in _tensors(result)]
+    answer: list[tuple[Any, list[tuple[str, Saved]]]] = []
+    most = 16 + 8 * len(wanted)
+    for node in nodes:  # which grows on the way
+        if node is None:
+            continue
+        found = _found(node, wanted)
         if found:
-            yield node, found
-        if wanted:
-            queue.extend(following for following, _ in node.next_functions if following is not None)
+            answer.append((node, found))
+        most -= 1
+        if not wanted or not most:
+            break
+        nodes += [following for following, _ in node.next_functions]
+    return answer
+
+
+def _found(node: Any, wanted: dict[int, Saved]) -> list[tuple[str, Saved]]:
+    """What is wanted of all that a node has saved, with its role; it is removed from ``wanted``."""
+    found: list[tuple[str, Saved]] = []
+    for attribute, role in _saved_attributes(type(node)):
+        try:
+            raw = getattr(node, attribute)
+        except RuntimeError:  # an older node, whose backward has run and freed what it saved
+            break
+        for variable in raw if type(raw) in (tuple, list) else (raw,):
+            saved = wanted.pop(id(_packed(variable)), None)
+            if saved is not None:
+                found.append((role, saved))
+        if not wanted:  # the node's other variables need not be made objects of Python
+            break
+    return found
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:

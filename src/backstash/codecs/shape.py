@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -67,15 +68,13 @@ def stand_in(spec: TensorSpec) -> Tensor:
     return flat.as_strided(spec.shape, spec.stride)
 
 
-_pages: bytearray | memoryview | object | None = None
+_pages: mmap.mmap | None = None
 
 
-def _zero_pages(nbytes: int) -> object:
+def _zero_pages(nbytes: int) -> mmap.mmap:
     """An anonymous private mapping of at least ``nbytes``, shared by every stand-in and grown on demand."""
-    import mmap
-
     global _pages
-    if _pages is None or len(_pages) < nbytes:  # type: ignore[arg-type]
+    if _pages is None or len(_pages) < nbytes:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         _pages = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
     return _pages

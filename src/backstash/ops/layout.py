@@ -69,7 +69,9 @@ def images(x: Tensor) -> tuple[int, int] | None:
 
 def per_channel(channels: int, *vectors: Tensor | None) -> bool:
     """Whether every tensor in ``vectors`` is contiguous, float32 and of shape [channels]. None counts as such."""
-    return all(
-        vector is None or (vector.dtype is torch.float32 and vector.shape == (channels,) and vector.is_contiguous())
-        for vector in vectors
-    )
+    for vector in vectors:
+        if vector is None:
+            continue
+        if vector.dtype is not torch.float32 or vector.shape != (channels,) or not vector.is_contiguous():
+            return False
+    return True

@@ -28,6 +28,9 @@ class Leaning:
     def __init__(self) -> None:
         self._values: dict[int, list[weakref.ref[Value]]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
     def __contains__(self, cdata: int) -> bool:
         return cdata in self._values
 

@@ -22,7 +22,7 @@ import torch
 from backstash.stash.accounts import Account
 from backstash.stash.live import Live
 from backstash.stash.value import Value
-from backstash.torch_internals import storage_use_count
+from backstash.torch_internals import set_grad_mode, storage_use_count
 
 
 class Pending:
@@ -82,8 +82,11 @@ class Pending:
             # Perhaps it was let go of earlier than it was looked at: a little earlier next time.
             value.place.delay = max(1, age - age // 8)
         if torch.is_grad_enabled():
-            with torch.no_grad():
+            set_grad_mode(False)
+            try:
                 self._decide(value)
+            finally:
+                set_grad_mode(True)
         else:
             self._decide(value)
         value.storage = None

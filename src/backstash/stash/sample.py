@@ -75,7 +75,7 @@ class Sample:
     def _elements(self, whole: Tensor) -> Tensor:
         count = whole.numel()
         number = min(ELEMENTS, max(0, -(-(count - self.begin) // self.step)))
-        return whole.detach().as_strided((number,), (self.step,), whole.storage_offset() + self.begin)
+        return whole.as_strided((number,), (self.step,), whole.storage_offset() + self.begin)
 
 
 def _checksum(whole: Tensor) -> int:
