@@ -1,4 +1,4 @@
-"""What a saved tensor costs the processor: ``python -m benchmarks.hostcost [--json FILE] [--seconds N] [--only NAME]``.
+"""What a saved tensor costs the processor: ``python -m benchmarks.hostcost [--json FILE] [--only NAME] [--profile]``.
 
 Small tensors on one thread, so that Python sets the pace, as it does on every GPU. Timed is the thread's own processor
 time of a step, forward and backward; the cost is what a step takes above a plain one, divided by the number of tensors
@@ -6,6 +6,12 @@ that autograd saves in it. All candidates take turns; ``plain again`` is plain P
 
 The cases ``held ...`` keep every output, as unrolled recurrent networks, rollouts and ``output_hidden_states`` do: the
 cost per tensor must not grow with their number.
+
+After the cases come *events*: small programs in which one thing happens again and again, such as a torch function that
+saves nothing, or a relu whose bits are stored and read by a claim. Forward and backward are timed apart.
+
+``--profile`` measures nothing of this. It runs each case under cProfile and prints how its processor time divides
+between the rooms of the package, from the observer to the backward kernels (see `benchmarks.stages`).
 """
 
 from __future__ import annotations
@@ -22,16 +28,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from backstash import Session
 from benchmarks.networks import build
 from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
+from benchmarks.stages import profile
 
 FORMAT = 1
 """Version of the JSON's layout."""
 
 Loss = Callable[[], Any]
+
+Forward = Callable[[Loss], Any]
+"""How a candidate runs a forward pass: it returns what the loss returns."""
+
+FLOOR = 16 << 10
+"""Bytes from which on a Session may look at tensors at all; what the candidate ``from 16 KiB on`` is about."""
 
 
 class Nothing(TorchFunctionMode):
@@ -48,18 +62,34 @@ def identity_hooks() -> AbstractContextManager[object]:
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
-def _contexts() -> dict[str, AbstractContextManager[object]]:
-    """The candidates; a Session is one for all steps, as a training loop has it."""
+def within(context: AbstractContextManager[object]) -> Forward:
+    """Runs forward passes inside that context, which can be entered again and again."""
+
+    def forward(loss: Loss) -> Any:
+        with context:
+            return loss()
+
+    return forward
+
+
+def _checkpointed(loss: Loss) -> Any:
+    """Runs a forward pass that saves nothing, and all of it again in backward."""
+    return checkpoint(loss, use_reentrant=False)
+
+
+def candidates() -> dict[str, Forward]:
+    """All candidates by name, plain PyTorch first; a Session is one for all steps, as a training loop has it."""
     return {
-        "plain": nullcontext(),
-        "plain again": nullcontext(),
-        "identity hooks": identity_hooks(),
-        "function mode": Nothing(),
-        "save_on_cpu": torch.autograd.graph.save_on_cpu(),
-        "keep": Session("keep"),
-        "lossless_stored": Session("lossless_stored"),
-        "lossless": Session("lossless"),
-        "lossless from 16 KiB on": Session("lossless", min_nbytes=16 << 10),
+        "plain": within(nullcontext()),
+        "plain again": within(nullcontext()),
+        "identity hooks": within(identity_hooks()),
+        "function mode": within(Nothing()),
+        "save_on_cpu": within(torch.autograd.graph.save_on_cpu()),
+        "checkpoint": _checkpointed,
+        "keep": within(Session("keep")),
+        "lossless_stored": within(Session("lossless_stored")),
+        "lossless": within(Session("lossless")),
+        "lossless from 16 KiB on": within(Session("lossless", min_nbytes=FLOOR)),
     }
 
 
@@ -84,6 +114,22 @@ def _gpt2() -> Loss:
     config = GPT2Config(n_layer=12, n_embd=128, n_head=4, vocab_size=512, n_positions=64, **without)
     model, words = GPT2LMHeadModel(config), torch.randint(512, (2, 64))
     return lambda: model(words, labels=words).loss  # type: ignore[no-any-return]
+
+
+def _vit() -> Loss:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 192,
+        "intermediate_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 3,
+        "image_size": 64,
+        "patch_size": 8,
+        "num_labels": 10,
+    }
+    model, x = ViTForImageClassification(ViTConfig(**sizes)), torch.randn(2, 3, 64, 64)
+    return lambda: model(pixel_values=x).logits.square().mean()
 
 
 def _mlp() -> Loss:
@@ -122,11 +168,72 @@ def _held(number: int) -> Loss:
 CASES: dict[str, Callable[[], Loss]] = {
     "ResNet-50, 64x64": _resnet50,
     "GPT-2 12 x 128": _gpt2,
+    "ViT 12 x 192": _vit,
     "100-layer MLP": _mlp,
     "LSTM, 64 steps": _lstm,
     **{f"held {number}": partial(_held, number) for number in (500, 1000, 2000, 4000)},
 }
 
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+EVENTS = 200
+"""How often an event happens in a step."""
+
+
+class Repeated(nn.Module):
+    """Runs a function of a tensor again and again, on its own results; a module, so that a Session knows its steps."""
+
+    def __init__(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.x, self.function = x, function
+
+    def forward(self) -> Tensor:
+        """The sum of the last result's elements."""
+        y = self.x
+        for _ in range(EVENTS):
+            y = self.function(y)
+        return y.sum()
+
+
+def _functions() -> Loss:
+    """Torch functions of tensors that need no gradient: nothing is saved, and no call is noted."""
+    weight = torch.ones(1, requires_grad=True)
+    model = Repeated(torch.randn(64), torch.abs)
+    return lambda: model() * weight
+
+
+def _small() -> Loss:
+    """Products of tensors of 256 bytes, whose factors are held as they are."""
+    weight = torch.ones(64)
+    return Repeated(torch.ones(64, requires_grad=True), lambda y: y * weight)
+
+
+def _kept() -> Loss:
+    """Products of matrices of 16 KiB: each is looked at, no codec takes it, and it is kept."""
+    weight = nn.Parameter(torch.eye(64))
+    return Repeated(torch.randn(64, 64, requires_grad=True), lambda y: y @ weight)
+
+
+def _relus() -> Loss:
+    """Relus of 16 KiB: each is encoded as bits, and a claim stands for it in backward."""
+    return Repeated(torch.randn(64, 64, requires_grad=True), lambda y: torch.relu(y + 0.001))
+
+
+def _blocks() -> Loss:
+    """Batch norm, relu and convolution on 16 KiB: one value is kept, and one is forgotten and remade."""
+    layers = [layer for _ in range(EVENTS) for layer in (nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 8, 1))]
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), *layers), torch.randn(2, 3, 16, 16)
+    return lambda: model(x).square().mean()
+
+
+EVENT_CASES: dict[str, Callable[[], Loss]] = {
+    "torch function that saves nothing": _functions,
+    "small saved tensor": _small,
+    "saved tensor that is kept after a look": _kept,
+    "relu that is encoded, and its claim": _relus,
+    "block of batch norm, relu and convolution, remade": _blocks,
+}
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
@@ -142,6 +249,7 @@ class Row:
         times_plain: the same over plain's in the same round.
         microseconds: per saved tensor above plain's.
         first_seconds: thread time of the first step, in which a Session learns.
+        first_times_plain: the same over the median of plain's later steps.
     """
 
     case: str
@@ -151,6 +259,22 @@ class Row:
     times_plain: Summary
     microseconds: Summary
     first_seconds: float
+    first_times_plain: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one candidate's event costs above plain's.
+
+    Attributes:
+        event, candidate: their names.
+        forward, backward: microseconds of thread time per event.
+    """
+
+    event: str
+    candidate: str
+    forward: Summary
+    backward: Summary
 
 
 def count_saved(loss: Loss) -> int:
@@ -167,12 +291,17 @@ def count_saved(loss: Loss) -> int:
     return number
 
 
-def _step(loss: Loss, context: AbstractContextManager[object]) -> float:
+def _step(loss: Loss, forward: Forward) -> float:
+    return sum(_parts(loss, forward))
+
+
+def _parts(loss: Loss, forward: Forward) -> tuple[float, float]:
+    """Runs a step; returns the thread time of its forward and of its backward pass, in seconds."""
     started = time.thread_time()
-    with context:
-        value = loss()
-        value.backward()
-    return time.thread_time() - started
+    value = forward(loss)
+    between = time.thread_time()
+    value.backward()
+    return between - started, time.thread_time() - between
 
 
 def measure(name: str, effort: Effort) -> list[Row]:
@@ -180,22 +309,44 @@ def measure(name: str, effort: Effort) -> list[Row]:
     torch.manual_seed(0)
     loss = CASES[name]()
     saved = count_saved(loss)
-    contexts = _contexts()
-    first = {which: _step(loss, context) for which, context in contexts.items()}
-    for context in contexts.values():  # the second step is the last one in which anything is new
-        _step(loss, context)
-    found = interleave({which: partial(_step, loss, context) for which, context in contexts.items()}, effort)
+    compared = candidates()
+    first = {which: _step(loss, forward) for which, forward in compared.items()}
+    for forward in compared.values():  # the second step is the last one in which anything is new
+        _step(loss, forward)
+    found = interleave({which: partial(_step, loss, forward) for which, forward in compared.items()}, effort)
+    plain = summarise(found["plain"])
     rows = []
     for which, seconds in found.items():
-        above = [(own - plain) / saved * 1e6 for own, plain in zip(seconds, found["plain"], strict=True)]
-        ratios = [own / plain for own, plain in zip(seconds, found["plain"], strict=True)]
-        rows.append(Row(name, which, saved, summarise(seconds), summarise(ratios), summarise(above), first[which]))
+        above = [(own - other) / saved * 1e6 for own, other in zip(seconds, found["plain"], strict=True)]
+        ratios = [own / other for own, other in zip(seconds, found["plain"], strict=True)]
+        summaries = summarise(seconds), summarise(ratios), summarise(above)
+        rows.append(Row(name, which, saved, *summaries, first[which], first[which] / plain.median))
+    return rows
+
+
+def measure_event(name: str, effort: Effort) -> list[Event]:
+    """What one event costs under each candidate that is about Python's work, interleaved."""
+    torch.manual_seed(0)
+    loss, known = EVENT_CASES[name](), candidates()
+    names = ("plain", "plain again", "identity hooks", "function mode", "keep", "lossless from 16 KiB on")
+    compared = {which: known[which] for which in names}
+    for _ in range(3):  # a Session that finds nothing to do is idle from its third step on
+        for forward in compared.values():
+            _step(loss, forward)
+    found = interleave({which: partial(_parts, loss, forward) for which, forward in compared.items()}, effort)
+    rows = []
+    for which in names[1:]:
+        above = [
+            [(own[part] - plain[part]) / EVENTS * 1e6 for own, plain in zip(found[which], found["plain"], strict=True)]
+            for part in (0, 1)
+        ]
+        rows.append(Event(name, which, *map(summarise, above)))
     return rows
 
 
 def show(rows: Sequence[Row]) -> str:
     """A line for each candidate of each case."""
-    header = ("case", "candidate", "saved", "step ms", "x plain", "us per saved tensor", "first step ms")
+    header = ("case", "candidate", "saved", "step ms", "x plain", "us per saved tensor", "first step ms", "x plain")
     lines = [
         (
             row.case,
@@ -205,10 +356,33 @@ def show(rows: Sequence[Row]) -> str:
             spread(row.times_plain),
             spread(row.microseconds, 1.0, 1),
             f"{row.first_seconds * 1e3:.1f}",
+            f"{row.first_times_plain:.2f}",
         )
         for row in rows
     ]
     return table(header, lines)
+
+
+def show_events(rows: Sequence[Event]) -> str:
+    """A line for each candidate of each event."""
+    header = ("event", "candidate", "us in forward", "us in backward")
+    lines = [(row.event, row.candidate, spread(row.forward, 1.0, 1), spread(row.backward, 1.0, 1)) for row in rows]
+    return table(header, lines)
+
+
+def show_profile(name: str) -> str:
+    """Where a Session's processor time goes in a step of that case, by room of the package."""
+    torch.manual_seed(0)
+    loss, forward = CASES[name](), candidates()["lossless from 16 KiB on"]
+    saved = count_saved(loss)
+    for _ in range(3):
+        _step(loss, forward)
+    stages = profile(lambda: _step(loss, forward), steps=5)
+    lines = [
+        (stage.name, f"{stage.calls:.0f}", f"{stage.seconds * 1e3:.2f}", f"{stage.seconds / saved * 1e6:.1f}")
+        for stage in stages
+    ]
+    return f"{name}\n{table(('room', 'calls', 'ms per step', 'us per saved tensor'), lines)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,18 +391,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="the file to write (default: none)")
     parser.add_argument("--seconds", type=float, default=240.0, help="for everything (default: 240)")
     parser.add_argument("--rounds", type=int, default=9, help="of each case, at most (default: 9)")
-    parser.add_argument("--only", action="append", choices=sorted(CASES), help="this case (may be given several times)")
+    known = [*CASES, *EVENT_CASES]
+    parser.add_argument("--only", action="append", choices=sorted(known), help="this one (may be given several times)")
+    parser.add_argument("--profile", action="store_true", help="where the time of the cases goes, by cProfile")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    names = [name for name in known if asked.only is None or name in asked.only]
+    if asked.profile:
+        print("\n\n".join(show_profile(name) for name in names if name in CASES))
+        return 0
     deadline = Deadline.after(asked.seconds)
     results = Results("hostcost", asked.json, arguments, format=FORMAT)
-    names = [name for name in CASES if asked.only is None or name in asked.only]
     rows: list[Row] = []
+    events: list[Event] = []
     for index, name in enumerate(names):
-        part = deadline.part(1 / (len(names) - index))
-        rows += measure(name, Effort(asked.rounds, part))
-        results.write(rows=rows)
-    print(f"{show(rows)}\n\n{results.close()}")
+        effort = Effort(asked.rounds, deadline.part(1 / (len(names) - index)))
+        if name in CASES:
+            rows += measure(name, effort)
+        else:
+            events += measure_event(name, effort)
+        results.write(rows=rows, events=events)
+    print("\n\n".join([*([show(rows)] if rows else []), *([show_events(events)] if events else []), results.close()]))
     return 0
 
 
