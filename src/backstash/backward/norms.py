@@ -51,7 +51,7 @@ _LANES = 8
 # -- batch norm --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _BatchNorm:
     """What a batch norm's node has saved, and ATen's kernel for it."""
 

@@ -52,7 +52,11 @@ class Content:
         self.value: weakref.ref[Value] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+# The following are never changed after they were made. They are not frozen, because one or several of them are made for
+# each torch function, and a frozen dataclass takes up to six times as long to make.
+
+
+@dataclass(slots=True, unsafe_hash=True)
 class View:
     """A tensor argument: how it looks at a content."""
 
@@ -61,7 +65,7 @@ class View:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Held:
     """A tensor argument that is held as it is: a parameter, or something small.
 
@@ -93,7 +97,7 @@ class Held:
         return self.tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Leaf:
     """Where a recipe begins: a stored value, seen through a view."""
 
@@ -128,7 +132,7 @@ class Group:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Call:
     """One call of a function that filled a whole storage.
 
