@@ -96,7 +96,7 @@ ALLOWED: dict[str, set[str]] = {
         "integrations.loop",
         "report.meter",
     },
-    "cli": {"errors", "stash.ledger", "integrations", "report"},
+    "cli": {"errors", "version", "policies", "stash.ledger", "stash.tables", "integrations", "report"},
     "__main__": {"cli"},
 }
 

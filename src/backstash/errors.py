@@ -72,3 +72,11 @@ class RecomputedDifferentlyError(BackstashError, RuntimeError):
 
 class PlanError(BackstashError, ValueError):
     """A plan was asked for in a way that means nothing, or the data of a plan or a profile is damaged."""
+
+
+class AllocatorError(BackstashError, ValueError):
+    """An allocator was asked for that is not installed, or is no shared library."""
+
+
+class SettingError(BackstashError, ValueError):
+    """A setting in ``pyproject.toml`` has a name or a value that no command takes."""

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from backstash import Keep, Stash
-from backstash.cli import commands
+from backstash.cli import benching, commands
 from backstash.codecs import Zvc
 from backstash.policies.base import Action, Outcome
 from backstash.saved import SavedTensor
@@ -227,7 +227,7 @@ def test_the_command_runs_the_benchmark_where_it_is_given(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "backstash", "bench", "gist", "--quick", "--only", "layers", "--json", "g.json"]
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "gist.py").write_text("raise SystemExit('the wrong one')\n")
-    source = Path(commands.__file__).parents[2]
+    source = Path(benching.__file__).parents[2]
     done = subprocess.run(
         [*command, "--networks", "resnet_cifar20", "--seconds", "1"],
         cwd=tmp_path,
@@ -253,12 +253,12 @@ def test_an_unknown_benchmark_names_the_known_ones() -> None:
     known = "gist, run, peak, kernels, density, gist_accuracy, allocator, disk, layrub, cdma, comet, nodes, hostcost"
     known += ", steptime, sz_table"
     assert result.stderr == f"backstash: benchmark 'speed' was asked for, but there are {known}.\n"
-    root = Path(commands.__file__).parents[3]
-    assert all((root / "benchmarks" / f"{name}.py").is_file() for name in commands.BENCHES)
+    root = Path(benching.__file__).parents[3]
+    assert all((root / "benchmarks" / f"{name}.py").is_file() for name in benching.BENCHES)
 
 
 def test_outside_a_clone_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "__file__", str(tmp_path / "site" / "backstash" / "cli" / "commands.py"))
+    monkeypatch.setattr(benching, "__file__", str(tmp_path / "site" / "backstash" / "cli" / "benching.py"))
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(commands.app, ["bench", "gist"])
     assert result.exit_code == 2

@@ -179,7 +179,7 @@ def test_proofs_are_repeated_and_counted() -> None:
         loss.backward()
         report = session.report()
         proofs, repeated = proofs + report.proofs, repeated + report.repeated_proofs
-        assert ("once more" in str(report)) == bool(report.proofs or report.repeated_proofs)
+        assert ("once more" in report.table()) == bool(report.proofs or report.repeated_proofs)
     assert (proofs, repeated) == (1, 3)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import optimizer as optimizers
 
 from backstash import Session
@@ -39,7 +39,7 @@ def watched(steps: int, policy: str = PLAIN, losses_per_step: int = 1) -> tuple[
 
 def hooks() -> tuple[object, ...]:
     return (
-        Tensor.backward,
+        torch.autograd.backward,
         dict(optimizers._global_optimizer_post_hooks),
         dict(nn.modules.module._global_forward_pre_hooks),
     )

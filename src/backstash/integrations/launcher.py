@@ -1,16 +1,17 @@
-"""Runs a training script, unchanged, under a Session: ``backstash run``."""
+"""Runs a training script or module, unchanged, under a Session: ``backstash run``."""
 
 from __future__ import annotations
 
 import builtins
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType, TracebackType
 
 from backstash.errors import ScriptError
 from backstash.policies.base import Policy
@@ -20,6 +21,9 @@ from backstash.stash.ledger import Report
 INTERRUPTED = 130
 """Exit code of a script that was interrupted from the keyboard: 128 plus the number of SIGINT, as in shells."""
 
+Failed = Callable[[BaseException], None]
+"""A function that is called with the exception that ends a script, before its traceback is printed."""
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -28,57 +32,81 @@ class Launched:
     Attributes:
         exit_code: the exit code that ``python script.py`` would have had.
         report: the Session's report. A script that failed has one as well.
+        error: the exception that ended the script; None if it came to its end or called ``sys.exit``.
     """
 
     exit_code: int
     report: Report
+    error: BaseException | None = None
 
 
-def launch(script: str | Path, args: Sequence[str] = (), policy: str | Policy = "lossless") -> Launched:
+def launch(
+    script: str | Path,
+    args: Sequence[str] = (),
+    policy: str | Policy = "lossless",
+    *,
+    is_module: bool = False,
+    min_nbytes: int | None = None,
+    failed: Callable[[BaseException, Report], None] | None = None,
+) -> Launched:
     """Runs a script under one Session, from its first line to its last.
 
     Args:
-        script: path of the script.
+        script: path of the script, or with ``is_module`` the dotted name of a module.
         args: the script's arguments.
-        policy: the Session's policy, or its name.
+        policy, min_nbytes: the Session's.
+        is_module: whether ``script`` is run as ``python -m`` runs a module.
+        failed: is called with the exception that ends the script and the Session's report, before the traceback is
+            printed.
 
     Raises:
-        ScriptError: there is no such file.
+        ScriptError: there is no such file or module.
         UnknownNameError: no policy has that name.
     """
-    require(script)
-    with Session(policy) as session:
-        exit_code = execute(script, args)
-    return Launched(exit_code, session.report())
+    require(script, is_module)
+    ended_by: list[BaseException] = []
+    with Session(policy, min_nbytes=min_nbytes) as session:
+
+        def note(error: BaseException) -> None:
+            ended_by.append(error)
+            if failed is not None:
+                failed(error, session.report())
+
+        exit_code = execute(script, args, is_module=is_module, failed=note)
+    return Launched(exit_code, session.report(), ended_by[0] if ended_by else None)
 
 
-def execute(script: str | Path, args: Sequence[str] = ()) -> int:
-    """Runs a script as ``python script.py`` does, in this process.
+def execute(
+    script: str | Path, args: Sequence[str] = (), *, is_module: bool = False, failed: Failed | None = None
+) -> int:
+    """Runs a script as ``python script.py`` does, or a module as ``python -m module`` does, in this process.
 
-    The script is ``__main__``, has its own ``sys.argv``, and imports from its own folder first. If it fails, its
-    traceback is printed without the frames of this launcher.
+    The script is ``__main__``, has its own ``sys.argv``, and imports from its own folder first; a module imports from
+    the current folder first, and its relative imports work. If it fails, its traceback is printed without the frames of
+    this launcher.
 
     Args:
-        script: path of the script.
+        script: path of the script, or dotted name of the module.
         args: the script's arguments.
+        is_module: whether ``script`` is the name of a module.
+        failed: is called with the exception that ends the script, before its traceback is printed.
 
     Returns:
         The exit code that Python would end with.
 
     Raises:
-        ScriptError: there is no such file.
+        ScriptError: there is no such file or module.
     """
-    require(script)
-    path = os.path.abspath(script)
-    with _as_main(str(script), path, args) as namespace:
+    require(script, is_module)
+    with _as_main(str(script), args, is_module) as namespace:
         try:
-            # Without dont_inherit the script would inherit this file's "from __future__ import annotations".
-            exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), namespace)
+            exec(_code(str(script), namespace, is_module), namespace)
         except SystemExit as stop:
             return _exit_code(stop)
         except BaseException as error:  # any exception ends a script, as it does in Python itself
-            trace = error.__traceback__.tb_next if error.__traceback__ else None
-            sys.excepthook(type(error), error.with_traceback(trace), trace)
+            if failed is not None:
+                failed(error)
+            sys.excepthook(type(error), error, _from_script(error))
             return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         finally:
             sys.stdout.flush()
@@ -86,36 +114,112 @@ def execute(script: str | Path, args: Sequence[str] = ()) -> int:
     return 0
 
 
-def require(script: str | Path) -> None:
-    """Checks that a script is a file.
+def require(script: str | Path, is_module: bool = False) -> None:
+    """Checks that a script is a file, or that Python finds a module.
 
     Raises:
-        ScriptError: there is no such file.
+        ScriptError: there is no such file or module.
     """
-    if not Path(script).is_file():
+    if is_module:
+        with _searching(str(Path.cwd())):
+            _require_module(str(script))
+    elif not Path(script).is_file():
         found = "that is a folder" if Path(script).is_dir() else f"there is no such file (looked from {Path.cwd()})"
         raise ScriptError(
-            f"the training script {str(script)!r} was asked for, but {found}. Give the path of a Python file; "
-            f"backstash's own options come before it."
+            f"the training script {str(script)!r} was asked for, but {found}. Give the path of a Python file, or -m "
+            f"and the name of a module; backstash's own options come before it."
         )
 
 
+def _require_module(name: str) -> None:
+    try:
+        if _spec(name) is not None:
+            return
+        found = "Python finds no module of that name that can be run"
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
+            return  # one of its packages fails when it is imported, which is shown when the module is run
+        found = f"Python finds no module named {missing.name!r}"
+    except Exception:  # likewise: a package may fail with any exception
+        return
+    advice = "Give the name without .py and with dots" if name.endswith(".py") or "/" in name else "Check the name"
+    raise ScriptError(
+        f"the module {name!r} was asked for, but {found} (looked from {Path.cwd()}). {advice}, and start in the folder "
+        f"that holds its package."
+    )
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """The spec of the module that ``python -m name`` would run: of a package that is its ``__main__``."""
+    try:
+        spec = find_spec(name)
+    except ValueError:  # a module that is loaded already and has no spec
+        return None
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    return spec
+
+
+def _code(script: str, namespace: dict[str, object], is_module: bool) -> CodeType:
+    """The program. For a module, the namespace is given what tells it the package that it is in."""
+    if not is_module:
+        path = os.path.abspath(script)
+        # Without dont_inherit the script would inherit this file's "from __future__ import annotations".
+        return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    spec = _spec(script)
+    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
+    code = get_code(spec.name) if spec is not None and get_code is not None else None
+    if spec is None or code is None:
+        raise ImportError(f"the module {script!r} has no code that Python can run", name=script)
+    namespace.update(
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+    sys.argv[0] = str(spec.origin)
+    return code  # type: ignore[no-any-return]
+
+
+def _from_script(error: BaseException) -> TracebackType | None:
+    """Has an error's traceback begin at the script's first frame, and returns it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    return trace
+
+
 @contextmanager
-def _as_main(script: str, path: str, args: Sequence[str]) -> Iterator[dict[str, object]]:
+def _searching(folder: str) -> Iterator[None]:
+    """Has Python import from that folder first, in place of the folder of this process's own program."""
+    search = sys.path[:]
+    if not sys.flags.safe_path:  # python -P does not import from the script's folder, and neither do we
+        sys.path[0] = folder
+    try:
+        yield
+    finally:
+        sys.path[:] = search
+
+
+@contextmanager
+def _as_main(script: str, args: Sequence[str], is_module: bool) -> Iterator[dict[str, object]]:
     """Yields the namespace of a fresh ``__main__``. Restores argv, the import path and ``__main__`` on leaving."""
     module = ModuleType("__main__")
-    module.__dict__.update(
-        __file__=path, __builtins__=builtins, __cached__=None, __loader__=SourceFileLoader("__main__", path)
-    )
-    argv, search, main = sys.argv, sys.path[:], sys.modules["__main__"]
-    sys.argv = [script, *args]
-    if not sys.flags.safe_path:  # python -P does not import from the script's folder, and neither do we
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
-    sys.modules["__main__"] = module
-    try:
-        yield module.__dict__
-    finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = argv, search, main
+    module.__dict__.update(__builtins__=builtins, __cached__=None)
+    if not is_module:
+        path = os.path.abspath(script)
+        module.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
+    folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(script))
+    argv, main = sys.argv, sys.modules["__main__"]
+    with _searching(folder):
+        sys.argv = ["-m" if is_module else script, *args]
+        sys.modules["__main__"] = module
+        try:
+            yield module.__dict__
+        finally:
+            sys.argv, sys.modules["__main__"] = argv, main
 
 
 def _exit_code(stop: SystemExit) -> int:

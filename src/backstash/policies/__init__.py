@@ -63,13 +63,15 @@ register(
     is_exact=True,
     does="stores what backward reads in the smallest exact form, or remakes it",
     use_when="always first: no gradient changes, and most networks gain",
+    is_candidate=True,
 )
 register(
     "lossless_stored",
     lambda: Lossless(recompute=False),
     is_exact=True,
-    does="the same, but remakes nothing",
+    does="as lossless, but remakes nothing",
     use_when="remaking takes too long, or an extension changes memory unseen",
+    is_candidate=True,
 )
 register(
     "sliced",
@@ -77,6 +79,7 @@ register(
     gradients="sums in another order",
     does="as lossless; the largest convolutions run their backward in slices of the batch",
     use_when="the backward pass of a convolution is the peak",
+    is_candidate=True,
 )
 register(
     "offload",
@@ -84,6 +87,7 @@ register(
     is_exact=True,
     does="moves what lossless stores to host memory or to another store",
     use_when="the device is too small, and the host or a disk has room",
+    is_candidate=True,
 )
 register(
     "quantized",
@@ -91,6 +95,7 @@ register(
     gradients="off by a share of their length",
     does="2 to 8 bits by group where the readers bear it (ActNN, ICML 2021), else as lossless",
     use_when="lossless does not suffice and the gradients may change: check by how much",
+    is_candidate=True,
 )
 register(
     "gist_lossless",
@@ -104,8 +109,9 @@ for _format, _bits in (("fp16", 16), ("fp10", 10), ("fp8", 8)):
         f"gist_{_format}",
         partial(Gist, _format),
         gradients=f"off by the rounding to {_bits} bits",
-        does=f"the same, and every stored number has {_bits} bits",
+        does=f"as gist_lossless, and every stored number has {_bits} bits",
         use_when="the gradients may change a little, and more than lossless has to be saved",
+        is_candidate=True,
     )
 register(
     "gist_paper",
@@ -125,7 +131,7 @@ register(
     "vdnn_conv",
     lambda: Vdnn("conv"),
     is_exact=True,
-    does="moves the inputs of convolutions only",
+    does="as vdnn, for the inputs of convolutions only",
     use_when="you compare with vDNN's paper",
 )
 register(

@@ -21,6 +21,7 @@ class Description:
         gradients: what becomes of the gradients, in a few words.
         does: what the policy does, in one sentence without a full stop.
         use_when: when to use it, likewise.
+        is_candidate: whether ``backstash choose`` tries it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Description:
     gradients: str
     does: str
     use_when: str
+    is_candidate: bool
 
 
 _REGISTRY: dict[str, Callable[[], Policy]] = {}
@@ -42,14 +44,15 @@ def register(
     gradients: str = "",
     does: str = "",
     use_when: str = "",
+    is_candidate: bool = False,
 ) -> None:
     """Make a policy available by a name.
 
     Args:
         name: the name.
         policy: a class or a function that returns a new policy, without arguments.
-        is_exact, gradients, does, use_when: as in Description. By default ``does`` is the first line of the docstring
-            of ``policy``, and a policy is not taken for an exact one.
+        is_exact, gradients, does, use_when, is_candidate: as in Description. By default ``does`` is the first line of
+            the docstring of ``policy``, and a policy is not taken for an exact one.
 
     Raises:
         ValueError: another policy has that name.
@@ -60,7 +63,7 @@ def register(
         )
     first_line = (inspect.getdoc(policy) or "").partition("\n")[0].rstrip(".")
     gradients = gradients or ("the same bits" if is_exact else "may differ")
-    _DESCRIPTIONS[name] = Description(name, is_exact, gradients, does or first_line, use_when)
+    _DESCRIPTIONS[name] = Description(name, is_exact, gradients, does or first_line, use_when, is_candidate)
 
 
 def names() -> tuple[str, ...]:

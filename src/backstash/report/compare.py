@@ -1,4 +1,4 @@
-"""Measures one unchanged script under several policies: the data behind ``backstash compare``.
+"""Measures one unchanged script under several policies: the data behind ``backstash compare`` and ``choose``.
 
 Each run is a fresh process, so that no policy profits from memory that another policy has left behind. The module
 ``backstash.report.watch`` measures a run, and says in which steps.
@@ -7,59 +7,104 @@ Each run is a fresh process, so that no policy profits from memory that another 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from backstash import policies as registry
-from backstash.errors import MeasureError, ScriptFailedError, UnknownNameError
+from backstash.errors import BackstashError, MeasureError, ScriptFailedError
+from backstash.integrations import allocator as allocators
+from backstash.integrations.allocator import Allocator
 from backstash.integrations.launcher import require
 from backstash.report.machine import Machine, describe
-from backstash.report.watch import COUNTED, PLAIN, Observed
+from backstash.report.watch import COUNTED, PLAIN, Observed, Order
+from backstash.stash.ledger import Measured, Report
+from backstash.stash.tables import amount
 
 TAIL = 30
 """How many lines of a failed script's stderr are shown."""
 
+_QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Settings that keep warnings of torch's profiler out of what the script prints."""
+
 Progress = Callable[[str, int, str | None], None]
-"""A function that is called with the policy's name, the number of the repeat, and a line that the script has printed.
+"""A function that is called with a run's label, the number of the repeat, and a line that the script has printed.
 
 When a run begins, the line is None.
 """
 
 
 @dataclass(frozen=True)
-class Row:
-    """The results of one policy, as medians over its runs.
+class Program:
+    """What is run.
 
     Attributes:
+        script: path of the script, or name of the module.
+        args: its arguments.
+        is_module: whether it is a module.
+        min_nbytes: smaller tensors are kept; None for the policy's own size.
+        steps: it is ended after this many timed steps; None to let it run to its end.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+    min_nbytes: int | None = None
+    steps: int | None = None
+
+    @property
+    def command(self) -> str:
+        """What a shell would be given after ``python``."""
+        return " ".join(["-m", self.script] if self.is_module else [self.script])
+
+
+@dataclass(frozen=True)
+class Row:
+    """The results of one policy under one allocator, as medians over its runs.
+
+    Attributes:
+        label: the policy's name, with the allocator's where plain has run under several.
         policy: the policy's name.
+        allocator: the allocator's name.
+        is_exact: whether the policy is one that changes no bit.
         peak_nbytes: counted peak of a step above the step's start; None if no step was counted.
         resident_nbytes: growth of the resident peak since the start of the training; None on CUDA, or if the system
             does not report it.
         saved_nbytes: dense bytes that autograd saved; for plain, as the Session of another policy counted them.
-        stash_nbytes: bytes that were held for them; for plain, the same number.
+        stash_nbytes: bytes that were held for them in all stores; for plain, the same number.
+        device_nbytes: of these, the bytes on the device.
         step_seconds: seconds of a step; None for a script that is too short to be timed.
-        final_loss: the last loss, exact; None if the script never called ``backward()`` of a loss.
+        final_loss: the last loss, exact; None if the script never went backward from a loss.
         losses_equal: whether all losses of all runs have the bits of the baseline's first run; None without losses.
         weights_equal: whether the parameters after the last step of all runs have the bits of that run.
+        gradient_error: how far off the policy made the first step's gradient, as a share of its length; None if the
+            policy is exact or it could not be measured.
+        loss_drift: the largest difference of a loss from the baseline's, as a share of it; None without losses.
     """
 
+    label: str
     policy: str
+    allocator: str
+    is_exact: bool
     peak_nbytes: int | None
     resident_nbytes: int | None
     saved_nbytes: int | None
     stash_nbytes: int | None
+    device_nbytes: int | None
     step_seconds: float | None
     final_loss: float | None
     losses_equal: bool | None
     weights_equal: bool
+    gradient_error: float | None = None
+    loss_drift: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,54 +115,81 @@ class Comparison:
         script: path of the script.
         args: the script's arguments.
         machine: the machine.
-        runs: the runs, one for each policy and repeat, in the order of time.
+        runs: the runs, one for each policy, allocator and repeat, in the order of time.
+        failures: label and error message of runs that could not be measured.
     """
 
     script: str
     args: tuple[str, ...]
     machine: Machine
     runs: tuple[Observed, ...]
+    failures: tuple[tuple[str, str], ...] = ()
 
     @property
-    def policies(self) -> tuple[str, ...]:
-        """Names of the policies, in the order of their first runs."""
-        return tuple(dict.fromkeys(run.policy for run in self.runs))
+    def labels(self) -> tuple[str, ...]:
+        """What tells the runs of a policy under an allocator from others, in the order of their first runs."""
+        return tuple(dict.fromkeys(self.label(run) for run in self.runs))
+
+    def label(self, run: Observed) -> str:
+        """The policy's name; for plain under more than its own allocator, with the allocator's."""
+        several = len({other.allocator for other in self.runs}) > 1
+        return f"{run.policy}, {run.allocator}" if several else run.policy
 
     @property
     def baseline(self) -> str:
-        """The policy that the others are compared with: plain, or the first policy if plain did not run."""
-        return PLAIN if PLAIN in self.policies else self.policies[0]
+        """The label of what others are compared with: plain under their allocator, or else the first."""
+        last = self.runs[-1].allocator
+        of_plain = [run for run in self.runs if run.policy == PLAIN]
+        return self.label(next((run for run in of_plain if run.allocator == last), [*of_plain, *self.runs][0]))
 
     @property
     def made_on(self) -> str:
         """Machine, versions and kernels in one line."""
         return f"{self.machine}; {self.runs[0].kernels} kernels"
 
-    def of(self, policy: str) -> tuple[Observed, ...]:
-        """The runs of one policy."""
-        return tuple(run for run in self.runs if run.policy == policy)
+    def of(self, label: str) -> tuple[Observed, ...]:
+        """The runs of one label."""
+        return tuple(run for run in self.runs if self.label(run) == label)
 
     def rows(self) -> tuple[Row, ...]:
-        """One row per policy."""
-        return tuple(self._row(policy) for policy in self.policies)
+        """One row per label."""
+        return tuple(self._row(label) for label in self.labels)
 
-    def _row(self, policy: str) -> Row:
-        runs, first = self.of(policy), self.of(self.baseline)[0]
+    def headline(self, row: Row) -> str:
+        """What a policy gained, in one line, beside plain PyTorch under the same allocator."""
+        base = next(other for other in self.rows() if other.label == self.baseline)
+        report = self.of(row.label)[0].report
+        if report is None or base.policy != PLAIN:
+            return ""
+        measured = Measured(row.peak_nbytes, base.peak_nbytes, row.step_seconds, base.step_seconds)
+        return Report.from_json(report, measured).headline()
+
+    def _row(self, label: str) -> Row:
+        runs, first = self.of(label), self.of(self.baseline)[0]
+        policy = runs[0].policy
         # Autograd saves the same tensors under every policy, so the count of any Session holds for plain as well.
         reports = [run.report for run in (runs if policy != PLAIN else self.runs) if run.report]
         saved = _median([report["saved_nbytes"] for report in reports])
         stash = _median([report["stash_nbytes"] for report in reports]) if policy != PLAIN else saved
+        device = _median([report["device_nbytes"] for report in reports]) if policy != PLAIN else saved
+        errors = [found["error"] for run in runs if run.report for found in run.report.get("gradient_error", [])]
         losses = runs[-1].losses
         return Row(
+            label=label,
             policy=policy,
+            allocator=runs[0].allocator,
+            is_exact=policy == PLAIN or registry.describe(policy).is_exact,
             peak_nbytes=_whole(_median([run.peak_nbytes for run in runs])),
             resident_nbytes=_whole(_median([run.resident_nbytes for run in runs])),
             saved_nbytes=_whole(saved),
             stash_nbytes=_whole(stash),
+            device_nbytes=_whole(device),
             step_seconds=_median([seconds for run in runs for seconds in run.step_seconds]),
             final_loss=float.fromhex(losses[-1]) if losses else None,
             losses_equal=all(run.losses == first.losses for run in runs) if losses else None,
             weights_equal=all(run.weights == first.weights for run in runs),
+            gradient_error=max((error for error in errors if error is not None), default=None),
+            loss_drift=max((_drift(run.losses, first.losses) for run in runs), default=None) if losses else None,
         )
 
     def to_json(self) -> str:
@@ -130,6 +202,7 @@ class Comparison:
                 "machine": asdict(self.machine),
                 "baseline": self.baseline,
                 "rows": [asdict(row) for row in self.rows()],
+                "failures": dict(self.failures),
                 "runs": [asdict(run) for run in self.runs],
             },
             indent=1,
@@ -137,89 +210,161 @@ class Comparison:
 
 
 def compare(
-    script: str | Path,
-    args: Sequence[str] = (),
+    program: Program,
     policies: Sequence[str] = (PLAIN, "lossless"),
     repeats: int = 1,
-    progress: Progress = lambda policy, repeat, line: None,
+    allocator: Allocator | None = None,
+    progress: Progress = lambda label, repeat, line: None,
+    is_tolerant: bool = False,
 ) -> Comparison:
     """Runs a script under each policy in turn, ``repeats`` times.
 
     Args:
-        script: path of the script.
-        args: the script's arguments.
+        program: the script.
         policies: names of policies; ``"plain"`` stands for a run without a Session.
         repeats: number of runs of each policy.
+        allocator: what the processes are started with. Plain then runs under the C library's own as well, because an
+            allocator's gain is not a policy's.
         progress: is called when a run begins, and with each line that the script prints.
+        is_tolerant: whether a run that fails is noted in ``failures`` as long as any other can be measured.
 
     Raises:
         ScriptError: there is no such script.
         UnknownNameError: no policy has that name.
         ScriptFailedError: a run ended with an error.
-        MeasureError: the script ran too few steps to be measured.
+        MeasureError: the script ran too few steps to be measured, or they could not be told apart.
     """
-    require(script)
+    require(program.script, program.is_module)
     for name in policies:
-        if name != PLAIN and name not in registry.names():
-            known = ", ".join(sorted([PLAIN, *registry.names()]))
-            raise UnknownNameError(f"policy {name!r} was asked for, but there are {known}.")
+        registry.require(name, PLAIN)
     if not policies or repeats < 1:
         raise MeasureError(
             f"compare was asked for {len(policies)} policies and {repeats} repeats. It needs at least one of each."
         )
-    runs = []
+    runs: list[Observed] = []
+    failures: dict[str, str] = {}
+    last: BackstashError | None = None
     for repeat in range(repeats):
-        for policy in dict.fromkeys(policies):
-            progress(policy, repeat, None)
-            runs.append(_run(script, args, policy, partial(progress, policy, repeat)))
-    return Comparison(str(script), tuple(args), describe(), tuple(runs))
-
-
-def _run(script: str | Path, args: Sequence[str], policy: str, printed: Callable[[str], None]) -> Observed:
-    """Runs the script in a process of its own, which never outlives this function."""
-    with tempfile.TemporaryDirectory(prefix="backstash-") as folder:
-        result, errors = Path(folder, "result.json"), Path(folder, "stderr.txt")
-        command = [sys.executable, "-m", "backstash.report.watch", policy, str(result), str(script), *args]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # so that each printed line arrives at once
-        with (
-            errors.open("w") as stderr,
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace", env=environment
-            ) as child,
-        ):
-            assert child.stdout is not None
+        for policy, chosen in runs_of(policies, allocator):
+            label = policy if allocator is None else f"{policy}, {chosen.name if chosen else allocators.SYSTEM}"
+            progress(label, repeat, None)
             try:
-                for line in child.stdout:
-                    printed(line.rstrip())
-            except BaseException:
-                child.kill()
-                raise
-        if child.returncode != 0:
-            raise ScriptFailedError(_failure(script, policy, child.returncode, errors.read_text(errors="replace")))
-        observed = Observed(**json.loads(result.read_text()))
-    if observed.steps < COUNTED:
-        raise MeasureError(
-            f"compare was asked to measure {script}, but it made {observed.steps} optimizer steps under {policy}. "
-            f"Let it make at least {COUNTED + 1}: the memory of step {COUNTED} is counted, what follows is timed."
+                runs.append(_run(program, policy, chosen, partial(progress, label, repeat)))
+            except (ScriptFailedError, MeasureError) as error:
+                if not is_tolerant:
+                    raise
+                failures[label], last = str(error), error
+    if not runs and last is not None:
+        raise last
+    return Comparison(program.script, program.args, describe(), tuple(runs), tuple(failures.items()))
+
+
+def runs_of(policies: Sequence[str], allocator: Allocator | None) -> list[tuple[str, Allocator | None]]:
+    """What is run in each repeat: policies and the allocators that they are started with, None for the system's."""
+    plan = [(policy, allocator) for policy in dict.fromkeys(policies)]
+    return [(PLAIN, None), *plan] if allocator is not None and PLAIN in policies else plan
+
+
+def _run(program: Program, policy: str, allocator: Allocator | None, printed: Callable[[str], None]) -> Observed:
+    """Runs the script in a process of its own and returns what was measured of it."""
+    environment = {**_QUIET, **os.environ, "PYTHONUNBUFFERED": "1"}  # so that each printed line arrives at once
+    if allocator is not None:
+        environment = allocator.environment(environment)
+    with tempfile.TemporaryDirectory(prefix="backstash-") as folder:
+        result = Path(folder, "result.json")
+        order = Order(
+            program.script,
+            list(program.args),
+            policy,
+            str(result),
+            program.is_module,
+            allocator.name if allocator is not None else allocators.preloaded() or allocators.SYSTEM,
+            program.min_nbytes,
+            program.steps,
         )
+        exit_code, errors = _in_child(order, environment, printed)
+        if exit_code != 0:
+            raise ScriptFailedError(_failure(program, policy, exit_code, errors))
+        observed = Observed(**json.loads(result.read_text()))
+    check(observed, program.command)
     return observed
 
 
-def _failure(script: str | Path, policy: str, code: int, stderr: str) -> str:
+def _in_child(order: Order, environment: Mapping[str, str], printed: Callable[[str], None]) -> tuple[int, str]:
+    """Carries out an order in a process that never outlives this function. Returns its exit code and its stderr."""
+    command = [sys.executable, "-m", "backstash.report.watch", json.dumps(asdict(order))]
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as stderr,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace", env=environment
+        ) as child,
+    ):
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                printed(line.rstrip())
+        except BaseException:
+            child.kill()
+            raise
+        exit_code = child.wait()
+        stderr.seek(0)
+        return exit_code, stderr.read()
+
+
+def check(observed: Observed, command: str) -> None:
+    """Refuses measurements that cannot be true.
+
+    Raises:
+        MeasureError: the script ran too few steps, or less memory was counted in a step than its stash held.
+    """
+    if observed.steps < COUNTED:
+        raise MeasureError(
+            f"{command} was to be measured under {observed.policy}, but it made {observed.steps} training steps. Let "
+            f"it make at least {COUNTED + 1}: the memory of step {COUNTED} is counted, what follows is timed. A step "
+            f"ends when an optimizer has stepped, or where there is none, when a backward pass is over."
+        )
+    if observed.report is None or observed.peak_nbytes is None:
+        return
+    # What the program holds may have been allocated before the step, such as its batch.
+    own = [row for row in observed.report["rows"] if row["codec"] != "kept" or not row["reason"].startswith("held by")]
+    held = sum(row["stash_nbytes"] for row in own if row["store"] == "device")
+    if held > observed.peak_nbytes:
+        raise MeasureError(
+            f"{command} was to be measured under {observed.policy}, but in the step that was counted the peak was "
+            f"{amount(observed.peak_nbytes)} and the stash {amount(held)}, so that was no whole step. Steps are told "
+            f"apart by the forward passes of modules and by optimizer.step(), in the main thread: measure a step of "
+            f"such a loop with backstash.measure()."
+        )
+
+
+def _failure(program: Program, policy: str, code: int, stderr: str) -> str:
     ending = f"ended with exit code {code}"
     if code < 0:
         ending = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
             ending += ", which is also how Linux ends a process when memory runs out"
     lines = stderr.splitlines()[-TAIL:] or ["(it printed nothing to stderr)"]
-    alone = f"python {script}" if policy == PLAIN else f"backstash run --policy {policy} {script}"
+    module = "-m " if program.is_module else ""
+    script = program.script
+    alone = f"python {module}{script}" if policy == PLAIN else f"backstash run --policy {policy} {module}{script}"
     return "\n".join(
         [
-            f"{script} was to be measured under {policy}, but it {ending}. Its last lines on stderr:",
+            f"{program.command} was to be measured under {policy}, but it {ending}. Its last lines on stderr:",
             *(f"    {line}" for line in lines),
             f"Run it on its own first: {alone} ...",
         ]
     )
+
+
+def _drift(losses: Sequence[str], base: Sequence[str]) -> float:
+    """The largest difference of a loss from the baseline's, as a share of it; infinite if one is not a number."""
+    worst = 0.0
+    for one, other in zip(losses, base, strict=False):
+        if one != other:
+            found, expected = float.fromhex(one), float.fromhex(other)
+            share = abs(found - expected) / (abs(expected) or 1.0)
+            worst = max(worst, share if math.isfinite(share) else math.inf)
+    return worst
 
 
 def _median(numbers: Sequence[float | None]) -> float | None:

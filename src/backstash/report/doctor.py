@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backstash import codecs, testing
+from backstash.integrations import allocator
 from backstash.ops import backends
 from backstash.report import machine, meter
 from backstash.saved import TensorSpec
@@ -49,6 +50,7 @@ def examine() -> Iterator[Finding]:
         yield Finding("GPU", f"no CUDA device; Triton is {'' if _installed('triton') else 'not '}installed")
     yield Finding("compiler", _compiler())
     yield Finding("huge pages", _huge_pages())
+    yield Finding("allocator", _allocator())
     yield Finding("resident peak", _resident_peak())
     for device in ("cpu", *(("cuda",) if here.gpu else ())):
         for name in codecs.names():
@@ -89,6 +91,17 @@ def _huge_pages() -> str:
     setting = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
     note = "" if setting in ("always", "madvise") else "; decoding into fresh memory is slower without them"
     return f"{setting}{note}"
+
+
+def _allocator() -> str:
+    started_with = allocator.preloaded()
+    if started_with is not None:
+        return f"{started_with}, which this process was started with"
+    found = [f"{one.name} ({one.path})" for one in allocator.installed().values()]
+    advice = allocator.advice()
+    if not found:
+        return advice or "the system's"
+    return f"{', '.join(found)}; backstash run uses the first on CPU" if advice is None else f"{found[0]}; {advice}"
 
 
 def _resident_peak() -> str:

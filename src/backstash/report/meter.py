@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -13,13 +14,15 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from backstash.errors import MeasureError
 from backstash.stash import buffers
+from backstash.torch_internals import no_torch_function
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_MARK = "backstash: mark"
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,19 @@ class CountedPeak:
             decode buffers of backstash held at the start count as well. Memory from before the start that is freed
             inside is not subtracted, because torch's profiler does not report it (Note: [freed from before]).
         timeline: after the ``with``, (nanoseconds, bytes alive) after each allocation or release.
+
+    Note: [profiler's scopes]
+        The hooks of an optimizer run inside a scope of torch's profiler. A profiler that is started or stopped inside a
+        scope makes torch 2.13 print an internal error when the scope is left, or end with a segmentation fault. So what
+        is counted between two optimizer steps is counted from before the first, and the steps are marked.
     """
 
     def __enter__(self) -> CountedPeak:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
         self.peak_nbytes = 0
         self.timeline: list[tuple[int, int]] = []
+        self._marks: list[int] = []  # bytes that the decode buffers held at each mark
+        self._marked: list[int] = []  # when that was, in nanoseconds
         self._held_nbytes = buffers.held_nbytes()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
         self._profile.__enter__()
@@ -134,9 +144,30 @@ class CountedPeak:
     ) -> None:
         self._profile.__exit__(kind, error, trace)
         if error is None:
-            timeline = _timeline(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
+            events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+            self._marked = sorted(event.start_ns() for event in events if event.name() == _MARK)
+            timeline = _timeline(events)
             self.timeline = [(when, nbytes + self._held_nbytes) for when, nbytes in timeline]
             self.peak_nbytes = max((nbytes for _, nbytes in self.timeline), default=0)
+
+    def mark(self) -> int:
+        """Notes that this is a moment of interest. Returns its number for :meth:`peak_between`."""
+        with no_torch_function(), record_function(_MARK):
+            self._marks.append(buffers.held_nbytes())
+        return len(self._marks) - 1
+
+    def peak_between(self, begin: int | None, end: int | None) -> int:
+        """After the ``with``: the most bytes alive between two marks, above those alive at the first of them.
+
+        Args:
+            begin, end: the marks' numbers; None for the start and for the end.
+        """
+        first = 0 if begin is None else self._marked[begin]
+        last = self._marked[end] if end is not None else math.inf
+        before = [nbytes for when, nbytes in self.timeline if when <= first]
+        alive = before[-1] if before else self._held_nbytes
+        base = alive - (self._held_nbytes if begin is None else self._marks[begin])
+        return max((nbytes for when, nbytes in self.timeline if first < when <= last), default=alive) - base
 
 
 def _timeline(events: Iterable[Any]) -> list[tuple[int, int]]:
@@ -175,3 +206,10 @@ def _status(field: str) -> int | None:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def peak_so_far_nbytes() -> int | None:
+    """The most memory that this process has used: of the GPU if it has used one, else resident."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resident_peak_nbytes()

@@ -175,7 +175,7 @@ def _places(trace: Trace) -> list[float]:
 
 
 def _bars(axes: Axes, comparison: Comparison) -> None:
-    rows = {row.policy: row for row in comparison.rows()}
+    rows = {row.label: row for row in comparison.rows()}
     base = rows.pop(comparison.baseline)
     ordered = [base, *rows.values()]
     measures = [(label, field) for label, field in _MEASURES if getattr(base, field)]
@@ -187,7 +187,7 @@ def _bars(axes: Axes, comparison: Comparison) -> None:
             if value is None:
                 continue
             height, x = value / getattr(base, field), group + (number - (len(ordered) - 1) / 2) * width
-            axes.bar(x, height, width * 0.94, color=_colour(number), label=row.policy if group == 0 else None)
+            axes.bar(x, height, width * 0.94, color=_colour(number), label=row.label if group == 0 else None)
             axes.annotate(
                 _bar_text(field, value, height),
                 (x, height),
@@ -200,7 +200,7 @@ def _bars(axes: Axes, comparison: Comparison) -> None:
     axes.axhline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xticks(range(len(measures)), [label for label, _ in measures])
     axes.set_ylim(0, tallest * 1.25)
-    axes.set_ylabel(f"relative to {base.policy} (lower is better)")
+    axes.set_ylabel(f"relative to {base.label} (lower is better)")
     axes.legend(frameon=False, ncols=len(ordered), loc="upper left", fontsize=9)
 
 
@@ -211,14 +211,14 @@ def _bar_text(field: str, value: float, height: float) -> str:
 
 def _losses(axes: Axes, comparison: Comparison) -> None:
     """Draws the baseline wide and pale, and the others narrow on top of it, so that equal curves are all visible."""
-    rows = {row.policy: row for row in comparison.rows()}
-    others = [policy for policy in comparison.policies if policy != comparison.baseline]
-    for number, policy in enumerate([comparison.baseline, *others]):
-        losses = [float.fromhex(loss) for loss in comparison.of(policy)[0].losses]
+    rows = {row.label: row for row in comparison.rows()}
+    others = [label for label in comparison.labels if label != comparison.baseline]
+    for number, run in enumerate([comparison.baseline, *others]):
+        losses = [float.fromhex(loss) for loss in comparison.of(run)[0].losses]
         steps = range(1, len(losses) + 1)
-        label = policy
-        if number and rows[policy].losses_equal is not None:
-            label += ": every bit equal" if rows[policy].losses_equal else ": differs"
+        label = run
+        if number and rows[run].losses_equal is not None:
+            label += ": every bit equal" if rows[run].losses_equal else ": differs"
         turn = 4 * number, (4, 4 * len(others) - 2)  # dashes in turn
         style = {"linewidth": 5.0, "alpha": 0.45} if number == 0 else {"linewidth": 1.6, "linestyle": turn}
         axes.plot(steps, losses, color=_colour(number), label=label, **style)

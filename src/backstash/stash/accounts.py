@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backstash.proofs import Counts
-from backstash.saved import SavedTensor
+from backstash.saved import Effect, SavedTensor
 from backstash.stash.ledger import Entry
 
 
@@ -71,6 +71,7 @@ class Account:
             self.decodes,
             self.store,
             self.stall_seconds,
+            "" if facts.effect is Effect.UNKNOWN else facts.effect.value,
         )
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from backstash.stash import html
+from backstash.stash.summary import headline, summary
+from backstash.stash.tables import mib, ms, ratio, table
 
 
 @dataclass(slots=True)
@@ -26,6 +31,7 @@ class Entry:
         decodes: how often it was decoded.
         store: name of the store that holds it.
         stall_seconds: time that this store took to bring it back, where it is not the device.
+        effect: what an error in the value would do to the gradients, as saved.Effect names it; empty if it is unknown.
     """
 
     key: str
@@ -41,6 +47,7 @@ class Entry:
     decodes: int = 0
     store: str = "device"
     stall_seconds: float = 0.0
+    effect: str = ""
 
     @property
     def device_nbytes(self) -> int:
@@ -106,6 +113,21 @@ class GradientError:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Peaks and times that were measured beside a report; None where they were not.
+
+    Attributes:
+        peak_nbytes, plain_peak_nbytes: the counted peak of a step under the policy, and of plain PyTorch.
+        seconds, plain_seconds: the time of a step, likewise.
+    """
+
+    peak_nbytes: int | None = None
+    plain_peak_nbytes: int | None = None
+    seconds: float | None = None
+    plain_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class Report:
     """The accounts of one step: the last that saved anything.
 
@@ -120,6 +142,9 @@ class Report:
         proofs: recipes that were compared with their value in this step for the first time.
         repeated_proofs: recipes that were compared once more.
         gradient_error: how far off the policy made the gradient, for each backward pass of a checked step.
+        measured: peaks and times that somebody has measured and put here; a Session measures neither.
+
+    Printed, a report is a :meth:`summary`. All values are in :meth:`table`, :meth:`to_json` and :meth:`to_html`.
     """
 
     policy: str
@@ -132,6 +157,7 @@ class Report:
     proofs: int = 0
     repeated_proofs: int = 0
     gradient_error: tuple[GradientError, ...] = ()
+    measured: Measured | None = None
 
     @property
     def saved_nbytes(self) -> int:
@@ -140,13 +166,18 @@ class Report:
 
     @property
     def stash_nbytes(self) -> int:
-        """Bytes held for them, those kept by reference included."""
+        """Bytes held for them in all stores, those kept by reference included."""
         return sum(row.stash_nbytes for row in self.rows)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Of these, the bytes on the device."""
+        return sum(row.device_nbytes for row in self.rows)
 
     @property
     def moved_nbytes(self) -> int:
         """Of these, the bytes in stores other than the device."""
-        return sum(row.stash_nbytes - row.device_nbytes for row in self.rows)
+        return self.stash_nbytes - self.device_nbytes
 
     @property
     def ratio(self) -> float:
@@ -195,7 +226,7 @@ class Report:
         return tuple(sorted(totals, key=lambda total: total.stash_nbytes - total.saved_nbytes))
 
     def to_json(self) -> str:
-        """Everything as one JSON object."""
+        """Everything as one JSON object, of which :meth:`from_json` makes the report again."""
         totals = {
             name: getattr(self, name)
             for name in (
@@ -203,6 +234,7 @@ class Report:
                 "steps",
                 "saved_nbytes",
                 "stash_nbytes",
+                "device_nbytes",
                 "ratio",
                 "parameter_nbytes",
                 "peak_stash_nbytes",
@@ -222,10 +254,54 @@ class Report:
             asdict(found) | {"error": found.error if found.error is not None and math.isfinite(found.error) else None}
             for found in self.gradient_error
         ]
+        totals["measured"] = None if self.measured is None else asdict(self.measured)
         totals["rows"] = [asdict(row) for row in self.rows]
         return json.dumps(totals, indent=1)
 
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], measured: Measured | None = None) -> Report:
+        """The report whose :meth:`to_json` was read into ``found``, with other measurements if they are given."""
+        if measured is None and found["measured"] is not None:
+            measured = Measured(**found["measured"])
+        return cls(
+            found["policy"],
+            found["steps"],
+            tuple(Entry(**row) for row in found["rows"]),
+            found["parameter_nbytes"],
+            found["peak_stash_nbytes"],
+            tuple(PeakRow(**row) for row in found["peak"]),
+            tuple(found["notes"]),
+            found["proofs"],
+            found["repeated_proofs"],
+            tuple(GradientError(**error) for error in found["gradient_error"]),
+            measured,
+        )
+
+    def headline(self) -> str:
+        """What was gained, in one line."""
+        return headline(self)
+
+    def summary(self, width: int | None = None) -> str:
+        """What was gained, how values are stored, and which of them still take the most.
+
+        Args:
+            width: characters of a line. By default the terminal's, between 60 and 120.
+        """
+        return summary(self, width)
+
     def __str__(self) -> str:
+        return self.summary()
+
+    def to_html(self) -> str:
+        """A page for a browser, in one file that fetches nothing: all values, to be sorted and searched."""
+        return html.page(self)
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows the report."""
+        return html.fragment(self)
+
+    def table(self) -> str:
+        """All values in a table, below the totals by codec, in lines as long as they have to be."""
         stalled = self.stall_seconds >= 0.5e-4  # else it would be shown as 0.0 ms
         lines = [
             f"policy {self.policy}: saved {mib(self.saved_nbytes)}, stashed as {mib(self.stash_nbytes)}, "
@@ -237,10 +313,10 @@ class Report:
                 if self.proofs or self.repeated_proofs
                 else []
             ),
-            *([f"waited {_ms(self.stall_seconds)} for other stores"] if stalled else []),
+            *([f"waited {ms(self.stall_seconds)} for other stores"] if stalled else []),
             *([f"gradient error: {'; '.join(map(str, self.gradient_error))}"] if self.gradient_error else []),
             "",
-            *_table(
+            *table(
                 ("codec", "values", "saved", "stash", "ratio", "encode", "decode", "GB/s enc", "GB/s dec"),
                 (
                     (
@@ -248,9 +324,9 @@ class Report:
                         str(total.count),
                         mib(total.saved_nbytes),
                         mib(total.stash_nbytes),
-                        _ratio(total.saved_nbytes, total.stash_nbytes),
-                        _ms(total.encode_seconds),
-                        _ms(total.decode_seconds),
+                        ratio(total.saved_nbytes, total.stash_nbytes),
+                        ms(total.encode_seconds),
+                        ms(total.decode_seconds),
                         "" if total.encode_gb_per_second is None else f"{total.encode_gb_per_second:.1f}",
                         "" if total.decode_gb_per_second is None else f"{total.decode_gb_per_second:.1f}",
                     )
@@ -258,7 +334,7 @@ class Report:
                 ),
             ),
             "",
-            *_table(
+            *table(
                 ("saved tensor", "need", "tensor", "saved", "stash", "codec", *(["stall"] if stalled else []), "note"),
                 (
                     (
@@ -268,7 +344,7 @@ class Report:
                         mib(row.saved_nbytes),
                         mib(row.stash_nbytes),
                         row.codec if row.store == "device" else f"{row.codec} in {row.store}",
-                        *([_ms(row.stall_seconds)] if stalled else []),
+                        *([ms(row.stall_seconds)] if stalled else []),
                         row.reason or (f"also {', '.join(row.shared_by)}" if row.shared_by else ""),
                     )
                     for row in self.rows
@@ -289,7 +365,7 @@ class Report:
             f"alive at the peak: {mib(sum(roles.values()))}, of which "
             + ", ".join(f"{role} {mib(nbytes)}" for role, nbytes in shown),
             "",
-            *_table(
+            *table(
                 ("role", "allocated in or after", "buffers", "bytes"),
                 ((row.role, row.name, str(row.count), mib(row.nbytes)) for row in self.peak[:PEAK_ROWS]),
             ),
@@ -299,24 +375,3 @@ class Report:
 
 PEAK_ROWS = 12
 """Groups of buffers that a printed report shows of the peak."""
-
-
-def mib(nbytes: int) -> str:
-    """Bytes for people: ``"1.50 MiB"``."""
-    return f"{nbytes / 2**20:.2f} MiB"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
-
-
-def _ratio(saved: int, stash: int) -> str:
-    return f"{saved / stash:.2f}" if stash else "all"
-
-
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    cells = [header, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return lines

@@ -1,0 +1,75 @@
+"""The command ``bench``: the repository's benchmarks, where there is the repository."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from backstash.cli.endings import exits
+from backstash.errors import ScriptError, UnknownNameError
+
+BENCHES = {
+    "gist": "what Gist's paper measured: ratios, footprints, times, batches of deep ResNets",
+    "run": "the tables of ratios, codecs and steps",
+    "peak": "peaks and what is alive at them",
+    "kernels": "speed of the kernels",
+    "density": "where csr overtakes zvc",
+    "gist_accuracy": "test accuracy with reduced precision",
+    "allocator": "what keeping freed memory gives, under each allocator that is installed",
+    "disk": "speed of the disk store",
+    "layrub": "memory and time when activations are moved, and networks too deep for their memory",
+    "cdma": "bytes that would cross the link, by codec",
+    "comet": "accuracy and ratios under a bound that follows the gradients",
+    "nodes": "time of single nodes of the backward pass, plain and under a Session",
+    "hostcost": "processor time per saved tensor, beside identity hooks; growth with tensors that are kept",
+    "steptime": "time of whole steps of full networks under a Session, beside identity hooks",
+    "sz_table": "ratio and speed of the error-bounded coder, beside others",
+}
+"""The programs in the repository's folder benchmarks, by module, and what each measures."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the command. It is not offered outside a clone of the repository, where it could only say so."""
+    app.command(context_settings={"allow_interspersed_args": False}, hidden=_clone("run") is None)(bench)
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()) + ".")],
+    args: Annotated[list[str] | None, typer.Argument(help="The benchmark's own arguments.")] = None,
+) -> None:
+    """Run one of the repository's benchmarks; all that follows its name is passed to it (--help lists its options).
+
+    The exit code is the benchmark's. Benchmarks are not installed with the package: this command needs a clone of the
+    repository.
+    """
+    with exits():
+        root = _repository(name)
+        paths = [str(root), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        command = [sys.executable, "-P", "-m", f"benchmarks.{name}", *(args or ())]  # -P: no other folder benchmarks
+        exit_code = subprocess.run(command, env=environment, check=False).returncode
+    raise typer.Exit(exit_code)
+
+
+def _clone(name: str) -> Path | None:
+    """The clone of the repository that has this benchmark: above the package, or the current folder."""
+    folders = (Path(__file__).resolve().parents[3], Path.cwd())
+    return next((folder for folder in folders if folder.joinpath("benchmarks", f"{name}.py").is_file()), None)
+
+
+def _repository(name: str) -> Path:
+    if name not in BENCHES:
+        raise UnknownNameError(f"benchmark {name!r} was asked for, but there are {', '.join(BENCHES)}.")
+    found = _clone(name)
+    if found is None:
+        raise ScriptError(
+            f"benchmark {name!r} was asked for, but there is no benchmarks/{name}.py in "
+            f"{Path(__file__).resolve().parents[3]} or {Path.cwd()}. Benchmarks are not installed with the package: "
+            f"clone the repository and run this in it."
+        )
+    return found

@@ -1,0 +1,81 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from backstash import policies as registry
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_KNOWN = ", ".join(one.name for one in registry.descriptions())
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from a text such as ``"64KiB"``, or ``"65536"``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise typer.BadParameter(f"{text!r} is no size in bytes. Give a number, or one with a unit such as 64KiB.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def complete_policy(incomplete: str) -> list[tuple[str, str]]:
+    """The policies whose names begin so, each with what it does, for a shell's completion."""
+    return [(one.name, one.does) for one in registry.descriptions() if one.name.startswith(incomplete)]
+
+
+def complete_policies(incomplete: str) -> list[tuple[str, str]]:
+    """As :func:`complete_policy`, for the last name of a list with commas."""
+    head, comma, last = incomplete.rpartition(",")
+    return [(f"{head}{comma}{name}", does) for name, does in complete_policy(last)]
+
+
+def complete_allocator(incomplete: str) -> list[tuple[str, str]]:
+    """The allocators' names, for a shell's completion."""
+    known = (
+        ("auto", "the best that is installed, for a script on CPU"),
+        ("system", "the C library's own"),
+        ("tcmalloc", "Debian, Ubuntu: libtcmalloc-minimal4"),
+        ("jemalloc", "Debian, Ubuntu: libjemalloc2"),
+        ("mimalloc", "Debian, Ubuntu: libmimalloc2.0"),
+    )
+    return [one for one in known if one[0].startswith(incomplete)]
+
+
+Script = Annotated[
+    str, typer.Argument(help="The training script, or with -m the name of a module.", show_default=False)
+]
+Arguments = Annotated[list[str] | None, typer.Argument(help="The script's own arguments.", show_default=False)]
+IsModule = Annotated[bool, typer.Option("--module", "-m", help="Run a module, as python -m does.", show_default=False)]
+Policy = Annotated[
+    str,
+    typer.Option(
+        envvar="BACKSTASH_POLICY",
+        help=f"Name of the policy: {_KNOWN}. `backstash policies` explains them.",
+        autocompletion=complete_policy,
+    ),
+]
+MinNbytes = Annotated[
+    int | None,
+    typer.Option(
+        envvar="BACKSTASH_MIN_NBYTES",
+        parser=parse_size,
+        metavar="BYTES",
+        help="Keep tensors below this size, such as 64KiB. By default the policy decides.",
+        show_default=False,
+    ),
+]
+Allocator = Annotated[
+    str,
+    typer.Option(
+        envvar="BACKSTASH_ALLOCATOR",
+        metavar="auto|system|NAME|PATH",
+        help="Start the script under this allocator: auto is the best that is installed, for a script on CPU.",
+        autocompletion=complete_allocator,
+    ),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", envvar="BACKSTASH_QUIET", help="Print nothing but errors.", show_default=False)
+]

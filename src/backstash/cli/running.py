@@ -1,0 +1,145 @@
+"""The command ``run``: a script, unchanged, under a Session."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from backstash import policies
+from backstash.cli.endings import exits
+from backstash.cli.options import Allocator, Arguments, IsModule, MinNbytes, Policy, Quiet, Script
+from backstash.integrations import allocator as allocators
+from backstash.integrations import ranks
+from backstash.integrations.launcher import Launched, launch, require
+from backstash.integrations.ranks import Rank
+from backstash.report.meter import peak_so_far_nbytes
+from backstash.stash.ledger import Report
+from backstash.stash.tables import amount
+
+_STARTED_AGAIN = "BACKSTASH_STARTED_UNDER"
+"""The variable that tells a process that it was started again, under that allocator."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command(context_settings={"allow_interspersed_args": False})(run)
+
+
+def run(
+    script: Script,
+    args: Arguments = None,
+    is_module: IsModule = False,
+    policy: Policy = "lossless",
+    min_nbytes: MinNbytes = None,
+    allocator: Allocator = "auto",
+    report_json: Annotated[
+        Path | None, typer.Option(envvar="BACKSTASH_REPORT_JSON", help="Also write the report to this file.")
+    ] = None,
+    report_html: Annotated[
+        Path | None, typer.Option(envvar="BACKSTASH_REPORT_HTML", help="Also write the report as a page to this file.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every value, and not only the largest.")] = False,
+    quiet: Quiet = False,
+    keep_memory: Annotated[
+        bool, typer.Option("--keep-memory", help="Keep freed memory in the process, instead of paging it in again.")
+    ] = False,
+) -> None:
+    """Run a training script, unchanged, under a Session, and print what was saved.
+
+    Options before the script are backstash's; all that follows the script is passed to it. The exit code is the
+    script's. Under torchrun, rank 0 prints its report, and each rank writes files of its own.
+    """
+    for option, file in (("--report-json", report_json), ("--report-html", report_html)):
+        if file is not None and not file.parent.is_dir():
+            raise typer.BadParameter(f"the folder {file.parent} is not there", param_hint=option)
+    rank = Rank.here()
+    with exits():
+        require(script, is_module)
+        policies.require(policy)
+        _start_under(allocator if not keep_memory else allocators.SYSTEM, quiet or not rank.is_first)
+    if keep_memory and not allocators.keep_memory():
+        typer.echo("backstash: --keep-memory needs glibc, and does nothing here", err=True)
+    before = allocators.Usage.now()
+
+    def failed(error: BaseException, report: Report) -> None:
+        """Says what is known in one line above the traceback, which stays the last thing on the screen."""
+        if not quiet:
+            name = type(error).__name__
+            typer.echo(f"backstash: {script} ended with {name}, {_steps(report)}; {report.headline()}", err=True)
+
+    with exits():
+        launched = launch(script, args or (), policy, is_module=is_module, min_nbytes=min_nbytes, failed=failed)
+    report = launched.report
+    for file, text in ((report_json, report.to_json()), (report_html, report.to_html())):
+        if file is not None:
+            rank.own(file).write_text(text + "\n")
+    heard = ranks.gather(rank, _own_peaks(report))
+    if not quiet and rank.is_first and launched.error is None:
+        _show(script, launched, full)
+        for line in _peaks(rank, heard):
+            typer.echo(f"backstash: {line}")
+        advice = None if keep_memory else allocators.Usage.now().since(before).advice()
+        if advice is not None:
+            typer.echo(f"backstash: {advice}", err=True)
+    raise typer.Exit(launched.exit_code)
+
+
+def _show(script: str, launched: Launched, full: bool) -> None:
+    """Prints the report, or in one line why there is none."""
+    report = launched.report
+    if not report.rows:
+        typer.echo(f"\nbackstash: {script}: {'; '.join(report.notes) or report.headline()}")
+        return
+    typer.echo(f"\nbackstash: {script}, {_steps(report)}\n{report}")
+    if full:
+        typer.echo(f"\n{report.table()}")
+
+
+def _steps(report: Report) -> str:
+    return f"{report.steps} step{'' if report.steps == 1 else 's'}"
+
+
+def _start_under(asked: str, quiet: bool) -> None:
+    """Starts this process again under an allocator, if it is to have one that it has not."""
+    chosen = allocators.choose(asked)
+    if chosen is None or chosen.is_loaded or os.environ.get(_STARTED_AGAIN) == chosen.path:
+        return
+    if not quiet:
+        typer.echo(f"backstash: starting under {chosen.name} ({chosen.path}); --allocator system does not", err=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    environment = chosen.environment(os.environ) | {_STARTED_AGAIN: chosen.path}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def _own_peaks(report: Report) -> dict[str, Any]:
+    """What this rank has to tell the first."""
+    return {
+        "saved_nbytes": report.saved_nbytes,
+        "stash_nbytes": report.device_nbytes,
+        "peak_stash_nbytes": report.peak_stash_nbytes,
+        "peak_nbytes": peak_so_far_nbytes(),
+    }
+
+
+def _peaks(rank: Rank, heard: dict[int, dict[str, Any]]) -> list[str]:
+    """Lines about the largest peaks of all ranks."""
+    if rank.count == 1:
+        return []
+    silent = [str(other) for other in range(rank.count) if other not in heard]
+    lines = []
+    for key, name in (("peak_stash_nbytes", "stash"), ("peak_nbytes", "memory of the process")):
+        known = {number: said[key] for number, said in heard.items() if said.get(key) is not None}
+        if known:
+            most, least = max(known, key=known.__getitem__), min(known, key=known.__getitem__)
+            lines.append(
+                f"largest {name} of {len(known)} ranks: {amount(known[most])} on rank {most}; smallest "
+                f"{amount(known[least])} on rank {least}"
+            )
+    if silent:
+        lines.append(f"nothing was heard of rank {', '.join(silent)}: its launcher shares no store, or it failed")
+    return lines

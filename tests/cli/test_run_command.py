@@ -1,0 +1,239 @@
+"""``backstash run`` shows a script what Python shows it, and its user what was saved, or why nothing was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backstash import cli
+from backstash.stash.ledger import Report
+
+Invoke = Callable[..., Any]
+
+
+def test_run_passes_arguments_on_and_reports(script: str, tmp_path: Path, invoke: Invoke) -> None:
+    files = "--report-json", str(tmp_path / "report.json"), "--report-html", str(tmp_path / "report.html")
+    result = invoke("run", *files, script, "--policy", "none", "--help", "-x")
+    assert result.exit_code == 0
+    assert "arguments ['--policy', 'none', '--help', '-x']" in result.stdout
+    assert f"backstash: {script}, 5 steps\nactivations " in result.stdout
+    assert "under Lossless" in result.stdout and "bitmask" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= max(100, len(script) + 30)
+    assert json.loads((tmp_path / "report.json").read_text())["ratio"] > 1
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_written_report_is_the_report(script: str, tmp_path: Path, invoke: Invoke) -> None:
+    written = tmp_path / "report.json"
+    invoke("run", "--report-json", str(written), script)
+    found = json.loads(written.read_text())
+    assert json.loads(Report.from_json(found).to_json()) == found
+
+
+def test_run_prints_every_value_if_it_is_asked_to(script: str, invoke: Invoke) -> None:
+    short, full = invoke("run", script).stdout, invoke("run", "--full", script).stdout
+    assert "1/Relu#0:result" not in short and "1/Relu#0:result" in full and "still held" in full
+
+
+def test_a_quiet_run_prints_what_the_script_prints(script: str, invoke: Invoke) -> None:
+    result = invoke("run", "--quiet", script)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "arguments []\n", "")
+
+
+def test_the_smallest_size_is_an_option(script: str, invoke: Invoke) -> None:
+    assert "bitmask" not in invoke("run", "--min-nbytes", "10MiB", script).stdout
+    result = invoke("run", "--min-nbytes", "10 apples", script)
+    assert result.exit_code == 2
+    assert "'10 apples' is no size in bytes" in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_what_is_known_of_a_script_that_fails_is_one_line_above_its_traceback(
+    failing: str, tmp_path: Path, invoke: Invoke
+) -> None:
+    written = tmp_path / "report.json"
+    result = invoke("run", "--policy", "keep", "--report-json", str(written), failing)
+    assert result.exit_code == 1
+    first, second, *_, last = result.stderr.splitlines()
+    assert first.startswith(f"backstash: {failing} ended with ValueError, 5 steps; activations ")
+    assert second.startswith("Traceback") and last == "ValueError: after the last step"
+    assert "still held" not in result.stdout
+    assert written.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print('no step')", "nothing was saved: no forward pass with grad mode ran"),
+        (
+            "import threading, torch\nmodel = torch.nn.Linear(64, 64)\n"
+            "thread = threading.Thread(target=lambda: model(torch.ones(64, 64)).sum().backward())\n"
+            "thread.start(); thread.join()",
+            "a module ran with grad mode on another thread",
+        ),
+    ],
+    ids=["no step", "another thread"],
+)
+def test_a_script_that_saves_nothing_is_told_why_in_one_line(
+    text: str, message: str, tmp_path: Path, invoke: Invoke
+) -> None:
+    path = tmp_path / "idle.py"
+    path.write_text(text)
+    result = invoke("run", str(path))
+    assert result.exit_code == 0
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("backstash")]
+    assert message in line and "stored as" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("import sys; sys.exit(3)", 3), ("raise KeyboardInterrupt", 130), ("import os; os.abort", 0)]
+)
+def test_the_exit_code_is_the_script_s(ending: str, code: int, tmp_path: Path, invoke: Invoke) -> None:
+    path = tmp_path / "ending.py"
+    path.write_text(ending)
+    assert invoke("run", str(path)).exit_code == code
+
+
+def package(folder: Path) -> Path:
+    inside = folder / "pkg"
+    inside.mkdir()
+    (inside / "__init__.py").write_text("")
+    (inside / "sizes.py").write_text("WIDTH = 64\n")
+    (inside / "train.py").write_text(
+        "import sys\nimport torch\nfrom .sizes import WIDTH\nfrom . import sizes\n"
+        "print(__name__, __package__, __spec__.name, sys.argv[1:], sys.argv[0] == __file__, sys.path[0])\n"
+        "model = torch.nn.Linear(WIDTH, 1)\nmodel(torch.randn(512, WIDTH).requires_grad_()).relu().sum().backward()\n"
+    )
+    (inside / "__main__.py").write_text("from . import train\n")
+    return inside
+
+
+def test_a_module_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    package(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("pkg", "pkg.sizes", "pkg.train"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    expected = f"__main__ pkg pkg.train ['--lr', '3'] True {tmp_path}\n"  # as `python -m pkg.train --lr 3` prints
+    result = invoke("run", "-m", "pkg.train", "--lr", "3")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith(expected) and "activations" in result.stdout
+    for name in ("pkg", "pkg.sizes", "pkg.train"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert "pkg.train pkg pkg.train" in invoke("run", "-m", "pkg").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("run", "--policy", "losless", "{script}"), "Did you mean 'lossless'?"),
+        (("run", "not-there.py"), "backstash: the training script 'not-there.py' was asked for, but there is no"),
+        (("run", "-m", "no_such.module"), "but Python finds no module named 'no_such'"),
+        (("run", "-m", "pkg/train.py"), "Give the name without .py and with dots"),
+        (("run", "--report-json", "no/such/report.json", "{script}"), "the folder no/such is not there"),
+        (("run", "--allocator", "tcmallok", "{script}"), "the allocator 'tcmallok' was asked for, but that file does"),
+        (("run", "--allocator", "{script}", "{script}"), "but that file is no shared library"),
+        (("compare", "--policies", "plain,fastest", "{script}"), "policy 'fastest' was asked for, but there are cdma"),
+        (("compare", "not-there.py"), "backstash: the training script 'not-there.py' was asked for, but there is no"),
+        (("compare", "--out", "{script}", "{script}"), "is a file"),
+        (("choose", "not-there.py"), "backstash: the training script 'not-there.py' was asked for, but there is no"),
+    ],
+)
+def test_what_was_asked_wrongly_is_refused_before_the_script_starts(
+    script: str, args: tuple[str, ...], message: str, invoke: Invoke
+) -> None:
+    result = invoke(*(arg.format(script=script) for arg in args))
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert "arguments" not in result.stdout
+
+
+def test_it_runs_as_a_module(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import sys\nprint(__name__, sys.argv[1:])\ndef f():\n    raise SystemExit(7)\nf()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "backstash", "run", str(path), "--steps", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 7
+    assert done.stdout.startswith("__main__ ['--steps', '2']\n")
+    advice = "page faults"  # on a machine where these cost much
+    assert [line for line in done.stderr.splitlines() if advice not in line] == []
+
+
+SPAWNING = """
+import multiprocessing, sys
+
+class Task:
+    number = 20
+
+def double(task):
+    return 2 * task.number, len(sys.argv)
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(double, [Task()]))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_may_spawn_processes(tmp_path: Path) -> None:
+    path = tmp_path / "spawning.py"
+    path.write_text(SPAWNING)
+    command = [sys.executable, "-m", "backstash", "run", str(path), "--lr", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[(40, 3)]\n")
+
+
+DISTRIBUTED = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()))
+for _ in range(2):
+    model(torch.randn(512 * (1 + rank), 64)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun_rank_0_reports_the_largest_peak_of_all(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.py"
+    path.write_text(DISTRIBUTED)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "backstash", "run", "--report-json", str(tmp_path / "report.json"), str(path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("activations") == 1  # one rank speaks
+    first, second = (json.loads((tmp_path / name).read_text()) for name in ("report.json", "report.rank1.json"))
+    assert second["saved_nbytes"] > first["saved_nbytes"]
+    (line,) = [line for line in done.stdout.splitlines() if "largest stash" in line]
+    assert "largest stash of 2 ranks" in line and "on rank 1; smallest" in line
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_the_command_line_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith("backstash.cli.")]:
+        monkeypatch.delitem(sys.modules, module)
+        monkeypatch.delattr(cli, module.rpartition(".")[2])
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit, match=rf"{missing} is not installed. Run: pip install 'backstash\[cli\]'"):
+        cli.main()
+
+
+def test_the_library_needs_no_command_line_and_no_charts() -> None:
+    code = "import sys, backstash; print({'typer', 'rich', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
