@@ -94,6 +94,7 @@ ALLOWED: dict[str, set[str]] = {
         "policies",
         "session",
         "integrations.loop",
+        "integrations.notebook",
         "report.meter",
     },
     "cli": {"errors", "version", "policies", "stash.ledger", "stash.tables", "integrations", "report"},

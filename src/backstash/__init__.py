@@ -1,5 +1,7 @@
 """Train bigger networks in the memory you have: saved tensors, stored smaller."""
 
+from typing import Any as _Any
+
 from backstash import codecs, policies
 from backstash.codecs import Codec, Encoded, register_codec
 from backstash.errors import BackstashError
@@ -29,3 +31,12 @@ __all__ = [
     "unwrap",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """The two functions that IPython looks for in an extension, which nobody else needs."""
+    if name in ("load_ipython_extension", "unload_ipython_extension"):
+        from backstash.integrations import notebook
+
+        return getattr(notebook, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
