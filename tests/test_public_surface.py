@@ -18,6 +18,8 @@ PUBLIC = [
     "Stash",
     "Store",
     "codecs",
+    "compile_backend",
+    "compile_options",
     "measure",
     "policies",
     "register_codec",
@@ -54,6 +56,7 @@ def test_importing_starts_nothing_and_brings_nothing_heavy() -> None:
     assert found["cuda"] is False
     assert not HEAVY & {module.split(".")[0] for module in found["modules"]}
     assert not [module for module in found["modules"] if module.startswith("backstash.ops.triton.")]
+    assert not [module for module in found["modules"] if module.startswith("torch._inductor")]
 
 
 def test_nothing_is_printed_on_import() -> None:

@@ -5,6 +5,7 @@ from typing import Any as _Any
 from backstash import codecs, policies
 from backstash.codecs import Codec, Encoded, register_codec
 from backstash.errors import BackstashError
+from backstash.integrations.compile import compile_backend, compile_options
 from backstash.integrations.loop import unwrap, wrap
 from backstash.policies.base import Keep, Policy, Recompute, Stash
 from backstash.report.meter import measure
@@ -25,6 +26,8 @@ __all__ = [
     "Stash",
     "Store",
     "codecs",
+    "compile_backend",
+    "compile_options",
     "measure",
     "policies",
     "register_codec",

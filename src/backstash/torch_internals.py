@@ -191,3 +191,85 @@ def numeric_settings(device_type: str) -> tuple[object, ...]:
         _cublas_reduces_bf16(),
         _cublas_adds_up_fp16(),
     )
+
+
+def partitioner_base() -> type[Any]:
+    """The class that Inductor's option ``custom_partitioner_fn`` takes instances of. Imports Inductor."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    return CustomPartitionerFn
+
+
+def min_cut_partition(**settings: Any) -> Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]:
+    """Torch's own partitioner of a joint graph into forward and backward, under these settings of AOTAutograd."""
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(joint: torch.fx.GraphModule, inputs: Any, **keywords: Any) -> Any:
+        with config.patch(settings):
+            return min_cut_rematerialization_partition(joint, inputs, **keywords)
+
+    return partition
+
+
+def autograd_setting(name: str) -> Any:
+    """A setting of AOTAutograd (``torch._functorch.config``)."""
+    from torch._functorch import config
+
+    return getattr(config, name)
+
+
+def aot_eager_backend(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """The backend ``aot_eager`` with another partitioner. Imports Dynamo."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True
+    )
+    return backend
+
+
+def inductor_backend(patches: dict[str, Any]) -> Callable[..., Any]:
+    """The backend ``inductor`` with some of its settings changed. Imports Inductor."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any, **keywords: Any) -> Any:
+        return compile_fx(graph, inputs, config_patches=patches | keywords.pop("options", {}), **keywords)
+
+    return backend
+
+
+def compile_counters() -> Any:
+    """What Dynamo counts, by group and name. Imports Dynamo."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def size_nodes(graph: torch.fx.Graph, size: torch.SymInt) -> tuple[Any, list[torch.fx.Node]]:
+    """A node that computes a symbolic size from the sizes among the graph's inputs, or a number if it is constant.
+
+    Args:
+        graph: the graph. Nodes are added at its insertion point.
+        size: the size.
+
+    Returns:
+        The node or the number, and all nodes that were added.
+
+    Raises:
+        KeyError: no input of the graph has one of the symbols.
+    """
+    from torch.fx.experimental.symbolic_shapes import find_symbol_binding_fx_nodes
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    expression = size.node.expr
+    if expression.is_number:
+        return int(expression), []
+    inputs = find_symbol_binding_fx_nodes(graph)
+    before = set(graph.nodes)
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    symbols = {symbol: torch.fx.Proxy(inputs[symbol], tracer) for symbol in expression.free_symbols}
+    found = sympy_interp(PythonReferenceAnalysis, symbols, expression)
+    return found.node, [node for node in graph.nodes if node not in before]

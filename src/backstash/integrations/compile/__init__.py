@@ -1,0 +1,12 @@
+"""torch.compile: saved tensors in a smaller form inside a compiled graph.
+
+A graph that AOTAutograd has traced is split into a forward and a backward graph by a partitioner. Ours lets torch split
+it (``partitioner.py``), lists what the forward graph saves (``values.py``), finds what the backward graph reads of each
+value (``reading.py``, ``effect.py``, ``ranges.py``), asks the policy (``choose.py``) and puts the encoding into the one
+graph and the decoding into the other (``rewrite.py``), as calls of aten operators (``graph_codecs.py``,
+``graph_rounding.py``, ``layout.py``, ``emit.py``). ``account.py`` has the report, ``options.py`` what users call.
+"""
+
+from backstash.integrations.compile.options import CompileBackend, CompileOptions, compile_backend, compile_options
+
+__all__ = ["CompileBackend", "CompileOptions", "compile_backend", "compile_options"]

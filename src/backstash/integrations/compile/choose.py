@@ -1,0 +1,168 @@
+"""Which form a saved value gets in a graph: what backward reads of it, what the policy says, and what has a form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from backstash.codecs.base import Codec, keeps, mask_of, serves
+from backstash.effects import neighbours
+from backstash.integrations.compile.effect import Found, effect_of
+from backstash.integrations.compile.graph_codecs import Facts, GraphCodec, form_of
+from backstash.integrations.compile.ranges import limit_of
+from backstash.integrations.compile.reading import TESTS, Reader
+from backstash.integrations.compile.values import SavedValue, spec_of
+from backstash.policies.base import Keep, Policy, Recompute
+from backstash.saved import Effect, Mask, Need, SavedTensor, TensorSpec
+
+STRENGTH = {Need.SHAPE: 0, Need.SIGN: 1, Need.INDEX: 2, Need.VALUE: 3}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The form of one value.
+
+    Attributes:
+        codec: the form; None if the value is kept, or if comparisons alone read it.
+        tests: comparisons of the backward graph that are computed in the forward graph instead, a bit per element.
+        reason: why the value is kept.
+        saved: the facts that the policy was asked about; None if it was not asked.
+    """
+
+    codec: GraphCodec | None
+    tests: tuple[fx.Node, ...] = ()
+    reason: str = ""
+    saved: SavedTensor | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether nothing is done with the value."""
+        return self.codec is None and not self.tests
+
+    @property
+    def label(self) -> str:
+        """What reports call the form."""
+        if self.codec is None:
+            return "bits" if self.tests else "kept"
+        return f"{self.codec.label}+bits" if self.tests else self.codec.label
+
+
+def choose(value: SavedValue, key: str, policy: Policy, min_nbytes: int, gradients: set[fx.Node]) -> Choice:
+    """The form that a policy gives a value, as far as there is one in a graph.
+
+    Args:
+        value: the value.
+        key: its key in the report.
+        policy: is asked as a Session asks it.
+        min_nbytes: smaller values are kept.
+        gradients: the nodes of the backward graph that depend on an incoming gradient.
+    """
+    spec = value.spec()
+    if value.refused:
+        return Choice(None, reason=value.refused)
+    if spec.nbytes < max(min_nbytes, 1):
+        return Choice(None, reason=f"it is smaller than min_nbytes={min_nbytes}")
+    found = value.readers()
+    if not found:
+        return Choice(None, reason="nothing reads it")
+    effects = {reader: effect_of(reader, gradients) for reader in found if reader.need is Need.VALUE}
+    if all(reader.node.target in TESTS and reader.node not in gradients for reader in found):
+        return _of_tests(found, spec)
+    facts = [_saved(value, reader, key, spec, effects.get(reader)) for reader in found]
+    strongest = _strongest(facts)
+    action = policy.decide_together(strongest, facts)
+    if isinstance(action, Recompute):
+        action = action.otherwise
+    if isinstance(action, Keep):
+        return Choice(None, reason=action.reason, saved=strongest)
+    if action.store != "device":
+        return Choice(
+            None,
+            reason=f"a graph cannot reach the store {action.store!r}: leave the region uncompiled",
+            saved=strongest,
+        )
+    reasons: dict[str, list[str]] = {}
+    for codec in action.codecs:
+        form = _form(codec, value, strongest, facts)
+        if not isinstance(form, str):
+            return Choice(form, () if form.is_exact else _ordered(effects.values()), saved=strongest)
+        reasons.setdefault(form, []).append(codec.id)
+    text = "; ".join(f"{', '.join(dict.fromkeys(ids))}: {why}" for why, ids in reasons.items())
+    return Choice(None, reason=text or "the policy names no codec", saved=strongest)
+
+
+def _form(codec: Codec, value: SavedValue, strongest: SavedTensor, facts: Sequence[SavedTensor]) -> GraphCodec | str:
+    """The graph's form of a codec, or why it does not serve every reader."""
+    refused = codec.accepts(strongest.spec)
+    if refused is not None:
+        return refused
+    form = form_of(codec, Facts(strongest.spec.dtype, limit_of(value.base)))
+    if isinstance(form, str):
+        return form
+    if form.nbytes(strongest.spec.shape, strongest.spec.dtype) >= strongest.spec.nbytes:
+        return "it takes as many bytes as the value"
+    for saved in facts:
+        if saved.need is Need.SIGN and saved.mask is not None:
+            same = Need.SIGN in codec.preserves and (mask_of(codec) in (None, saved.mask))
+            if not same and not keeps(codec, saved.mask):
+                return f"{saved.op} reads which side of a threshold an element is on"
+        elif saved.need not in codec.preserves:
+            return f"it does not preserve the {saved.need.name} that {saved.op} reads"
+        elif saved.need is Need.VALUE and not form.is_exact:
+            if not serves(codec, saved.function):
+                return f"{saved.op} reads more than that function's derivative"
+            if saved.effect is Effect.UNKNOWN:
+                return f"it is not known what an error does to what {saved.op} computes"
+    return form
+
+
+def _of_tests(found: Sequence[Reader], spec: TensorSpec) -> Choice:
+    """The form of a value that only comparisons read."""
+    tests = tuple(dict.fromkeys(reader.node for reader in found))
+    nbytes = sum(-(-spec_of(node.meta["val"]).numel // 8) for node in tests)
+    if nbytes < spec.nbytes:
+        return Choice(None, tests)
+    return Choice(None, reason="the outcomes of the comparisons that read it would take as many bytes")
+
+
+def _ordered(found: Iterable[Found]) -> tuple[fx.Node, ...]:
+    """The comparisons behind all readers, in the order of the backward graph."""
+    tests = {node for each in found for node in each.tests}
+    if not tests:
+        return ()
+    graph = next(iter(tests)).graph
+    return tuple(node for node in graph.nodes if node in tests)
+
+
+def _strongest(facts: Sequence[SavedTensor]) -> SavedTensor:
+    """What the policy is asked about: the strongest need. Different tests of one value need its VALUE."""
+    strongest = max(facts, key=lambda saved: STRENGTH[saved.need])
+    masks: set[Mask | None] = {saved.mask for saved in facts if saved.need is Need.SIGN}
+    if strongest.need is Need.SIGN and len(masks) > 1:
+        fields = {name: getattr(strongest, name) for name in strongest.__dataclass_fields__}
+        return SavedTensor(**fields | {"need": Need.VALUE, "mask": None})
+    return strongest
+
+
+def _saved(value: SavedValue, reader: Reader, key: str, spec: TensorSpec, found: Found | None) -> SavedTensor:
+    effect, row = Effect.UNKNOWN, 0
+    if found is not None:
+        seen = spec_of(reader.through.meta["val"])
+        fastest = next((size for size, stride in zip(seen.shape, seen.stride, strict=True) if stride == 1), 0)
+        effect = found.effect
+        row = neighbours(seen, found.statistics) if effect is Effect.NORMALISED else fastest
+    return SavedTensor(
+        f"{key}:{reader.argument}",
+        reader.op,
+        reader.argument,
+        value.fqn,
+        spec,
+        reader.need,
+        reader.mask,
+        None,
+        reader.function,
+        effect,
+        row,
+    )

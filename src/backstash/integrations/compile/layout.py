@@ -1,0 +1,190 @@
+"""The memory order of a value in a graph, and small integers packed into bytes along one of its dimensions.
+
+Note: [packed along a dimension]
+    Eight neighbours in memory share a byte in the planes of the eager codecs. In a compiled graph the elements that
+    share a byte lie an eighth of a dimension apart, preferably of the outermost one. Both directions are then
+    elementwise on contiguous runs, so that a compiler can vectorise them and fuse them with what computes or reads the
+    value, and no dimension is flattened, so that it stays free to choose the layout. The values are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from backstash.integrations.compile.emit import Emitter, Value, is_multiple, product, sizes_of, tensor_of
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+
+
+def memory_order(x: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions from the outermost in memory to the innermost; None if elements overlap or leave gaps."""
+    sizes, strides = list(x.shape), list(x.stride())
+    hints = [_hint(stride) for stride in strides]
+    order = sorted(range(x.dim()), key=lambda dim: (-hints[dim], dim))
+    # Dimensions of one element may have any stride, which says nothing about their place.
+    expected: Any = 1
+    for dim in reversed(order):
+        if statically_known_true(sizes[dim] == 1):
+            continue
+        if not statically_known_true(strides[dim] == expected):
+            return None
+        expected = expected * sizes[dim]
+    return tuple(order)
+
+
+def _hint(stride: Any) -> int:
+    if isinstance(stride, int):
+        return stride
+    hint = stride.node.hint
+    return int(hint) if hint is not None else 0
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes another one."""
+    return sorted(range(len(order)), key=lambda position: order[position])
+
+
+def is_identity(order: Sequence[int]) -> bool:
+    """Whether a permutation changes nothing."""
+    return list(order) == sorted(order)
+
+
+def in_memory_order(emit: Emitter, x: Value) -> Value:
+    """A contiguous view of a dense value."""
+    order = memory_order(tensor_of(x))
+    assert order is not None
+    return x if is_identity(order) else emit(_aten.permute.default, x, list(order))
+
+
+def like_original(emit: Emitter, ordered: Value, original: torch.Tensor) -> Value:
+    """Undoes :func:`in_memory_order`: a view with the original's sizes and strides."""
+    order = memory_order(original)
+    assert order is not None
+    sizes = [original.shape[dim] for dim in order]
+    if not _same(sizes_of(ordered), sizes):
+        ordered = emit(_aten.view.default, ordered, sizes)
+    return ordered if is_identity(order) else emit(_aten.permute.default, ordered, inverse(order))
+
+
+def _same(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(sizes) == len(others) and all(
+        statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
+    )
+
+
+def cast(emit: Emitter, x: Value, dtype: torch.dtype) -> Value:
+    """The value in another dtype."""
+    return x if tensor_of(x).dtype == dtype else emit(_prims.convert_element_type.default, x, dtype)
+
+
+def constant(emit: Emitter, number: float, like: Value, dtype: torch.dtype | None = None) -> Value:
+    """A tensor of no dimensions."""
+    x = tensor_of(like)
+    return emit(_aten.full.default, [], number, dtype=dtype or x.dtype, device=x.device, pin_memory=False)
+
+
+def clamp(emit: Emitter, x: Value, low: float | None, high: float | None) -> Value:
+    """The value within bounds; a NaN stays."""
+    if low is not None:
+        x = emit(_aten.maximum.default, x, constant(emit, low, x))
+    return x if high is None else emit(_aten.minimum.default, x, constant(emit, high, x))
+
+
+def count_up(emit: Emitter, length: Any, like: Value, dtype: torch.dtype, step: int = 1) -> Value:
+    """The numbers 0, step, 2 * step, ..., ``length`` of them."""
+    return emit(
+        _prims.iota.default,
+        length,
+        start=0,
+        step=step,
+        dtype=dtype,
+        device=tensor_of(like).device,
+        requires_grad=False,
+    )
+
+
+def packed_dimension(sizes: Sequence[Any], fields: int) -> int | None:
+    """The outermost dimension whose size is known to be a multiple of ``fields``, or None."""
+    return next((dim for dim, size in enumerate(sizes) if is_multiple(size, fields)), None)
+
+
+def pack(emit: Emitter, codes: Value, bits: int) -> Value:
+    """Packs integers of few bits into bytes.
+
+    Args:
+        emit: where the calls go.
+        codes: uint8, contiguous, of any shape, each below ``2**bits``.
+        bits: 1, 2, 4 or 8.
+
+    Returns:
+        uint8, with a ``8 / bits``-th of the elements; one dimension if no dimension's size is a multiple of that.
+    """
+    fields = 8 // bits
+    if fields == 1:
+        return codes
+    dim = packed_dimension(sizes_of(codes), fields)
+    if dim is None:
+        codes, dim = _padded(emit, codes, fields), 0
+    size = sizes_of(codes)[dim] // fields
+    packed: Value = None
+    for field in range(fields):
+        part = emit(_aten.slice.Tensor, codes, dim, field * size, (field + 1) * size)
+        if field:
+            part = emit(_aten.bitwise_left_shift.Tensor_Scalar, part, field * bits)
+        packed = part if packed is None else emit(_aten.bitwise_or.Tensor, packed, part)
+    return packed
+
+
+def unpack(emit: Emitter, packed: Value, bits: int, sizes: Sequence[Any]) -> Value:
+    """Undoes :func:`pack`, given the sizes of the codes."""
+    fields = 8 // bits
+    if fields == 1:
+        return packed
+    dim = packed_dimension(sizes, fields)
+    inner = sizes_of(packed)
+    at = 0 if dim is None else dim
+    shifts = count_up(emit, fields, packed, torch.uint8, bits)
+    shifts = emit(_aten.view.default, shifts, [fields] + [1] * (len(inner) - at))
+    spread = emit(_aten.bitwise_right_shift.Tensor, emit(_aten.unsqueeze.default, packed, at), shifts)
+    codes = emit(_aten.bitwise_and.Scalar, spread, (1 << bits) - 1)
+    if dim is None:
+        flat = emit(_aten.view.default, codes, [fields * inner[0]])
+        whole = emit(_aten.slice.Tensor, flat, 0, 0, product(sizes))
+        return emit(_aten.view.default, whole, list(sizes))
+    return emit(_aten.view.default, codes, list(sizes))
+
+
+def packed_nbytes(sizes: Sequence[int], bits: int) -> int:
+    """Bytes of what :func:`pack` returns for codes of these sizes."""
+    return -(-int(product(sizes)) * bits // 8)
+
+
+def _padded(emit: Emitter, codes: Value, fields: int) -> Value:
+    """The codes in one dimension, with zeros behind them up to a multiple of ``fields``."""
+    total = product(sizes_of(codes))
+    flat = emit(_aten.view.default, codes, [total])
+    missing = -total % fields
+    return flat if is_multiple(total, fields) else emit(_aten.constant_pad_nd.default, flat, [0, missing], 0)
+
+
+def in_groups(emit: Emitter, x: Value, group_size: int, fill: float) -> Value:
+    """Neighbours in memory as rows [groups, group_size] of a contiguous value; ``fill`` completes the last row."""
+    total = product(sizes_of(x))
+    flat = emit(_aten.view.default, x, [total])
+    if not is_multiple(total, group_size):
+        flat = emit(_aten.constant_pad_nd.default, flat, [0, -total % group_size], fill)
+    return emit(_aten.view.default, flat, [-(-total // group_size), group_size])
+
+
+def out_of_groups(emit: Emitter, rows: Value, sizes: Sequence[Any]) -> Value:
+    """Undoes :func:`in_groups`, given the sizes."""
+    groups, group_size = sizes_of(rows)
+    total = product(sizes)
+    flat = emit(_aten.view.default, rows, [groups * group_size])
+    if not is_multiple(total, group_size):
+        flat = emit(_aten.slice.Tensor, flat, 0, 0, total)
+    return emit(_aten.view.default, flat, list(sizes))

@@ -1,0 +1,146 @@
+"""One line for torch.compile: ``torch.compile(model, options=backstash.compile_options("lossless"))``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from backstash import policies
+from backstash.integrations.compile.partitioner import Treatment
+from backstash.policies.base import Policy
+from backstash.stash.ledger import Report
+from backstash.torch_internals import aot_eager_backend, inductor_backend, partitioner_base
+
+MIN_NBYTES = 16 << 10
+"""Values smaller than this are kept, unless told otherwise."""
+
+
+class CompileOptions(dict[str, Any]):
+    """Options for ``torch.compile(options=...)`` that hold a partitioner; other options may be added.
+
+    Attributes:
+        treatment: what the partitioner does, and has done.
+    """
+
+    treatment: Treatment
+
+    def report(self) -> Report:
+        """What became of the values that the compiled graphs save."""
+        return self.treatment.report()
+
+
+def compile_options(
+    policy: str | Policy = "lossless", *, min_nbytes: int | None = None, **options: Any
+) -> CompileOptions:
+    """Options for ``torch.compile`` with which compiled graphs save what backward reads in the form a policy chooses.
+
+    Args:
+        policy: a policy's name or a Policy. Of its codecs those are used whose size does not depend on the data.
+        min_nbytes: smaller values are kept. By default the policy's number, or 16 KiB.
+        options: other options of Inductor, by name.
+
+    Returns:
+        A dictionary, with a ``report()``.
+
+    Raises:
+        UnknownNameError: no policy has that name.
+        TypeError: ``policy`` is neither a name nor a policy.
+        ValueError: ``min_nbytes`` is negative.
+
+    Example:
+        >>> import torch
+        >>> options = compile_options("lossless")
+        >>> model = torch.compile(torch.nn.Linear(4, 4), options=options)  # compiled at its first call
+    """
+    treatment = _treatment(policy, min_nbytes)
+    found = CompileOptions(custom_partitioner_fn=_partitioner_class()(treatment), **options)
+    found.treatment = treatment
+    return found
+
+
+class CompileBackend:
+    """A backend for ``torch.compile(backend=...)``.
+
+    Attributes:
+        treatment: what the partitioner does, and has done.
+    """
+
+    def __init__(self, treatment: Treatment, inner: str, compiler: Callable[..., Any]) -> None:
+        self.treatment = treatment
+        self._inner = inner
+        self._compiler = compiler
+
+    def __call__(self, graph: Any, inputs: Any, **keywords: Any) -> Any:
+        """Compiles a graph of Dynamo's."""
+        return self._compiler(graph, inputs, **keywords)
+
+    def __repr__(self) -> str:
+        return f"compile_backend({self.treatment.policy!r}, inner={self._inner!r})"
+
+    def report(self) -> Report:
+        """What became of the values that the compiled graphs save."""
+        return self.treatment.report()
+
+
+def compile_backend(
+    policy: str | Policy = "lossless", inner: str = "aot_eager", *, min_nbytes: int | None = None
+) -> CompileBackend:
+    """A backend for ``torch.compile(backend=...)`` that saves what backward reads in the form a policy chooses.
+
+    Args:
+        policy, min_nbytes: as for :func:`compile_options`.
+        inner: ``"aot_eager"``, which runs the graphs as they are, or ``"inductor"``.
+
+    Raises:
+        ValueError: there is no such inner backend; else as for :func:`compile_options`.
+    """
+    if inner not in ("aot_eager", "inductor"):
+        raise ValueError(
+            f"compile_backend was asked for inner={inner!r}, but it knows 'aot_eager' and 'inductor'. For another "
+            f"backend, pass compile_backend(...).treatment.split as its partition_fn."
+        )
+    treatment = _treatment(policy, min_nbytes)
+    if inner == "inductor":
+        compiler = inductor_backend({"custom_partitioner_fn": _partitioner_class()(treatment)})
+    else:
+        compiler = aot_eager_backend(treatment.split)
+    return CompileBackend(treatment, inner, compiler)
+
+
+def _treatment(policy: str | Policy, min_nbytes: int | None) -> Treatment:
+    found = policies.get(policy)
+    if min_nbytes is not None and (not isinstance(min_nbytes, int) or min_nbytes < 0):
+        raise ValueError(
+            f"compile_options was asked for min_nbytes={min_nbytes!r}, but it takes a number of bytes from 0 on. Leave "
+            f"it out for {MIN_NBYTES}."
+        )
+    if min_nbytes is None:
+        min_nbytes = MIN_NBYTES if found.min_nbytes is None else found.min_nbytes
+    return Treatment(found, min_nbytes)
+
+
+@cache
+def _partitioner_class() -> Callable[[Treatment], Any]:
+    """The class of Inductor's partitioners, made when it is first asked for: importing it imports Inductor."""
+
+    class Partitioner(partitioner_base()):  # type: ignore[misc]
+        def __init__(self, treatment: Treatment) -> None:
+            self.treatment = treatment
+
+        def __call__(self, joint: Any, inputs: Any, **keywords: Any) -> Any:
+            return self.treatment.split(joint, inputs, **keywords)
+
+        def uuid(self) -> bytes:
+            return self.treatment.identity
+
+        def __reduce__(self) -> Any:  # Inductor pickles its settings for the keys of its caches
+            return bytes, (self.treatment.identity,)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    return Partitioner
+
+
+__all__ = ["CompileBackend", "CompileOptions", "compile_backend", "compile_options"]

@@ -1,0 +1,207 @@
+"""What the backward graph reads of a saved value: a table from (aten operator, argument) to Need, and a walk.
+
+In a compiled graph there are no autograd nodes, so the table of :mod:`backstash.needs` is stated once more for the
+operators that a backward graph is made of. Every row is proven by tests/compile/test_reading.py as those of needs.py
+are: the operator is given what the row allows, and adversarial values for all the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from backstash.integrations.compile.emit import rounded
+from backstash.saved import Mask, Need, Test
+
+MaskOf = Callable[[Callable[[str], Any]], Mask | None]
+"""Builds a mask from a function that returns an argument of the operator by name; None if the row does not hold."""
+
+
+def _threshold(argument: Callable[[str], Any]) -> Mask | None:
+    edge = argument("threshold")
+    if not isinstance(edge, (int, float)) or not edge < math.inf:
+        return None
+    return Mask(Test.NOT_LE, float(edge), if_set=math.inf, if_clear=float(edge))
+
+
+def _leaky_relu(argument: Callable[[str], Any]) -> Mask | None:
+    return Mask(Test.GT, 0.0)
+
+
+def _hardtanh(argument: Callable[[str], Any]) -> Mask | None:
+    low, high = float(argument("min_val")), float(argument("max_val"))
+    middle = low / 2 + high / 2
+    return Mask(Test.NOT_OUTSIDE, low, high, if_set=middle, if_clear=low, nan=True) if low < middle < high else None
+
+
+def _hardsigmoid(argument: Callable[[str], Any]) -> Mask | None:
+    return Mask(Test.INSIDE, -3.0, 3.0, if_set=0.0, if_clear=3.0)
+
+
+def _shrink(argument: Callable[[str], Any]) -> Mask | None:
+    edge = float(argument("lambd"))
+    return Mask(Test.CLOSED, -edge, edge, if_set=0.0, if_clear=math.inf, nan=True) if 0.0 <= edge < math.inf else None
+
+
+def _sign(argument: Callable[[str], Any]) -> Mask | None:
+    return Mask(Test.GT, 0.0, ternary=True)
+
+
+SIGNS: dict[tuple[str, str], MaskOf] = {
+    ("aten::threshold_backward", "self"): _threshold,
+    ("aten::leaky_relu_backward", "self"): _leaky_relu,
+    ("aten::hardtanh_backward", "self"): _hardtanh,
+    ("aten::hardsigmoid_backward", "self"): _hardsigmoid,
+    ("aten::hardshrink_backward", "self"): _shrink,
+    ("aten::softshrink_backward", "self"): _shrink,
+    ("aten::sgn", "self"): _sign,
+    ("aten::sign", "self"): _sign,
+}
+"""Arguments of which an operator reads one side of a threshold only."""
+
+SHAPES: frozenset[tuple[str, str]] = frozenset(
+    {
+        *((f"aten::max_pool{d}d_with_indices_backward", "self") for d in (2, 3)),
+        *((f"aten::adaptive_max_pool{d}d_backward", "self") for d in (2, 3)),
+        *((f"aten::fractional_max_pool{d}d_backward", "self") for d in (2, 3)),
+        *((f"aten::avg_pool{d}d_backward", "self") for d in (2, 3)),
+        *((f"aten::_adaptive_avg_pool{d}d_backward", "self") for d in (2, 3)),
+        *((f"aten::reflection_pad{d}d_backward", "self") for d in (1, 2, 3)),
+        *((f"aten::replication_pad{d}d_backward", "self") for d in (1, 2, 3)),
+        ("aten::nll_loss_backward", "self"),
+        ("aten::nll_loss2d_backward", "self"),
+        ("aten::zeros_like", "self"),
+        ("aten::ones_like", "self"),
+        ("aten::full_like", "self"),
+        ("aten::empty_like", "self"),
+        ("aten::new_zeros", "self"),
+        ("aten::new_ones", "self"),
+        ("aten::new_full", "self"),
+        ("aten::new_empty", "self"),
+        ("aten::new_empty_strided", "self"),
+        ("aten::sym_size", "self"),
+        ("aten::sym_stride", "self"),
+        ("aten::sym_numel", "self"),
+        ("aten::sym_storage_offset", "self"),
+    }
+)
+"""Arguments of which an operator reads sizes, strides, dtype and device only."""
+
+FUNCTIONS: dict[tuple[str, str], Callable[[Callable[[str], Any]], str | None]] = {
+    ("aten::gelu_backward", "self"): lambda argument: "gelu_tanh" if argument("approximate") == "tanh" else "gelu",
+    ("aten::silu_backward", "self"): lambda argument: "silu",
+    ("aten::tanh_backward", "output"): lambda argument: "tanh",
+    ("aten::sigmoid_backward", "output"): lambda argument: "sigmoid",
+}
+"""Arguments that an operator reads for the derivative of one function only, with that function's name."""
+
+_COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
+TESTS = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload) for name in _COMPARISONS for overload in ("Scalar", "Tensor")
+)
+"""Comparisons, whose result takes a bit per element wherever it is computed."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One operator of the backward graph that reads a saved value, as it is or through views.
+
+    Attributes:
+        node: the operator's node.
+        through: the node that it reads: the value's placeholder, or the last of the views between.
+        argument: the name of the argument; ``"?"`` for an operator without a schema.
+        need: how much it reads.
+        mask: the bits that it reads, if ``need`` is SIGN.
+        function: the function whose derivative alone it reads.
+    """
+
+    node: fx.Node
+    through: fx.Node
+    argument: str
+    need: Need
+    mask: Mask | None = None
+    function: str | None = None
+
+    @property
+    def op(self) -> str:
+        """The operator's name without its namespace."""
+        return name_of(self.node).removeprefix("aten::")
+
+
+def name_of(node: fx.Node) -> str:
+    """``aten::mm`` for a call of that operator; the function's name for other calls."""
+    schema = getattr(node.target, "_schema", None)
+    return str(schema.name) if schema is not None else getattr(node.target, "__name__", str(node.target))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the call returns a view of its first argument, which shares its memory."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        return isinstance(parent, fx.Node) and is_view(parent)
+    schema = getattr(node.target, "_schema", None)
+    return (
+        schema is not None
+        and bool(schema.returns)
+        and all(found.alias_info is not None and not found.alias_info.is_write for found in schema.returns)
+    )
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of an operator, by name, with the defaults of those that were left out."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {}
+    found = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    found.update(zip((argument.name for argument in schema.arguments), node.args, strict=False))
+    return found | dict(node.kwargs)
+
+
+def readers(value: fx.Node) -> Iterator[Reader]:
+    """All operators that read a value of the backward graph; views are looked through.
+
+    Args:
+        value: a node, such as the placeholder of what the forward graph saved.
+    """
+    for node in value.users:
+        if is_view(node):
+            yield from readers(node)
+            continue
+        named = arguments_of(node)
+        names = [name for name, argument in named.items() if _mentions(argument, value)]
+        for name in names or ["?"]:
+            yield _read(node, value, name, named)
+
+
+def _read(node: fx.Node, through: fx.Node, argument: str, named: dict[str, Any]) -> Reader:
+    entry = name_of(node), argument
+    if entry in SHAPES:
+        return Reader(node, through, argument, Need.SHAPE)
+    dtype = through.meta["val"].dtype
+    if entry in SIGNS and dtype.is_floating_point:
+        mask = SIGNS[entry](lambda name: named[name])
+        if mask is not None and _representable(mask, dtype):
+            return Reader(node, through, argument, Need.SIGN, mask)
+    if entry in FUNCTIONS:
+        return Reader(node, through, argument, Need.VALUE, function=FUNCTIONS[entry](lambda name: named[name]))
+    return Reader(node, through, argument, Need.VALUE if dtype.is_floating_point else Need.INDEX)
+
+
+def _mentions(argument: Any, value: fx.Node) -> bool:
+    if isinstance(argument, (list, tuple)):
+        return any(_mentions(item, value) for item in argument)
+    return argument is value
+
+
+def _representable(mask: Mask, dtype: torch.dtype) -> bool:
+    """Whether the dtype can represent every bound exactly. Kernels differ in how they round other bounds."""
+    bounds = [bound for bound in (mask.lo, mask.hi, mask.if_set, mask.if_clear) if math.isfinite(bound)]
+    return all(rounded(bound, dtype) == bound for bound in bounds)

@@ -1,0 +1,208 @@
+"""Puts an encoding into the forward graph and its decoding into the backward graph, in the place of a saved value.
+
+The encoding stands after the last operator of the forward graph that reads the value, the decoding in front of the
+first operator of the backward graph that does. The planes take the place of the value among the forward graph's results
+and among the backward graph's inputs, so the order of both, which AOTAutograd relies on, stays as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from backstash.integrations.compile.choose import Choice
+from backstash.integrations.compile.emit import GraphEmitter, Value
+from backstash.integrations.compile.graph_codecs import Bits
+from backstash.integrations.compile.layout import in_memory_order, like_original, memory_order
+from backstash.integrations.compile.values import Member, SavedValue, Split, after_last_use, hint
+
+_aten = torch.ops.aten
+UNCHECKED = "saved_tensor_with_no_vc_check"
+"""The mark of tensors at the end of the results, whose version autograd does not compare."""
+
+
+def rewrite(split: Split, value: SavedValue, choice: Choice) -> int:
+    """Carries a choice out on both graphs.
+
+    Args:
+        split: the graphs.
+        value: the value.
+        choice: its form; the value is not kept.
+
+    Returns:
+        Bytes of the planes, with hints in the place of symbols.
+    """
+    planes, tests = _encode(split, value, choice)
+    members = value.members
+    first = members[0]
+    mark = bool(first.node.meta.get(UNCHECKED, False))
+    flat = [*planes, *(plane for _, plane in tests)]
+    for plane in flat:
+        if mark:
+            plane.meta[UNCHECKED] = True
+    _replace_results(split, value, flat)
+    inputs = _replace_inputs(split, members, flat)
+    _decode(
+        split, value, choice, inputs[: len(planes)], list(zip(_test_nodes(tests), inputs[len(planes) :], strict=True))
+    )
+    for member in members:
+        split.backward.graph.erase_node(member.placeholder)
+    return sum(_nbytes(plane.meta["val"]) for plane in flat)
+
+
+def _test_nodes(tests: Sequence[tuple[fx.Node, fx.Node]]) -> list[fx.Node]:
+    return [node for node, _ in tests]
+
+
+def _nbytes(x: torch.Tensor) -> int:
+    total = x.element_size()
+    for size in x.shape:
+        total *= hint(size)
+    return total
+
+
+def _encode(split: Split, value: SavedValue, choice: Choice) -> tuple[list[fx.Node], list[tuple[fx.Node, fx.Node]]]:
+    """The planes in the forward graph, and for each comparison of the backward graph the plane of its outcome."""
+    base, graph = value.base, split.forward.graph
+    inputs = {twin for node in choice.tests for twin in _inputs(split, node)}
+    emit = GraphEmitter(graph, after_last_use(value, inputs), value.fake_mode)
+    ordered: Value = None
+    planes: list[fx.Node] = []
+    if choice.codec is not None:
+        ordered = in_memory_order(emit, base)
+        planes = list(choice.codec.encode(emit, ordered))
+    tests = []
+    for node in choice.tests:
+        result = _in_forward(split, emit, node)
+        (plane,) = Bits().encode(emit, in_memory_order(emit, result))
+        tests.append((node, plane))
+    # A plane that is a view of the value would keep it alive.
+    return [_own(emit, plane, value) for plane in planes], tests
+
+
+def _inputs(split: Split, node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of the forward graph from which a node of the backward graph can be computed there."""
+    if node in split.twins:
+        yield split.twins[node]
+        return
+    for argument in node.all_input_nodes:
+        yield from _inputs(split, argument)
+
+
+def _in_forward(split: Split, emit: GraphEmitter, node: fx.Node) -> fx.Node:
+    """A node of the forward graph that has the value of a node of the backward graph."""
+    if node in split.twins:
+        return split.twins[node]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: _in_forward(split, emit, argument))
+    return emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _own(emit: GraphEmitter, plane: fx.Node, value: SavedValue) -> fx.Node:
+    storage = plane.meta["val"].untyped_storage()._cdata
+    if storage != value.tensor.untyped_storage()._cdata:
+        return plane
+    return emit(_aten.clone.default, plane)
+
+
+def _replace_results(split: Split, value: SavedValue, planes: Sequence[fx.Node]) -> None:
+    """The planes stand where the first member stood; the other members are no results any more."""
+    (output,) = split.forward.graph.find_nodes(op="output")
+    results, descriptions = list(output.args[0]), list(output.meta.get("desc") or ())
+    traces = list(output.meta.get("output_stack_traces") or ())
+    gone = {member.node for member in value.members}
+    kept: list[int | fx.Node] = []
+    placed = False
+    for position, result in enumerate(results):
+        if position < split.outputs or result not in gone:
+            kept.append(position)
+        elif not placed:
+            placed = True
+            kept.extend(planes)
+    output.args = (tuple(results[item] if isinstance(item, int) else item for item in kept),)
+    sample = next(position for position, result in enumerate(results) if position >= split.outputs and result in gone)
+    if descriptions:
+        output.meta["desc"] = _numbered(
+            [copy.copy(descriptions[item if isinstance(item, int) else sample]) for item in kept], split.outputs
+        )
+    if traces:
+        output.meta["output_stack_traces"] = [traces[item] if isinstance(item, int) else None for item in kept]
+
+
+def _numbered(descriptions: list[Any], outputs: int) -> list[Any]:
+    """Descriptions of saved results carry their number among these."""
+    for number, description in enumerate(descriptions[outputs:]):
+        if hasattr(description, "idx"):
+            object.__setattr__(description, "idx", number)
+    return descriptions
+
+
+def _replace_inputs(split: Split, members: Sequence[Member], planes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Inputs of the backward graph for the planes, in front of the first member's."""
+    graph = split.backward.graph
+    inputs = []
+    with graph.inserting_before(members[0].placeholder):
+        for plane in planes:
+            node = graph.placeholder(plane.name)
+            node.meta["val"] = plane.meta["val"]
+            if plane.meta.get(UNCHECKED):
+                node.meta[UNCHECKED] = True
+            inputs.append(node)
+            split.twins[node] = plane
+    return inputs
+
+
+def _decode(
+    split: Split,
+    value: SavedValue,
+    choice: Choice,
+    planes: Sequence[fx.Node],
+    tests: Sequence[tuple[fx.Node, fx.Node]],
+) -> None:
+    """Decodes in front of the first reader, and lets every reader read what was decoded."""
+    graph, fake_mode = split.backward.graph, value.fake_mode
+    meta = {"autograd_backward": True}
+    for node, plane in tests:
+        emit = GraphEmitter(graph, node, fake_mode, meta)
+        original = node.meta["val"]
+        order = memory_order(original)
+        assert order is not None
+        sizes = original.permute(order)
+        outcome = like_original(emit, Bits().decode(emit, (plane,), sizes), original)
+        node.replace_all_uses_with(outcome)
+        _erase(node)
+    if choice.codec is None:
+        return
+    users = {user for member in value.members for user in member.placeholder.users}
+    if not users:
+        return
+    first = next(node for node in graph.nodes if node in users)
+    emit = GraphEmitter(graph, first, fake_mode, meta)
+    order = memory_order(value.tensor)
+    assert order is not None
+    ordered = choice.codec.decode(emit, planes, value.tensor.permute(order))
+    for member in value.members:
+        if member.placeholder.users:
+            view = _view(emit, ordered, member.node.meta["val"], value.tensor)
+            member.placeholder.replace_all_uses_with(view)
+            split.twins[view] = member.node
+
+
+def _erase(node: fx.Node) -> None:
+    """Removes a node that nobody uses, and what was computed for it alone."""
+    arguments = node.all_input_nodes
+    node.graph.erase_node(node)
+    for argument in arguments:
+        if not argument.users and argument.op == "call_function":
+            _erase(argument)
+
+
+def _view(emit: GraphEmitter, ordered: Value, view: torch.Tensor, whole: torch.Tensor) -> Value:
+    """A member: the decoded value with the member's sizes, strides and offset."""
+    covers = hint(view.storage_offset()) == 0 and _nbytes(view) == _nbytes(whole)
+    if covers and memory_order(view) is not None:
+        return like_original(emit, ordered, view)
+    return emit(_aten.as_strided.default, ordered, list(view.shape), list(view.stride()), view.storage_offset())

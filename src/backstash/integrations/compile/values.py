@@ -1,0 +1,213 @@
+"""What a forward graph saves for its backward graph: one value for each memory, and all that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from backstash.integrations.compile.layout import memory_order
+from backstash.integrations.compile.reading import Reader, name_of, readers
+from backstash.saved import TensorSpec
+
+
+@dataclass(frozen=True)
+class Member:
+    """One tensor that the forward graph hands to the backward graph.
+
+    Attributes:
+        node: the node of the forward graph.
+        placeholder: the input of the backward graph.
+    """
+
+    node: fx.Node
+    placeholder: fx.Node
+
+
+@dataclass
+class SavedValue:
+    """One memory that is saved, by one or more tensors that view it.
+
+    Attributes:
+        base: the node of the forward graph that computes it.
+        members: the tensors, in the order of the forward graph's results.
+        refused: why nothing can be done with it; empty if something can.
+    """
+
+    base: fx.Node
+    members: list[Member] = field(default_factory=list)
+    refused: str = ""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The fake tensor of the whole memory."""
+        found: torch.Tensor = self.base.meta["val"]
+        return found
+
+    @property
+    def fake_mode(self) -> Any:
+        """The mode of the graph's fake tensors."""
+        return self.base.meta["val"].fake_mode
+
+    def readers(self) -> list[Reader]:
+        """Every operator of the backward graph that reads one of the members."""
+        return [reader for member in self.members for reader in readers(member.placeholder)]
+
+    def spec(self) -> TensorSpec:
+        """The memory's facts. Symbolic sizes are those that the graph was compiled for."""
+        return spec_of(self.tensor)
+
+    @property
+    def fqn(self) -> str:
+        """Path of the module that computes the value, as Dynamo noted it; empty outside modules."""
+        return module_path(self.base)
+
+    @property
+    def op(self) -> str:
+        """The operator that computes the value."""
+        node = self.base
+        source = node.args[0] if name_of(node) == "getitem" else node
+        return name_of(source if isinstance(source, fx.Node) else node).split("::")[-1]
+
+
+@dataclass
+class Split:
+    """A forward and a backward graph, and what goes from the one to the other.
+
+    Attributes:
+        forward, backward: the graphs.
+        outputs: how many results of the forward graph are not for the backward graph.
+        twins: for nodes of the backward graph the node of the forward graph that has the same value.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    outputs: int
+    twins: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Both graphs were extracted from one joint graph, whose names they have kept.
+        names = {node.name: node for node in self.forward.graph.nodes if node.op != "output"}
+        for node in self.backward.graph.nodes:
+            twin = names.get(node.name)
+            if twin is not None and (node.op == "placeholder" or node.target == twin.target):
+                self.twins[node] = twin
+
+    @property
+    def results(self) -> list[Any]:
+        """The results of the forward graph."""
+        (output,) = self.forward.graph.find_nodes(op="output")
+        return list(output.args[0])
+
+    def values(self) -> list[SavedValue]:
+        """What is computed in the forward graph and saved, in the order of saving. Inputs that are saved are not."""
+        placeholders = {node.name: node for node in self.backward.graph.find_nodes(op="placeholder")}
+        bases = _bases(self.forward.graph)
+        held = {_storage(node) for node in self.results[: self.outputs] if _is_tensor(node)}
+        found: dict[int, SavedValue] = {}
+        for node in self.results[self.outputs :]:
+            if not _is_tensor(node) or node.name not in placeholders:
+                continue
+            storage = _storage(node)
+            base = bases.get(storage, node)
+            if base.op == "placeholder":
+                continue
+            value = found.setdefault(storage, SavedValue(base))
+            value.members.append(Member(node, placeholders[node.name]))
+            if storage in held:
+                value.refused = "the program holds it too: it is a result of the graph, or shares a result's memory"
+        for value in found.values():
+            value.refused = value.refused or _refuses(value)
+        return list(found.values())
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the module in which a node was traced."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    for prefix in ("L['self']", "L['fn']", "self", "fn"):
+        path = path.removeprefix(prefix)
+    return str(path).replace("_modules['", "").replace("']", "").strip(".")
+
+
+def spec_of(x: torch.Tensor) -> TensorSpec:
+    """The facts of a fake tensor, with hints in the place of symbols."""
+    shape, stride = tuple(map(hint, x.shape)), tuple(map(hint, x.stride()))
+    numel = 1
+    for size in shape:
+        numel *= size
+    return TensorSpec(shape, stride, x.dtype, x.device, numel * x.element_size())
+
+
+def hint(size: Any) -> int:
+    """The number that a symbolic size stood for when the graph was compiled; 0 where there is none."""
+    if isinstance(size, int):
+        return size
+    known = size.node.hint
+    return int(known) if known is not None else 0
+
+
+def _refuses(value: SavedValue) -> str:
+    if type(value.tensor).__name__ != "FakeTensor" or any(
+        type(member.node.meta["val"]).__name__ != "FakeTensor" for member in value.members
+    ):
+        return "it is of a tensor subclass"
+    tensor = value.tensor
+    if any(not isinstance(size, int) and size.node.hint is None for size in tensor.shape):
+        return "its size depends on the data"
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_sparse:
+        return "it is lazily conjugated or negated, quantized or sparse"
+    if memory_order(tensor) is None:
+        return "its memory has gaps, or overlaps"
+    for member in value.members:
+        view = member.node.meta["val"]
+        if view.dtype != tensor.dtype:
+            return "it is also read as another type of element"
+    return ""
+
+
+def _bases(forward: fx.Graph) -> dict[int, fx.Node]:
+    """For each memory the first node that has it."""
+    found: dict[int, fx.Node] = {}
+    for node in forward.nodes:
+        if _is_tensor(node):
+            found.setdefault(_storage(node), node)
+    return found
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _storage(node: fx.Node) -> int:
+    try:
+        number: int = node.meta["val"].untyped_storage()._cdata
+    except NotImplementedError:  # a sparse tensor or a subclass has no memory of its own
+        return id(node)
+    return number
+
+
+def after_last_use(value: SavedValue, inputs: Collection[fx.Node]) -> fx.Node:
+    """The node of the forward graph before which the value can be encoded.
+
+    Nothing but the graph's results reads the value's memory after it, and all of ``inputs`` are computed before it.
+    """
+    storage = _storage(value.base)
+    last = value.base
+    aliases = {value.base}
+    for node in value.base.graph.nodes:
+        if node.op == "output":
+            break
+        if node in inputs or any(argument in aliases for argument in node.all_input_nodes):
+            last = node
+            if _is_tensor(node) and _storage(node) == storage:
+                aliases.add(node)
+    following = last.next
+    while following.op == "placeholder":  # an input may be needed: calls stand behind all inputs
+        following = following.next
+    return following
