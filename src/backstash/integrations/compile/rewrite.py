@@ -147,6 +147,8 @@ def _replace_inputs(split: Split, members: Sequence[Member], planes: Sequence[fx
     with graph.inserting_before(members[0].placeholder):
         for plane in planes:
             node = graph.placeholder(plane.name)
+            # The generated code names its arguments by target: one that is another node's name would be overwritten.
+            node.target = node.name
             node.meta["val"] = plane.meta["val"]
             if plane.meta.get(UNCHECKED):
                 node.meta[UNCHECKED] = True

@@ -1,0 +1,303 @@
+"""Compiled models whose saved values are treated: the same gradients, bit for bit, from fewer bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled_steps import compare, differences, gradients
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from backstash import Session, compile_backend, policies
+from backstash.errors import UnknownNameError
+from backstash.policies.base import Keep, Policy, Rules
+from backstash.saved import Effect, Need, SavedTensor
+from benchmarks import networks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Mixed(nn.Module):
+    """A network with every kind of saved value that has a form in a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.third, self.norm = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8 * 6 * 6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        x = F.max_pool2d(x, 3, 2, 1)
+        x = F.dropout(F.relu6(self.second(x)), 0.3, self.training)
+        x = F.hardsigmoid(F.leaky_relu(self.third(x), 0.1))
+        x = torch.where(x > 0.4, x, x * 0.5)
+        values, _ = x.topk(6, dim=2)
+        return self.head(values.flatten(1))  # type: ignore[no-any-return]
+
+
+def images(batch: int = 4, size: int = 16) -> Tensor:
+    return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(x: Tensor) -> Any:
+    def forward(model: Any) -> Tensor:
+        found = model(x)
+        return found.float().square().sum() if isinstance(found, Tensor) else found.logits.float().square().sum()
+
+    return forward
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Mixed()
+
+
+def test_gradients_have_the_bits_of_compiled_plain(model: nn.Module) -> None:
+    report = compare(model, loss_of(images()), steps=2).report()
+    assert report.saved_nbytes > 1.5 * report.stash_nbytes
+    forms = {"bits", "bitmask", "integers of 4 bits", "integers of 8 bits", "kept"}
+    assert {row.codec for row in report.rows} == forms
+
+
+def test_the_stash_counted_by_a_session_around_is_what_the_report_says(model: nn.Module) -> None:
+    ours = compile_backend("lossless", min_nbytes=0)
+    compiled = torch.compile(model, backend=ours, fullgraph=True)
+    with Session("keep", min_nbytes=0) as session:
+        loss = loss_of(images())(compiled)
+    loss.backward()
+    seen, said = session.report(), ours.report()
+    saved = sum(row.saved_nbytes for row in seen.rows if "Pow" not in row.key)  # the loss is not compiled
+    assert saved + seen.parameter_nbytes == said.stash_nbytes + said.parameter_nbytes
+
+
+def test_channels_last(model: nn.Module) -> None:
+    model = model.to(memory_format=torch.channels_last)
+    compare(model, loss_of(images().contiguous(memory_format=torch.channels_last)))
+
+
+def test_evaluation_mode_and_frozen_layers(model: nn.Module) -> None:
+    model.eval()
+    model.first.requires_grad_(False)  # type: ignore[union-attr]
+    compare(model, loss_of(images()))
+
+
+def test_autocast(model: nn.Module) -> None:
+    def forward(model: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(images()).float().square().sum()  # type: ignore[no-any-return]
+
+    compare(model, forward)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.5)), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Any = checkpoint(self.inner, x, use_reentrant=False)
+        return self.head(F.relu(found))  # type: ignore[no-any-return]
+
+
+def test_a_checkpoint_inside() -> None:
+    torch.manual_seed(0)
+    compare(Checkpointed(), loss_of(torch.randn(8, 16)))
+
+
+@pytest.mark.slow
+def test_dynamic_shapes(model: nn.Module) -> None:
+    def forward(model: Any) -> Tensor:
+        losses: list[Tensor] = [model(images(batch)).square().sum() for batch in (4, 5, 7)]
+        return torch.stack(losses).sum()
+
+    report = compare(model, forward, dynamic=True).report()
+    assert report.steps == 1, "one graph serves every batch size"
+    assert {"bits", "bitmask"} <= {row.codec for row in report.rows}
+
+
+def test_a_symbolic_batch_of_rows_that_no_byte_divides() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 333), nn.Linear(333, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(F.dropout(F.relu(self.first(x)), 0.5))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+
+    def forward(model: Any) -> Tensor:
+        losses: list[Tensor] = [model(torch.ones(batch, 5)).square().sum() for batch in (3, 4, 11)]
+        return torch.stack(losses).sum()
+
+    report = compare(Odd(), forward, dynamic=True).report()
+    assert {"bits"} <= {row.codec for row in report.rows}
+    quantized = compile_backend(policies.quantized(4), min_nbytes=0)
+    model = Odd()
+    gradients(model, forward, torch.compile(model, backend=quantized, dynamic=True))
+    assert any(row.codec.startswith("blockquant") for row in quantized.report().rows)
+
+
+def test_nothing_is_compiled_again_from_step_to_step(model: nn.Module) -> None:
+    from torch._dynamo.utils import counters
+
+    ours = compile_backend("lossless", min_nbytes=0)
+    compiled = torch.compile(model, backend=ours, fullgraph=True)
+    gradients(model, loss_of(images()), compiled)
+    before = dict(counters["stats"])
+    for _ in range(3):
+        gradients(model, loss_of(images()), compiled)
+    assert dict(counters["stats"]) == before
+    assert len(ours.treatment.graphs) == 1
+
+
+def test_two_backward_passes_through_one_graph(model: nn.Module) -> None:
+    compiled = torch.compile(model, backend=compile_backend("lossless", min_nbytes=0), fullgraph=True)
+    with torch._functorch.config.patch(donated_buffer=False):  # else torch refuses retain_graph
+        loss = loss_of(images())(compiled)
+        loss.backward(retain_graph=True)
+        first = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        loss.backward()
+    second = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "squeezenet1_1",
+        pytest.param("googlenet", marks=pytest.mark.slow),
+        pytest.param("mobilenet_v2", marks=pytest.mark.slow),
+        pytest.param("resnet_cifar20", marks=pytest.mark.slow),
+    ],
+)
+def test_networks_of_the_benchmarks(name: str) -> None:
+    torch.manual_seed(0)
+    network = networks.build(name, 10)
+    ratio = compare(network, loss_of(images(2, 32 if "cifar" in name else 64))).report().ratio
+    assert ratio > {"googlenet": 1.2, "mobilenet_v2": 1.4, "resnet_cifar20": 1.0, "squeezenet1_1": 1.2}[name]
+
+
+def test_a_value_that_the_program_holds_is_kept() -> None:
+    class Returned(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            found = F.relu(x)
+            return found, found.sum()
+
+    x = torch.randn(64, requires_grad=True)
+    ours = compile_backend("lossless", min_nbytes=0)
+    _, total = torch.compile(Returned(), backend=ours, fullgraph=True)(x)
+    total.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, (x > 0).float())
+    (row,) = ours.report().rows
+    assert row.codec == "kept"
+    assert "the program holds it too" in row.reason
+
+
+def test_the_report_names_modules_and_says_why_nothing_was_treated() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)  # type: ignore[no-any-return]
+
+    model = Named()
+    ours = compile_backend("lossless", min_nbytes=0)
+    assert "no graph with a backward pass has been compiled yet" in str(ours.report())
+    gradients(model, loss_of(torch.randn(4, 8)), torch.compile(model, backend=ours, fullgraph=True))
+    assert [row.key for row in ours.report().rows] == ["graph 0/body.1/tanh#0:tanh"]
+    assert ours.report().notes == (
+        "graph 0: 0 of 1 values treated, because: 1 kept because binary, zvc: the codec's size depends on the data",
+    )
+
+
+def test_a_policy_without_a_use_in_a_graph_says_so(model: nn.Module) -> None:
+    ours = compile_backend("offload", min_nbytes=0)
+    gradients(model, loss_of(images()), torch.compile(model, backend=ours, fullgraph=True))
+    assert ": 0 of " in ours.report().notes[0]
+    assert "a graph cannot reach the store" in ours.report().notes[0]
+
+
+def test_a_tensor_subclass_is_kept() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(x.sin()).sum()
+
+    x = torch.randn(16)
+    expected = x.clone().requires_grad_()
+    Net()(expected).backward()
+    both = TwoTensor(x.clone(), x.clone()).requires_grad_()
+    torch.compile(Net(), backend=compile_backend("lossless", min_nbytes=0))(both).backward()
+    assert both.grad is not None
+    assert torch.equal(both.grad.a, expected.grad)
+
+
+@pytest.mark.parametrize("policy", ["quantized", "gist_fp8", policies.quantized(8)], ids=str)
+def test_rounding_policies_come_close(model: nn.Module, policy: Any) -> None:
+    expected = gradients(model, loss_of(images()), torch.compile(model, backend="aot_eager"))
+    ours = compile_backend(policy, min_nbytes=0)
+    found = gradients(model, loss_of(images()), torch.compile(model, backend=ours, fullgraph=True))
+    report = ours.report()
+    assert report.saved_nbytes > 3 * report.stash_nbytes
+    assert torch.equal(found[-1], expected[-1]), "the forward pass is exact"  # type: ignore[arg-type]
+    weight, exact = found[0], expected[0]
+    assert weight is not None
+    assert exact is not None
+    limit = {"quantized": 1.0, "gist_fp8": 0.1}.get(str(policy), 0.05)
+    assert float((weight - exact).norm() / exact.norm()) < limit
+    assert differences(model, found, expected)
+
+
+class OnlyUnknown(Policy):
+    """Rounds exactly the values of which the effect of an error is not known."""
+
+    def decide(self, saved: SavedTensor) -> Any:
+        unknown = saved.need is Need.VALUE and saved.effect is Effect.UNKNOWN
+        return policies.Stash("minifloat") if unknown else Keep()
+
+
+def test_no_policy_rounds_a_value_whose_effect_is_not_known() -> None:
+    class Logarithm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(16, 16) + 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight).log().sum()
+
+    ours = compare(Logarithm(), lambda model: model(torch.rand(16, 16) + 0.5), OnlyUnknown())
+    (row,) = ours.report().rows
+    assert "it is not known what an error does" in row.reason
+
+
+def test_rules_reach_values_by_module_path(model: nn.Module) -> None:
+    rules = Rules((("graph 0/*native_dropout*", Keep("a rule says so")),), otherwise=policies.get("lossless"))
+    rows = compare(model, loss_of(images()), rules).report().rows
+    assert [row.codec for row in rows if "native_dropout#1" in row.key] == ["kept"]
+    assert any(row.codec == "bitmask" for row in rows)
+
+
+def test_small_values_are_kept(model: nn.Module) -> None:
+    report = compare(model, loss_of(images()), min_nbytes=8192).report()
+    assert all(row.codec == "kept" for row in report.rows if row.saved_nbytes < 8192)
+    assert any(row.codec != "kept" for row in report.rows)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(UnknownNameError):
+        compile_backend("losless")
+    with pytest.raises(ValueError, match="'aot_eager' and 'inductor'"):
+        compile_backend("lossless", inner="eager")
+    with pytest.raises(ValueError, match="min_nbytes"):
+        compile_backend("lossless", min_nbytes=-1)
