@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from backstash import policies
+from backstash.integrations.compile.budget import parse_nbytes
 from backstash.integrations.compile.partitioner import Treatment
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Report
@@ -31,12 +32,19 @@ class CompileOptions(dict[str, Any]):
 
 
 def compile_options(
-    policy: str | Policy = "lossless", *, min_nbytes: int | None = None, **options: Any
+    policy: str | Policy = "lossless",
+    *,
+    budget: int | str | None = None,
+    min_nbytes: int | None = None,
+    **options: Any,
 ) -> CompileOptions:
     """Options for ``torch.compile`` with which compiled graphs save what backward reads in the form a policy chooses.
 
     Args:
         policy: a policy's name or a Policy. Of its codecs those are used whose size does not depend on the data.
+        budget: bytes at the peak of each graph's step, inputs and parameters excluded, such as ``"600MiB"``. Then torch
+            splits the graph in several ways, from little to much recomputation, and of those whose estimated peak
+            stays below the budget the cheapest is taken; values are rounded only as far as the budget needs it.
         min_nbytes: smaller values are kept. By default the policy's number, or 16 KiB.
         options: other options of Inductor, by name.
 
@@ -46,14 +54,14 @@ def compile_options(
     Raises:
         UnknownNameError: no policy has that name.
         TypeError: ``policy`` is neither a name nor a policy.
-        ValueError: ``min_nbytes`` is negative.
+        ValueError: ``min_nbytes`` is negative, or ``budget`` is no number of bytes.
 
     Example:
         >>> import torch
         >>> options = compile_options("lossless")
         >>> model = torch.compile(torch.nn.Linear(4, 4), options=options)  # compiled at its first call
     """
-    treatment = _treatment(policy, min_nbytes)
+    treatment = _treatment(policy, budget, min_nbytes, True)
     found = CompileOptions(custom_partitioner_fn=_partitioner_class()(treatment), **options)
     found.treatment = treatment
     return found
@@ -84,12 +92,16 @@ class CompileBackend:
 
 
 def compile_backend(
-    policy: str | Policy = "lossless", inner: str = "aot_eager", *, min_nbytes: int | None = None
+    policy: str | Policy = "lossless",
+    inner: str = "aot_eager",
+    *,
+    budget: int | str | None = None,
+    min_nbytes: int | None = None,
 ) -> CompileBackend:
     """A backend for ``torch.compile(backend=...)`` that saves what backward reads in the form a policy chooses.
 
     Args:
-        policy, min_nbytes: as for :func:`compile_options`.
+        policy, budget, min_nbytes: as for :func:`compile_options`.
         inner: ``"aot_eager"``, which runs the graphs as they are, or ``"inductor"``.
 
     Raises:
@@ -100,7 +112,7 @@ def compile_backend(
             f"compile_backend was asked for inner={inner!r}, but it knows 'aot_eager' and 'inductor'. For another "
             f"backend, pass compile_backend(...).treatment.split as its partition_fn."
         )
-    treatment = _treatment(policy, min_nbytes)
+    treatment = _treatment(policy, budget, min_nbytes, inner == "inductor")
     if inner == "inductor":
         compiler = inductor_backend({"custom_partitioner_fn": _partitioner_class()(treatment)})
     else:
@@ -108,7 +120,7 @@ def compile_backend(
     return CompileBackend(treatment, inner, compiler)
 
 
-def _treatment(policy: str | Policy, min_nbytes: int | None) -> Treatment:
+def _treatment(policy: str | Policy, budget: int | str | None, min_nbytes: int | None, fuses: bool) -> Treatment:
     found = policies.get(policy)
     if min_nbytes is not None and (not isinstance(min_nbytes, int) or min_nbytes < 0):
         raise ValueError(
@@ -117,7 +129,7 @@ def _treatment(policy: str | Policy, min_nbytes: int | None) -> Treatment:
         )
     if min_nbytes is None:
         min_nbytes = MIN_NBYTES if found.min_nbytes is None else found.min_nbytes
-    return Treatment(found, min_nbytes)
+    return Treatment(found, min_nbytes, None if budget is None else parse_nbytes(budget), fuses)
 
 
 @cache

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import uuid
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.account import GraphAccount, report_of
+from backstash.integrations.compile.budget import cheapest
 from backstash.integrations.compile.choose import Choice, choose
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.rewrite import rewrite
@@ -32,47 +34,74 @@ class Treatment:
     Args:
         policy: decides.
         min_nbytes: smaller values are kept.
+        budget: bytes at the peak of each graph, its inputs excluded; None for no budget.
+        fuses: whether the compiler of the graphs fuses elementwise operators.
     """
 
-    def __init__(self, policy: Policy, min_nbytes: int) -> None:
+    def __init__(self, policy: Policy, min_nbytes: int, budget: int | None = None, fuses: bool = True) -> None:
         self.policy = policy
         self.min_nbytes = min_nbytes
+        self.budget = budget
+        self.fuses = fuses
         self.graphs: list[GraphAccount] = []
         self._identity = self._fingerprint()
         self._hits = _cache_hits()
 
     def split(self, joint: fx.GraphModule, inputs: Any, **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """A joint graph's forward and backward graph. Takes and returns what AOTAutograd's partitioners do."""
-        forward, backward = min_cut_partition()(joint, inputs, **keywords)
-        self.graphs.append(self.treat(Split(forward, backward, keywords["num_fwd_outputs"])))
-        log.info("%s", self.graphs[-1])
-        return forward, backward
 
-    def treat(self, split: Split) -> GraphAccount:
-        """Gives every saved value its form, and accounts for it."""
-        name = f"graph {len(self.graphs)}"
+        def partition(settings: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+            return *min_cut_partition(**settings)(joint, inputs, **keywords), keywords["num_fwd_outputs"]
+
+        name, note = f"graph {len(self.graphs)}", ""
+        if self.budget is None or any("recompute" in node.meta for node in joint.graph.nodes):
+            split = Split(*partition({}))
+            plan = self.plan(split)
+            if self.budget is not None:
+                note = "budget: not kept, because a checkpoint inside says already what is computed again"
+        else:
+            chosen, note = cheapest(partition, self.plan, self.budget, self.fuses)
+            split, plan = chosen.split, chosen.plan
+        self.graphs.append(self.carry_out(name, split, plan, note))
+        log.info("%s", self.graphs[-1])
+        return split.forward, split.backward
+
+    def plan(self, split: Split) -> list[tuple[SavedValue, Choice]]:
+        """The form of each value that is saved."""
         gradients = gradient_nodes(split.backward.graph)
-        values, counts = split.values(), Counter[str]()
-        rows = []
-        for value in values:
-            key = f"{value.fqn}/{value.op}"
-            counts[key] += 1
-            key = f"{name}/{key}#{counts[key] - 1}"
+        plan, taken = [], set[fx.Node]()
+        for value, key in zip(split.values(), self._keys(split), strict=True):
             choice = choose(value, key, self.policy, self.min_nbytes, gradients)
-            rows.append(self._carry_out(split, value, key, choice))
+            # The outcome of a comparison that two values lead to is stored once.
+            choice = replace(choice, tests=tuple(node for node in choice.tests if node not in taken))
+            taken |= set(choice.tests)
+            plan.append((value, choice))
+        return plan
+
+    def carry_out(self, name: str, split: Split, plan: list[tuple[SavedValue, Choice]], note: str = "") -> GraphAccount:
+        """Gives every saved value its form, and accounts for it."""
+        keys = self._keys(split)
+        rows = [self._row(split, f"{name}/{key}", *item) for key, item in zip(keys, plan, strict=True)]
         for module in (split.forward, split.backward):
             module.graph.lint()
             module.recompile()
-        return GraphAccount(name, tuple(rows), _input_nbytes(split))
+        return GraphAccount(name, tuple(rows), _input_nbytes(split), note)
 
-    def _carry_out(self, split: Split, value: SavedValue, key: str, choice: Choice) -> Entry:
+    def _keys(self, split: Split) -> list[str]:
+        counts, keys = Counter[str](), []
+        for value in split.values():
+            key = f"{value.fqn}/{value.op}"
+            keys.append(f"{key}#{counts[key]}")
+            counts[key] += 1
+        return keys
+
+    def _row(self, split: Split, key: str, value: SavedValue, choice: Choice) -> Entry:
         spec = value.spec()
         need = "VALUE" if choice.saved is None else choice.saved.need.name
         others = [member.node.name for member in value.members[1:]]
         held = spec.nbytes if choice.is_kept else rewrite(split, value, choice)
-        return Entry(
-            f"{key}:{value.base.name}", need, str(spec), spec.nbytes, held, choice.label, choice.reason, others
-        )
+        name = f"{key}:{value.base.name}"
+        return Entry(name, need, str(spec), spec.nbytes, held, choice.label, choice.reason, others)
 
     def report(self) -> Report:
         """What became of the values of every graph that was split."""
@@ -84,7 +113,7 @@ class Treatment:
         return self._identity
 
     def _fingerprint(self) -> bytes:
-        text = f"{__version__} {sources()} {self.policy!r} {self.min_nbytes}"
+        text = f"{__version__} {sources()} {self.policy!r} {self.min_nbytes} {self.budget} {self.fuses}"
         if " at 0x" in text:  # an object's default repr says nothing about what it does
             text = str(uuid.uuid4())
         return hashlib.sha256(text.encode()).digest()

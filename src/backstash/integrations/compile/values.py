@@ -106,12 +106,12 @@ class Split:
         """What is computed in the forward graph and saved, in the order of saving. Inputs that are saved are not."""
         placeholders = {node.name: node for node in self.backward.graph.find_nodes(op="placeholder")}
         bases = _bases(self.forward.graph)
-        held = {_storage(node) for node in self.results[: self.outputs] if _is_tensor(node)}
+        held = {storage_of(node) for node in self.results[: self.outputs] if is_tensor(node)}
         found: dict[int, SavedValue] = {}
         for node in self.results[self.outputs :]:
-            if not _is_tensor(node) or node.name not in placeholders:
+            if not is_tensor(node) or node.name not in placeholders:
                 continue
-            storage = _storage(node)
+            storage = storage_of(node)
             base = bases.get(storage, node)
             if base.op == "placeholder":
                 continue
@@ -175,16 +175,18 @@ def _bases(forward: fx.Graph) -> dict[int, fx.Node]:
     """For each memory the first node that has it."""
     found: dict[int, fx.Node] = {}
     for node in forward.nodes:
-        if _is_tensor(node):
-            found.setdefault(_storage(node), node)
+        if is_tensor(node):
+            found.setdefault(storage_of(node), node)
     return found
 
 
-def _is_tensor(node: Any) -> bool:
+def is_tensor(node: Any) -> bool:
+    """Whether a node's value is a tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _storage(node: fx.Node) -> int:
+def storage_of(node: fx.Node) -> int:
+    """A number for the memory of a node's value; views of one memory have the same."""
     try:
         number: int = node.meta["val"].untyped_storage()._cdata
     except NotImplementedError:  # a sparse tensor or a subclass has no memory of its own
@@ -197,7 +199,7 @@ def after_last_use(value: SavedValue, inputs: Collection[fx.Node]) -> fx.Node:
 
     Nothing but the graph's results reads the value's memory after it, and all of ``inputs`` are computed before it.
     """
-    storage = _storage(value.base)
+    storage = storage_of(value.base)
     last = value.base
     aliases = {value.base}
     for node in value.base.graph.nodes:
@@ -205,7 +207,7 @@ def after_last_use(value: SavedValue, inputs: Collection[fx.Node]) -> fx.Node:
             break
         if node in inputs or any(argument in aliases for argument in node.all_input_nodes):
             last = node
-            if _is_tensor(node) and _storage(node) == storage:
+            if is_tensor(node) and storage_of(node) == storage:
                 aliases.add(node)
     following = last.next
     while following.op == "placeholder":  # an input may be needed: calls stand behind all inputs
