@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from backstash.stash.ledger import mib
+from backstash.stash.tables import mib
 from benchmarks.results import Results
 from benchmarks.rounds import table
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from backstash.integrations.compile.choose import Choice
 from backstash.integrations.compile.reading import is_view, name_of
@@ -70,6 +69,8 @@ def seconds(split: Split, plan: Plan) -> float:
 
 def _seconds(node: fx.Node) -> float:
     moved = sum(_nbytes(each) for each in (node, *node.all_input_nodes) if is_tensor(each))
+    from torch.utils.flop_counter import flop_registry  # it imports triton
+
     count: Any = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return moved / BYTES_PER_SECOND
