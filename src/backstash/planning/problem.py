@@ -143,7 +143,7 @@ class StepProfile:
     Attributes:
         positions: the functions of the forward pass and then the nodes of the backward pass, in their order.
         base_nbytes: for each position the most bytes that are alive at it of everything but the planned values, above
-            ``held_nbytes``.
+            ``held_nbytes``. Below 0 where the step frees what was held before it, such as the gradients of another.
         values: the planned values. Those that a value is remade from may stand before or after it.
         plain_peak_nbytes: the counted peak of a step of plain PyTorch, above ``held_nbytes``.
         held_nbytes: bytes that were held before the step: parameters, gradients, the state of the optimizer.
@@ -209,10 +209,8 @@ class StepProfile:
     def _flaw(self) -> str | None:
         """Returns what is wrong with the profile, or None."""
         count = len(self.positions)
-        if not count or len(self.base_nbytes) != count or min(self.base_nbytes) < 0:
-            return (
-                f"there are {len(self.base_nbytes)} base_nbytes, or no position at all, or a negative number of bytes"
-            )
+        if not count or len(self.base_nbytes) != count:
+            return f"there are {len(self.base_nbytes)} base_nbytes, or no position at all"
         if self.plain_peak_nbytes < 0 or self.held_nbytes < 0:
             return "plain_peak_nbytes or held_nbytes is negative"
         if not all(0.0 <= position.seconds < float("inf") for position in self.positions):

@@ -79,7 +79,7 @@ def profile(
         seconds = _time(once)
         survey = Survey()
         events = _recorded(once, Session(KeepForSurvey(), model=model, min_nbytes=min_nbytes), survey)
-        found = _profile_of(Timeline(events, device), survey, plain.peak_nbytes, seconds, models, device)
+        found = profile_of(Timeline(events, device), survey, plain.peak_nbytes, seconds, models, device)
 
     def rehearse(policy: Policy) -> tuple[int, ...]:
         with _undone(models) as restore:
@@ -181,7 +181,7 @@ def _recorded(step: Callable[[], None], session: Session, watcher: Births) -> li
     return events
 
 
-def _profile_of(
+def profile_of(
     line: Timeline, survey: Survey, peak_nbytes: int, seconds: float, models: list[nn.Module], device: str
 ) -> StepProfile:
     first = next((number for number, each in enumerate(line.positions) if each.is_backward), None)
@@ -214,7 +214,7 @@ def _profile_of(
     base, now = [], 0
     for number, position in enumerate(line.positions):
         now += held[number]
-        base.append(max(0, position.most_nbytes - now))
+        base.append(position.most_nbytes - now)
     total = sum(each.seconds for each in line.positions) or 1.0
     positions = tuple(
         Position(each.name or "let go", "", each.is_backward, each.seconds * seconds / total) for each in line.positions

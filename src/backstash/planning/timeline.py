@@ -59,6 +59,11 @@ class Timeline:
         born: by the key of a value, the position from which on only autograd holds it.
         reads: by the key of a value, the positions that read it.
         trials: by their numbers, what the trials of a survey have allocated.
+
+    Note: [where a step begins]
+        The profiler does not report that memory is freed which was allocated before it was started. In a program's own
+        loop the gradients of the step before are freed in a step. So the step before is recorded as well, up to the
+        note "step", and bytes count from there. They may be below 0 until backward has allocated new gradients.
     """
 
     events: list[Any]
@@ -94,6 +99,11 @@ class Timeline:
                     trial = self.trials[noted["number"]] = Trial(live, live)
                 elif kind == "tried":
                     trial = None
+                elif kind == "step":  # what came before was recorded to know what is freed in it
+                    live = 0
+                    self.positions = [At("start", False, 0.0, 0)]
+                    self.born.clear()
+                    self.reads.clear()
                 elif kind == "born":
                     if self.positions[-1].name != "":
                         self.positions.append(At("", self.positions[-1].is_backward, 0.0, live))

@@ -130,7 +130,7 @@ class Remaking:
             return leaf
         value = leaf.value
         held = holder(value) if value.storage is not None and not value.height else None
-        if held is not None and self._may_have_error(held):
+        if held is not None and not action.any_producer and self._may_have_error(held):
             return "it would begin from a value that may be stored with an error"
         return leaf
 
