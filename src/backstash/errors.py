@@ -74,6 +74,22 @@ class PlanError(BackstashError, ValueError):
     """A plan was asked for in a way that means nothing, or the data of a plan or a profile is damaged."""
 
 
+class BudgetError(PlanError):
+    """No plan fits into the budget.
+
+    Attributes:
+        smallest_nbytes: the smallest budget for which a plan was found.
+        seconds: predicted time of a step under that plan.
+        plan: that plan.
+    """
+
+    def __init__(self, message: str, smallest_nbytes: int, seconds: float, plan: object) -> None:
+        super().__init__(message)
+        self.smallest_nbytes = smallest_nbytes
+        self.seconds = seconds
+        self.plan = plan
+
+
 class AllocatorError(BackstashError, ValueError):
     """An allocator was asked for that is not installed, or is no shared library."""
 

@@ -118,7 +118,7 @@ def _value(hint: Any, found: Any, where: str) -> Any:
 @cache
 def _hints(cls: type) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls)}  # type: ignore[arg-type]  # is a dataclass
+    return {field.name: hints[field.name] for field in fields(cls) if field.init}  # type: ignore[arg-type]  # is a dataclass
 
 
 def _canonical(content: Any) -> str:

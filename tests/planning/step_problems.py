@@ -1,0 +1,46 @@
+"""Small steps to plan, drawn at random: with chains, shared parents, and parents that outlive their reads."""
+
+from __future__ import annotations
+
+import random
+
+from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
+
+
+def drawn_choices(draw: random.Random, nbytes: int, parents: list[int]) -> tuple[Choice, ...]:
+    choices = [Choice.keep(nbytes)]
+    if draw.random() < 0.5:
+        sizes = draw.randint(0, nbytes), draw.choice([0, nbytes]), draw.choice([0, nbytes])
+        times = draw.random(), draw.random()
+        choices.append(Choice("zvc", "encode", *sizes, *times, error=draw.choice([0.0, 0.1])))
+    for number in range(draw.choice([0, 1, 1, 2])):
+        chosen = tuple(draw.sample(parents, draw.randint(0, len(parents))))
+        workspace = draw.choice([0, draw.randint(0, 50)])
+        made = {"parents": chosen, "workspace_nbytes": workspace, "seconds": 2 * draw.random()}
+        choices.append(Choice(f"recompute{number or ''}", "recompute", 0, **made))  # type: ignore[arg-type]
+    return tuple(choices)
+
+
+def drawn_profile(seed: int, most_values: int = 6) -> StepProfile:
+    """A step of at most 12 positions, the same for the same seed."""
+    draw = random.Random(seed)
+    forward, backward, count = draw.randint(2, 6), draw.randint(2, 6), draw.randint(1, most_values)
+    positions = tuple(Position(f"op{n}", "block", n >= forward, 1.0) for n in range(forward + backward))
+    rank = draw.sample(range(count), count)  # a value is remade from values of lower ranks
+    values = []
+    for number in range(count):
+        nbytes = draw.randint(0, 100)
+        parents = [other for other in range(count) if rank[other] < rank[number]]
+        reads = draw.sample(range(forward, forward + backward), draw.randint(1, min(backward, 3)))
+        choices = drawn_choices(draw, nbytes, parents)
+        born = draw.randint(0, forward - 1)
+        values.append(
+            PlannedValue(f"v{number}", "block", "Relu", "float32", nbytes, born, tuple(sorted(reads)), choices)
+        )
+    base = tuple(draw.randint(0, 50) for _ in positions)
+    profile = StepProfile(positions, base, tuple(values), 0)
+    live = list(base)
+    for value in values:
+        for position in range(value.born, value.reads[-1] + 1):
+            live[position] += value.nbytes
+    return StepProfile(profile.positions, profile.base_nbytes, profile.values, max(live))

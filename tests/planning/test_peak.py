@@ -1,0 +1,126 @@
+"""The peak model: its rules one by one, and the search that keeps it up to date."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from step_problems import drawn_profile
+
+from backstash.errors import PlanError
+from backstash.planning.peak import PeakModel, evaluate
+from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.planning.search import Search
+
+FORWARD, BACKWARD = 4, 6
+
+
+def value(key: str, born: int, reads: tuple[int, ...], *choices: Choice, nbytes: int = 100) -> PlannedValue:
+    return PlannedValue(key, "", "Relu", "float32", nbytes, born, reads, (Choice.keep(nbytes), *choices))
+
+
+def step(*values: PlannedValue) -> StepProfile:
+    count = FORWARD + BACKWARD
+    positions = tuple(Position(f"op{n}", "", n >= FORWARD, 1.0) for n in range(count))
+    return StepProfile(positions, (0,) * count, values, 0)
+
+
+def live(profile: StepProfile, *choices: int) -> list[int]:
+    return [int(nbytes) for nbytes in evaluate(profile, choices).live]
+
+
+def test_a_kept_value_lives_from_its_birth_through_its_last_read() -> None:
+    assert live(step(value("a", 1, (5, 7))), 0) == [0, *[100] * 7, 0, 0]
+
+
+def test_an_encoded_value_is_dense_while_it_is_encoded_and_at_each_read() -> None:
+    codec = Choice("zvc", "encode", 40, 100, 90, 0.5, 0.25)
+    profile = step(value("a", 1, (5, 7), codec))
+    assert live(profile, 1) == [0, 140, 40, 40, 40, 130, 40, 130, 0, 0]
+    assert evaluate(profile, [1]).seconds == FORWARD + BACKWARD + 0.5 + 2 * 0.25
+
+
+def test_a_moved_value_holds_nothing_in_between() -> None:
+    moved = Choice("offload", "offload", 0, 10, 100, 0.5, 0.25)
+    assert live(step(value("a", 1, (5,), moved)), 1) == [0, 10, 0, 0, 0, 100, 0, 0, 0, 0]
+
+
+def remake(*parents: int, workspace: int = 0, seconds: float = 1.0) -> Choice:
+    return Choice("recompute", "recompute", 0, parents=parents, workspace_nbytes=workspace, seconds=seconds)
+
+
+def test_a_remade_value_is_made_once_and_lives_from_its_first_read() -> None:
+    profile = step(value("a", 1, (5, 7), remake(workspace=30)))
+    assert live(profile, 1) == [0, 0, 0, 0, 0, 130, 100, 100, 0, 0]
+    assert evaluate(profile, [1]).seconds == FORWARD + BACKWARD + 1
+
+
+def test_a_parent_is_held_until_its_child_is_made() -> None:
+    profile = step(value("a", 0, (4,)), value("b", 1, (6,), remake(0), nbytes=10))
+    assert live(profile, 0, 1) == [100, 100, 100, 100, 100, 100, 110, 0, 0, 0]
+
+
+def test_an_encoded_parent_is_decoded_for_its_child_as_well() -> None:
+    codec = Choice("zvc", "encode", 40, 0, 90, 0.5, 0.25)
+    profile = step(value("a", 0, (7,), codec), value("b", 1, (5,), remake(0), nbytes=10))
+    assert live(profile, 1, 1) == [40, 40, 40, 40, 40, 140, 40, 130, 0, 0]
+    assert evaluate(profile, [1, 1]).seconds == FORWARD + BACKWARD + 0.5 + 2 * 0.25 + 1
+    together = step(value("a", 0, (5,), codec), value("b", 1, (5,), remake(0), nbytes=10))
+    assert evaluate(together, [1, 1]).seconds == FORWARD + BACKWARD + 0.5 + 0.25 + 1  # one decoding serves both
+
+
+def test_a_chain_is_made_at_one_position_and_held_for_later_readers() -> None:
+    chain = step(
+        value("a", 0, (8,), nbytes=1),
+        value("b", 1, (7,), remake(0), nbytes=10),
+        value("c", 2, (5,), remake(1), nbytes=100),
+    )
+    assert live(chain, 0, 1, 1) == [1, 1, 1, 1, 1, 111, 11, 11, 1, 0]
+    assert live(chain, 0, 0, 1) == [1, 11, 11, 11, 11, 111, 11, 11, 1, 0]
+
+
+def test_choices_that_are_not_there_are_refused() -> None:
+    profile = step(value("a", 1, (5,)))
+    for wrong in ([], [1], [-1], [0, 0]):
+        with pytest.raises(PlanError, match="was to be evaluated for the choices .* has 1 values. Pass for each"):
+            evaluate(profile, wrong)
+
+
+def slow_live(profile: StepProfile, choices: list[int]) -> tuple[list[int], float]:
+    """The rules of peak.py, written down a second time, position by position and without any array."""
+    chosen = [v.choices[c] for v, c in zip(profile.values, choices, strict=True)]
+    needs = [set(v.reads) for v in profile.values]
+    for _ in profile.values:  # as often as the longest chain could be
+        needs = [
+            set(v.reads) | {min(needs[child]) for child, other in enumerate(chosen) if number in other.parents}
+            for number, v in enumerate(profile.values)
+        ]
+    total = list(profile.base_nbytes)
+    seconds = profile.seconds
+    for v, c, need in zip(profile.values, chosen, needs, strict=True):
+        remade = c.kind == "recompute"
+        first = min(need) if remade else v.born
+        for position in range(first, max(need) + 1):
+            total[position] += v.nbytes if remade else c.held_nbytes
+        total[first] += c.encode_nbytes + c.workspace_nbytes
+        for position in need:
+            total[position] += c.decode_nbytes
+        seconds += c.encode_seconds + c.seconds + c.decode_seconds * len(need)
+    return total, seconds
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_arrays_say_what_the_rules_say(seed: int) -> None:
+    profile, draw = drawn_profile(seed), random.Random(seed)
+    model, search = PeakModel(profile), Search(PeakModel(profile))
+    for _ in range(15):
+        number = draw.randrange(len(profile.values))
+        search.set(number, int(model.first[number]) + draw.randrange(len(profile.values[number].choices)))
+        found = model.evaluate(search.choices)
+        expected, seconds = slow_live(profile, list(search.choices))
+        assert found.live.tolist() == search.live.tolist() == expected
+        assert found.peak_nbytes == max(expected)
+        assert found.seconds == pytest.approx(seconds) and search.seconds == pytest.approx(seconds)
+    search.load(model.first[:-1])
+    assert search.live.tolist() == model.evaluate([0] * len(profile.values)).live.tolist()
+    assert search.error == pytest.approx(0.0)

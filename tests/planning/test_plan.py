@@ -1,0 +1,307 @@
+"""Plans: from a profile and a budget to actions, through JSON, and into a Session."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from step_problems import drawn_profile
+
+from backstash.codecs import Binary, Bitmask, Raw, Zvc
+from backstash.errors import BackstashError, BudgetError, PlanError
+from backstash.planning.budget import parse_budget, restrict
+from backstash.planning.peak import evaluate
+from backstash.planning.plan import Decision, Plan, Planner, plan
+from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.planning.sealed import seal
+from backstash.policies import Keep, Recompute, Stash
+from backstash.saved import Mask, Need, SavedTensor, TensorSpec, Test
+from benchmarks.profiles import resnet
+
+MIB = 1 << 20
+
+
+def block(number: int, *choices: Choice, nbytes: int = 10 * MIB) -> PlannedValue:
+    module = f"layers.{number}.act"
+    key = f"{module}/Relu#0:result"
+    return PlannedValue(
+        key, module, "Relu", "float32 [4]", nbytes, number, (9 - number,), (Choice.keep(nbytes), *choices)
+    )
+
+
+ZVC = Choice("zvc", "encode", 2 * MIB, 10 * MIB, 10 * MIB, 0.01, 0.01, reason="20% of its bytes")
+REMAKE = Choice("recompute", "recompute", 0, seconds=0.05, reason="relu")
+MOVE = Choice("offload", "offload", 0, 0, 10 * MIB, 0.03, 0.03)
+ROUGH = Choice("blockquant", "encode", MIB, 10 * MIB, 10 * MIB, 0.001, 0.001, error=0.004)
+
+
+def network() -> StepProfile:
+    """Five equal blocks, of 10 MiB each, and a base of 5 MiB; a plain step takes a second."""
+    positions = tuple(Position(f"op{n}", "", n >= 5, 0.1) for n in range(10))
+    values = tuple(block(n, ZVC, REMAKE, MOVE, ROUGH) for n in range(5))
+    return StepProfile(positions, (5 * MIB,) * 10, values, 55 * MIB, versions={"torch": "2"})
+
+
+NETWORK = network()
+PLANNER = Planner(NETWORK)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("2GiB", 2 << 30),
+        ("512 MiB", 512 << 20),
+        (" 1.5 kib ", 1536),
+        ("60%", 600),
+        ("2 GB", 2 * 10**9),
+        ("7b", 7),
+        (9, 9),
+    ],
+)
+def test_budgets_are_understood(text: int | str, nbytes: int) -> None:
+    assert parse_budget(text, 1000) == nbytes
+
+
+@pytest.mark.parametrize(
+    "budget", ["6 gigs", "", "GiB", "-1 GiB", 0, -5, "0%", "0 MiB", 1.5, None, True, "1e3 MiB", [1]]
+)
+def test_a_budget_that_means_nothing_is_refused(budget: Any) -> None:
+    with pytest.raises(
+        PlanError, match=r"a plan was asked for with the budget .*, but .*\. Pass a number of bytes above 0"
+    ):
+        plan(NETWORK, budget)
+
+
+@pytest.mark.parametrize("allow", ["gzip", ("lossless", "melt"), ("Lossless",), ("",)])
+def test_a_family_that_is_not_there_is_refused(allow: Any) -> None:
+    with pytest.raises(
+        PlanError, match=r"allow=.* is neither a family of choices nor a codec\. Pass any of lossless, rec"
+    ):
+        plan(NETWORK, "50%", allow=allow)
+
+
+@pytest.mark.parametrize("max_error", [-0.1, float("nan"), float("inf"), "much", True])
+def test_a_limit_that_is_none_is_refused(max_error: Any) -> None:
+    with pytest.raises(PlanError, match=r"max_error=.* Pass a number of 0 or more, or None"):
+        plan(NETWORK, "50%", max_error=max_error)
+
+
+def test_something_else_than_a_profile_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"that is no StepProfile. Pass what backstash.profile\(step\)"):
+        plan(lambda: None, "50%")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="solver 'best', but there are 'greedy' and 'exact'"):
+        plan(NETWORK, "50%", solver="best")  # type: ignore[arg-type]
+
+
+def kinds(profile: StepProfile) -> set[str]:
+    return {choice.name for value in profile.values for choice in value.choices}
+
+
+def test_only_what_is_allowed_is_chosen_from() -> None:
+    assert kinds(restrict(NETWORK, ())) == {"keep"}
+    assert kinds(restrict(NETWORK, ("lossless",))) == {"keep", "zvc"}
+    assert kinds(restrict(NETWORK, "recompute")) == {"keep", "recompute"}
+    assert kinds(restrict(NETWORK, ("bounded", "offload"))) == {"keep", "blockquant", "offload"}
+    assert kinds(restrict(NETWORK, ("blockquant",))) == {"keep", "blockquant"}
+    assert kinds(restrict(NETWORK, ("lossless", "narrow"))) == {"keep", "zvc"}
+    both = replace(MOVE, name="rough", error=0.1)
+    moved = replace(NETWORK, values=(block(0, both),))
+    assert (kinds(restrict(moved, "offload")), kinds(restrict(moved, ("offload", "bounded")))) == (
+        {"keep"},
+        {"keep", "rough"},
+    )
+
+
+@pytest.mark.parametrize("share", [95, 70, 50, 30])
+def test_a_plan_keeps_its_budget(share: int) -> None:
+    found = PLANNER.plan(f"{share}%")
+    assert found.budget == int(share / 100 * 55 * MIB) and not found.is_empty
+    by_name = [[choice.name for choice in value.choices] for value in NETWORK.values]
+    chosen = [names.index(decision.choice) for names, decision in zip(by_name, found.decisions, strict=True)]
+    said = evaluate(NETWORK, chosen)
+    assert (found.peak_nbytes, found.seconds) == (said.peak_nbytes, pytest.approx(said.seconds))
+    assert found.peak_nbytes <= found.budget
+    assert {decision.choice for decision in found.decisions} <= {"keep", "zvc", "recompute"}
+
+
+def test_when_everything_fits_nothing_is_done() -> None:
+    for budget in ("100%", "1 GiB", 55 * MIB):
+        found = plan(NETWORK, budget)
+        assert found.is_empty and {decision.choice for decision in found.decisions} == {"keep"}
+        assert (found.peak_nbytes, found.seconds) == (55 * MIB, pytest.approx(1.0))
+        assert "nothing is done" in repr(found)
+        assert (found.recomputes, found.remakes_anything) == (False, False)
+
+
+def test_a_budget_that_nothing_fits_into_has_the_smallest_one_and_its_plan() -> None:
+    with pytest.raises(BudgetError, match=r"within 1.00 MiB .* the smallest budget that fits is \d+ bytes") as caught:
+        PLANNER.plan("1 MiB")
+    error = caught.value
+    assert isinstance(error.plan, Plan) and isinstance(error, BackstashError)
+    assert error.plan.peak_nbytes == error.smallest_nbytes == PLANNER.solutions[0].peak_nbytes
+    assert error.seconds == error.plan.seconds > 1.0
+    assert "5.00 MiB of it is there whatever is done" in str(error)
+    assert PLANNER.plan(error.smallest_nbytes).decisions == error.plan.decisions
+    with pytest.raises(BudgetError, match="allowing nothing"):
+        plan(NETWORK, "50%", allow=())
+
+
+def test_errors_of_bounded_values_have_a_limit() -> None:
+    none = plan(NETWORK, "70%", allow=("bounded",), max_error=None)
+    assert none.error == pytest.approx(0.004 * sum(decision.choice == "blockquant" for decision in none.decisions))
+    some = plan(NETWORK, "70%", allow=("bounded", "lossless"), max_error=0.01)
+    assert 0 < some.error <= 0.01
+    assert none.seconds <= some.seconds < plan(NETWORK, "70%").seconds
+    assert plan(NETWORK, "70%", allow=("bounded", "lossless"), max_error=0.0).error == 0.0
+    with pytest.raises(BudgetError):
+        plan(NETWORK, "50%", allow=("bounded",), max_error=0.01)
+
+
+def test_the_exact_solver_is_never_slower() -> None:
+    pytest.importorskip("scipy")
+    for share in ("80%", "50%", "30%"):
+        best = PLANNER.plan(share, solver="exact")
+        assert best.seconds <= PLANNER.plan(share).seconds and best.peak_nbytes <= best.budget
+
+
+def test_a_larger_budget_is_never_slower() -> None:
+    planner = Planner(drawn_profile(8))
+    assert all(a[0] < b[0] and a[1] > b[1] for a, b in pairwise(planner.plan(10**6).frontier))
+
+
+def test_the_measured_peak_of_the_plain_step_counts() -> None:
+    """The model may say more than a plain step takes. Then the plain step fits where the model says otherwise."""
+    over = replace(NETWORK, plain_peak_nbytes=50 * MIB)
+    assert plan(over, 50 * MIB).is_empty and not plan(over, 50 * MIB - 1).is_empty
+    under = replace(NETWORK, plain_peak_nbytes=60 * MIB)
+    assert plan(under, 60 * MIB).is_empty and not plan(under, 60 * MIB - 1).is_empty
+
+
+def test_a_plan_comes_back_from_json() -> None:
+    found = PLANNER.plan("50%")
+    again = Plan.from_json(found.to_json())
+    assert again == found and again.fingerprint == found.fingerprint and again.to_json() == found.to_json()
+    assert len({PLANNER.plan(share).fingerprint for share in ("50%", "40%", "100%")}) == 3
+
+
+def test_a_plan_that_was_edited_or_damaged_is_refused() -> None:
+    text = PLANNER.plan("50%").to_json()
+    for changed in (text.replace("zvc", "keep", 1), text[:-30], "", "null", NETWORK.to_json()):
+        with pytest.raises(PlanError, match="a Plan was asked for from a JSON text, but .*[.]$"):
+            Plan.from_json(changed)
+    content = json.loads(text)["content"]
+    content["decisions"][0] |= {"choice": "melt", "kind": "encode"}
+    with pytest.raises(PlanError, match="by 'melt', but there is no such codec"):
+        Plan.from_json(seal("Plan", content))
+
+
+RELU = SavedTensor(
+    "a/Relu#0:result",
+    "Relu",
+    "result",
+    "a",
+    TensorSpec.of(torch.empty(4)),
+    Need.SIGN,
+    Mask(Test.NOT_LE),
+)
+CONV = replace(RELU, key="b/Convolution#0:input", op="Convolution", role="input", need=Need.VALUE, mask=None)
+
+
+SHAPE = replace(CONV, key="d/MaxPool2DWithIndices#0:self", need=Need.SHAPE)
+
+
+def one(saved: SavedTensor, choice: str, kind: Any, **changes: Any) -> Plan:
+    """A plan that does something with one value, and something with another one, so that it is not empty."""
+    decision = Decision(saved.key, "a", saved.op, str(saved.spec), 16, choice, kind, 1, 0.0, 0.0, "")
+    other = replace(decision, key="c/Relu#0:result", choice="recompute", kind="recompute")
+    return replace(PLANNER.plan("50%"), decisions=(decision, other), **changes)
+
+
+def test_decisions_become_actions() -> None:
+    stored = Stash((Binary(), Zvc(0.02)))
+    mask = Stash(Bitmask(Mask(Test.NOT_LE)))
+    assert one(RELU, "bitmask", "encode").decide(RELU) == mask
+    assert one(CONV, "zvc", "encode").decide(CONV) == stored
+    assert one(CONV, "blockquant", "encode").decide(CONV) == Stash("blockquant")
+    assert one(CONV, "recompute", "recompute").decide(CONV) == Recompute(stored, any_producer=True)
+    assert one(CONV, "offload", "offload").decide(CONV) == Stash((*stored.codecs, Raw()), "host")
+    assert isinstance(one(CONV, "keep", "keep").decide(CONV), Keep)
+    assert one(CONV, "keep", "keep").remakes_anything and one(CONV, "keep", "keep").recomputes
+
+
+def test_what_a_plan_does_not_know_is_lossless_and_said_once() -> None:
+    found = one(RELU, "keep", "keep")
+    assert found.notice() == ""
+    found.decide(RELU)
+    with pytest.warns(UserWarning, match=r"asked for 'b/Convolution#0:input' .* knows no such value.*Take a profile"):
+        action = found.decide(CONV)
+    assert action == Recompute(Stash((Binary(), Zvc(0.02))))
+    other = replace(RELU, spec=TensorSpec.of(torch.empty(5)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert found.decide(other) == Stash(Bitmask(Mask(Test.NOT_LE)))
+    assert found.unknown == (CONV.key, RELU.key)
+    assert "2 of them are not those of its profile" in found.notice()
+
+
+def test_a_plan_for_another_model_says_so() -> None:
+    found = one(RELU, "zvc", "encode")
+    with pytest.warns(UserWarning, match="knows no such value"):
+        found.decide(CONV)
+    assert "it was made for another model. They are treated by the policy lossless" in found.notice()
+
+
+def test_an_empty_plan_keeps_what_it_does_not_know() -> None:
+    found = plan(NETWORK, "100%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(found.decide(CONV), Keep) and isinstance(found.decide(SHAPE), Keep)
+    assert "They are kept" in found.notice()
+
+
+def test_what_is_read_for_its_shape_alone_is_let_go_of_and_is_no_surprise() -> None:
+    found = one(RELU, "keep", "keep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert found.decide(SHAPE) == Stash("shape")
+    assert found.unknown == ()
+
+
+def test_small_tensors_are_looked_at_where_the_plan_needs_it() -> None:
+    found = PLANNER.plan("50%")
+    assert found.min_nbytes == 16 << 10
+    assert one(RELU, "bitmask", "encode").min_nbytes == 16
+
+
+def test_the_explanation_has_every_value_and_folds_blocks() -> None:
+    found = PLANNER.plan("60%")
+    text = found.explain()
+    assert all(value.key in text for value in NETWORK.values)
+    assert "20% of its bytes" in text and "10.00 MiB" in text and "budget 33.00 MiB: predicted peak" in text
+    assert any(line.startswith("layers.*.act (") for line in text.splitlines())
+    assert "layers.*.act" in found._repr_html_() and "<table>" in found._repr_html_()
+    assert found.fingerprint in repr(found)
+
+
+def test_the_difference_of_two_plans() -> None:
+    a, b = PLANNER.plan("90%"), PLANNER.plan("30%")
+    assert a.diff(a) == ""
+    text = a.diff(b)
+    changed = [x.key for x, y in zip(a.decisions, b.decisions, strict=True) if x.choice != y.choice]
+    assert changed and all(key in text for key in changed) and text.startswith("peak ")
+    fewer = replace(a, decisions=a.decisions[1:])
+    assert "-> not there" in a.diff(fewer) and "not there ->" in fewer.diff(a)
+
+
+def test_equal_profiles_have_equal_plans() -> None:
+    """Also where the search draws random numbers, and whatever happens between two plans."""
+    profile = restrict(resnet((1, 0, 0, 0), 16, 2, 32), ("recompute", "lossless"))
+    first = Planner(profile).plan("70%")
+    torch.rand(3)
+    assert Planner(StepProfile.from_json(profile.to_json())).plan("70%") == first
+    assert first.peak_nbytes <= 0.7 * profile.plain_peak_nbytes
