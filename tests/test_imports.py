@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "backstash"
 MODULES = sorted(SOURCE.rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "config", "manager"}
 PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("understand/architecture.md", "architecture.md")]
-HOOKS = {"session", "capture", "report", "rewrites", "integrations"}
+HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning"}
 """Units that may install hooks: the Session's own, and those that observe somebody's program from outside."""
 
 # A unit is a module or a package right below backstash; "backstash" is the package itself. Its row names what it may

@@ -184,6 +184,19 @@ def _recorded(step: Callable[[], None], session: Session, watcher: Births) -> li
 def profile_of(
     line: Timeline, survey: Survey, peak_nbytes: int, seconds: float, models: list[nn.Module], device: str
 ) -> StepProfile:
+    """The profile of a step that was surveyed.
+
+    Args:
+        line: the record of the step.
+        survey: what was found out about its values.
+        peak_nbytes: the counted peak of a plain step.
+        seconds: time of a plain step.
+        models: the modules whose parameters and gradients were held before the step.
+        device: the type of the device whose memory is planned.
+
+    Raises:
+        MeasureError: no autograd node ran in the step.
+    """
     first = next((number for number, each in enumerate(line.positions) if each.is_backward), None)
     if first is None:
         raise MeasureError(

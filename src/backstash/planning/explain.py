@@ -1,0 +1,117 @@
+"""A plan in words: what is done with each value and why, and how two plans differ."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from backstash.planning.plan import Decision, Plan
+    from backstash.planning.problem import Kind
+
+WIDTH = 60
+"""Longer reasons are cut."""
+
+
+def size(nbytes: int) -> str:
+    """Returns a number of bytes in the unit that suits it."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} B"
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns a time in milliseconds."""
+    return f"{1000 * seconds:.2f} ms"
+
+
+def summary(plan: Plan) -> str:
+    """Returns the plan in a sentence or two."""
+    added = plan.seconds - plan.plain_seconds
+    share = f", {added / plan.plain_seconds:.1%} more than plain" if plan.plain_seconds else ""
+    counts = Counter(decision.kind for decision in plan.decisions)
+    ways = ", ".join(f"{counts[kind]} {word}" for kind, word in _WORDS if counts[kind]) or "no values"
+    text = (
+        f"budget {size(plan.budget)}: predicted peak {size(plan.peak_nbytes)} (plain {size(plan.plain_peak_nbytes)}), "
+        f"step {milliseconds(plan.seconds)}{share}; {ways}"
+    )
+    return f"{text}. The plain step fits, so nothing is done." if plan.is_empty else f"{text}."
+
+
+_WORDS: tuple[tuple[Kind, str], ...] = (
+    ("keep", "kept"),
+    ("encode", "encoded"),
+    ("recompute", "remade"),
+    ("offload", "moved"),
+)
+
+
+def explain(plan: Plan) -> str:
+    """Returns a table of all values, and the totals of their modules, with repeated blocks in one row."""
+    head = ("value", "tensor", "what", "saved", "held", "adds", "why")
+    rows = [_row(decision) for decision in plan.decisions]
+    totals = ("modules", "values", "what", "saved", "held", "adds")
+    return "\n".join((summary(plan), "", _table(head, rows), "", _table(totals, _modules(plan.decisions))))
+
+
+def diff(plan: Plan, other: Plan) -> str:
+    """Returns what another plan does otherwise; empty if it does the same."""
+    mine = {decision.key: decision for decision in plan.decisions}
+    theirs = {decision.key: decision for decision in other.decisions}
+    rows = []
+    for key in dict.fromkeys((*mine, *theirs)):
+        a, b = mine.get(key), theirs.get(key)
+        if a is None or b is None or (a.choice, a.spec) != (b.choice, b.spec):
+            held = [size(found.held_nbytes) if found else "-" for found in (a, b)]
+            what = [found.choice if found else "not there" for found in (a, b)]
+            rows.append((key, f"{what[0]} -> {what[1]}", f"{held[0]} -> {held[1]}"))
+    if not rows:
+        return ""
+    head = (
+        f"peak {size(plan.peak_nbytes)} -> {size(other.peak_nbytes)}, step {milliseconds(plan.seconds)} -> "
+        f"{milliseconds(other.seconds)}"
+    )
+    return f"{head}\n\n{_table(('value', 'what', 'held'), rows)}"
+
+
+def html(plan: Plan) -> str:
+    """Returns the summary and the totals of the modules as HTML, for a notebook."""
+    head = "".join(f"<th>{name}</th>" for name in ("modules", "values", "what", "saved", "held", "adds"))
+    rows = (("".join(f"<td>{escape(cell)}</td>" for cell in row)) for row in _modules(plan.decisions))
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<p>{escape(summary(plan))}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _row(decision: Decision) -> tuple[str, ...]:
+    reason = decision.reason if len(decision.reason) <= WIDTH else decision.reason[: WIDTH - 3] + "..."
+    sizes = size(decision.nbytes), size(decision.held_nbytes)
+    return decision.key, decision.spec, decision.choice, *sizes, milliseconds(decision.seconds), reason
+
+
+def _modules(decisions: Iterable[Decision]) -> list[tuple[str, ...]]:
+    """One row for all blocks that differ in their numbers only and hold as many values in the same ways."""
+    blocks: dict[str, list[Decision]] = defaultdict(list)
+    for decision in decisions:
+        blocks[decision.module].append(decision)
+    folded: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for module, found in blocks.items():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
+        folded[pattern, tuple(decision.choice for decision in found)].append(module)
+    rows: list[tuple[str, ...]] = []
+    for (pattern, choices), modules in folded.items():
+        found = [decision for module in modules for decision in blocks[module]]
+        name = f"{pattern} ({len(modules)})" if len(modules) > 1 else modules[0] or "(outside)"
+        what = ", ".join(f"{choice} {count}" if count > 1 else choice for choice, count in Counter(choices).items())
+        sizes = size(sum(each.nbytes for each in found)), size(sum(each.held_nbytes for each in found))
+        rows.append((name, str(len(found)), what, *sizes, milliseconds(sum(each.seconds for each in found))))
+    return rows
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)

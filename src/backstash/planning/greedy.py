@@ -1,0 +1,365 @@
+"""A fast search for the best plans at every budget at once: the frontier of peak and time.
+
+From a step in which all is kept, the peak is lowered level by level. At each level the change that frees most bytes for
+a second is made, where bytes count as much as their position binds; then what has become needless is undone. After that,
+stretches of the solutions on the way are drawn anew, and what becomes faster or smaller is kept.
+
+Nothing here knows a budget: a plan for a budget is the fastest solution that fits, so a larger budget is never slower.
+All random numbers are the same in each run, and effort is counted in work done, not in time. So the same profile always
+gives the same frontier.
+
+Note: [smooth peak]
+    The peak is flat under most changes: it only moves if all positions that bind move. What is lowered instead is
+    ``tau * log(sum(exp(live / tau)))``, whose gradient is a price per byte at each position, next to nothing far below
+    the peak. The sum of what exceeds the level would not do: it counts a long plateau as much as all of its positions,
+    and lets a single position rise for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backstash.planning.exact import Solution, brute_force_all, solution
+from backstash.planning.peak import Bytes, PeakModel
+from backstash.planning.search import Search
+
+Prices = NDArray[np.float64]
+
+SMALL = 2000
+"""Problems of so few combinations are solved by trying all of them."""
+DESCENT, IMPROVEMENT = 8_000_000, 5_000_000
+"""How much is done at most to lower the peak, and then to improve what was found; about as many microseconds."""
+EFFORT = 80_000
+"""How much is done to improve what was found, for each value."""
+LEVELS = 32
+"""Levels at which faster solutions are looked for; they are closer to each other where the peak is low."""
+FINE = 0.0002
+"""Neighbours on the frontier whose times differ by less than this share of the step need nothing between them."""
+BLOCKS = 512
+"""Positions are looked at in so many blocks, by the most bytes in each."""
+SOFTNESS = (0.003, 0.01, 0.03)
+"""Tau of the smooth peak, as shares of the level."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A solution on the way: peak, time, and the row of each value."""
+
+    peak_nbytes: int
+    seconds: float
+    rows: Bytes
+
+
+_T = TypeVar("_T", Solution, Found)
+
+
+def frontier(model: PeakModel, max_error: float | None = None) -> list[Solution]:
+    """Returns solutions in the order of their peaks, each slower than the next. The last one keeps everything.
+
+    Args:
+        model: the step.
+        max_error: the largest sum of the errors of all choices; None for any.
+    """
+    if np.log(model.choice_counts).sum() <= np.log(SMALL):
+        return best(brute_force_all(model, max_error))
+    climb = _Climb(model, max_error)
+    climb.descend()
+    climb.improve()
+    return best([solution(model, found.rows - model.first[:-1]) for found in best(climb.pool)])
+
+
+def best(pool: list[_T]) -> list[_T]:
+    """Returns those that nothing else in the pool beats in peak and time, in the order of their peaks."""
+    chosen: list[_T] = []
+    for found in sorted(pool, key=lambda found: (found.peak_nbytes, found.seconds)):
+        if not chosen or found.seconds < chosen[-1].seconds:
+            chosen.append(found)
+    return chosen
+
+
+class Offers:
+    """What each choice of each value would change, all of them at once.
+
+    Args:
+        model: the step.
+    """
+
+    def __init__(self, model: PeakModel) -> None:
+        self.model = model
+        pairs = [(row, parent) for row, parents in enumerate(model.parents) for parent in parents]
+        self._rows = np.array([row for row, _ in pairs], np.int64)
+        self._parents = np.array([parent for _, parent in pairs], np.int64)
+        self._reads = np.concatenate([[0], np.cumsum(model.read_counts)[:-1]]).astype(np.int64)
+
+    def make(self, search: Search, prices: Prices) -> tuple[Prices, Prices]:
+        """Returns for each row the priced bytes that it would free, and the seconds that it would add.
+
+        Exact but for two things: a parent's own parents, and what a value that is remade now would leave to its
+        parents. Who takes an offer looks at what it has really changed.
+
+        Args:
+            search: the solution to change.
+            prices: of a byte at each position.
+        """
+        model, value = self.model, self.model.value_of
+        sums = np.concatenate([[0.0], np.cumsum(prices)])
+        start = np.where(model.remakes, search.makes[value], model.born[value])
+        cost = model.held * (sums[search.last[value] + 1] - sums[start])
+        cost += (model.encode + model.workspace) * prices[start]
+        cost += model.decode * np.add.reduceat(prices[model.read_positions], self._reads)[value]
+        seconds = model.own_seconds - model.own_seconds[search.rows][value]
+        if len(self._rows):
+            parent, made = self._parents, search.makes[value[self._rows]]
+            row = search.rows[parent]
+            effect = model.held[row] * np.maximum(0.0, sums[made + 1] - sums[search.last[parent] + 1])
+            earlier = np.maximum(0.0, sums[search.makes[parent]] - sums[made])
+            effect += np.where(model.remakes[row], model.nbytes[parent] * earlier, 0.0)
+            effect += model.decode[row] * prices[made]
+            cost += np.bincount(self._rows, effect, len(cost))
+            seconds = seconds + np.bincount(self._rows, model.decode_seconds[row], len(cost))
+        freed: Prices = cost[search.rows][value] - cost
+        freed[search.rows] = 0.0
+        return freed, seconds
+
+
+class _Climb:
+    """The search, with all that it has found so far in ``pool``."""
+
+    def __init__(self, model: PeakModel, max_error: float | None) -> None:
+        self.model = model
+        self.max_error = np.inf if max_error is None else max_error
+        self.offers = Offers(model)
+        self.search = Search(model)
+        self.pool: list[Found] = []
+        self.work = 0.0
+        self.end = 0.0
+        count = len(model.base)
+        self.blocks = np.unique(np.linspace(0, count - 1, min(count, BLOCKS)).astype(np.int64))
+        self.alike = _alike(model)
+        self.random = np.random.default_rng(0)
+        self._note()
+
+    def descend(self) -> None:
+        """Lowers the peak level by level, as far as it goes, once for each softness."""
+        count = len(self.model.nbytes)
+        soft = SOFTNESS if count <= 400 else SOFTNESS[1:2]
+        levels = 60 if count <= 2000 else 30
+        for number, share in enumerate(soft):
+            self.end = DESCENT * (number + 1) / len(soft)
+            self.search = Search(self.model)
+            top = level = int(self.search.live.max())
+            step = top // levels
+            while step > top // 2000 and self.work < self.end:
+                before = self.search.rows.copy()
+                if self._lower(level - step, share, max(1, count // 100)):
+                    level -= step
+                    self._relax(level)
+                    self._note()
+                else:
+                    self.search.load(before)
+                    step //= 2
+
+    def improve(self) -> None:
+        """Draws stretches of the solutions anew: for a lower peak, for less time at each level, and between levels."""
+        count = len(self.model.nbytes)
+        effort = min(IMPROVEMENT, EFFORT * count) if count <= 2000 else IMPROVEMENT / 4
+        self.work, self.end = 0.0, effort * 0.25
+        lowest = min(self.pool, key=lambda found: found.peak_nbytes)
+        trial = 0
+        while self.work < self.end:
+            self.search.load(lowest.rows)
+            self._shake()
+            share = SOFTNESS[trial % 3]
+            while self._lower(lowest.peak_nbytes - 1, share, 1):
+                lowest = self._note()
+            trial += 1
+        low, top = lowest.peak_nbytes, self.pool[0].peak_nbytes
+        for turn in range(2):
+            begun = self.work
+            self.pool = best(self.pool)
+            for number in range(LEVELS):
+                self.end = begun + (effort * (0.45, 0.9)[turn] - begun) * (number + 1) / LEVELS
+                level = int(low + (top - low) * (number / LEVELS) ** 2)
+                known = min(
+                    (found for found in self.pool if found.peak_nbytes <= level), key=lambda found: found.seconds
+                )
+                while self.work < self.end:
+                    self.search.load(known.rows)
+                    known = self._faster(level, known)
+            self.end = effort * (0.65, 1.0)[turn]
+            self._fill_gaps()
+
+    def _fill_gaps(self) -> None:
+        """Looks for solutions between neighbours whose times are far apart, the widest gap first."""
+        tries: Counter[tuple[int, int]] = Counter()
+        while self.work < self.end:
+            self.pool = best(self.pool)
+            gaps = [
+                ((slow.seconds - fast.seconds) / (1 + tries[slow.peak_nbytes, fast.peak_nbytes]), number)
+                for number, (slow, fast) in enumerate(pairwise(self.pool))
+            ]
+            gap, number = max(gaps, default=(0.0, 0))
+            if gap < self.model.base_seconds * FINE:
+                return
+            slow, fast = self.pool[number : number + 2]
+            pair = slow.peak_nbytes, fast.peak_nbytes
+            self.search.load((slow, fast)[tries[pair] % 2].rows)
+            tries[pair] += 1
+            self._faster(fast.peak_nbytes - 1, slow)
+
+    def _faster(self, level: int, known: Found) -> Found:
+        """Draws a stretch anew, and returns the solution if it fits into the level and is faster than a known one."""
+        self._shake()
+        if self._lower(level, SOFTNESS[1], 1):
+            self._relax(level)
+            if self.search.seconds < known.seconds - 1e-9:
+                return self._note()
+        return known
+
+    def _note(self) -> Found:
+        found = Found(int(self.search.live.max()), self.search.seconds, self.search.rows.copy())
+        self.pool.append(found)
+        return found
+
+    def _set(self, value: int, row: int) -> None:
+        self.work += 15.0 + (6.0 + 0.0001 * len(self.model.base)) * self.search.set(value, row)
+
+    def _smooth(self, tau: float) -> float:
+        """The smooth peak (Note: [smooth peak])."""
+        self.work += 15.0 + 0.001 * len(self.model.base)
+        most = np.maximum.reduceat(self.search.live, self.blocks)
+        top = most.max()
+        return float(top + tau * np.log(np.exp((most - top) / tau).sum()))
+
+    def _lower(self, level: int, share: float, batch: int) -> bool:
+        """Changes the solution until its peak is at most ``level``. Returns False if it gets stuck.
+
+        Args:
+            level: bytes.
+            share: softness of the peak.
+            batch: how many changes are made at most before the prices are set anew.
+        """
+        search, value_of = self.search, self.model.value_of
+        tau = max(1.0, share * level)
+        refused = np.zeros(len(value_of), bool)
+        peak = self._smooth(tau)
+        rounds = 0
+        while int(search.live.max()) > level:
+            rounds += 1
+            if self.work > self.end or rounds > 2 * len(search.rows) + 50:
+                return False
+            prices = np.exp((search.live - search.live.max()) / tau)
+            freed, seconds = self.offers.make(search, prices / prices.sum())
+            self.work += 300.0 + 0.1 * (len(freed) + len(prices))
+            freed[refused] = 0.0
+            tried = self._order(freed, np.maximum(seconds, 1e-6), batch)
+            if not len(tried):
+                return False
+            changed: set[int] = set()
+            for row in tried.tolist():
+                value = int(value_of[row])
+                if value in changed:
+                    continue
+                old = int(search.rows[value])
+                self._set(value, row)
+                now = self._smooth(tau)
+                if now < peak - 0.001 * tau and search.error <= self.max_error:
+                    peak = now
+                    changed.add(value)
+                    if len(changed) >= batch or int(search.live.max()) <= level:
+                        break
+                else:
+                    self._set(value, old)
+                    refused[row] = True
+            if changed:
+                refused[:] = False
+        return True
+
+    def _order(self, freed: Prices, seconds: Prices, batch: int) -> Bytes:
+        """Returns the rows to try, best first. In a large batch, equal choices of repeated layers come together."""
+        rows = np.flatnonzero(freed > 0)
+        score = freed[rows] / seconds[rows]
+        if batch > 1:
+            alike = self.alike[rows]
+            together = np.bincount(alike, freed[rows]) / np.maximum(np.bincount(alike, seconds[rows]), 1e-9)
+            score = together[alike] * (1.0 + 1e-6 * score / max(score.max(initial=0.0), 1e-30))
+        return rows[np.argsort(-score, kind="stable")[: 8 * batch]]
+
+    def _relax(self, level: int) -> None:
+        """Gives each value a faster choice, the most expensive values first, where the peak stays within ``level``."""
+        search, model, own = self.search, self.model, self.model.own_seconds
+        slack = level - _range_max(search.live, model.born, np.maximum(model.born, search.makes - 1))
+        active = np.flatnonzero((search.rows != model.first[:-1]) & (slack > 0))
+        self.work += 100.0 + 0.5 * len(search.live)
+        for value in active[np.argsort(-own[search.rows[active]], kind="stable")].tolist():
+            if self.work > self.end:
+                return
+            old = int(search.rows[value])
+            held = 0 if model.remakes[old] else int(model.held[old])
+            rows = range(int(model.first[value]), int(model.first[value + 1]))
+            for row in sorted((row for row in rows if own[row] < own[old]), key=lambda row: float(own[row])):
+                if not model.remakes[row] and int(model.held[row]) - held > slack[value]:
+                    continue
+                before = search.seconds
+                self._set(value, row)
+                if search.seconds < before and int(search.live.max()) <= level and search.error <= self.max_error:
+                    break
+                self._set(value, old)
+
+    def _shake(self) -> None:
+        """Changes the choices of a stretch of values, in the order of their births, at random."""
+        model, random = self.model, self.random
+        count = len(model.nbytes)
+        start, width = int(random.integers(0, count)), int(random.integers(1, min(64, max(9, count // 3))))
+        kind = int(random.integers(0, 4))
+        for value in self._by_birth[start : start + width].tolist():
+            first, last = int(model.first[value]), int(model.first[value + 1])
+            row = int(random.integers(first, last))
+            if kind == 0:
+                row = first
+            elif kind == 1:
+                row = next((row for row in range(first, last) if model.remakes[row]), first)
+            elif kind == 2 and random.random() < 0.5:
+                continue
+            old = int(self.search.rows[value])
+            if row != old:
+                self._set(value, row)
+                if self.search.error > self.max_error:
+                    self._set(value, old)
+
+    @property
+    def _by_birth(self) -> Bytes:
+        return np.argsort(self.model.born, kind="stable")
+
+
+def _alike(model: PeakModel) -> Bytes:
+    """Returns a number for each row, equal for the same choice of equal values in repeated layers."""
+    known: dict[tuple[object, ...], int] = {}
+    found = []
+    for value in model.profile.values:
+        layer = re.sub(r"\d+", "*", value.module), value.op, value.nbytes, len(value.reads)
+        for choice in value.choices:
+            found.append(known.setdefault((*layer, choice.name, choice.held_nbytes), len(known)))
+    return np.array(found, np.int64)
+
+
+def _range_max(live: Bytes, first: Bytes, last: Bytes) -> Bytes:
+    """Returns the most of ``live`` between two positions, both included, for many pairs of them."""
+    tables = [live]
+    while 2 ** len(tables) <= len(live):
+        half = 2 ** (len(tables) - 1)
+        tables.append(np.maximum(tables[-1][:-half], tables[-1][half:]))
+    width = last - first + 1
+    power = np.frexp(width.astype(float))[1] - 1
+    most = np.empty_like(first)
+    for level, table in enumerate(tables):
+        mine = power == level
+        most[mine] = np.maximum(table[first[mine]], table[last[mine] + 1 - 2**level])
+    return most

@@ -1,0 +1,157 @@
+"""The peak model: the bytes alive at each position of a step, and its time, if each value is held in a given way.
+
+The rules, which are those of the executor. A *need* of a value is a position at which it must be there: its own reads,
+and each position at which a value is remade from it.
+
+* A value that is kept holds its bytes from its birth through its last need.
+* A value that is encoded, or moved to a store, holds ``held_nbytes`` for as long, and takes ``encode_nbytes`` more at
+  its birth and ``decode_nbytes`` more at each of its needs. It is decoded once per need.
+* A value that is remade holds nothing in the forward pass. It is made once, at its first need, which takes
+  ``workspace_nbytes`` more at that position, and holds its bytes from there through its last need. What it is made
+  from is needed at that position, so a chain of remade values is made at a single position.
+* Everything at one position is added up, as if it were there at the same moment. So the model never says too little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backstash.errors import PlanError
+from backstash.planning.problem import Choice, PlannedValue, StepProfile, children_first
+
+Bytes = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a step takes if its values are held in a given way.
+
+    Attributes:
+        live: bytes alive at each position, ``[positions]``.
+        peak_nbytes: the most of them.
+        seconds: time of the step.
+    """
+
+    live: Bytes
+    peak_nbytes: int
+    seconds: float
+
+
+class PeakModel:
+    """The rules above for one profile, with its numbers as arrays.
+
+    The choices of all values are numbered one after the other: choice ``c`` of value ``v`` is the row ``first[v] + c``.
+
+    Args:
+        profile: the step.
+
+    Attributes:
+        order: the indices of all values, each before all that it may be remade from.
+        parents: for each row, the values that this choice remakes from.
+        base: bytes of everything else at each position.
+        base_seconds: time of the plain step.
+    """
+
+    def __init__(self, profile: StepProfile) -> None:
+        self.profile = profile
+        values = profile.values
+        rows = [choice for value in values for choice in value.choices]
+        self.base = np.array(profile.base_nbytes, np.int64)
+        self.base_seconds = profile.seconds
+        self.order = children_first(values) or []
+        self.choice_counts = np.array([len(value.choices) for value in values], np.int64)
+        self.first = np.concatenate([[0], np.cumsum(self.choice_counts)]).astype(np.int64)
+        self.value_of = np.repeat(np.arange(len(values)), self.choice_counts)
+        self.nbytes = np.array([value.nbytes for value in values], np.int64)
+        self.born = np.array([value.born for value in values], np.int64)
+        self.first_read = np.array([value.reads[0] for value in values], np.int64)
+        self.last_read = np.array([value.reads[-1] for value in values], np.int64)
+        self.read_counts = np.array([len(value.reads) for value in values], np.int64)
+        self.read_values = np.repeat(np.arange(len(values)), self.read_counts)
+        self.read_positions = np.array([read for value in values for read in value.reads], np.int64)
+        self.parents = [choice.parents for choice in rows]
+        self.remakes = np.array([choice.kind == "recompute" for choice in rows], bool)
+        self.held = np.array([choice.held_nbytes for choice in rows], np.int64)
+        self.held[self.remakes] = self.nbytes[self.value_of[self.remakes]]
+        self.encode = np.array([choice.encode_nbytes for choice in rows], np.int64)
+        self.decode = np.array([choice.decode_nbytes for choice in rows], np.int64)
+        self.workspace = np.array([choice.workspace_nbytes for choice in rows], np.int64)
+        self.decode_seconds = np.array([choice.decode_seconds for choice in rows], float)
+        self.own_seconds = np.array([own_seconds(v.choices[c], len(v.reads)) for v, c in _numbered(profile)], float)
+        self.errors = np.array([choice.error for choice in rows], float)
+
+    def evaluate(self, choices: Sequence[int] | Bytes) -> Evaluation:
+        """Returns what the step takes.
+
+        Args:
+            choices: for each value the index of one of its choices.
+
+        Raises:
+            PlanError: there is not one index for each value, or one is out of range.
+        """
+        chosen = np.asarray(choices, np.int64)
+        if chosen.shape != self.nbytes.shape or ((chosen < 0) | (chosen >= self.choice_counts)).any():
+            raise PlanError(
+                f"a step was to be evaluated for the choices {choices!r:.80}, but it has {len(self.nbytes)} values. "
+                f"Pass for each of them the index of one of its choices."
+            )
+        rows = self.first[:-1] + chosen
+        start, last, extra = self._lives(rows)
+        count = len(self.base)
+        steps = np.zeros(count + 1, np.int64)
+        np.add.at(steps, start, self.held[rows])
+        np.add.at(steps, last + 1, -self.held[rows])
+        live = self.base + np.cumsum(steps)[:-1]
+        np.add.at(live, self.born, self.encode[rows])
+        np.add.at(live, start, self.workspace[rows])
+        seconds = self.base_seconds + float(self.own_seconds[rows].sum())
+        decoded = self.decode[rows[self.read_values]]
+        np.add.at(live, self.read_positions, decoded)
+        for value, position in extra:  # needs that are no reads, in which the value is decoded as well
+            live[position] += self.decode[rows[value]]
+            seconds += float(self.decode_seconds[rows[value]])
+        return Evaluation(live, int(live.max()), seconds)
+
+    def _lives(self, rows: Bytes) -> tuple[Bytes, Bytes, set[tuple[int, int]]]:
+        """Returns where each value's bytes begin and end to be held, and the needs that are not reads."""
+        remade = self.remakes[rows]
+        makes, last = self.first_read.copy(), self.last_read.copy()
+        extra: set[tuple[int, int]] = set()
+        for value in self.order:
+            if remade[value]:
+                position = makes[value]  # all children are done, so this is its first need
+                for parent in self.parents[rows[value]]:
+                    makes[parent] = min(makes[parent], position)
+                    last[parent] = max(last[parent], position)
+                    if position not in self.profile.values[parent].reads:
+                        extra.add((parent, int(position)))
+        return np.where(remade, makes, self.born), last, extra
+
+
+def own_seconds(choice: Choice, reads: int) -> float:
+    """Returns the time that a choice adds to a step for a value with so many reads, if nothing is remade from it."""
+    return choice.encode_seconds + choice.decode_seconds * reads + choice.seconds
+
+
+def evaluate(profile: StepProfile, choices: Sequence[int]) -> Evaluation:
+    """Returns what a step takes if each value is held as the choice of that index says (see :class:`PeakModel`).
+
+    Example:
+        >>> from backstash.planning.problem import PlannedValue, Position
+        >>> positions = [Position("relu", "", False, 0.1), Position("loss", "", False, 0.1)]
+        >>> positions += [Position("LossBackward0", "", True, 0.1), Position("ReluBackward0", "", True, 0.2)]
+        >>> mask = Choice("bitmask", "encode", 4, encode_nbytes=100, encode_seconds=0.1)
+        >>> value = PlannedValue("/Relu#0:result", "", "Relu", "float32 [25]", 100, 1, (3,), (Choice.keep(100), mask))
+        >>> profile = StepProfile(tuple(positions), (200, 50, 300, 200), (value,), 400)
+        >>> evaluate(profile, [0]).live.tolist(), evaluate(profile, [1]).live.tolist()
+        ([200, 150, 400, 300], [200, 154, 304, 204])
+    """
+    return PeakModel(profile).evaluate(choices)
+
+
+def _numbered(profile: StepProfile) -> list[tuple[PlannedValue, int]]:
+    return [(value, index) for value in profile.values for index in range(len(value.choices))]

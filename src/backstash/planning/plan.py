@@ -1,0 +1,339 @@
+"""Plans: the fastest way to hold a step's values within a budget of memory, as data and as a policy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from backstash import codecs
+from backstash.codecs import Raw, Shape
+from backstash.codecs.base import label
+from backstash.errors import BudgetError, PlanError
+from backstash.planning.budget import check_error, parse_budget, restrict
+from backstash.planning.exact import Solution, exact
+from backstash.planning.explain import diff, explain, html, size, summary
+from backstash.planning.greedy import frontier
+from backstash.planning.peak import PeakModel, own_seconds
+from backstash.planning.problem import Kind, StepProfile
+from backstash.planning.sealed import plain, restore, seal, unseal
+from backstash.policies import Action, Keep, Lossless, Policy, Recompute, Stash
+from backstash.saved import Need, SavedTensor
+
+SMALLEST = 16 << 10
+"""Smaller tensors are kept, unless the plan does something with tensors that are smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a plan does with one value.
+
+    Attributes:
+        key, module, op, spec, nbytes: as in PlannedValue.
+        choice, kind, held_nbytes, error, reason: name and facts of the choice, as in Choice.
+        seconds: time that the choice adds to a step.
+    """
+
+    key: str
+    module: str
+    op: str
+    spec: str
+    nbytes: int
+    choice: str
+    kind: Kind
+    held_nbytes: int
+    seconds: float
+    error: float
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Policy):
+    """What to do with each value of a step so that its peak stays within a budget. ``bs.Session(plan)`` does it.
+
+    Plans are made by :func:`plan`. A value that the plan does not know, because its key or its tensor is another, is
+    treated by the policy ``lossless``, and kept if the plan is empty. Gradients are right in any case, but the
+    predicted peak is not that of such a step: there is a warning, and ``unknown`` has the keys.
+
+    Attributes:
+        budget: bytes that the counted peak of a step may have above what is held before the step.
+        peak_nbytes: the peak that is predicted, never below the real one; ``plain_peak_nbytes`` if the plan is empty.
+        seconds: the time of a step that is predicted.
+        plain_peak_nbytes, plain_seconds: peak and time of the plain step.
+        allow: what was allowed.
+        max_error: the largest sum of errors that was allowed; None for any.
+        decisions: what is done with each value.
+        frontier: peak and time of the best plans at all budgets, in the order of their peaks. An empty plan, for which
+            nothing had to be searched, has its own alone.
+        profile_fingerprint: that of the profile.
+        device: type of the device whose memory is planned.
+    """
+
+    budget: int
+    peak_nbytes: int
+    seconds: float
+    plain_peak_nbytes: int
+    plain_seconds: float
+    allow: tuple[str, ...]
+    max_error: float | None
+    decisions: tuple[Decision, ...]
+    frontier: tuple[tuple[int, float], ...]
+    profile_fingerprint: str
+    device: str
+    _by_key: dict[str, Decision] = field(init=False, compare=False)
+    _met: set[str] = field(init=False, compare=False, default_factory=set)
+    _unknown: dict[str, None] = field(init=False, compare=False, default_factory=dict)  # in the order of their meeting
+
+    is_fixed = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_key", {decision.key: decision for decision in self.decisions})
+        known = {*codecs.names(), *(label(codec) for codec in _EXACT)}
+        for decision in self.decisions:
+            if decision.kind == "encode" and decision.choice not in known:
+                raise PlanError(
+                    f"a Plan was asked to encode {decision.key!r} by {decision.choice!r}, but there is no such codec. "
+                    f"Register it before the plan is made or read, or make the plan without it."
+                )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything is kept, because the plain step fits. A Session with such a plan has nothing to do."""
+        return all(decision.kind == "keep" for decision in self.decisions)
+
+    @property
+    def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
+        """Whether a value may be remade; by the policy for unknown values as well."""
+        return not self.is_empty
+
+    @property
+    def remakes_anything(self) -> bool:  # type: ignore[override]  # read-only here
+        """Whether the plan has a value remade."""
+        return any(decision.kind == "recompute" for decision in self.decisions)
+
+    @property
+    def min_nbytes(self) -> int:  # type: ignore[override]  # read-only here
+        """16 KiB, or less if the plan does something with smaller tensors."""
+        return min([SMALLEST, *(decision.nbytes for decision in self.decisions if decision.kind != "keep")])
+
+    @property
+    def error(self) -> float:
+        """Sum of the predicted relative errors of the choices, which bounds that of all gradients together."""
+        return sum(decision.error for decision in self.decisions)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that the plan says."""
+        return hashlib.sha256(json.dumps(plain(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Keys of values that a Session has met so far and that the plan does not know."""
+        return tuple(self._unknown)
+
+    def notice(self) -> str:
+        """Returns how the steps so far did not match the plan; empty if they did."""
+        if not self._unknown:
+            return ""
+        asked = f"the plan {self.fingerprint} of {len(self.decisions)} values was asked for the values of a step"
+        treated = "kept" if self.is_empty else "treated by the policy lossless"
+        if not self._met:
+            return (
+                f"{asked}, but knows none of them (the first is {next(iter(self._unknown))!r}): it was made for "
+                f"another model. They are {treated}, so gradients are right and the budget is not kept. Take a profile "
+                f"of this model's step and make a plan of it."
+            )
+        return (
+            f"{asked}, but {len(self._unknown)} of them are not those of its profile (the first is "
+            f"{next(iter(self._unknown))!r}): shapes or branches are others. They are {treated}, so gradients are "
+            f"right and the budget may not be kept. Take a profile of such a step and make a plan of it."
+        )
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """Returns what the plan says of the value, or what the policy for unknown values says."""
+        decision = self._by_key.get(saved.key)
+        if decision is not None and decision.spec == str(saved.spec):
+            self._met.add(saved.key)
+            return _action(decision, saved, self.is_empty)
+        if self.is_empty:
+            self._unknown.setdefault(saved.key)
+            return Keep("the plan is empty, because the plain step fits")
+        if saved.need is not Need.SHAPE:  # every plan lets go of those without planning them
+            if not self._unknown:
+                warnings.warn(
+                    f"the plan {self.fingerprint} was asked for {saved.key!r} ({saved.spec}), but knows no such value. "
+                    f"It is treated by the policy lossless, as are others like it (plan.unknown): gradients are right, "
+                    f"the budget may not be kept. Take a profile of this step and make a plan of it.",
+                    stacklevel=2,
+                )
+            self._unknown.setdefault(saved.key)
+        return _LOSSLESS.decide(saved)
+
+    def explain(self) -> str:
+        """Returns a table of what is done with each value and why, with bytes and time, and the totals of modules."""
+        return explain(self)
+
+    def diff(self, other: Plan) -> str:
+        """Returns a table of what another plan does otherwise; empty if it does the same with each value."""
+        return diff(self, other)
+
+    def to_json(self) -> str:
+        """Returns the plan as a JSON document with a checksum."""
+        return seal("Plan", plain(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Returns the plan that :meth:`to_json` has written.
+
+        Raises:
+            PlanError: the text is no such document, or it was edited or damaged.
+        """
+        return restore(cls, unseal("Plan", text), "Plan")
+
+    def __repr__(self) -> str:
+        return f"Plan({self.fingerprint}, {summary(self)})"
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+
+class Planner:
+    """Makes plans of one profile for many budgets: the frontier is searched once.
+
+    Args:
+        profile, allow, max_error: as for :func:`plan`.
+
+    """
+
+    def __init__(
+        self,
+        profile: StepProfile,
+        allow: str | Sequence[str] = ("lossless", "recompute"),
+        max_error: float | None = 0.01,
+    ) -> None:
+        if not isinstance(profile, StepProfile):
+            raise PlanError(
+                f"a plan was asked for of {profile!r:.80}, but that is no StepProfile. Pass what "
+                f"backstash.profile(step) has returned, or StepProfile.from_json(text)."
+            )
+        check_error(max_error)
+        self.profile = profile
+        self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
+        self.max_error = max_error
+        self._allowed = restrict(profile, allow)
+        self._model = PeakModel(self._allowed)
+        kept = (0,) * len(profile.values)
+        self._everything = Solution(kept, profile.plain_peak_nbytes, profile.seconds, 0.0)
+
+    @cached_property
+    def solutions(self) -> tuple[Solution, ...]:
+        """The best ways to hold the values, in the order of their peaks.
+
+        The last one keeps everything. Its peak is that of the plain step, which was measured.
+        """
+        last = self._everything
+        found = frontier(self._model, self.max_error)
+        return (*(each for each in found if any(each.choices) and each.peak_nbytes < last.peak_nbytes), last)
+
+    def plan(self, budget: int | str, solver: Literal["greedy", "exact"] = "greedy") -> Plan:
+        """Returns the plan for a budget. See :func:`plan`."""
+        nbytes = parse_budget(budget, self.profile.plain_peak_nbytes)
+        if solver not in ("greedy", "exact"):
+            raise PlanError(
+                f"a plan was asked for by the solver {solver!r}, but there are 'greedy' and 'exact'. Pass one of them."
+            )
+        if self._everything.peak_nbytes <= nbytes:
+            return self._plan(nbytes, self._everything)
+        chosen = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), None)
+        if solver == "exact":
+            best = exact(self._model, nbytes, self.max_error)
+            chosen = best if best is not None and (chosen is None or best.seconds < chosen.seconds) else chosen
+        if chosen is not None:
+            return self._plan(nbytes, chosen)
+        lowest = self.solutions[0]
+        smallest = self._plan(lowest.peak_nbytes, lowest)
+        floor = int(self._model.base.max())
+        held = f"; {size(floor)} of it is there whatever is done with saved tensors" if nbytes < floor else ""
+        raise BudgetError(
+            f"a plan was asked for within {size(nbytes)} ({nbytes} bytes) above what is held before the step, allowing "
+            f"{', '.join(self.allow) or 'nothing'}, but the smallest budget that fits is {lowest.peak_nbytes} bytes "
+            f"({size(lowest.peak_nbytes)}){held}. A step then takes {1000 * lowest.seconds:.0f} ms instead of "
+            f"{1000 * self.profile.seconds:.0f} ms. Pass that budget, allow more, or train on smaller batches.",
+            lowest.peak_nbytes,
+            lowest.seconds,
+            smallest,
+        )
+
+    def _plan(self, budget: int, found: Solution) -> Plan:
+        decisions = []
+        for value, index in zip(self._allowed.values, found.choices, strict=True):
+            choice = value.choices[index]
+            facts = value.key, value.module, value.op, value.spec, value.nbytes, choice.name, choice.kind
+            seconds = own_seconds(choice, len(value.reads))
+            decisions.append(Decision(*facts, choice.held_nbytes, seconds, choice.error, choice.reason))
+        return Plan(
+            budget,
+            found.peak_nbytes,
+            found.seconds,
+            self.profile.plain_peak_nbytes,
+            self.profile.seconds,
+            self.allow,
+            self.max_error,
+            tuple(decisions),
+            tuple((each.peak_nbytes, each.seconds) for each in (self.solutions if any(found.choices) else (found,))),
+            self.profile.fingerprint(),
+            self.profile.device,
+        )
+
+
+def plan(
+    profile: StepProfile,
+    budget: int | str,
+    allow: str | Sequence[str] = ("lossless", "recompute"),
+    *,
+    max_error: float | None = 0.01,
+    solver: Literal["greedy", "exact"] = "greedy",
+) -> Plan:
+    """Returns the fastest plan whose peak stays within a budget.
+
+    A larger budget never gets a slower plan. If the plain step fits, the plan is empty.
+
+    Args:
+        profile: the step, as ``backstash.profile(step)`` returns it.
+        budget: how many bytes the counted peak may have above what is held before the step, or a text such as
+            ``"2GiB"``, ``"512 MiB"`` or ``"60%"``, which is of the plain step's peak.
+        allow: what may be done with values: ``"lossless"`` (all exact codecs), ``"recompute"``, ``"offload"``,
+            ``"bounded"`` (codecs with an error), and names of codecs.
+        max_error: the largest sum of the predicted errors of all values, relative to the gradients; None for any. A
+            sum, because it is a bound even if all errors point in the same direction.
+        solver: ``"greedy"`` needs nothing but NumPy. ``"exact"`` looks for the best plan there is for this budget,
+            which takes minutes for some hundred values, and needs ``backstash[planner]``.
+
+    Raises:
+        BudgetError: no plan fits. The error names the smallest budget, and has the plan for it.
+        PlanError: an argument means nothing.
+    """
+    return Planner(profile, allow, max_error).plan(budget, solver)
+
+
+_LOSSLESS = Lossless()
+_STORED = Lossless(recompute=False)
+_EXACT = (Shape(), Raw())
+
+
+def _action(decision: Decision, saved: SavedTensor, is_empty: bool) -> Action:
+    """Returns what a Session has to do for a decision."""
+    stored = _STORED.decide(saved)
+    if decision.kind == "recompute":
+        return Recompute(stored if isinstance(stored, (Keep, Stash)) else Keep(), any_producer=True)
+    if decision.kind == "encode":
+        if isinstance(stored, Stash) and any(label(codec) == decision.choice for codec in stored.codecs):
+            return stored
+        return Stash(decision.choice)
+    if decision.kind == "offload":
+        return Stash((*(stored.codecs if isinstance(stored, Stash) else ()), Raw()), "host")
+    return Keep("the plan says so: the plain step fits" if is_empty else "the plan says so")
