@@ -320,8 +320,9 @@ def test_a_recompute_of_any_producer_has_no_bounds() -> None:
         Recompute(within=frozenset({"x"}), any_producer=True)
 
 
-def test_the_generator_is_where_plain_training_leaves_it() -> None:
-    make, x = MODELS["dropout"]
+@pytest.mark.parametrize("name", ["dropout", "norms in place", "lstm"])
+def test_the_generator_is_where_plain_training_leaves_it(name: str) -> None:
+    make, x = MODELS[name]
     states = []
     for session in (None, Session(Remake(), min_nbytes=64)):
         trained(make, x, session)

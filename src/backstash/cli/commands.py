@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from backstash.cli import benching, choosing, comparing, listing, running, settings
+from backstash.cli import benching, choosing, comparing, listing, planning, running, settings
 from backstash.cli.endings import exits
 from backstash.version import __version__
 
@@ -18,7 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
-for _commands in (running, comparing, choosing, listing, benching):
+for _commands in (running, planning, comparing, choosing, listing, benching):
     _commands.add_to(app)
 
 

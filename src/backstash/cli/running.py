@@ -12,10 +12,13 @@ import typer
 from backstash import policies
 from backstash.cli.endings import exits
 from backstash.cli.options import Allocator, Arguments, IsModule, MinNbytes, Policy, Quiet, Script
+from backstash.cli.planning import Allow, run_within, said, size
 from backstash.integrations import allocator as allocators
 from backstash.integrations import ranks
 from backstash.integrations.launcher import Launched, launch, require
 from backstash.integrations.ranks import Rank
+from backstash.planning.budget import parse_budget
+from backstash.planning.plan import Plan
 from backstash.report.meter import peak_so_far_nbytes
 from backstash.stash.ledger import Report
 from backstash.stash.tables import amount
@@ -35,6 +38,19 @@ def run(
     is_module: IsModule = False,
     policy: Policy = "lossless",
     min_nbytes: MinNbytes = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            envvar="BACKSTASH_BUDGET",
+            metavar="BYTES|SHARE",
+            help="Plan the steps for this peak above what is held before them: 2GiB, or 60% of the plain step's.",
+            show_default=False,
+        ),
+    ] = None,
+    allow: Allow = "lossless,recompute",
+    plan: Annotated[
+        Path | None, typer.Option(envvar="BACKSTASH_PLAN", help="Run under the plan in this file.", show_default=False)
+    ] = None,
     allocator: Allocator = "auto",
     report_json: Annotated[
         Path | None, typer.Option(envvar="BACKSTASH_REPORT_JSON", help="Also write the report to this file.")
@@ -60,6 +76,7 @@ def run(
     with exits():
         require(script, is_module)
         policies.require(policy)
+        _require_one(budget, plan)
         _start_under(allocator if not keep_memory else allocators.SYSTEM, quiet or not rank.is_first)
     if keep_memory and not allocators.keep_memory():
         typer.echo("backstash: --keep-memory needs glibc, and does nothing here", err=True)
@@ -72,7 +89,11 @@ def run(
             typer.echo(f"backstash: {script} ended with {name}, {_steps(report)}; {report.headline()}", err=True)
 
     with exits():
-        launched = launch(script, args or (), policy, is_module=is_module, min_nbytes=min_nbytes, failed=failed)
+        if budget is not None:
+            launched, within = run_within(script, args or (), budget, allow, is_module, failed)
+        else:
+            chosen = policy if plan is None else Plan.from_json(plan.read_text())
+            launched = launch(script, args or (), chosen, is_module=is_module, min_nbytes=min_nbytes, failed=failed)
     report = launched.report
     for file, text in ((report_json, report.to_json()), (report_html, report.to_html())):
         if file is not None:
@@ -80,6 +101,8 @@ def run(
     heard = ranks.gather(rank, _own_peaks(report))
     if not quiet and rank.is_first and launched.error is None:
         _show(script, launched, full)
+        if budget is not None:
+            typer.echo(f"backstash: {said(within)}")
         for line in _peaks(rank, heard):
             typer.echo(f"backstash: {line}")
         advice = None if keep_memory else allocators.Usage.now().since(before).advice()
@@ -97,6 +120,16 @@ def _show(script: str, launched: Launched, full: bool) -> None:
     typer.echo(f"\nbackstash: {script}, {_steps(report)}\n{report}")
     if full:
         typer.echo(f"\n{report.table()}")
+
+
+def _require_one(budget: str | None, plan: Path | None) -> None:
+    """Refuses a budget that means nothing, a plan that is not there, and both together."""
+    if budget is not None:
+        parse_budget(size(budget), 1 << 30)
+    if plan is not None and not plan.is_file():
+        raise typer.BadParameter(f"there is no file {plan}", param_hint="--plan")
+    if plan is not None and budget is not None:
+        raise typer.BadParameter("a plan has its budget already: give one of the two", param_hint="--budget, --plan")
 
 
 def _steps(report: Report) -> str:

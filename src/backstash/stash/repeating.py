@@ -117,7 +117,10 @@ def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
                     return False
                 return _equal_memory(again, result)
             # What it has read is gone, so both ways run on other numbers.
-            before = [torch.rand_like(x) if x.is_floating_point() else x.clone() for x in tensors]
+            numbers = torch.Generator(call.spec.device).manual_seed(0)  # the program's own generator stays as it is
+            before = [
+                torch.empty_like(x).uniform_(generator=numbers) if x.is_floating_point() else x.clone() for x in tensors
+            ]
             beside = repeat(call, call.function, before)
             return _equal_memory(beside, repeat(call, _in_place(call), before))
 

@@ -1,0 +1,189 @@
+"""The commands of the planner: ``profile``, ``plan`` and ``estimate``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from backstash.cli.endings import exits
+from backstash.cli.options import Arguments, IsModule, Quiet, Script
+from backstash.errors import PlanError
+from backstash.integrations.launcher import Launched, execute, require
+from backstash.planning.budget import parse_budget
+from backstash.planning.growth import Growth, growth
+from backstash.planning.outline import outline
+from backstash.planning.plan import Planner
+from backstash.planning.problem import StepProfile
+from backstash.planning.running import BudgetedRun, ProfiledRun, Within
+from backstash.stash.ledger import Report
+from backstash.stash.tables import amount
+
+QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Variables that keep the lines of torch's profiler out of the script's output."""
+
+Budget = Annotated[
+    str,
+    typer.Option(
+        envvar="BACKSTASH_BUDGET",
+        metavar="BYTES|SHARE",
+        help="Bytes that a step may take above what is held before it, such as 2GiB, or 60% of the plain step's peak.",
+        show_default=False,
+    ),
+]
+Allow = Annotated[
+    str,
+    typer.Option(
+        envvar="BACKSTASH_ALLOW",
+        help="What may be done: lossless, recompute, offload, bounded, or names of codecs, with commas between.",
+    ),
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the commands."""
+    for command in (profile, plan, estimate):
+        app.command(context_settings={"allow_interspersed_args": False})(command)
+
+
+def profile(
+    script: Script,
+    args: Arguments = None,
+    is_module: IsModule = False,
+    out: Annotated[Path | None, typer.Option(help="Write the profile to this file.", show_default=False)] = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every value, and not modules.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run the first steps of a training script, and show what they save, why, and what it could be.
+
+    The script is ended as soon as a step was profiled.
+    """
+    with exits():
+        found = profiled(script, args or (), is_module)
+    if out is not None:
+        out.write_text(found.to_json() + "\n")
+    if not quiet:
+        typer.echo(f"\nbackstash: {script}\n{outline(found, full)}")
+
+
+def plan(
+    script: Script,
+    budget: Budget,
+    args: Arguments = None,
+    is_module: IsModule = False,
+    allow: Allow = "lossless,recompute",
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this file.", show_default=False)] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Profile a training script, and show the fastest plan whose peak stays within a budget.
+
+    `run --plan FILE` runs the script under a plan that was written to a file.
+    """
+    with exits():
+        parse_budget(budget, 1 << 30)
+        found = Planner(profiled(script, args or (), is_module), words(allow)).plan(size(budget))
+    if out is not None:
+        out.write_text(found.to_json() + "\n")
+    if not quiet:
+        typer.echo(f"\nbackstash: {script}\n{found.explain()}")
+
+
+def estimate(
+    script: Script,
+    budget: Budget,
+    args: Arguments = None,
+    is_module: IsModule = False,
+    allow: Allow = "lossless,recompute",
+) -> None:
+    """Profile a training script, and say how many times larger its batch may be within a budget.
+
+    All that a step allocates is taken to grow with the batch, but for the gradients of weights.
+    """
+    with exits():
+        parse_budget(budget, 1 << 30)
+        found = profiled(script, args or (), is_module)
+        nbytes = parse_budget(size(budget), found.plain_peak_nbytes)
+        times = growth(found, nbytes, words(allow))
+    for line in _said(times, found, nbytes):
+        typer.echo(line)
+
+
+def profiled(script: str, args: Sequence[str], is_module: bool) -> StepProfile:
+    """Runs a script until a step of it was profiled.
+
+    Raises:
+        PlanError: the script ended before.
+        ScriptError: there is no such file or module.
+    """
+    require(script, is_module)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    with ProfiledRun() as run:
+        exit_code = execute(script, args, is_module=is_module)
+    if run.profile is None:
+        ended = f"it ended with exit code {exit_code}" if exit_code else "it ended"
+        raise PlanError(
+            f"a profile of {script} was asked for, but {ended} before a step could be profiled, which takes four "
+            f"backward passes of one loop on the main thread. Let it train for some more steps."
+        )
+    return run.profile
+
+
+def run_within(
+    script: str,
+    args: Sequence[str],
+    budget: str,
+    allow: str,
+    is_module: bool,
+    failed: Callable[[BaseException, Report], None],
+) -> tuple[Launched, Within]:
+    """Runs a script whose first steps are profiled, and whose other steps stay within a budget."""
+    require(script, is_module)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    ended_by: list[BaseException] = []
+    with BudgetedRun(size(budget), words(allow)) as run:
+
+        def note(error: BaseException) -> None:
+            ended_by.append(error)
+            failed(error, run.report())
+
+        exit_code = execute(script, args, is_module=is_module, failed=note)
+        report = run.report()
+    return Launched(exit_code, report, ended_by[0] if ended_by else None), run.found
+
+
+def said(within: Within) -> str:
+    """What became of a budget, in a line."""
+    if within.plan is None:
+        return "the script ended before a step could be planned, which takes four backward passes of one loop"
+    parts = [f"budget {amount(within.budget_nbytes)} (plain {amount(within.plain_nbytes)})"]
+    parts.append(f"planned {amount(within.planned_nbytes)}")
+    if within.reached_nbytes:
+        over = " (above the budget)" if within.reached_nbytes > within.budget_nbytes else ""
+        parts.append(f"reached {amount(within.reached_nbytes)}{over}")
+    if within.seconds and within.plain_seconds:
+        parts.append(f"step {within.seconds / within.plain_seconds:.2f} times plain's")
+    return ", ".join(parts)
+
+
+def words(allow: str) -> tuple[str, ...]:
+    """The words of a list with commas."""
+    return tuple(word.strip() for word in allow.split(",") if word.strip())
+
+
+def size(budget: str) -> int | str:
+    """A budget without a unit is a number of bytes."""
+    return int(budget) if budget.isdigit() else budget
+
+
+def _said(times: Growth, profile: StepProfile, nbytes: int) -> list[str]:
+    plain = f"plain, a step takes {amount(profile.plain_peak_nbytes)}"
+    return [
+        f"{plain}. Within {amount(nbytes)}:",
+        f"  without backstash, the batch may be {times.plain:.2f} times what it is now;",
+        f"  with a plan, {times.planned:.2f} times, at {times.seconds:.2f} times the plain step's time per example.",
+    ]
