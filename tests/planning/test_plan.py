@@ -261,7 +261,15 @@ def test_an_empty_plan_keeps_what_it_does_not_know() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert isinstance(found.decide(CONV), Keep) and isinstance(found.decide(SHAPE), Keep)
-    assert "They are kept" in found.notice()
+    assert (found.unknown, found.notice()) == ((), "")
+
+
+def test_what_the_program_holds_itself_is_no_surprise() -> None:
+    found = one(RELU, "zvc", "encode", others=(CONV.key,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found.decide(CONV)
+    assert found.unknown == ()
 
 
 def test_what_is_read_for_its_shape_alone_is_let_go_of_and_is_no_surprise() -> None:

@@ -3,10 +3,11 @@
 The program says what peak.py says, so its answer is the optimum of that model. Its variables:
 
 * ``choose[v, c]``: value ``v`` is held by its choice ``c``; exactly one for each value.
-* ``make[v, c, t]``: ``v`` is remade by its choice ``c`` at position ``t``. ``t`` is the first read of ``v``, or an earlier
-  position at which a value may be remade from it. ``v`` is made at a need, and at no later need than the first.
+* ``make[v, c, t]``: ``v`` is remade by its choice ``c`` at position ``t``. ``t`` is the first read of ``v``, or an
+  earlier position at which a value may be remade from it. ``v`` is made at a need, and at no later need than the first.
 * ``longer[v, c, t]``: ``v`` is held by ``c`` beyond its last own read, because something is remade from it at ``t``.
-* ``decode[v, c, t]``: ``v`` is decoded at ``t``, which is no read of its own, because something is remade from it there.
+* ``decode[v, c, t]``: ``v`` is decoded at ``t``, which is no read of its own, because something is remade from it
+  there.
 
 The last two are products of the others. They need no integers of their own: the bytes and seconds that they cost push
 them down to the largest of their lower bounds.
@@ -147,7 +148,6 @@ class _Program:
                     self.needed[parent][position].append(column)
                 self.at[position][column] += float(model.workspace[row])
             self._row({self.choose[row]: -1.0} | dict.fromkeys(columns.values(), 1.0), 0.0, 0.0)
-        chosen = [self.choose[row] for row in ways]
         for position, makes in self.make[value].items():
             mine = {column: 1.0 for _, column in makes}
             if position != first:  # it is made at a need
@@ -156,7 +156,6 @@ class _Program:
             late = [column for t, makes in self.make[value].items() if t > position for _, column in makes]
             for child in columns_ if late else ():  # and not after one
                 self._row(dict.fromkeys(late, 1.0) | {child: 1.0}, -np.inf, 1.0)
-        del chosen
 
     def _hold(self, value: int) -> None:
         """The bytes that a value takes, and the time to decode it for what is remade from it."""
@@ -214,8 +213,8 @@ class _Program:
             from scipy.sparse import csr_array
         except ImportError:
             raise PlanError(
-                "the exact solver was asked for, but it needs scipy, which is not installed. Install backstash[planner], "
-                "or use the greedy solver."
+                "the exact solver was asked for, but it needs scipy, which is not installed. Install "
+                "backstash[planner], or use the greedy solver."
             ) from None
         model, costs = self.model, np.array(self.costs)
         rows = list(self.rows)
@@ -246,7 +245,7 @@ class _Program:
             if result.status == 2:
                 return None
             raise PlanError(
-                f"the exact solver was asked for the best of {len(model.nbytes)} values in {time_limit} s, but it says: "
+                f"the exact solver was asked for the best of {len(model.nbytes)} values in {time_limit} s, but it says "
                 f"{result.message}. Allow it more time, or use the greedy solver."
             )
         chosen = [

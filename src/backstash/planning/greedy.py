@@ -1,8 +1,8 @@
 """A fast search for the best plans at every budget at once: the frontier of peak and time.
 
 From a step in which all is kept, the peak is lowered level by level. At each level the change that frees most bytes for
-a second is made, where bytes count as much as their position binds; then what has become needless is undone. After that,
-stretches of the solutions on the way are drawn anew, and what becomes faster or smaller is kept.
+a second is made, where bytes count as much as their position binds; then what has become needless is undone. After
+that, stretches of the solutions on the way are drawn anew, and what becomes faster or smaller is kept.
 
 Nothing here knows a budget: a plan for a budget is the fastest solution that fits, so a larger budget is never slower.
 All random numbers are the same in each run, and effort is counted in work done, not in time. So the same profile always

@@ -71,6 +71,7 @@ class Plan(Policy):
             nothing had to be searched, has its own alone.
         profile_fingerprint: that of the profile.
         device: type of the device whose memory is planned.
+        others: as in StepProfile: keys that a plan is asked about and that are none of its values.
     """
 
     budget: int
@@ -84,7 +85,9 @@ class Plan(Policy):
     frontier: tuple[tuple[int, float], ...]
     profile_fingerprint: str
     device: str
+    others: tuple[str, ...] = ()
     _by_key: dict[str, Decision] = field(init=False, compare=False)
+    _others: frozenset[str] = field(init=False, compare=False)
     _met: set[str] = field(init=False, compare=False, default_factory=set)
     _unknown: dict[str, None] = field(init=False, compare=False, default_factory=dict)  # in the order of their meeting
 
@@ -92,6 +95,7 @@ class Plan(Policy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_key", {decision.key: decision for decision in self.decisions})
+        object.__setattr__(self, "_others", frozenset(self.others))
         known = {*codecs.names(), *(label(codec) for codec in _EXACT)}
         for decision in self.decisions:
             if decision.kind == "encode" and decision.choice not in known:
@@ -100,7 +104,7 @@ class Plan(Policy):
                     f"Register it before the plan is made or read, or make the plan without it."
                 )
 
-    @property
+    @cached_property
     def is_empty(self) -> bool:
         """Whether everything is kept, because the plain step fits. A Session with such a plan has nothing to do."""
         return all(decision.kind == "keep" for decision in self.decisions)
@@ -125,7 +129,7 @@ class Plan(Policy):
         """Sum of the predicted relative errors of the choices, which bounds that of all gradients together."""
         return sum(decision.error for decision in self.decisions)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of all that the plan says."""
         return hashlib.sha256(json.dumps(plain(self), sort_keys=True).encode()).hexdigest()[:16]
@@ -140,17 +144,17 @@ class Plan(Policy):
         if not self._unknown:
             return ""
         asked = f"the plan {self.fingerprint} of {len(self.decisions)} values was asked for the values of a step"
-        treated = "kept" if self.is_empty else "treated by the policy lossless"
         if not self._met:
             return (
                 f"{asked}, but knows none of them (the first is {next(iter(self._unknown))!r}): it was made for "
-                f"another model. They are {treated}, so gradients are right and the budget is not kept. Take a profile "
-                f"of this model's step and make a plan of it."
+                f"another model. They are treated by the policy lossless, so gradients are right and the budget is "
+                f"not kept. Take a profile of this model's step and make a plan of it."
             )
         return (
             f"{asked}, but {len(self._unknown)} of them are not those of its profile (the first is "
-            f"{next(iter(self._unknown))!r}): shapes or branches are others. They are {treated}, so gradients are "
-            f"right and the budget may not be kept. Take a profile of such a step and make a plan of it."
+            f"{next(iter(self._unknown))!r}): shapes or branches are others. They are treated by the policy lossless, "
+            f"so gradients are right and the budget may not be kept. Take a profile of such a step and make a "
+            f"plan of it."
         )
 
     def decide(self, saved: SavedTensor) -> Action:
@@ -160,9 +164,8 @@ class Plan(Policy):
             self._met.add(saved.key)
             return _action(decision, saved, self.is_empty)
         if self.is_empty:
-            self._unknown.setdefault(saved.key)
             return Keep("the plan is empty, because the plain step fits")
-        if saved.need is not Need.SHAPE:  # every plan lets go of those without planning them
+        if saved.need is not Need.SHAPE and saved.key not in self._others:  # a plan lets go of what is a shape
             if not self._unknown:
                 warnings.warn(
                     f"the plan {self.fingerprint} was asked for {saved.key!r} ({saved.spec}), but knows no such value. "
@@ -287,6 +290,7 @@ class Planner:
             tuple((each.peak_nbytes, each.seconds) for each in (self.solutions if any(found.choices) else (found,))),
             self.profile.fingerprint(),
             self.profile.device,
+            self.profile.others,
         )
 
 

@@ -150,6 +150,8 @@ class StepProfile:
         machine: the machine on which the seconds were measured.
         versions: versions of the libraries that were used, by name.
         device: the type of the device whose memory is planned.
+        others: keys of saved tensors that a policy is asked about although the program holds them, such as the batch.
+            They are no values to plan.
         rehearse: runs the step under a policy, undoes it, and returns the most bytes that were alive at each position;
             None for a profile that was read from a file. It is no part of the data.
 
@@ -173,6 +175,7 @@ class StepProfile:
     machine: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"
+    others: tuple[str, ...] = ()
     rehearse: ClassVar[Callable[[Any], tuple[int, ...]] | None] = None
 
     def __post_init__(self) -> None:

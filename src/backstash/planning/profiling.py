@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -78,8 +79,11 @@ def profile(
         plain = record(once, None, device=device)
         seconds = _time(once)
         survey = Survey()
-        events = _recorded(once, Session(KeepForSurvey(), model=model, min_nbytes=min_nbytes), survey)
+        keep = KeepForSurvey()
+        events = _recorded(once, Session(keep, model=model, min_nbytes=min_nbytes), survey)
         found = profile_of(Timeline(events, device), survey, plain.peak_nbytes, seconds, models, device)
+        planned = {value.key for value in found.values}
+        found = replace(found, others=tuple(key for key in keep.asked if key not in planned))
 
     def rehearse(policy: Policy) -> tuple[int, ...]:
         with _undone(models) as restore:

@@ -33,13 +33,21 @@ from backstash.torch_internals import no_torch_function
 
 
 class KeepForSurvey(Policy):
-    """Keeps every value that backward reads, and has the Session note how each was made."""
+    """Keeps every value that backward reads, and has the Session note how each was made.
+
+    Attributes:
+        asked: keys of the tensors that it was asked about, in the order of the questions.
+    """
 
     is_fixed = True
     remakes_anything = True
 
+    def __init__(self) -> None:
+        self.asked: dict[str, None] = {}
+
     def decide(self, saved: SavedTensor) -> Action:
         """Returns Keep(), but for a tensor of which only the shape is read: every plan lets go of that."""
+        self.asked.setdefault(saved.key)
         return Stash(Shape()) if saved.need is Need.SHAPE else Keep()
 
 
