@@ -99,12 +99,14 @@ ALLOWED: dict[str, set[str]] = {
         "stores",
         "policies",
         "session",
+        "planning.plan",
+        "planning.profiling",
         "integrations.loop",
         "integrations.notebook",
         "integrations.compile",
         "report.meter",
     },
-    "cli": {"errors", "version", "policies", "stash.ledger", "stash.tables", "integrations", "report"},
+    "cli": {"errors", "version", "policies", "stash.ledger", "stash.tables", "integrations", "planning", "report"},
     "__main__": {"cli"},
 }
 

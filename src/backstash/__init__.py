@@ -7,6 +7,8 @@ from backstash.codecs import Codec, Encoded, register_codec
 from backstash.errors import BackstashError
 from backstash.integrations.compile import compile_backend, compile_options
 from backstash.integrations.loop import unwrap, wrap
+from backstash.planning.plan import Plan, plan
+from backstash.planning.profiling import profile
 from backstash.policies.base import Keep, Policy, Recompute, Stash
 from backstash.report.meter import measure
 from backstash.saved import Need
@@ -20,6 +22,7 @@ __all__ = [
     "Encoded",
     "Keep",
     "Need",
+    "Plan",
     "Policy",
     "Recompute",
     "Session",
@@ -29,7 +32,9 @@ __all__ = [
     "compile_backend",
     "compile_options",
     "measure",
+    "plan",
     "policies",
+    "profile",
     "register_codec",
     "unwrap",
     "wrap",
