@@ -74,7 +74,7 @@ def show(comparison: Comparison) -> None:
         ("resident peak", lambda row: _amount(row.resident_nbytes, base.resident_nbytes)),
         ("activations", _activations),
         ("step time", lambda row: _time(row.step_seconds, base.step_seconds)),
-        ("final loss", lambda row: "-" if row.final_loss is None else repr(row.final_loss)),
+        ("final loss", lambda row: "-" if row.final_loss is None else f"{row.final_loss:.6g}"),
         (f"bits equal to {base.label}", lambda row: "" if row is base else _equal(row)),
     ]
     if not all(row.is_exact for row in rows):
@@ -132,6 +132,7 @@ def _share(share: float | None, row: Row) -> str:
 
 def _equal(row: Row) -> str:
     if row.losses_equal is None:
-        return "weights" if row.weights_equal else "no"
-    both = ("losses" * row.losses_equal, "weights" * row.weights_equal)
-    return " and ".join(filter(None, both)) or "no"
+        return "yes (weights)" if row.weights_equal else "no"
+    return {(True, True): "yes", (True, False): "losses only", (False, True): "weights only"}.get(
+        (row.losses_equal, row.weights_equal), "no"
+    )

@@ -23,9 +23,13 @@ def recommend(comparison: Comparison) -> list[str]:
 
     The first line recommends the exact policy with the lowest peak among those that cost little time, or plain PyTorch
     if none gains anything. If no run of plain came to its end, as when memory does not suffice, the exact policy with
-    the lowest peak is recommended.
+    the lowest peak is recommended. On CPU, a policy that moves what is saved to the host's memory is not recommended,
+    because it is there already.
     """
-    rows = [row for row in comparison.rows() if row.policy != PLAIN and row.peak_nbytes]
+    on_cpu = comparison.runs[0].device == "cpu"
+    rows = [
+        row for row in comparison.rows() if row.policy != PLAIN and row.peak_nbytes and not (on_cpu and _moves(row))
+    ]
     base = next((row for row in comparison.rows() if row.label == comparison.baseline and row.policy == PLAIN), None)
     exact = [row for row in rows if row.is_exact and (row.losses_equal is not False or base is None)]
     if base is None:
@@ -75,6 +79,10 @@ def _order(base: Row) -> Callable[[Row], tuple[float, float]]:
 
 def _peak(row: Row) -> int:
     return row.peak_nbytes or 0
+
+
+def _moves(row: Row) -> bool:
+    return row.stash_nbytes != row.device_nbytes
 
 
 def _slowdown(row: Row, base: Row) -> float:
