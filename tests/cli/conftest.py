@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from backstash.cli.commands import app
+from backstash.report import compare as comparing
+from backstash.report import watch
+from backstash.report.watch import Order
 
 TRAINING = """
 import sys
@@ -52,6 +57,24 @@ def invoke() -> Callable[..., Any]:
         return CliRunner().invoke(app, list(args), catch_exceptions=False)
 
     return run
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Order, Mapping[str, str]]]:
+    """Runs are made in the process of the tests, because a new one takes seconds. Returns what was asked for."""
+    asked = []
+
+    def carry_out(order: Order, environment: Mapping[str, str], printed: Callable[[str], None]) -> tuple[int, str]:
+        asked.append((order, environment))
+        output, errors = io.StringIO(), io.StringIO()
+        with redirect_stdout(output), redirect_stderr(errors):
+            exit_code = watch.carry_out(order)
+        for line in output.getvalue().splitlines():
+            printed(line)
+        return exit_code, errors.getvalue()
+
+    monkeypatch.setattr(comparing, "_in_child", carry_out)
+    return asked
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +17,13 @@ from backstash.cli.comparing import names_of as comparing_names
 from backstash.integrations import allocator as allocators
 from backstash.integrations.allocator import Allocator
 from backstash.report import compare as comparing
-from backstash.report import machine, plot, watch
+from backstash.report import machine, plot
 from backstash.report.choose import recommend
 from backstash.report.compare import Comparison
 from backstash.report.watch import Observed, Order
 from backstash.stash.ledger import Entry, Report
 
 Invoke = Callable[..., Any]
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Order, Mapping[str, str]]]:
-    """Runs are made in the process of the tests, because a new one takes seconds. Returns what was asked for."""
-    asked = []
-
-    def carry_out(order: Order, environment: Mapping[str, str], printed: Callable[[str], None]) -> tuple[int, str]:
-        asked.append((order, environment))
-        output, errors = io.StringIO(), io.StringIO()
-        with redirect_stdout(output), redirect_stderr(errors):
-            exit_code = watch.carry_out(order)
-        for line in output.getvalue().splitlines():
-            printed(line)
-        return exit_code, errors.getvalue()
-
-    monkeypatch.setattr(comparing, "_in_child", carry_out)
-    return asked
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -46,7 +46,8 @@ def chart(comparison: Comparison) -> Figure:
 
     The figure belongs to no window and to no global state. Save it with ``figure.savefig(...)``.
     """
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    runs = len(comparison.labels)
+    figure = Figure(figsize=(max(11, 4 + 1.4 * runs), max(4.6, 3.8 + 0.15 * runs)), layout="constrained")
     bars, losses = figure.subplots(1, 2, width_ratios=(3, 2))
     _bars(bars, comparison)
     _losses(losses, comparison)
@@ -201,7 +202,7 @@ def _bars(axes: Axes, comparison: Comparison) -> None:
     axes.set_xticks(range(len(measures)), [label for label, _ in measures])
     axes.set_ylim(0, tallest * 1.25)
     axes.set_ylabel(f"relative to {base.label} (lower is better)")
-    axes.legend(frameon=False, ncols=len(ordered), loc="upper left", fontsize=9)
+    axes.legend(frameon=False, ncols=min(len(ordered), 5), loc="upper left", fontsize=9)
 
 
 def _bar_text(field: str, value: float, height: float) -> str:
