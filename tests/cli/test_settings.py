@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from backstash import __version__, codecs, policies
 from backstash.cli import benching
+from backstash.cli.commands import app
 from backstash.cli.options import complete_allocator, complete_policies, complete_policy
 from backstash.codecs.base import Codec
 
@@ -69,6 +71,31 @@ def test_a_wrong_value_is_refused(script: str, invoke: Invoke) -> None:
     settings('[tool.backstash]\npolicy = "fastest"\n')
     result = invoke("run", script)
     assert result.exit_code == 2 and "policy 'fastest' was asked for" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "script", "args", "repeats"),
+    [
+        ("train.py -m resnet --repeats 3 -q --help", "train.py", ["-m", "resnet", "-q", "--help"], 3),
+        (
+            "--repeats 2 train.py --lr=3 --repeats=4 -- --repeats 5 -- x",
+            "train.py",
+            ["--lr=3", *["--repeats", "5", "--", "x"]],
+            4,
+        ),
+        ("-m --quiet pkg.train --module", "pkg.train", [], 1),
+    ],
+)
+def test_long_options_may_stand_among_the_script_s(given: str, script: str, args: list[str], repeats: int) -> None:
+    command = get_command(app).commands["compare"]  # type: ignore[attr-defined]
+    found = command.make_context("compare", given.split()).params
+    assert (found["script"], found["args"] or [], found["repeats"]) == (script, args, repeats)
+    assert found["is_module"] == ("-m " in f"{given.partition('train')[0]}")
+
+
+def test_an_option_before_the_script_must_be_the_command_s(script: str, invoke: Invoke) -> None:
+    result = invoke("compare", "--depth", "3", script)
+    assert result.exit_code == 2 and "No such option" in result.stderr
 
 
 def test_the_version(invoke: Invoke) -> None:

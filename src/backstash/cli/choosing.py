@@ -9,7 +9,7 @@ import typer
 
 from backstash import policies as registry
 from backstash.cli.endings import exits
-from backstash.cli.options import Allocator, Arguments, IsModule, MinNbytes, Quiet, Script
+from backstash.cli.options import Allocator, Arguments, IsModule, MinNbytes, Quiet, Script, ScriptCommand
 from backstash.cli.tables import progress, show
 from backstash.integrations import allocator as allocators
 from backstash.report.choose import recommend
@@ -19,7 +19,7 @@ from backstash.report.watch import PLAIN
 
 def add_to(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command(context_settings={"ignore_unknown_options": True})(choose)
+    app.command(cls=ScriptCommand)(choose)
 
 
 def choose(
@@ -39,7 +39,8 @@ def choose(
     """Try the policies on a few steps of a training script, and recommend one.
 
     The script is started once for each policy, and ended after one step that warms up, one whose memory is counted, and
-    --steps that are timed. Options that choose does not know are passed to the script, and so is everything after --.
+    --steps that are timed. After the script, long options that choose knows are its own; everything else is passed to
+    the script, and so is all that follows --.
     """
     names = [PLAIN, *(one.name for one in registry.descriptions() if one.is_candidate and (one.is_exact or not exact))]
     program = Program(script, tuple(args or ()), is_module, min_nbytes, steps)

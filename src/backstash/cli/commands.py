@@ -15,7 +15,6 @@ app = typer.Typer(
     help="Train bigger networks in the memory you have: saved tensors, stored smaller.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 for _commands in (running, planning, comparing, choosing, listing, benching):

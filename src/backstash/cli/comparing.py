@@ -11,7 +11,16 @@ import typer
 
 from backstash import policies as registry
 from backstash.cli.endings import exits
-from backstash.cli.options import Allocator, Arguments, IsModule, MinNbytes, Quiet, Script, complete_policies
+from backstash.cli.options import (
+    Allocator,
+    Arguments,
+    IsModule,
+    MinNbytes,
+    Quiet,
+    Script,
+    ScriptCommand,
+    complete_policies,
+)
 from backstash.cli.tables import progress, show
 from backstash.integrations import allocator as allocators
 from backstash.report.compare import Program, runs_of
@@ -21,7 +30,7 @@ from backstash.report.watch import PLAIN
 
 def add_to(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command(context_settings={"ignore_unknown_options": True})(compare)
+    app.command(cls=ScriptCommand)(compare)
 
 
 def compare(
@@ -48,8 +57,8 @@ def compare(
 ) -> None:
     """Run a training script, unchanged, under several policies, each in a fresh process, and show them side by side.
 
-    Writes comparison.json, comparison.png and comparison.svg. Options that compare does not know are passed to the
-    script, and so is everything after --.
+    Writes comparison.json, comparison.png and comparison.svg. After the script, long options
+    that compare knows are its own; everything else is passed to the script, and so is all that follows --.
     """
     try:
         from backstash.report import plot

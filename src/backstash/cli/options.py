@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from backstash import policies as registry
 
@@ -44,6 +45,40 @@ def complete_allocator(incomplete: str) -> list[tuple[str, str]]:
     return [one for one in known if one[0].startswith(incomplete)]
 
 
+class ScriptCommand(TyperCommand):
+    """A command whose long options may also stand among the script's, while everything else there is the script's.
+
+    ``compare train.py -m resnet --repeats 3`` gives ``-m resnet`` to the script and ``--repeats 3`` to the command.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Sorts the arguments before they are parsed: the command's options, the script, the script's arguments."""
+        takes_value = {
+            option: not getattr(parameter, "is_flag", False)
+            for parameter in self.params
+            if parameter.param_type_name == "option"
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        own: list[str] = []
+        script: list[str] = []
+        waiting = list(args)
+        while waiting:
+            word = waiting.pop(0)
+            name, has_value, _ = word.partition("=")
+            if word == "--":
+                script += waiting
+                break
+            if name in takes_value and (name.startswith("--") or not script):
+                own.append(word)
+                if takes_value[name] and not has_value and waiting:
+                    own.append(waiting.pop(0))
+            elif script or not word.startswith("-"):
+                script.append(word)
+            else:
+                own.append(word)  # --help, or what there is not
+        return super().parse_args(ctx, [*own, "--", *script])
+
+
 Script = Annotated[
     str, typer.Argument(help="The training script, or with -m the name of a module.", show_default=False)
 ]
@@ -77,5 +112,5 @@ Allocator = Annotated[
     ),
 ]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", envvar="BACKSTASH_QUIET", help="Print nothing but errors.", show_default=False)
+    bool, typer.Option("--quiet", envvar="BACKSTASH_QUIET", help="Print nothing but errors.", show_default=False)
 ]
