@@ -1,4 +1,4 @@
-"""What keeping freed memory gives, to plain PyTorch and to a Session: ``python -m benchmarks.allocator``.
+"""What allocators and their settings give, to plain PyTorch and to a Session: ``python -m benchmarks.allocator``.
 
 The C library's settings hold for a process, so each setting has processes of its own, taking turns; within one, plain
 and Session steps take turns as well.
@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from backstash.integrations import allocator
 from backstash.report import meter
 from benchmarks.cases import build, find
 from benchmarks.peers import Plain, Stashing
@@ -32,8 +33,25 @@ SETTINGS = {
     "keep, huge pages": {**KEEP, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
     "give back": {"MALLOC_MMAP_THRESHOLD_": "1048576", "THP_MEM_ALLOC_ENABLE": "1"},
 }
-"""Environments: the C library's own, freed memory kept, huge pages asked for, and freed memory given back at once: each
-tensor of 1 MiB or more in a mapping of its own, of huge pages, which torch asks for."""
+"""Environments of the C library's allocator: its own, freed memory kept, huge pages asked for, and freed memory given
+back at once: each tensor of 1 MiB or more in a mapping of its own, of huge pages, which torch asks for."""
+
+
+def environments(asked: str | None) -> dict[str, dict[str, str]]:
+    """The settings of the C library, and the other allocators: those that are installed, or those that were asked for.
+
+    Args:
+        asked: names or paths with commas; None for all that are installed.
+
+    Raises:
+        AllocatorError: one of them is not installed.
+    """
+    found = allocator.installed()
+    if asked is not None:
+        chosen = (allocator.choose(name) for name in asked.split(",") if name)
+        found = {one.name: one for one in chosen if one is not None}
+    return {**SETTINGS, **{name: one.environment({}) for name, one in found.items()}}
+
 
 PEERS = (Plain(), Stashing("lossless"))
 
@@ -63,19 +81,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", default="vgg16,resnet50", help="comma-separated (default: vgg16,resnet50)")
     parser.add_argument("--turns", type=int, default=2, help="processes of each setting (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps in each (default: 3)")
+    parser.add_argument("--allocators", help="names or paths, comma-separated (default: all that are installed)")
     parser.add_argument("--json", type=Path, help="the file to write (default: none)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.child:
         child(asked.child, asked.rounds)
         return 0
-    results = Results("allocator", asked.json, arguments, settings=SETTINGS)
+    settings = environments(asked.allocators)
+    results = Results("allocator", asked.json, arguments, settings=settings)
     cases: dict[str, list[dict[str, Any]]] = {}
     for case in asked.cases.split(","):
         seconds: dict[tuple[str, str], list[float]] = {}
         resident: dict[tuple[str, str], list[int]] = {}
         for _ in range(asked.turns):
-            for setting, environment in SETTINGS.items():
+            for setting, environment in settings.items():
                 command = [sys.executable, "-m", "benchmarks.allocator", "--child", case, "--rounds", str(asked.rounds)]
                 run = subprocess.run(
                     command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -191,6 +192,24 @@ def test_a_script_may_spawn_processes(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[(40, 3)]\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_training_as_it_does_without_backstash(script: str) -> None:
+    text = Path(script).read_text().replace("range(5)", "range(10**9)")
+    Path(script).write_text(text + "    print(step, flush=True)\n")
+    command = [sys.executable, "-m", "backstash", "run", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        while child.stdout.readline() != "3\n":
+            pass
+        child.send_signal(signal.SIGINT)
+        child.stdout.read()
+        errors = child.stderr.read()
+        assert child.wait() == 130
+    first, *_, last = [line for line in errors.splitlines() if line]
+    assert first.startswith(f"backstash: {script} ended with KeyboardInterrupt, ") and "activations" in first
+    assert last == "KeyboardInterrupt"
 
 
 DISTRIBUTED = """

@@ -15,6 +15,7 @@ import torch
 from backstash.errors import AllocatorError
 from backstash.integrations import allocator
 from backstash.integrations.allocator import Allocator, Usage
+from benchmarks.allocator import environments
 
 SCRIPT = """
 import json, sys, torch
@@ -118,6 +119,16 @@ def test_a_library_is_taken_by_its_path(tmp_path: Path) -> None:
     assert environment == {"LD_PRELOAD": f"{path} /opt/a.so", "MALLOC_CONF": "narenas:1"}
 
 
+def test_the_benchmark_runs_every_allocator_that_is_installed(no_allocators: Path, tmp_path: Path) -> None:
+    path = library(no_allocators, "libtcmalloc.so.4")
+    assert environments(None)["tcmalloc"]["LD_PRELOAD"] == path
+    given = library(tmp_path, "libjemalloc.so.9")
+    found = environments(given)
+    assert "tcmalloc" not in found and "dirty_decay_ms" in found["jemalloc"]["MALLOC_CONF"]
+    assert found["default"] == {}
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_run_starts_again_under_the_allocator_once_and_says_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
