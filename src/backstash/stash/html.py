@@ -19,7 +19,9 @@ _STYLE = """
 .backstash table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
 .backstash th{text-align:left;border-bottom:2px solid #999;padding:4px 14px 4px 0;white-space:nowrap}
 .backstash td{text-align:left;border-bottom:1px solid #ddd;padding:3px 14px 3px 0;vertical-align:top}
-.backstash .n{text-align:right}.backstash td.name{font-family:ui-monospace,monospace;font-size:12px}
+.backstash .n{text-align:right;white-space:nowrap}
+.backstash td.name{font-family:ui-monospace,monospace;font-size:12px;overflow-wrap:anywhere;min-width:110px}
+.backstash .bars{font-size:12px;color:#777;margin-top:12px}
 .backstash .bar{display:flex;height:22px;max-width:900px;background:#eee;border-radius:3px;overflow:hidden;margin:4px 0}
 .backstash .bar span{background:#0072b2}.backstash .bar.plain span{background:#8c8c8c}
 @media(prefers-color-scheme:dark){.backstash.page{color:#e6e6e6;background:#16181b}
@@ -104,8 +106,8 @@ def _overview(report: Report) -> str:
     ]
     most = max(report.saved_nbytes, report.device_nbytes, 1)
     bars = "".join(
-        f'<div class="bar{kind}" title="{name} {amount(nbytes)}"><span style="width:{100 * nbytes / most:.1f}%"></span>'
-        f"</div>"
+        f'<div class="bars">{name}: {amount(nbytes)}</div>'
+        f'<div class="bar{kind}"><span style="width:{100 * nbytes / most:.1f}%"></span></div>'
         for kind, name, nbytes in (
             (" plain", "plain PyTorch", report.saved_nbytes),
             ("", "on the device", report.device_nbytes),
