@@ -40,6 +40,7 @@ def watched(steps: int, policy: str = PLAIN, losses_per_step: int = 1) -> tuple[
 def hooks() -> tuple[object, ...]:
     return (
         torch.autograd.backward,
+        dict(optimizers._global_optimizer_pre_hooks),
         dict(optimizers._global_optimizer_post_hooks),
         dict(nn.modules.module._global_forward_pre_hooks),
     )

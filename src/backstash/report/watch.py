@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from backstash import policies
 from backstash.integrations.launcher import execute
@@ -98,7 +98,7 @@ class Watch:
         self._updated: Any = None
         self._timed: list[tuple[Any, Any]] = []
         self._losses: list[Tensor] = []
-        self._inside_backward = False
+        self._inside_backward = self._inside_optimizer = False
         self._leaves: dict[int, Tensor] = {}
         self._counter: CountedPeak | None = None
         self._mark: int | None = None  # of the counter: the last update
@@ -112,6 +112,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._module_hook = nn.modules.module.register_module_forward_pre_hook(self._enter_module)
+        self._pre_step_hook = register_optimizer_step_pre_hook(self._enter_optimizer)
         self._step_hook = register_optimizer_step_post_hook(self._optimized)
         self._backward = torch.autograd.backward
         torch.autograd.backward = self._recording(self._backward)
@@ -121,6 +122,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         torch.autograd.backward = self._backward
+        self._pre_step_hook.remove()
         self._step_hook.remove()
         self._module_hook.remove()
         self._is_finished = lambda steps: False  # it is over anyway
@@ -172,8 +174,9 @@ class Watch:
                 original(tensors, *args, **kwargs)
             finally:
                 self._inside_backward = False
-            if self._steps.count == 0:
-                self._begin_count()  # here, since an optimizer is no place for it (Note: [profiler's scopes])
+            # Here, and not again where an optimizer calls a closure (Note: [profiler's scopes]).
+            if self._steps.count == 0 and (self._counter is None or not self._inside_optimizer):
+                self._begin_count()
             self._steps.went_backward()
 
         return backward
@@ -186,7 +189,11 @@ class Watch:
             self._leaves |= {id(leaf): leaf for leaf in _leaves(tensors)}
             self._device = next((leaf.device.type for leaf in self._leaves.values()), self._device)
 
+    def _enter_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._inside_optimizer = True
+
     def _optimized(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._inside_optimizer = False
         if not self._steps.optimizers:
             self._device = optimizer.param_groups[0]["params"][0].device.type
         self._steps.optimized(optimizer)
