@@ -124,7 +124,7 @@ def test_a_summary_shows_the_largest_values_with_repeated_blocks_as_one() -> Non
     assert block.split()[1:] == ["6.0", "MiB", "3", "unknown", "origin", "8", "bits:", "-4.5", "MiB"]
     (single,) = [line for line in lines if "mlp.drop" in line]
     assert single.startswith("model.layers.0.mlp.drop/Mul:other") and single.split()[1:5] == ["1.0", "MiB", "1", "zvc"]
-    why = {one.name: (one.why, one.advice) for one in holdings(LARGE.rows)}
+    why = {one.name: (one.why, one.advice) for one in holdings(LARGE)}
     assert why["x/Mm:mat2"] == ("in use", "")
     assert why["y/Mm#1:self"] == ("dense", "offload")
     assert why["(below min_nbytes)"] == ("too small", "a smaller min_nbytes")

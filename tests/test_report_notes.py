@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from backstash import Session
+from backstash.stash.summary import NOTHING_REMADE, holdings
 
 
 def test_a_session_in_which_nothing_was_saved_says_so() -> None:
@@ -31,3 +32,15 @@ def test_a_forward_on_another_thread_is_told_of() -> None:
     with session:
         model(torch.randn(64, 64)).tanh().sum().backward()
     assert session.report().notes == ()
+
+
+def test_a_session_that_remakes_nothing_is_not_said_to_know_no_origins() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+    session = Session()
+    for _ in range(3):
+        with session:
+            loss = model(torch.randn(512, 256)).sum()
+        loss.backward()
+    report = session.report()
+    assert any(NOTHING_REMADE in note for note in report.notes)
+    assert {one.why for one in holdings(report)} <= {"dense", "in use", "too small"}

@@ -102,7 +102,7 @@ def _overview(report: Report) -> str:
     ]
     held = [
         (escape(one.name), amount(one.nbytes), str(one.count), escape(one.why), escape(one.advice))
-        for one in holdings(report.rows)[:LARGEST]
+        for one in holdings(report)[:LARGEST]
     ]
     most = max(report.saved_nbytes, report.device_nbytes, 1)
     bars = "".join(

@@ -23,6 +23,9 @@ LARGEST = 10
 NARROWEST, WIDEST = 60, 120
 """Characters of a line of a summary, whatever the terminal's width is."""
 
+NOTHING_REMADE = "nothing is made again"
+"""Part of the note of a Session that remakes nothing, because a step saves little."""
+
 _BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
 _QUANTIZED_BITS = 8 + 64 / 256
 """Bits per value of the policy ``quantized(8)``: two float32 extremes for each group of 256 values."""
@@ -125,7 +128,7 @@ def _stored_as(report: Report) -> list[str]:
 
 def _largest(report: Report, width: int) -> list[str]:
     """A table of the values that still take the most."""
-    held = holdings(report.rows)
+    held = holdings(report)
     if not held:
         return []
     shown = held[:LARGEST]
@@ -144,17 +147,18 @@ def _largest(report: Report, width: int) -> list[str]:
     return ["", *(line[:width].rstrip() for line in lines)]
 
 
-def holdings(rows: Sequence[Entry]) -> list[Holding]:
+def holdings(report: Report) -> list[Holding]:
     """The values that the device holds, largest first. Values of repeated blocks are one Holding."""
-    shapes: dict[tuple[str, str, str, str], list[Entry]] = defaultdict(list)
-    for row in rows:
+    was_remaking = not any(NOTHING_REMADE in note for note in report.notes)
+    groups: dict[tuple[str, str, str, str], list[Entry]] = defaultdict(list)
+    for row in report.rows:
         if row.device_nbytes:
-            shapes[_folded(row.key), row.spec, label(row), why(row)].append(row)
+            groups[_folded(row.key), row.spec, label(row), why(row, was_remaking)].append(row)
     found = []
-    for (name, *_), alike in shapes.items():
+    for (name, _, _, reason), alike in groups.items():
         shown = name if len(alike) > 1 else alike[0].key.replace("#0:", ":")
         nbytes = sum(row.device_nbytes for row in alike)
-        found.append(Holding(shown.lstrip("/") or "?", len(alike), nbytes, why(alike[0]), advice(alike)))
+        found.append(Holding(shown.lstrip("/") or "?", len(alike), nbytes, reason, advice(alike, reason)))
     return sorted(found, key=lambda one: -one.nbytes)
 
 
@@ -163,8 +167,13 @@ def label(row: Entry) -> str:
     return row.codec if row.store == "device" else f"{row.codec} in {row.store}"
 
 
-def why(row: Entry) -> str:
-    """Why a value is still held, in a few words."""
+def why(row: Entry, was_remaking: bool = True) -> str:
+    """Why a value is still held, in a few words.
+
+    Args:
+        row: the value.
+        was_remaking: whether values were remade where that is possible, so that a reason against it says something.
+    """
     if row.codec != "kept":
         return row.codec
     reason, _, origin = row.reason.partition("; not recomputed: ")
@@ -173,16 +182,15 @@ def why(row: Entry) -> str:
     if reason == "small":
         return "too small"
     if reason.endswith("of a sample is not zero"):
-        return "unknown origin" if origin == "what made it is not known" else "dense"
+        return "unknown origin" if was_remaking and origin == "what made it is not known" else "dense"
     if reason == "the policy says so":
         return "by the policy"
     return shortened(reason, 24) if reason else "kept"
 
 
-def advice(rows: Sequence[Entry]) -> str:
-    """What would make values of one kind smaller, as far as that is known without trying."""
+def advice(rows: Sequence[Entry], reason: str) -> str:
+    """What would make values of one kind smaller, which are held for that reason, as far as it is known untried."""
     row = rows[0]
-    reason = why(row)
     if reason == "too small":
         return "a smaller min_nbytes"
     if reason == "by the policy":
