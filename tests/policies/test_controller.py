@@ -17,6 +17,7 @@ from thinning import star
 from torch import Tensor, nn
 
 from backstash import Session
+from backstash.codecs import Sz
 from backstash.errors import UnknownNameError
 from backstash.policies import Keep, Recompute, Rules, Stash
 from backstash.policies.comet import Comet, Record, comet
@@ -89,6 +90,17 @@ def test_each_codec_stores_the_values_that_it_can() -> None:
         assert set(found) == {"0", "2", "5"}
         assert found["2"].split("+")[0] == {"szp": "szp", "sz": "signed sz"}[codec]
         assert found["5"].split("+")[0] == expected
+
+
+def test_tables_are_made_when_bounds_change_and_seldom_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = Sz._model
+    monkeypatch.setattr(Sz, "_model", lambda self, *given: made.append(policy._step) or original(self, *given))
+    model = network()
+    policy = comet(every=6, codec="sz", recompute=False, samples=0)
+    train(model, sgd(model), policy, 30)
+    encoded = 30 - 6
+    assert 0 < len(made) < encoded  # of three layers, once in each step
 
 
 def test_other_readers_get_every_bit() -> None:

@@ -113,7 +113,10 @@ def model(survey: npt.NDArray[np.int64], step: float, low: int, width: int) -> M
         low: likewise.
         width: bits of an element.
     """
-    counts, outliers = survey[:, :-1].astype(np.float64), survey[:, -1]
+    occurring = np.flatnonzero(survey[:, 2:-1].any(0))
+    begin, end = (int(occurring[0]), int(occurring[-1]) + 1) if len(occurring) else (0, 0)
+    counts = np.concatenate([survey[:, :2], survey[:, 2 + begin : 2 + end]], axis=1).astype(np.float64)
+    outliers = survey[:, -1]
     total = max(1.0, counts[0].sum())
     kept = counts[:, 2:] * 2**16 >= total  # a frequency of 1 out of 4,096 costs the others more than rarer escapes do
     escapes = counts[:, 1] + np.where(kept, 0.0, counts[:, 2:]).sum(1)
@@ -123,9 +126,10 @@ def model(survey: npt.NDArray[np.int64], step: float, low: int, width: int) -> M
     bits += low * counts[:, 2:].sum(1) + (16 + width) * outliers
     best = int(bits.argmin())
     window = np.flatnonzero(kept[best] & (counts[best, 2:] > 0))
-    first, last = (int(window[0]), int(window[-1]) + 1) if len(window) else (WINDOW // 2, WINDOW // 2)
+    first, last = (int(window[0]), int(window[-1]) + 1) if len(window) else (0, 0)
     table = _frequencies(np.concatenate([counts[best, :2], counts[best, 2 + first : 2 + last]]))
-    return Model(step, AXES[best], low, first - WINDOW // 2, table, float(bits[best]))
+    base = begin + first - WINDOW // 2 if len(window) else 0
+    return Model(step, AXES[best], low, base, table, float(bits[best]))
 
 
 def _frequencies(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.int16]:

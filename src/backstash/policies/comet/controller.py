@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import Codec, Signed, Sz, Szp
+from backstash.codecs.sz import KeptModel
 from backstash.errors import UnknownNameError
 from backstash.policies.base import Action, Outcome, Policy, Recompute, Sources, Stash
 from backstash.policies.comet.allotment import Allotment, Value, allot
@@ -33,10 +34,17 @@ from backstash.policies.comet.record import Known, Record
 from backstash.policies.lossless import Lossless
 from backstash.saved import Need, SavedTensor
 
-CODECS: dict[str, Callable[[float], tuple[Codec, ...]]] = {
-    "szp": lambda bound: (Szp(bound),),
+Kept = tuple[KeptModel, KeptModel]
+"""The models of a place: of its values, and of those of them that are not zero."""
+
+CODECS: dict[str, Callable[[float, Kept], tuple[Codec, ...]]] = {
+    "szp": lambda bound, kept: (Szp(bound),),
     # Sz refuses a value whose sign a relu reads, and Signed(Sz) serves it.
-    "sz": lambda bound: (Sz(bound), Signed(Sz(bound, nonzero=True)), Szp(bound)),
+    "sz": lambda bound, kept: (
+        Sz(bound, kept=kept[0]),
+        Signed(Sz(bound, nonzero=True, kept=kept[1])),
+        Szp(bound),
+    ),
 }
 
 _CAUTION = 0.5
@@ -150,6 +158,7 @@ class Comet(Policy):
         self._exact = Lossless(recompute=recompute)
         self._readers = frozenset().union(*(LAYERS[kind] for kind in kinds))
         self._known: dict[str, Known] = {}
+        self._kept: dict[str, Kept] = {}
         self.allotment = Allotment()
         # Of the collecting step, by the value's key: the keys of its readers, and the value; the bound of its error.
         self._values: dict[str, tuple[tuple[str, ...], Value]] = {}
@@ -195,7 +204,8 @@ class Comet(Policy):
         smallest = min(smallest, self.allotment.bounds.get(saved.key, smallest))
         if self._collecting:
             self._apply(saved.key, smallest)
-        bounded = Stash((*CODECS[self.codec](smallest), *stash.codecs), stash.store)
+        kept = self._kept.setdefault(saved.key, (KeptModel(), KeptModel()))
+        bounded = Stash((*CODECS[self.codec](smallest, kept), *stash.codecs), stash.store)
         if not isinstance(exact, Recompute):
             return bounded
         return replace(exact, otherwise=bounded, within=self.allotment.within.get(saved.key, frozenset()))
