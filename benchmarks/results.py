@@ -24,12 +24,16 @@ class Results:
         machine: the machine that this process runs on.
         found: the JSON's content: what the machine is and what ran, then what :meth:`write` was given.
 
+    Raises:
+        SystemExit: what is to be resumed was measured with another command line, or in another format.
+
     Args:
         name: the benchmark's module, without its package.
         path: the file to write; None for no file.
         arguments: its command line; None for that of this process.
         format: the number of the file's format, one more with every change that a reader has to know of.
         device: ``"cpu"`` or ``"cuda"``.
+        resume: go on with what the file has, if it is there. It has to be of the same command line otherwise.
         asked: what was asked for, as far as a reader of the file wants to know; by name, as :func:`plain` takes it.
     """
 
@@ -41,6 +45,7 @@ class Results:
         *,
         format: int = 1,
         device: str = "cpu",
+        resume: bool = False,
         **asked: Any,
     ) -> None:
         self._began = time.monotonic()
@@ -55,6 +60,23 @@ class Results:
             **plain(asked),
             "machine": asdict(self.machine),
         }
+        if resume and path is not None and path.exists():
+            self.found |= self._resumed(path)
+
+    def _resumed(self, path: Path) -> dict[str, Any]:
+        """What an earlier run of the same command has found; its machine and its start stay those of the file."""
+        earlier: dict[str, Any] = json.loads(path.read_text())
+
+        def settings(found: dict[str, Any]) -> list[Any]:
+            return [found.get("format"), *(word for word in found.get("command", []) if word not in ("--resume",))]
+
+        if settings(earlier) != settings(self.found):
+            raise SystemExit(
+                f"{path} was to be resumed, but it was measured by {' '.join(earlier.get('command', ['?']))} (format "
+                f"{earlier.get('format')}). Give the same arguments, or another file."
+            )
+        self._began -= earlier.get("seconds", 0.0)
+        return earlier
 
     def write(self, **found: Any) -> None:
         """Adds ``found`` and writes the file. Call it after every part: what was measured then outlives a failure.
