@@ -1,10 +1,10 @@
 """Compression beside the link, simulated: ``python -m benchmarks.link_times [--json FILE] [--resume]``.
 
-The feature maps that the policy ``vdnn`` moves cross a link of 3, 12.8 or 50 GB/s each way: as they are, or compressed on
-their way. What each codec takes for each map is measured, in seconds of one thread's time, which other programs on the
-machine hardly change, and divided by the cores that compress. The rest is arithmetic. On the way out a map is encoded
-while the one before it crosses the link; on the way back it is decoded while the next one crosses. The time of a
-direction is when the last map has arrived. Nothing else is taken to compute meanwhile: what is left of these times
+The feature maps that the policy ``vdnn`` moves cross a link of 3, 12.8 or 50 GB/s each way: as they are, or compressed
+on their way. What each codec takes for each map is measured, in seconds of one thread's time, which other programs on
+the machine hardly change, and divided by the cores that compress. The rest is arithmetic. On the way out a map is
+encoded while the one before it crosses the link; on the way back it is decoded while the next one crosses. The time of
+a direction is when the last map has arrived. Nothing else is taken to compute meanwhile: what is left of these times
 behind a network's own computation is another question, which ``python -m benchmarks.layrub`` measures.
 """
 

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS computes the same twice only with it
     deadline = Deadline.after(asked.seconds)
-    facts = {"quick": asked.quick, "complete": False, "seconds_asked": asked.seconds}
+    facts: dict[str, Any] = {"quick": asked.quick, "complete": False, "seconds_asked": asked.seconds}
     results = Results("run", _path(asked), arguments, format=FORMAT, device=asked.device, **facts)
     for section, share in _shares(asked.sections):
         print(f"\n== {section} ==\n", flush=True)

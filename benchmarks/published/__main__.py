@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.published import offloading, papers, steps
+from benchmarks.published import claims, offloading, papers, steps
 from benchmarks.published.results import FOLDER, ROOT, kinds, load, newest, started, table
 
 _TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- end -->)", re.DOTALL)
@@ -29,6 +29,7 @@ _ABOUT = {
     "hostcost": "host time per saved tensor: `backstash bench hostcost`",
     "kernels": "speed of each CPU kernel: `backstash bench kernels`",
     "layrub": "memory and time when values are moved; networks too deep for their memory: `backstash bench layrub`",
+    "link": "times of a link with and without compression, simulated: `python -m benchmarks.link_times`",
     "nodes": "time of single nodes of the backward pass: `backstash bench nodes`",
     "peak": "counted and resident peaks, and what is alive at them: `backstash bench peak`",
     "steps": "times of steps, plain and under a policy: `backstash bench run`",
@@ -57,7 +58,7 @@ def files() -> str:
 
 def tables() -> Mapping[str, Callable[[], str]]:
     """Every table by name."""
-    return {**steps.TABLES, **offloading.TABLES, **papers.TABLES, "files": files}
+    return {**steps.TABLES, **offloading.TABLES, **papers.TABLES, **claims.TABLES, "files": files}
 
 
 def numbers() -> Mapping[str, str]:

@@ -207,6 +207,19 @@ def cdma() -> str:
     return f"{machine_line('cdma-cpu')}\n\n{table(header, rows)}"
 
 
+def link_times() -> str:
+    """Times of links of several speeds, raw and compressed, by simulation."""
+    rows = []
+    for row in load("link-cpu")["rows"]:
+        raw, *others = row["ways"].values()
+        cells = [f"{raw['seconds'] / way['seconds']:.2f}" for way in others]
+        rows.append(
+            (title(row["network"]), f"{row['bytes_per_second'] / 1e9:g}", f"{raw['seconds'] * 1e3:.1f}", *cells)
+        )
+    names = list(load("link-cpu")["rows"][0]["ways"])[1:]
+    return f"{machine_line('link-cpu')}\n\n{table(('network', 'GB/s each way', 'as it is, ms', *names), rows)}"
+
+
 def disk() -> str:
     """The disk store beside dd."""
     results = load("disk-cpu")
@@ -250,5 +263,6 @@ TABLES = {
     "deep-15170": deeper,
     "deep-1517-at-224": deep_224,
     "cdma": cdma,
+    "link-times": link_times,
     "disk": disk,
 }

@@ -191,13 +191,14 @@ def comet_error() -> str:
     summary, stages = [], []
     for kind in (kind for kind in kinds() if kind.startswith("comet-error-")):
         results = load(kind)
-        name = f"[{title(results['network'])}](results:{newest(kind).name}), {100 * results['sigma']:g} %"
+        size = f"{results['size']}x{results['size']}, {results['steps']} steps"
+        name = f"[{title(results['network'])}](results:{newest(kind).name}), {100 * results['sigma']:g} %, {size}"
         layers = results["layers"]
         ratios = [layer["measured"] / math.hypot(layer["own"], layer["others"]) for layer in layers]
         cosines = f"{min(layer['cosine'] for layer in layers):.4f}"
         stash = f"{results['ratio']:.1f}"
         summary.append((name, stash, str(len(layers)), *_errors(layers), _quartiles(ratios), cosines))
-        if results["network"] == "resnet50" and results["sigma"] == 0.01:
+        if kind == "comet-error-resnet50-1-cpu":
             groups: dict[tuple[str, str], list[Any]] = {}
             for layer in layers:
                 stage = re.sub(r"^stages\.(\d)\..*", lambda found: f"stage {int(found[1]) + 1}", layer["weight"])
