@@ -41,6 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "_LARGE", 0)
     monkeypatch.setattr(norms, "_CHUNK", 256)
     monkeypatch.setattr(table, "LARGE", 0)
+    monkeypatch.setattr(table, "CHEAP_CLAIM", 0)
 
 
 @pytest.fixture

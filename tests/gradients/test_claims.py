@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from backstash import Session
-from backstash.backward import exclusive, table
+from backstash.backward import claims, exclusive, table
 from backstash.backward.claims import Claim, Unstashed
 from backstash.saved import TensorSpec
 
@@ -188,6 +188,7 @@ def train(
 @pytest.mark.parametrize("layer", LAYERS)
 def test_backward_under(layer: str, around: str, wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "LARGE", 0)
+    monkeypatch.setattr(table, "CHEAP_CLAIM", 0)
     for frozen, autocast in itertools.product((False, True), repeat=2):
         expected = train(layer, around, wrapped, frozen, autocast, None)
         for policy in ("lossless", "lossless_stored", "keep"):
@@ -319,6 +320,7 @@ def contents(kept: Any) -> Tensor:
 @pytest.mark.parametrize("name", HOLDERS)
 def test_memory_that_somebody_keeps_is_not_written_over(name: str, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "LARGE", 0)
+    monkeypatch.setattr(table, "CHEAP_CLAIM", 0)
     monkeypatch.setattr("backstash.backward.norms._LARGE", 0)
     monkeypatch.setattr("backstash.backward.norms._CHUNK", 256)
 
@@ -339,6 +341,7 @@ def test_memory_that_somebody_keeps_is_not_written_over(name: str, layer: str, m
 
 def test_a_switch_turns_overwriting_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "LARGE", 0)
+    monkeypatch.setattr(table, "CHEAP_CLAIM", 0)
     asked: list[bool] = []
     original = exclusive.is_alone
     monkeypatch.setattr(exclusive, "is_alone", lambda *args: asked.append(original(*args)) or asked[-1])
@@ -353,6 +356,7 @@ def test_a_switch_turns_overwriting_off(monkeypatch: pytest.MonkeyPatch) -> None
 def test_under_a_tracer_nothing_is_written_over_or_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A debugger's trace function may hold what it looks at, and let go of it later."""
     monkeypatch.setattr(table, "LARGE", 0)
+    monkeypatch.setattr(table, "CHEAP_CLAIM", 0)
     monkeypatch.setattr(exclusive, "_alone", {})
     monkeypatch.setattr(exclusive, "_measured", 0)
     held: list[Any] = []
@@ -482,3 +486,27 @@ def test_finalizers_on_many_threads_lose_no_count() -> None:
         sys.setswitchinterval(switch)
     assert (session._live.saved, session._live.nbytes, session._live.remade_nbytes) == (0, 0, 0)
     assert session._live.buffers.nbytes == 0
+
+
+def test_a_value_is_claimed_only_where_backward_has_not_freed_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first convolutions that backward comes to are claimed; when there is room, the others are decoded at once."""
+    monkeypatch.setattr(table, "LARGE", 1 << 12)
+    claimed: list[int] = []
+    original = claims.claim
+    monkeypatch.setattr(claims, "claim", lambda *args: claimed.append(args[2]) or original(*args))
+    images = torch.randn(2, 8, 16, 16)
+
+    def run(session: Session | None) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Conv2d(8, 8, 1), nn.Tanh()) for _ in range(24)])
+        with session or nullcontext():
+            model(images).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    session = Session("keep", min_nbytes=64)
+    assert not differences(run(None), run(session))
+    few = len(claimed)
+    claimed.clear()
+    monkeypatch.setattr(table, "CHEAP_CLAIM", 0)
+    assert not differences(run(None), run(Session("keep", min_nbytes=64)))
+    assert 0 < few < len(claimed)

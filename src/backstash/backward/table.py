@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from backstash.codecs.base import is_dense
 from backstash.codecs.direct import Direct, Factors, MaskBits, Slices, Slopes, WindowOffsets
 from backstash.saved import TensorSpec
@@ -57,8 +59,25 @@ LARGE = 1 << 18
 """Bytes of a value from which it is claimed although its reader needs all of it.
 
 Its kernel then frees the decoded value before it allocates a gradient, or writes over a gradient. For a smaller value
-that is no peak, and a claim would cost more time (about 15 us) than it saves.
+that is no peak, and a claim would cost more time than it saves.
 """
+
+CHEAP_CLAIM = 8 << 20
+"""Bytes of a value from which it is claimed whenever its reader needs all of it.
+
+A claim costs some 100 us of Python, which is nothing beside the reader's own time then. A smaller value is claimed only
+where there is no :data:`ROOM`.
+"""
+
+ROOM = 8
+"""There is room for a decoded value if backward has freed this many times its bytes already.
+
+Then the decoded value and the reader's gradients, one of which may be several times larger, together take less than
+what backward has freed. So the peak lies elsewhere, and nothing is gained by freeing the value early.
+"""
+
+FASTER = frozenset({"NativeBatchNorm"})
+"""Nodes whose kernel here is faster than ATen's, so that they are asked wherever the value is large enough."""
 
 NEVER_WHOLE = frozenset({"Mul"})
 """Nodes whose kernel is asked only where it can read planes directly."""
@@ -74,12 +93,17 @@ def can_claim(op: str, role: str, spec: TensorSpec) -> bool:
     )
 
 
-def is_worth_a_claim(op: str, nbytes: int, is_direct: bool) -> bool:
+def is_worth_a_claim(op: str, nbytes: int, is_direct: bool, has_room: Callable[[int], bool]) -> bool:
     """Whether a claim gains anything over decoding at once.
 
     Args:
         op: the node that reads.
         nbytes: bytes of the tensor.
         is_direct: whether it is stored in the form of :data:`FORMS` that the node's kernel reads directly.
+        has_room: whether so many bytes more would take no more than backward has freed.
     """
-    return is_direct or (nbytes >= LARGE and op not in NEVER_WHOLE)
+    if is_direct:
+        return True
+    if nbytes < LARGE or op in NEVER_WHOLE:
+        return False
+    return nbytes >= CHEAP_CLAIM or op in FASTER or not has_room(ROOM * nbytes)

@@ -97,7 +97,8 @@ def _is_claimed(saved: Saved, nbytes: int, value: Value | None) -> bool:
     """Whether a kernel of this package gains by a claim for a saved tensor, dense or encoded in a ``value``."""
     op = "" if saved.tensor is None else saved.tensor.op
     is_direct = value is not None and has_direct(value, table.FORMS.get(op))
-    return table.is_worth_a_claim(op, nbytes, is_direct) or accumulation.awaits_large_weight()
+    has_room = saved.live.has_room
+    return table.is_worth_a_claim(op, nbytes, is_direct, has_room) or accumulation.awaits_large_weight()
 
 
 def _claim(saved: Saved) -> Tensor | None:
