@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -214,6 +216,19 @@ def test_a_pickle_and_a_saved_model_are_loaded_wrapped() -> None:
         assert session_of(other).report().ratio > 1
 
 
+def test_a_wrapped_model_is_freed_when_its_last_reference_goes() -> None:
+    model = bs.wrap(network(), min_nbytes=0)
+    train(model)
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_a_state_dict_goes_both_ways() -> None:
     plain, model = network(), bs.wrap(network())
     train(model, steps=1)
@@ -360,6 +375,30 @@ def test_a_model_that_is_compiled_in_place_says_what_to_do() -> None:
     model.compile(backend="eager")
     with pytest.raises(IntegrationError, match="compiled in place"):
         bs.wrap(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*TorchScript.*")
+def test_transforms_and_traces_open_nothing() -> None:
+    model = bs.wrap(network())
+    model.drop.p, model.norm = 0.0, nn.Identity()  # torch.func refuses running statistics
+    weights = dict(model.named_parameters())
+    of_sum = torch.func.grad(lambda weights: torch.func.functional_call(model, weights, X).sum())
+    found = of_sum(weights)
+    bs.unwrap(model)
+    assert_equal_bits(of_sum(weights).values(), found.values())
+    bs.wrap(model)
+    torch.jit.trace(model, X, check_trace=False)
+    assert not any(model.was_open)
+    assert installed() == []
+
+
+@pytest.mark.slow
+def test_a_wrapped_model_is_exported() -> None:
+    model = bs.wrap(nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU()))
+    for strict in (False, True):
+        exported = torch.export.export(model, (X,), strict=strict).module()
+        assert_equal_bits([model(X)], [exported(X)])
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from backstash.capture import modules
 from backstash.errors import IntegrationError
 from backstash.policies.base import Policy
 from backstash.session import Session
-from backstash.torch_internals import in_backward
+from backstash.torch_internals import functorch_level, in_backward
 
 PREFIX = "backstash/"
 """Begins the names of all figures that are logged."""
@@ -43,9 +43,18 @@ def is_training(model: nn.Module) -> bool:
     """Returns whether a call of ``model`` would begin a training forward pass, so that a Session may be opened for it.
 
     It would not in evaluation mode, without grad mode, inside another Session, which treats the values then, and inside
-    a backward pass, where a checkpoint runs its part of the forward pass again.
+    a backward pass, where a checkpoint runs its part of the forward pass again. A model that is being exported, traced
+    or transformed by torch.func is left alone as well: torch knows no saved-tensor hooks there.
     """
-    return model.training and torch.is_grad_enabled() and not modules.is_active() and not in_backward()
+    return (
+        model.training
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not modules.is_active()
+        and not in_backward()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and functorch_level() is None
+    )
 
 
 def figures(session: Session) -> dict[str, float]:

@@ -18,6 +18,7 @@ Note: [a call of a module]
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any, TypeVar
 
 from torch import nn
@@ -42,25 +43,33 @@ class Window:
     def __init__(
         self, model: nn.Module, policy: str | Policy, budget: int | str | None, options: dict[str, Any]
     ) -> None:
-        self.model = model
+        self._model = weakref.ref(model)  # which holds this object: with a cycle, `del model` would free no memory
         self._arguments = policy, budget, options
         self._session: Session | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped model, which is there whenever it is called or copied."""
+        model = self._model()
+        assert model is not None
+        return model
 
     @property
     def session(self) -> Session:
         """The Session, which is made when it is first needed: most copies of a model are never trained."""
         if self._session is None:
             policy, budget, options = self._arguments
-            self._session = session_for(policy, budget, **{"model": self.model, **options})
+            self._session = session_for(policy, budget, **options)
         return self._session
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        call = getattr(type(self.model), MODULE_CALL)  # looked up at each call, since FSDP2 changes a model's class
-        if not is_training(self.model):
-            return call(self.model, *args, **kwargs)
+        model = self.model
+        call = getattr(type(model), MODULE_CALL)  # looked up at each call, since FSDP2 changes a model's class
+        if not is_training(model):
+            return call(model, *args, **kwargs)
         with self.session:
-            return call(self.model, *args, **kwargs)
+            return call(model, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Window:
         return Window(copy.deepcopy(self.model, memo), *copy.deepcopy(self._arguments, memo))
