@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.published import claims, offloading, papers, steps
+from benchmarks.published import frameworks, offloading, papers, steps
 from benchmarks.published.results import FOLDER, ROOT, kinds, load, newest, started, table
 
 _TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- end -->)", re.DOTALL)
@@ -23,6 +24,8 @@ _ABOUT = {
     "comet-error": "whole errors of weight gradients, predicted and measured: `python -m benchmarks.comet_error`",
     "density": "the share of zeros from which CSR is smaller than a bit mask: `backstash bench density`",
     "disk": "speed of the disk store beside dd: `backstash bench disk`",
+    "examples": "the examples with and without backstash: `python -m benchmarks.examples`",
+    "families": "families of transformers with and without backstash: `python -m benchmarks.families`",
     "gist": "ratios, footprints and times of Gist's stages: `backstash bench gist`",
     "gist-accuracy": "accuracy with reduced precision: `backstash bench gist_accuracy`",
     "ground": "facts about the machine that decisions rest on: `python -m benchmarks.ground`",
@@ -59,6 +62,7 @@ def files() -> str:
 def tables() -> Mapping[str, Callable[[], str]]:
     """Every table by name."""
     return {**steps.TABLES, **offloading.TABLES, **papers.TABLES, **claims.TABLES, "files": files}
+    return {**steps.TABLES, **offloading.TABLES, **papers.TABLES, **frameworks.TABLES, "files": files}
 
 
 def numbers() -> Mapping[str, str]:

@@ -214,6 +214,41 @@ def with_lightning() -> dict[str, str]:
     }
 
 
+def with_fabric() -> dict[str, str]:
+    under_torchrun()
+    import lightning
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    def shards(model: nn.Module, mesh: Any) -> nn.Module:
+        for block in model.children():
+            fully_shard(block, mesh=mesh["data_parallel"])
+        return model
+
+    def run(policy: str | None, shard: bool) -> Outcome:
+        strategy: Any = ModelParallelStrategy(shards) if shard else DDPStrategy(process_group_backend="gloo")
+        fabric = lightning.Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
+        fabric.launch()
+        inner = network()
+        model: Any = fabric.setup(inner)
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert isinstance(inner[0], FSDPModule) is shard
+        if policy:
+            bs.wrap(model, policy, min_nbytes=0)
+        losses = []
+        for step in range(STEPS):
+            loss = loss_of(model(batch(step, dist.get_rank())))
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return outcome_of(losses, inner), bs.integrations.loop.session_of(model).report() if policy else None
+
+    return {
+        "DDP": compare(lambda policy: run(policy, shard=False)),
+        "FSDP2": compare(lambda policy: run(policy, shard=True)),
+    }
+
+
 def with_huggingface() -> dict[str, str]:
     under_torchrun()
     shard_on_cpu()
@@ -267,6 +302,7 @@ PROGRAMS = {
     "wrap": plain_loops,
     "accelerate": with_accelerate,
     "lightning": with_lightning,
+    "lightning.fabric": with_fabric,
     "transformers": with_huggingface,
 }
 
