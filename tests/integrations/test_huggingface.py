@@ -297,6 +297,23 @@ def test_a_compiled_trainer_is_warned_of_and_gives_the_same_bits(tmp_path: Path)
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_model_that_is_compiled_with_a_policy_gives_the_same_bits(tmp_path: Path) -> None:
+    """What the warning recommends."""
+    found = []
+    backend = bs.compile_backend("lossless", min_nbytes=0)
+    for chosen in ("aot_eager", backend):
+        torch._dynamo.reset()
+        compiled = trainer(tmp_path, max_steps=2)
+        compiled.model.compile(backend=chosen)
+        train(compiled)
+        found.append(outcome(compiled))
+    assert_equal_bits(*found)
+    assert backend.report().ratio > 1
+    torch._dynamo.reset()
+
+
 def test_a_model_that_is_wrapped_before_the_trainer_gets_it(tmp_path: Path) -> None:
     plain, wrapped = trainer(tmp_path), trainer(tmp_path)
     found: nn.Module = bs.wrap(wrapped.model, min_nbytes=0)

@@ -117,7 +117,8 @@ def attach(
         warnings.warn(
             f"dynamo_backend={accelerator.state.dynamo_plugin.backend.value!r}: a compiled model saves its tensors "
             f"inside the compiled graph, where a Session does not see them, so little will be stored smaller. "
-            f"Gradients are the same. To store them under a Session, leave dynamo_backend out.",
+            f"Gradients are the same. Leave dynamo_backend out, and either leave it at that, or call "
+            f"model.compile(options=backstash.compile_options()) before prepare in place of attach.",
             stacklevel=2,
         )
     loop.wrap(model, policy, budget=budget, **options)
