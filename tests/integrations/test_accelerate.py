@@ -26,7 +26,12 @@ from backstash.integrations.accelerate import Attachment, attach
 @pytest.fixture(autouse=True)
 def _accelerate_forgets() -> Iterator[None]:
     """Accelerate keeps its settings for the whole process."""
+    forget()
     yield
+    forget()
+
+
+def forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

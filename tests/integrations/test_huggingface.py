@@ -43,10 +43,12 @@ class Noting(GPT2LMHeadModel):
         return found
 
 
-def model() -> Noting:
+def model(layers: int = 2) -> Noting:
     torch.manual_seed(1)
     return Noting(
-        GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=WORDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0)
+        GPT2Config(
+            n_layer=layers, n_embd=32, n_head=2, vocab_size=WORDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
+        )
     )
 
 
@@ -56,7 +58,7 @@ def examples(count: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": text, "labels": text} for text in tokens]
 
 
-def trainer(folder: Path, kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
+def trainer(folder: Path, kind: type[Trainer] = Trainer, layers: int = 2, **settings: Any) -> Trainer:
     arguments = TrainingArguments(
         str(folder),
         **{
@@ -71,7 +73,7 @@ def trainer(folder: Path, kind: type[Trainer] = Trainer, **settings: Any) -> Tra
             **settings,
         },
     )
-    made = kind(model(), arguments, train_dataset=examples(16), eval_dataset=examples(4))
+    made = kind(model(layers), arguments, train_dataset=examples(16), eval_dataset=examples(4))
     made.pop_callback(transformers.PrinterCallback)
     return made
 
@@ -284,7 +286,7 @@ def test_wrong_arguments_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks:UserWarning")
 def test_a_compiled_trainer_is_warned_of_and_gives_the_same_bits(tmp_path: Path) -> None:
-    settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2, "layers": 1}
     torch._dynamo.reset()
     plain = trainer(tmp_path, **settings)
     train(plain)
@@ -305,7 +307,7 @@ def test_a_model_that_is_compiled_with_a_policy_gives_the_same_bits(tmp_path: Pa
     backend = bs.compile_backend("lossless", min_nbytes=0)
     for chosen in ("aot_eager", backend):
         torch._dynamo.reset()
-        compiled = trainer(tmp_path, max_steps=2)
+        compiled = trainer(tmp_path, max_steps=2, layers=1)
         compiled.model.compile(backend=chosen)
         train(compiled)
         found.append(outcome(compiled))

@@ -143,8 +143,8 @@ def attach(
     if trainer.args.torch_compile:
         warnings.warn(
             "torch_compile=True: a compiled model saves its tensors inside the compiled graph, where a Session does "
-            "not see them, so little will be stored smaller. Gradients are the same. Set torch_compile=False, and either "
-            "leave it at that, or call model.compile(options=backstash.compile_options()) in place of attach.",
+            "not see them, so little will be stored smaller. Gradients are the same. Set torch_compile=False, and "
+            "either leave it at that, or call model.compile(options=backstash.compile_options()) in place of attach.",
             stacklevel=2,
         )
     attachment = Attachment(trainer, session_for(policy, budget, **options), asked, print_report)
