@@ -14,6 +14,7 @@ import pytest
 import torch
 from integration_checks import (
     FEATURES,
+    ROWS,
     Noting,
     assert_equal_bits,
     batches,
@@ -28,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 import backstash as bs
 from backstash.errors import IntegrationError, SessionError, UnknownNameError
 from backstash.integrations.loop import session_of
+from backstash.planning.plan import plan
+from backstash.planning.profiling import profile
 
 X = batches(1)[0][0]
 
@@ -216,6 +219,27 @@ def test_a_pickle_and_a_saved_model_are_loaded_wrapped() -> None:
         assert session_of(other).report().ratio > 1
 
 
+def test_a_plan_from_a_budget_is_a_policy() -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(4)
+        convolution = nn.Conv2d(1, 16, 3, padding=1)
+        return nn.Sequential(
+            convolution, nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 36, 5)
+        )
+
+    x = torch.randn(ROWS, 1, 12, 12)
+    model = make()
+    made = plan(profile(lambda: model(x).square().mean().backward(), model), "90%")
+    bs.wrap(model, made)
+    expected = make()
+    for trained in (expected, model):
+        trained(x).square().mean().backward()
+    assert_equal_bits(*([p.grad for p in trained.parameters()] for trained in (expected, model)))
+    assert made.unknown == ()
+    assert session_of(model).report().ratio > 1
+    assert session_of(copy.deepcopy(model)).policy is not made
+
+
 def test_a_wrapped_model_is_freed_when_its_last_reference_goes() -> None:
     model = bs.wrap(network(), min_nbytes=0)
     train(model)
@@ -258,7 +282,7 @@ def test_wrong_arguments_raise_at_once() -> None:
     model = network()
     with pytest.raises(UnknownNameError):
         bs.wrap(model, "losless")
-    with pytest.raises(IntegrationError, match=r"budget='6GiB' was asked for.*name a policy"):
+    with pytest.raises(IntegrationError, match=r"budget='6GiB' was asked for.*pass the plan as the policy"):
         bs.wrap(model, budget="6GiB")
     with pytest.raises(TypeError):
         bs.wrap(model, colour="blue")

@@ -88,7 +88,7 @@ def attach(
         accelerator: the accelerator.
         model: the model that ``accelerator.prepare`` has returned.
         policy: a policy's name or a Policy.
-        budget: None. A plan from a budget cannot be made yet.
+        budget: None. A plan that was made from a budget is a policy.
         options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``.
 
     Returns:

@@ -24,7 +24,7 @@ def session_for(policy: str | Policy, budget: int | str | None = None, **options
 
     Args:
         policy: a policy's name or a Policy.
-        budget: bytes, or text such as ``"6GiB"``. Only None can be served.
+        budget: bytes, or text such as ``"6GiB"``. Only None can be served: a plan from a budget is a policy.
         options: further arguments of :class:`~backstash.Session`.
 
     Raises:
@@ -33,8 +33,10 @@ def session_for(policy: str | Policy, budget: int | str | None = None, **options
     """
     if budget is not None:
         raise IntegrationError(
-            f"budget={budget!r} was asked for, but this backstash cannot make a plan from a budget yet. Leave budget "
-            f"out and name a policy; `backstash compare` shows the peak of each."
+            f"budget={budget!r} was asked for, but an integration cannot profile a step by itself. Profile one, "
+            f"and pass the plan as the policy: with profile from backstash.planning.profiling and plan from "
+            f"backstash.planning.plan, policy=plan(profile(step, model), budget). "
+            f"For a whole script, `backstash run --budget` does both."
         )
     return Session(policy, **options)
 

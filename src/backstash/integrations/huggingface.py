@@ -113,7 +113,7 @@ def attach(
     Args:
         trainer: the trainer, before or after it has trained.
         policy: a policy's name or a Policy.
-        budget: None. A plan from a budget cannot be made yet.
+        budget: None. A plan that was made from a budget is a policy.
         print_report: whether the first process prints the report when training ends.
         options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``.
 

@@ -35,7 +35,7 @@ class BackstashCallback(Callback):  # type: ignore[misc]
 
     Args:
         policy: a policy's name or a Policy.
-        budget: None. A plan from a budget cannot be made yet.
+        budget: None. A plan that was made from a budget is a policy.
         print_report: whether the first process prints the report when training ends.
         options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``.
 

@@ -93,7 +93,7 @@ def wrap(model: Model, policy: str | Policy = "lossless", *, budget: int | str |
             parameters, its hooks and its state dict stay what they are. A deep copy, and what is loaded from a pickle,
             is wrapped as well and has a Session of its own.
         policy: a policy's name or a Policy.
-        budget: None. A plan from a budget cannot be made yet.
+        budget: None. A plan that was made from a budget is a policy.
         options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``.
 
     Returns:
