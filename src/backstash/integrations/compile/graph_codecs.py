@@ -105,7 +105,7 @@ class Integers:
 
 
 @dataclass(frozen=True)
-class Tests:
+class Sides:
     """Which side of a threshold each element is on, as in codecs.Bitmask.
 
     A graph cannot look whether there is a NaN. Where NaN must stay NaN there is a second bit in any case.
@@ -200,7 +200,7 @@ def _singles(form: Callable[[Any], GraphCodec]) -> Callable[[Any, Facts], GraphC
 
 
 FORMS: dict[type[Any], Callable[[Any, Facts], GraphCodec | str]] = {
-    Bitmask: lambda codec, facts: Tests(codec.mask),
+    Bitmask: lambda codec, facts: Sides(codec.mask),
     Narrow: _narrow,
     Minifloat: _singles(lambda codec: GraphMinifloat(codec.format, codec.group_size)),
     BlockQuant: _singles(
