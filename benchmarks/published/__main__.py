@@ -22,6 +22,7 @@ _ABOUT = {
     "cdma": "bytes that would cross a link, by codec: `backstash bench cdma`",
     "comet": "ratios, accuracy and time under bounds that follow the gradients: `backstash bench comet`",
     "comet-error": "whole errors of weight gradients, predicted and measured: `python -m benchmarks.comet_error`",
+    "compile": "compiled graphs, plain and treated: bytes saved, peaks, times: `python -m benchmarks.compile`",
     "density": "the share of zeros from which CSR is smaller than a bit mask: `backstash bench density`",
     "disk": "speed of the disk store beside dd: `backstash bench disk`",
     "examples": "the examples with and without backstash: `python -m benchmarks.examples`",

@@ -279,6 +279,31 @@ def step_overhead() -> str:
     return f"[{path.name}](results:{path.name}). {machine_line(_STEPTIME)}\n\n{table(header, rows)}"
 
 
+_COMPILE = "compile-cpu"
+
+
+def compiled() -> str:
+    """Bytes saved and peaks of compiled graphs; a notice until they have been measured."""
+    if _COMPILE not in kinds():
+        return "Not measured yet. The command is `python -m benchmarks.compile`."
+    found = load(_COMPILE)
+    rows = [
+        (
+            case_title(measured["case"]),
+            row["candidate"],
+            f"{row['saved_nbytes'] / 2**20:.1f}",
+            f"{row['peak_nbytes'] / 2**20:.1f}",
+            f"{row['error']:.2g}" if row["error"] else "equal bits",
+        )
+        for measured in found["measured"]
+        for row in measured["rows"]
+    ]
+    header = ("network", "", "MiB after forward", "MiB at the peak", "gradient, from compiled plain")
+    path = newest(_COMPILE)
+    remark = f" {found['remark']}" if found["remark"] else ""
+    return f"[{path.name}](results:{path.name}). {machine_line(_COMPILE)}{remark}\n\n{table(header, rows)}"
+
+
 def ground() -> str:
     """Facts about the machine that decisions rest on."""
     rows = [
@@ -295,6 +320,7 @@ def ground() -> str:
 
 
 TABLES = {
+    "compiled": compiled,
     "headline": headline,
     "picture": image,
     "peaks": peaks,

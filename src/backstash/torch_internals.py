@@ -212,13 +212,6 @@ def min_cut_partition(**settings: Any) -> Callable[..., tuple[torch.fx.GraphModu
     return partition
 
 
-def autograd_setting(name: str) -> Any:
-    """A setting of AOTAutograd (``torch._functorch.config``)."""
-    from torch._functorch import config
-
-    return getattr(config, name)
-
-
 def aot_eager_backend(partition: Callable[..., Any]) -> Callable[..., Any]:
     """The backend ``aot_eager`` with another partitioner. Imports Dynamo."""
     from torch._dynamo.backends.common import aot_autograd
@@ -238,6 +231,13 @@ def inductor_backend(patches: dict[str, Any]) -> Callable[..., Any]:
         return compile_fx(graph, inputs, config_patches=patches | keywords.pop("options", {}), **keywords)
 
     return backend
+
+
+def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
+    """The settings of Inductor that a mode of ``torch.compile`` stands for. Imports Inductor."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode, dynamic))
 
 
 def compile_counters() -> Any:

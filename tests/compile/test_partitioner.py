@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from backstash import Session, compile_backend, policies
 from backstash.errors import UnknownNameError
+from backstash.integrations.compile import patch_compile
+from backstash.integrations.compile.budget import parse_nbytes
 from backstash.policies.base import Keep, Policy, Rules
+from backstash.report.meter import CountedPeak
 from backstash.saved import Effect, Need, SavedTensor
 from benchmarks import networks
 
@@ -301,3 +305,80 @@ def test_bad_arguments() -> None:
         compile_backend("lossless", inner="eager")
     with pytest.raises(ValueError, match="min_nbytes"):
         compile_backend("lossless", min_nbytes=-1)
+
+
+def test_a_program_that_knows_nothing_of_it_is_treated(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def recorded(model: Any = None, **keywords: Any) -> Any:
+        seen.append(keywords)
+        return model
+
+    monkeypatch.setattr(torch, "compile", recorded)
+    with patch_compile("lossless", min_nbytes=0) as patched:
+        assert patched.report() is None
+        net = nn.Linear(2, 2)
+        torch.compile(net)
+        torch.compile(net, mode="max-autotune-no-cudagraphs", options=None)
+        torch.compile(net, backend="eager")
+        torch.compile(net, options={"custom_partitioner_fn": None})
+    assert torch.compile is recorded
+    first, second, other, own = seen
+    assert patched.options is not None
+    partitioner = patched.options["custom_partitioner_fn"]
+    assert first["options"]["custom_partitioner_fn"] is second["options"]["custom_partitioner_fn"] is partitioner
+    assert second["options"]["max_autotune"] is True
+    assert "mode" not in second
+    assert "options" not in other
+    assert own["options"] == {"custom_partitioner_fn": None}
+    assert "no graph with a backward pass" in str(patched.report())
+
+
+def test_a_budget_recomputes_and_rounds_only_as_far_as_it_must() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64)) for _ in range(3)))
+    x = torch.randn(256, 64)
+
+    def step(policy: Any, budget: Any) -> tuple[list[Tensor | None], Any]:
+        torch._dynamo.reset()
+        ours = compile_backend(policy, budget=budget, min_nbytes=0)
+        return gradients(model, loss_of(x), torch.compile(model, backend=ours, fullgraph=True)), ours.report()
+
+    plain, whole = step("keep", None)
+    found, report = step(policies.quantized(4), "1GiB")
+    assert differences(model, plain, found) == []
+    assert report.stash_nbytes == whole.stash_nbytes
+    assert any("it fits into the budget" in row.reason for row in report.rows)
+    estimated = [int(re.findall(r"a peak of (\d+)", note)[0]) for note in report.notes]
+    found, report = step(policies.quantized(4), 1000)
+    assert report.stash_nbytes < whole.stash_nbytes / 3
+    assert "No way was found to stay below the budget" in report.notes[0]
+    found, report = step("lossless", 1000)
+    assert differences(model, plain, found) == []
+    assert report.saved_nbytes <= whole.saved_nbytes
+    assert estimated
+
+
+def test_the_estimated_peak_is_near_the_counted_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(4096, 64)
+    ours = compile_backend("lossless", budget="1GiB", min_nbytes=0)
+    compiled = torch.compile(model, backend=ours, fullgraph=True)
+    gradients(model, lambda net: net(x).sum(), compiled)
+    model.zero_grad()
+    with CountedPeak() as counted:
+        compiled(x).sum().backward()
+    (estimated,) = re.findall(r"a peak of (\d+) MiB", ours.report().notes[0])
+    assert abs(int(estimated) - counted.peak_nbytes / 2**20) < 2.0
+
+
+@pytest.mark.parametrize("budget", [0, -1, "", "many", "3 parsecs", 1.5, True])
+def test_a_budget_that_is_none(budget: Any) -> None:
+    with pytest.raises(ValueError, match="budget="):
+        compile_backend("lossless", budget=budget)
+
+
+def test_budgets_are_read_as_people_write_them() -> None:
+    texts = {"600MiB": 600 << 20, "1.5 GiB": 3 << 29, "2e": None, "4096": 4096, "1 kB": 1000, 5: 5}
+    assert {text: parse_nbytes(text) for text in texts if text != "2e"} == {k: v for k, v in texts.items() if v}

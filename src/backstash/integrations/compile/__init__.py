@@ -7,6 +7,13 @@ graph and the decoding into the other (``rewrite.py``), as calls of aten operato
 ``graph_rounding.py``, ``layout.py``, ``emit.py``). ``account.py`` has the report, ``options.py`` what users call.
 """
 
-from backstash.integrations.compile.options import CompileBackend, CompileOptions, compile_backend, compile_options
+from backstash.integrations.compile.options import (
+    CompileBackend,
+    CompileOptions,
+    Patched,
+    compile_backend,
+    compile_options,
+    patch_compile,
+)
 
-__all__ = ["CompileBackend", "CompileOptions", "compile_backend", "compile_options"]
+__all__ = ["CompileBackend", "CompileOptions", "Patched", "compile_backend", "compile_options", "patch_compile"]

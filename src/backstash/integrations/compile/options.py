@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
+
+import torch
 
 from backstash import policies
 from backstash.integrations.compile.budget import parse_nbytes
 from backstash.integrations.compile.partitioner import Treatment
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Report
-from backstash.torch_internals import aot_eager_backend, inductor_backend, partitioner_base
+from backstash.torch_internals import aot_eager_backend, inductor_backend, mode_options, partitioner_base
 
 MIN_NBYTES = 16 << 10
 """Values smaller than this are kept, unless told otherwise."""
@@ -120,6 +123,53 @@ def compile_backend(
     return CompileBackend(treatment, inner, compiler)
 
 
+class Patched:
+    """What :func:`patch_compile` yields.
+
+    Attributes:
+        options: those that ``torch.compile`` is given; None as long as it has not been called.
+    """
+
+    options: CompileOptions | None = None
+
+    def report(self) -> Report | None:
+        """What became of the values that compiled graphs save; None if nothing was compiled."""
+        return None if self.options is None else self.options.report()
+
+
+@contextmanager
+def patch_compile(policy: str | Policy = "lossless", **settings: Any) -> Iterator[Patched]:
+    """Inside the context, whatever is compiled with Inductor is treated, in a program that knows nothing of it.
+
+    Args:
+        policy, settings: as for :func:`compile_options`.
+
+    Nothing of Dynamo or Inductor is imported before ``torch.compile`` is called. A call with another backend, or with
+    a partitioner of its own among its options, is left as it is.
+
+    Raises:
+        As :func:`compile_options`, when ``torch.compile`` is called.
+    """
+    patched, original = Patched(), torch.compile
+
+    def compile_treated(*args: Any, backend: Any = "inductor", **keywords: Any) -> Any:
+        given = dict(keywords.get("options") or {})
+        if backend == "inductor" and "custom_partitioner_fn" not in given and not keywords.get("disable"):
+            if patched.options is None:
+                patched.options = compile_options(policy, **settings)
+            mode = keywords.pop("mode", None)
+            if mode not in (None, "default"):  # torch takes a mode or options, and a mode stands for options
+                given = mode_options(mode, keywords.get("dynamic")) | given
+            keywords["options"] = given | patched.options
+        return original(*args, backend=backend, **keywords)
+
+    torch.compile = compile_treated
+    try:
+        yield patched
+    finally:
+        torch.compile = original
+
+
 def _treatment(policy: str | Policy, budget: int | str | None, min_nbytes: int | None, fuses: bool) -> Treatment:
     found = policies.get(policy)
     if min_nbytes is not None and (not isinstance(min_nbytes, int) or min_nbytes < 0):
@@ -155,4 +205,4 @@ def _partitioner_class() -> Callable[[Treatment], Any]:
     return Partitioner
 
 
-__all__ = ["CompileBackend", "CompileOptions", "compile_backend", "compile_options"]
+__all__ = ["CompileBackend", "CompileOptions", "Patched", "compile_backend", "compile_options", "patch_compile"]
