@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.published import claims, offloading, papers, steps
-from benchmarks.published import frameworks, offloading, papers, steps
+from benchmarks.published import claims, frameworks, offloading, papers, steps
 from benchmarks.published.results import FOLDER, ROOT, kinds, load, newest, started, table
 
 _TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- end -->)", re.DOTALL)
@@ -62,8 +61,7 @@ def files() -> str:
 
 def tables() -> Mapping[str, Callable[[], str]]:
     """Every table by name."""
-    return {**steps.TABLES, **offloading.TABLES, **papers.TABLES, **claims.TABLES, "files": files}
-    return {**steps.TABLES, **offloading.TABLES, **papers.TABLES, **frameworks.TABLES, "files": files}
+    return {**steps.TABLES, **offloading.TABLES, **papers.TABLES, **claims.TABLES, **frameworks.TABLES, "files": files}
 
 
 def numbers() -> Mapping[str, str]:
