@@ -16,6 +16,7 @@ from backstash import Session, compile_backend, policies
 from backstash.errors import UnknownNameError
 from backstash.integrations.compile import patch_compile
 from backstash.integrations.compile.budget import parse_nbytes
+from backstash.integrations.compile.effect import repeats
 from backstash.policies.base import Keep, Policy, Rules
 from backstash.report.meter import CountedPeak
 from backstash.saved import Effect, Need, SavedTensor
@@ -186,6 +187,33 @@ def test_networks_of_the_benchmarks(name: str) -> None:
     network = networks.build(name, 10)
     ratio = compare(network, loss_of(images(2, 32 if "cifar" in name else 64))).report().ratio
     assert ratio > {"googlenet": 1.2, "mobilenet_v2": 1.4, "resnet_cifar20": 1.0, "squeezenet1_1": 1.2}[name]
+
+
+def test_compiled_autograd(model: nn.Module) -> None:
+    expected = gradients(model, loss_of(images()), torch.compile(model, backend="aot_eager"))
+    torch._dynamo.reset()
+    treated = torch.compile(model, backend=compile_backend("lossless", min_nbytes=0))
+
+    @torch.compile(backend="aot_eager")
+    def run_backward(loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.manual_seed(3)
+        model.zero_grad()
+        run_backward(loss_of(images())(treated))
+    found = [parameter.grad for parameter in model.parameters()]
+    assert differences(model, expected[:-1], found) == []
+
+
+def test_a_comparison_behind_random_numbers_is_not_computed_again() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    random = graph.call_function(torch.ops.aten.rand_like.default, (x,))
+    sure = graph.call_function(torch.ops.aten.gt.Scalar, (graph.call_function(torch.ops.aten.neg.default, (x,)), 0))
+    unsure = graph.call_function(torch.ops.aten.gt.Tensor, (x, random))
+    assert repeats(sure)
+    assert not repeats(unsure)
 
 
 def test_a_value_that_the_program_holds_is_kept() -> None:

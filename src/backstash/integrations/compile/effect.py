@@ -9,6 +9,7 @@ anything else happens, of which the effect is not known.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,6 +141,8 @@ class _Walk:
         name, named = name_of(node), arguments_of(node)
         entry = name, argument
         if node.target in TESTS and node not in self._gradients:
+            if not repeats(node):
+                return UNKNOWN
             self.tests.add(node)
             return NONE
         if entry in NORMS:
@@ -192,6 +195,26 @@ class _Walk:
             # Two values as large as each other: what the other one is computed of is not looked at.
             return self.follow(node, _State(True, True))
         return self.follow(node, state)
+
+
+def repeats(node: fx.Node) -> bool:
+    """Whether the forward graph can compute what a node of the backward graph has, from what it hands over."""
+    waiting, seen = [node], set[fx.Node]()
+    while waiting:
+        each = waiting.pop()
+        if each in seen or each.op == "placeholder":
+            continue
+        seen.add(each)
+        is_plain = each.op == "call_function" and (callable_tags(each) is not None or each.target is operator.getitem)
+        if not is_plain or torch.Tag.nondeterministic_seeded in (callable_tags(each) or ()):
+            return False
+        waiting += each.all_input_nodes
+    return True
+
+
+def callable_tags(node: fx.Node) -> Any:
+    """The tags of an operator; None for a call of anything else."""
+    return getattr(node.target, "tags", None) if hasattr(node.target, "_schema") else None
 
 
 def worse(first: Found | None, second: Found) -> Found:
