@@ -35,6 +35,7 @@ _ABOUT = {
     "link": "times of a link with and without compression, simulated: `python -m benchmarks.link_times`",
     "nodes": "time of single nodes of the backward pass: `backstash bench nodes`",
     "peak": "counted and resident peaks, and what is alive at them: `backstash bench peak`",
+    "planner": "greedy plans beside exact ones, and time of the search: `python -m benchmarks.planner`",
     "steps": "times of steps, plain and under a policy: `backstash bench run`",
     "steptime": "times of steps of full networks under a Session: `backstash bench steptime`",
     "sz": "ratio and speed of the error-bounded coder, beside others: `backstash bench sz_table`",

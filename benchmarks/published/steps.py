@@ -326,6 +326,33 @@ def ground() -> str:
     return f"{machine_line('ground-cpu')}\n\n{table(header, rows)}"
 
 
+_PLANNER = "planner-cpu"
+
+
+def planner() -> str:
+    """What greedy and exact plans add to a step, by budget; a notice until it has been measured."""
+    if _PLANNER not in kinds():
+        return "Not measured yet. The command is `python -m benchmarks.planner`."
+    found = load(_PLANNER)
+    shares = [f"{budget['share']:g}" for budget in found["networks"][0]["budgets"]]
+    rows = []
+    for network in found["networks"]:
+        cells = []
+        for budget in network["budgets"]:
+            best = "?" if budget["exact"] is None else f"{budget['exact'] - 1:.1%}"
+            cells.append(f"{budget['greedy'] - 1:.1%} / {best}")
+        cells += [""] * (len(shares) - len(cells))
+        seconds = f"{network['search_seconds']:.1f} {MARK}"
+        rows.append((network["name"], f"{network['values']:,}", seconds, f"{network['lowest']:.3f}", *cells))
+    header = ("network", "values", "search, s", "least peak / plain's", *shares)
+    path = newest(_PLANNER)
+    about = (
+        "The columns on the right are budgets, from 0 (the least peak of the frontier) to 1 (the plain peak): time "
+        "that the plan adds to a step, greedy / exact. `?`: the exact solver did not end in two minutes."
+    )
+    return f"[{path.name}](results:{path.name}). {machine_line(_PLANNER)} {about}\n\n{table(header, rows)}"
+
+
 TABLES = {
     "compiled": compiled,
     "headline": headline,
@@ -337,4 +364,5 @@ TABLES = {
     "host-time": host_time,
     "ground": ground,
     "step-overhead": step_overhead,
+    "planner": planner,
 }

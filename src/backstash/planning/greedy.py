@@ -138,11 +138,17 @@ class _Climb:
         self.offers = Offers(model)
         self.search = Search(model)
         self.pool: list[Found] = []
-        self.work = 0.0
-        self.end = 0.0
+        self.work = self.end = 0.0
+        self.turn = 0
         count = len(model.base)
         self.blocks = np.unique(np.linspace(0, count - 1, min(count, BLOCKS)).astype(np.int64))
         self.alike = _alike(model)
+        self.by_birth: list[int] = np.argsort(model.born, kind="stable").tolist()
+        self.relatives: list[list[int]] = [[] for _ in self.by_birth]
+        for row, parents in enumerate(model.parents):
+            for parent in parents:
+                self.relatives[int(model.value_of[row])].append(parent)
+                self.relatives[parent].append(int(model.value_of[row]))
         self.random = np.random.default_rng(0)
         self._note()
 
@@ -217,7 +223,8 @@ class _Climb:
     def _faster(self, level: int, known: Found) -> Found:
         """Draws a stretch anew, and returns the solution if it fits into the level and is faster than a known one."""
         self._shake()
-        if self._lower(level, SOFTNESS[1], 1):
+        self.turn += 1
+        if self._lower(level, SOFTNESS[self.turn % 3], 1):
             self._relax(level)
             if self.search.seconds < known.seconds - 1e-9:
                 return self._note()
@@ -314,12 +321,10 @@ class _Climb:
                 self._set(value, old)
 
     def _shake(self) -> None:
-        """Changes the choices of a stretch of values, in the order of their births, at random."""
+        """Changes the choices of a few values at random: of a stretch of births, or of relatives by recipe."""
         model, random = self.model, self.random
-        count = len(model.nbytes)
-        start, width = int(random.integers(0, count)), int(random.integers(1, min(64, max(9, count // 3))))
         kind = int(random.integers(0, 4))
-        for value in self._by_birth[start : start + width].tolist():
+        for value in self._stretch() if random.random() < 0.6 else self._relatives():
             first, last = int(model.first[value]), int(model.first[value + 1])
             row = int(random.integers(first, last))
             if kind == 0:
@@ -334,9 +339,20 @@ class _Climb:
                 if self.search.error > self.max_error:
                     self._set(value, old)
 
-    @property
-    def _by_birth(self) -> Bytes:
-        return np.argsort(self.model.born, kind="stable")
+    def _stretch(self) -> list[int]:
+        """Draws values that were born one after the other."""
+        count = len(self.by_birth)
+        start, width = self.random.integers(0, count), self.random.integers(1, min(64, max(9, count // 3)))
+        return self.by_birth[int(start) : int(start + width)]
+
+    def _relatives(self) -> list[int]:
+        """Draws a value and those around it: what it may be remade from, and what may be remade from it."""
+        width = int(self.random.integers(2, 13))
+        found = [int(self.random.integers(0, len(self.by_birth)))]
+        for value in found:  # grows on the way
+            new = [other for other in self.relatives[value] if other not in found]
+            found += new[: width - len(found)]
+        return found
 
 
 def _alike(model: PeakModel) -> Bytes:
