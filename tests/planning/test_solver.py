@@ -150,3 +150,10 @@ def test_ten_thousand_values_are_searched() -> None:
     assert found[0].peak_nbytes < 0.3 * profile.plain_peak_nbytes
     for each in found[:: len(found) // 5]:
         assert model.evaluate(each.choices).peak_nbytes == each.peak_nbytes
+
+
+def test_the_exact_solver_does_not_pass_a_feasible_answer_off_as_the_best() -> None:
+    pytest.importorskip("scipy")
+    model = PeakModel(restrict(mobilenet(3, 16, 2), EXACT))
+    with pytest.raises(PlanError, match="Allow it more time, or use the greedy solver"):
+        exact(model, None, time_limit=1e-3)

@@ -96,9 +96,14 @@ def exact(
             peak if ``budget`` is None.
 
     Raises:
-        PlanError: scipy is not installed, or the solver found no answer in time.
+        PlanError: scipy is not installed, or the solver did not find the optimum in time.
     """
-    return _Program(model).solve(budget, max_error, time_limit, gap)
+    program, limit = _Program(model), budget
+    found = program.solve(limit, max_error, time_limit, gap)
+    while found is not None and budget is not None and limit is not None and found.peak_nbytes > budget:
+        limit -= found.peak_nbytes - budget  # the solver's tolerance is some bytes
+        found = program.solve(limit, max_error, time_limit, gap)
+    return found
 
 
 class _Program:
@@ -241,9 +246,9 @@ class _Program:
             constraints=LinearConstraint(matrix, [low for _, low, _ in rows], [high for _, _, high in rows]),
             options={"time_limit": time_limit, "mip_rel_gap": gap},
         )
-        if result.x is None:
-            if result.status == 2:
-                return None
+        if result.status == 2:
+            return None
+        if result.status != 0:
             raise PlanError(
                 f"the exact solver was asked for the best of {len(model.nbytes)} values in {time_limit} s, but it says "
                 f"{result.message}. Allow it more time, or use the greedy solver."

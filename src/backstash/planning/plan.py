@@ -150,7 +150,7 @@ class Plan(Policy):
         if not self._unknown:
             return ""
         asked = f"the plan {self.fingerprint} of {len(self.decisions)} values was asked for the values of a step"
-        if not self._met:
+        if not self._met and self._by_key.keys().isdisjoint(self._unknown):
             return (
                 f"{asked}, but knows none of them (the first is {next(iter(self._unknown))!r}): it was made for "
                 f"another model. They are treated by the policy lossless, so gradients are right and the budget is "
