@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from backstash import cli
+from backstash.integrations import allocator as allocators
+from backstash.integrations.allocator import Allocator
 from backstash.stash.ledger import Report
 
 Invoke = Callable[..., Any]
@@ -137,8 +139,11 @@ def test_a_module_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.Monke
         (("run", "-m", "no_such.module"), "but Python finds no module named 'no_such'"),
         (("run", "-m", "pkg/train.py"), "Give the name without .py and with dots"),
         (("run", "--report-json", "no/such/report.json", "{script}"), "the folder no/such is not there"),
-        (("run", "--allocator", "tcmallok", "{script}"), "the allocator 'tcmallok' was asked for, but that file does"),
-        (("run", "--allocator", "{script}", "{script}"), "but that file is no shared library"),
+        (
+            ("compare", "--allocator", "tcmallok", "{script}"),
+            "the allocator 'tcmallok' was asked for, but that file does",
+        ),
+        (("choose", "--allocator", "{script}", "{script}"), "but that file is no shared library"),
         (("compare", "--policies", "plain,fastest", "{script}"), "policy 'fastest' was asked for, but there are cdma"),
         (("compare", "not-there.py"), "backstash: the training script 'not-there.py' was asked for, but there is no"),
         (("compare", "--out", "{script}", "{script}"), "is a file"),
@@ -167,6 +172,20 @@ def test_it_runs_as_a_module(tmp_path: Path) -> None:
     assert done.stdout.startswith("__main__ ['--steps', '2']\n")
     advice = "page faults"  # on a machine where these cost much
     assert [line for line in done.stderr.splitlines() if advice not in line] == []
+
+
+def test_only_a_process_of_its_own_is_started_again(
+    script: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(allocators, "choose", lambda asked: Allocator("fast", "/opt/libfast.so"))
+    monkeypatch.setattr(os, "execve", lambda *asked: started.append(asked))
+    assert invoke("run", script).exit_code == 0 and not started
+    for program in ("/usr/bin/backstash", "/usr/lib/python/backstash/__main__.py"):
+        monkeypatch.setattr(sys, "argv", [program])
+        result = invoke("run", script)
+        assert "backstash: starting under fast (/opt/libfast.so)" in result.stderr
+        assert started.pop()[2]["LD_PRELOAD"].startswith("/opt/libfast.so")
 
 
 SPAWNING = """
