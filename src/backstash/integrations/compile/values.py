@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,10 +130,10 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    for prefix in ("L['self']", "L['fn']", "self", "fn"):
-        path = path.removeprefix(prefix)
-    return str(path).replace("_modules['", "").replace("']", "").strip(".")
+    path = str(list(stack.values())[-1][0])
+    # Dynamo writes where it found the model, such as L['self'] or L['fn'] for the compiled module itself.
+    path = re.sub(r"^L\['(self|fn|model)'\]|^(self|fn)\b", "", path)
+    return re.sub(r"L\['(\w+)'\]", r"\1", path).replace("._modules['", ".").replace("']", "").strip(".")
 
 
 def spec_of(x: torch.Tensor) -> TensorSpec:
