@@ -28,12 +28,19 @@ PAGES = [USE / name for name in ("quick-start.md", "choosing.md", "commands.md",
 MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
 
 DISTRIBUTED = """
+import os
 import torch
 import torch.distributed as dist
 
-dist.init_process_group("gloo") if "RANK" in __import__("os").environ else None
+rank = int(os.environ.get("RANK", "0"))
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
-model(torch.randn(512, 64)).sum().backward()
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+for _ in range(2):
+    model(torch.randn(512 * (1 + rank), 64)).sum().backward()
+if "RANK" in os.environ:
+    dist.destroy_process_group()
 """
 
 Invoke = Callable[..., Any]
@@ -83,7 +90,11 @@ def test_a_command_that_is_shown_works(command: str, invoke: Invoke, monkeypatch
         command_line = [sys.executable, "-m", MODULES[program], *args]
         done = subprocess.run(command_line, capture_output=True, text=True, check=False, env=environment)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("activations") == 1
+        assert done.stdout.count("activations") == 1  # one rank speaks
+        if program == "torchrun":
+            assert re.search(r"largest stash of 2 ranks: .* on rank 1; smallest .* on rank 0", done.stdout)
+            first, second = (json.loads(Path(name).read_text()) for name in ("report.json", "report.rank1.json"))
+            assert second["saved_nbytes"] > first["saved_nbytes"]
     else:
         assert program == "backstash"
         monkeypatch.setattr(codecs, "names", lambda: ("zvc", "bitmask"))  # doctor would check all of them

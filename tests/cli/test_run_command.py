@@ -231,36 +231,6 @@ def test_ctrl_c_ends_a_training_as_it_does_without_backstash(script: str) -> Non
     assert last == "KeyboardInterrupt"
 
 
-DISTRIBUTED = """
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()))
-for _ in range(2):
-    model(torch.randn(512 * (1 + rank), 64)).sum().backward()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_under_torchrun_rank_0_reports_the_largest_peak_of_all(tmp_path: Path) -> None:
-    path = tmp_path / "ranks.py"
-    path.write_text(DISTRIBUTED)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "backstash", "run", "--report-json", str(tmp_path / "report.json"), str(path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("activations") == 1  # one rank speaks
-    first, second = (json.loads((tmp_path / name).read_text()) for name in ("report.json", "report.rank1.json"))
-    assert second["saved_nbytes"] > first["saved_nbytes"]
-    (line,) = [line for line in done.stdout.splitlines() if "largest stash" in line]
-    assert "largest stash of 2 ranks" in line and "on rank 1; smallest" in line
-
-
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_the_command_line_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("backstash.cli.")]:
