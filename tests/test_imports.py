@@ -90,6 +90,7 @@ ALLOWED: dict[str, set[str]] = {
         "rewrites",
         "integrations",
         "planning.trace",
+        "planning.schedule",
     },
     "backstash": {
         "errors",
