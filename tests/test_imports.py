@@ -91,6 +91,7 @@ ALLOWED: dict[str, set[str]] = {
         "integrations",
         "planning.trace",
         "planning.schedule",
+        "planning.problem",
     },
     "backstash": {
         "errors",

@@ -1,0 +1,292 @@
+"""A plan as a page: one HTML file that fetches nothing, for reading in a browser and for sending to somebody.
+
+Figures are in their elements twice: as text for people, and exactly in ``value`` or ``data-v`` for programs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from backstash.planning.problem import Kind, StepProfile
+from backstash.report.plan_charts import Course, Hover, frontier_chart, legend, memory_chart, peak_bars
+from backstash.report.plan_layers import chosen, parts
+from backstash.report.plan_style import SCRIPT, STYLE
+from backstash.stash.tables import amount, ms
+
+if TYPE_CHECKING:
+    from backstash.planning.plan import Decision, Plan
+
+POINTS = 200
+"""Most points of the frontier that are drawn and listed."""
+
+LARGEST = 8
+"""Number of values that are listed under the peak."""
+
+REASONS = 3
+"""Most reasons that are shown in a row of several values."""
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""What the browser is told to allow: no request at all."""
+
+_KINDS: tuple[tuple[Kind, str], ...] = (
+    ("keep", "kept"),
+    ("encode", "encoded"),
+    ("recompute", "remade"),
+    ("offload", "moved"),
+)
+
+
+def plan_page(profile: StepProfile, plan: Plan, title: str = "A plan for a training step") -> str:
+    """Returns the page of a plan: charts of memory and of the frontier, and tables that can be sorted and searched.
+
+    It can be read without a script, in light and dark, on a telephone and on a wide screen.
+
+    Args:
+        profile: the profile of which the plan was made.
+        plan: the plan.
+        title: the heading, such as the name of the script that was planned.
+
+    Raises:
+        PlanError: the plan was made of another profile.
+    """
+    course = Course.of(profile, plan)
+    memory, under_memory = memory_chart(course, plan)
+    frontier, under_frontier = _frontier(plan)
+    under: dict[str, Hover] = {"memory": under_memory, "frontier": under_frontier}
+    data = json.dumps(under, separators=(",", ":")).replace("<", "\\u003c")  # so that no name ends the element
+    name = escape(title)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1">\n<title>{name}</title>\n'
+        f"<style>{STYLE}</style></head>\n<body><main>\n<h1>{name}</h1>\n{_facts(profile, plan)}\n{_tiles(plan)}\n"
+        f"<h2>Memory over the step</h2>\n{_caption(course, plan)}\n{legend(course)}{memory}\n"
+        f"<h2>What is alive at the peak</h2>\n{peak_bars(course)}{_largest(profile, plan, course)}\n"
+        f"<h2>What a smaller peak costs</h2>\n{frontier}\n"
+        f"<h2>Modules</h2>\n{_modules(plan.decisions)}\n"
+        f'<details class="wide"><summary>All {len(plan.decisions)} values</summary>\n{_values(plan)}</details>\n'
+        f'</main><script type="application/json" id="points">{data}</script><script>{SCRIPT}</script></body></html>\n'
+    )
+
+
+def _facts(profile: StepProfile, plan: Plan) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
+    facts = [f"device {profile.device}", profile.machine, versions, f"plan {plan.fingerprint}"]
+    return (
+        f'<p class="soft">All bytes are above the {amount(profile.held_nbytes)} that are held before the step. '
+        f"Allowed: {escape(', '.join(plan.allow) or 'nothing')}.</p>"
+        f'<p class="small">{escape("; ".join(fact for fact in facts if fact))}</p>'
+    )
+
+
+def _tiles(plan: Plan) -> str:
+    counts = Counter(decision.kind for decision in plan.decisions)
+    ways = ", ".join(f"{counts[kind]} {word}" for kind, word in _KINDS if counts[kind]) or "none"
+    less = f"{1 - plan.peak_nbytes / plan.plain_peak_nbytes:.0%} less" if plan.plain_peak_nbytes else ""
+    more = plan.seconds - plan.plain_seconds
+    share = f"plain {ms(plan.plain_seconds)}, {more / plan.plain_seconds:+.1%}" if plan.plain_seconds else ""
+    tiles = [
+        ("peak, plain", _bytes(plan.plain_peak_nbytes), "measured"),
+        ("peak, planned", _bytes(plan.peak_nbytes), "as in the plain step" if plan.is_empty else less),
+        ("budget", _bytes(plan.budget), ""),
+        ("step, planned", f'<data value="{plan.seconds!r}">{ms(plan.seconds)}</data>', share),
+        ("values", f'<data value="{len(plan.decisions)}">{len(plan.decisions)}</data>', ways),
+    ]
+    if plan.error:
+        tiles.append(
+            ("error of gradients", f'<data value="{plan.error!r}">{plan.error:.1e}</data>', "at most, relative")
+        )
+    found = "".join(f"<div><dt>{name}</dt><dd>{figure}<small>{note}</small></dd></div>" for name, figure, note in tiles)
+    return f'<dl class="tiles">{found}</dl>'
+
+
+def _caption(course: Course, plan: Plan) -> str:
+    text = "The functions of the forward pass and the nodes of the backward pass in their order, equally wide."
+    if plan.is_empty:
+        text += " The plain step fits into the budget, so nothing is done."
+    modelled = amount(max(course.plain)), amount(max(course.planned))
+    if modelled != (amount(plan.plain_peak_nbytes), amount(plan.peak_nbytes)):  # the plan's own are of steps that ran
+        text += f" The lines are the peak model's: at most {modelled[0]} plain, {modelled[1]} planned."
+    return f'<p class="small">{text}</p>'
+
+
+def _largest(profile: StepProfile, plan: Plan, course: Course) -> str:
+    """Returns a table of the values that hold the most at the planned peak."""
+    at = course.planned.index(max(course.planned))
+    held: Counter[int] = Counter()
+    for part in parts(profile, chosen(profile, plan)):
+        if part.start <= at <= part.last:
+            held[part.value] += part.nbytes
+    decisions = {decision.key: decision for decision in plan.decisions}
+    rows = []
+    for number, nbytes in held.most_common(LARGEST):
+        value = profile.values[number]
+        decision = decisions[value.key]
+        rows.append(
+            [
+                f'<td class="name">{escape(value.key)}</td>',
+                f'<td data-l="tensor">{escape(value.spec)}</td>',
+                f'<td data-l="what">{_chip(decision.kind, decision.choice)}</td>',
+                _number("there", nbytes, amount(nbytes)),
+            ]
+        )
+    if not rows:
+        return '<p class="small">No value that could be held otherwise is alive at the planned peak.</p>'
+    head = ("value", "tensor", "what is done", "bytes there")
+    return '<p class="at"><b>The largest values at the planned peak</b></p>' + _table("largest", head, rows, {3})
+
+
+def _frontier(plan: Plan) -> tuple[str, Hover]:
+    """Returns the chart of the frontier and its points as a table, or a sentence where there is nothing to choose."""
+    if len(plan.frontier) < 2:
+        return '<p class="small">There is one plan only: the plain step fits, or nothing else can be done.</p>', []
+    points = _thinned(plan)
+    chart, under = frontier_chart(plan, points)
+    rows = [
+        [
+            _number("peak", nbytes, amount(nbytes)),
+            f'<td class="n" data-l="step" data-v="{seconds!r}">{ms(seconds)}</td>',
+            f'<td data-l="plan">{"this plan" if seconds == plan.seconds else ""}</td>',
+        ]
+        for nbytes, seconds in points
+    ]
+    # Among these points the plan is found by its time: a peak that was reached in a trial is not the model's.
+    text = (
+        "Each point is the fastest plan that was found for its peak; the last one keeps everything. The dashed line is "
+        "the budget. The axes do not begin at zero."
+    )
+    table = _table("points-of-frontier", ("peak", "step", ""), rows, {0, 1})
+    return (
+        f'<p class="small">{text}</p>{chart}<details><summary>The {len(points)} points as a table</summary>{table}'
+        f"</details>",
+        under,
+    )
+
+
+def _thinned(plan: Plan) -> list[tuple[int, float]]:
+    """Returns at most so many points of the frontier, and the plan's own; the first and the last among them."""
+    points = plan.frontier
+    if len(points) <= POINTS:
+        return list(points)
+    numbers = {round(number * (len(points) - 1) / (POINTS - 1)) for number in range(POINTS)}
+    numbers |= {number for number, (_, seconds) in enumerate(points) if seconds == plan.seconds}
+    return [points[number] for number in sorted(numbers)]
+
+
+def _modules(decisions: Iterable[Decision]) -> str:
+    """Returns the table of modules; paths that differ in numbers only share a row if the same ops save in them."""
+    modules: dict[str, list[Decision]] = defaultdict(list)
+    for decision in decisions:
+        modules[decision.module].append(decision)
+    folded: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for module, found in modules.items():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
+        folded[pattern, tuple(decision.op for decision in found)].append(module)
+    rows = []
+    for (pattern, _), members in folded.items():
+        found = [decision for module in members for decision in modules[module]]
+        saved, held = sum(each.nbytes for each in found), sum(each.held_nbytes for each in found)
+        name = escape(members[0]) or "outside modules"
+        if len(members) > 1:
+            each = "".join(f"<li>{escape(module)}: {_change(modules[module])}</li>" for module in members)
+            name = f"<details><summary>{escape(pattern)} ({len(members)})</summary><ul>{each}</ul></details>"
+        rows.append(
+            [
+                f'<td class="name">{name}</td>',
+                _number("values", len(found), str(len(found))),
+                _number("saved", saved, amount(saved)),
+                _number("held", held, amount(held)),
+                f'<td data-l="what">{_ways(found)}</td>',
+                _time(sum(each.seconds for each in found)),
+                f'<td data-l="why">{escape(_reasons(found))}</td>',
+            ]
+        )
+    head = ("modules", "values", "saved", "held", "what is done", "adds", "why")
+    return (
+        '<p class="small">Repeated blocks share a row, which opens. <i>held</i>: bytes between forward and backward; '
+        "<i>adds</i>: time added to a step.</p>"
+        + _tools("modules", "search: attn recompute")
+        + _table("modules", head, rows, {1, 2, 3, 5}, is_sortable=True)
+    )
+
+
+def _values(plan: Plan) -> str:
+    rows = [
+        [
+            f'<td class="name">{escape(each.key)}</td>',
+            f'<td data-l="tensor">{escape(each.spec)}</td>',
+            _number("saved", each.nbytes, amount(each.nbytes)),
+            _number("held", each.held_nbytes, amount(each.held_nbytes)),
+            f'<td data-l="what">{_chip(each.kind, each.choice)}</td>',
+            _time(each.seconds),
+            f'<td data-l="why">{escape(each.reason)}</td>',
+        ]
+        for each in plan.decisions
+    ]
+    head = ("value", "tensor", "saved", "held", "what is done", "adds", "why")
+    return _tools("values", "search: h.0 softmax") + _table("values", head, rows, {2, 3, 5}, is_sortable=True)
+
+
+def _change(found: Sequence[Decision]) -> str:
+    saved, held = sum(each.nbytes for each in found), sum(each.held_nbytes for each in found)
+    counts = Counter(each.choice for each in found)
+    ways = ", ".join(f"{choice} {count}" if count > 1 else choice for choice, count in counts.items())
+    return f"{amount(saved)} to {amount(held)} ({escape(ways)})"
+
+
+def _ways(found: Sequence[Decision]) -> str:
+    counts = Counter((each.kind, each.choice) for each in found)
+    return "".join(
+        _chip(kind, f"{choice} {count}" if len(found) > 1 else choice) for (kind, choice), count in counts.items()
+    )
+
+
+def _reasons(found: Sequence[Decision]) -> str:
+    """Returns the reasons of the values that take the most bytes."""
+    bytes_of: Counter[str] = Counter()
+    for decision in found:
+        if decision.reason:
+            bytes_of[f"{decision.choice}: {decision.reason}" if len(found) > 1 else decision.reason] += decision.nbytes
+    reasons = [reason for reason, _ in bytes_of.most_common(REASONS)]
+    more = len(bytes_of) - len(reasons)
+    return "; ".join([*reasons, f"and {more} more"] if more else reasons)
+
+
+def _chip(kind: str, text: str) -> str:
+    return f'<span class="chip"><i class="{escape(kind)}"></i>{escape(text)}</span>'
+
+
+def _bytes(nbytes: int) -> str:
+    return f'<data value="{nbytes}">{amount(nbytes)}</data>'
+
+
+def _number(label: str, figure: int, text: str) -> str:
+    return f'<td class="n" data-l="{label}" data-v="{figure}">{text}</td>'
+
+
+def _time(seconds: float) -> str:
+    return f'<td class="n" data-l="adds" data-v="{seconds!r}">{ms(seconds) if seconds else "0"}</td>'
+
+
+def _tools(table: str, example: str) -> str:
+    return (
+        f'<div class="tools"><input type="search" data-table="{table}" placeholder="{example}" '
+        f'aria-label="search"><output class="small"></output></div>'
+    )
+
+
+def _table(
+    name: str, head: Sequence[str], rows: Iterable[Sequence[str]], numeric: set[int], is_sortable: bool = False
+) -> str:
+    """Returns a table of cells that are HTML already; a narrow window shows each row as a card."""
+    kind = "cards sortable" if is_sortable else "cards"
+    heads = "".join(
+        f'<th scope="col"{" class=n" if number in numeric else ""}>{text}</th>' for number, text in enumerate(head)
+    )
+    body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return f'<table class="{kind}" id="{name}"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
