@@ -3,7 +3,7 @@
 For each case, in this order:
 
 1. Every candidate compiles and takes two steps from the same weights, data and dropout. The gradients of the exact
-   candidates must have the bits of compiled plain's; otherwise the run fails.
+   candidates must have the bits of compiled plain's; otherwise the run says so and fails, and its table shows it.
 2. Saved bytes: between forward and backward, every distinct memory that autograd holds, parameters excluded.
 3. The counted peak of a step (report.meter.CountedPeak): every byte that torch allocates, above those before the step.
 4. The rounds: each candidate's step once per round, each round in another order; median and quartiles.
@@ -38,13 +38,13 @@ FORMAT = 1
 """Version of the JSON's layout."""
 
 CASES = (
-    Case("vgg_small", "vgg_small", 32, 32),
+    Case("resnet_cifar20", "resnet_cifar20", 32, 32),
     Case("resnet18", "resnet18", 8, 112),
     Case("gpt2", "gpt2", 2, 256, needs="transformers"),
     Case("resnet50", "resnet50", 8, 224),
     Case("gpt2-50257_words", "gpt2_words", 2, 512, needs="transformers"),
 )
-DEFAULT = ("vgg_small", "resnet18", "gpt2")
+DEFAULT = ("resnet_cifar20", "resnet18", "gpt2")
 
 BUDGETS = (0.5, 0.3, 0.1)
 """Settings of torch's activation_memory_budget."""
@@ -199,8 +199,6 @@ def measure(case: Case, effort: Effort, only: Sequence[str] = ()) -> list[Row]:
         effort: how many rounds.
         only: names of candidates to measure beside compiled plain; all if empty.
 
-    Raises:
-        ValueError: an exact candidate's gradients do not have the bits of compiled plain's.
     """
     state = {name: value.clone() for name, value in build(case, "cpu").model.state_dict().items()}
     runners: list[Runner] = []
@@ -216,10 +214,6 @@ def measure(case: Case, effort: Effort, only: Sequence[str] = ()) -> list[Row]:
         gradients = runner.gradients()
         exact = exact or gradients
         off = error(gradients, exact)
-        if candidate.is_exact and off != 0.0:
-            raise ValueError(
-                f"{case}: {candidate.name} was to have the bits of compiled plain, but is off by {off:.3g}"
-            )
         facts[candidate.name] = runner.saved_nbytes(), runner.peak_nbytes(), off
         print(f"  {candidate.name}: {facts[candidate.name]}, {runner.compile_seconds:.0f} s to compile", flush=True)
         if not runners:
@@ -275,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     chosen = [case for case in CASES if case.name in (asked.case or DEFAULT)]
     results = Results("compile", asked.json, arguments, format=FORMAT, cases=chosen, remark=asked.remark)
-    measured = []
+    measured: list[dict[str, Any]] = []
     for case in chosen:
         absent = case.absent()
         print(f"\n{case}" if absent is None else f"\n{case}: skipped, {absent}", flush=True)
@@ -285,8 +279,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measured.append({"case": case, "rows": rows, "load_before": before, "load_after": load()})
             print(lines(rows), flush=True)
         results.write(measured=measured)
+    exact = {candidate.name for candidate in candidates() if candidate.is_exact}
+    off = [row.candidate for found in measured for row in found["rows"] if row.candidate in exact and row.error]
     print(results.close())
-    return 0
+    if off:
+        print(f"not the bits of compiled plain, but should be: {', '.join(off)}")
+    return int(bool(off))
 
 
 if __name__ == "__main__":
