@@ -19,6 +19,7 @@ from backstash.planning.outline import outline
 from backstash.planning.plan import Planner
 from backstash.planning.problem import StepProfile
 from backstash.planning.running import BudgetedRun, ProfiledRun, Within
+from backstash.report.plan_page import plan_page
 from backstash.stash.ledger import Report
 from backstash.stash.tables import amount
 
@@ -76,6 +77,7 @@ def plan(
     is_module: IsModule = False,
     allow: Allow = "lossless,recompute",
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.", show_default=False)] = None,
+    page: Annotated[Path | None, typer.Option(help="Write it as a page to this file.", show_default=False)] = None,
     quiet: Quiet = False,
 ) -> None:
     """Profile a training script, and show the fastest plan whose peak stays within a budget.
@@ -84,9 +86,12 @@ def plan(
     """
     with exits():
         parse_budget(budget, 1 << 30)
-        found = Planner(profiled(script, args or (), is_module), words(allow)).plan(size(budget))
+        step = profiled(script, args or (), is_module)
+        found = Planner(step, words(allow)).plan(size(budget))
     if out is not None:
         out.write_text(found.to_json() + "\n")
+    if page is not None:
+        page.write_text(plan_page(step, found, script), encoding="utf-8")
     if not quiet:
         typer.echo(f"\nbackstash: {script}\n{found.explain()}")
 

@@ -114,6 +114,8 @@ def run(
 def _show(script: str, launched: Launched, full: bool) -> None:
     """Prints the report, or in one line why there is none."""
     report = launched.report
+    if launched.compiled is not None:
+        typer.echo(f"\nbackstash: {script}, compiled graphs\n{launched.compiled}")
     if not report.rows:
         typer.echo(f"\nbackstash: {script}: {'; '.join(report.notes) or report.headline()}")
         return

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from backstash.errors import ScriptError
+from backstash.integrations.compile import patch_compile
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.stash.ledger import Report
@@ -33,11 +34,13 @@ class Launched:
         exit_code: the exit code that ``python script.py`` would have had.
         report: the Session's report. A script that failed has one as well.
         error: the exception that ended the script; None if it came to its end or called ``sys.exit``.
+        compiled: the report of the graphs that the script has compiled; None if there are none.
     """
 
     exit_code: int
     report: Report
     error: BaseException | None = None
+    compiled: Report | None = None
 
 
 def launch(
@@ -65,7 +68,7 @@ def launch(
     """
     require(script, is_module)
     ended_by: list[BaseException] = []
-    with Session(policy, min_nbytes=min_nbytes) as session:
+    with patch_compile(policy) as patched, Session(policy, min_nbytes=min_nbytes) as session:
 
         def note(error: BaseException) -> None:
             ended_by.append(error)
@@ -73,7 +76,7 @@ def launch(
                 failed(error, session.report())
 
         exit_code = execute(script, args, is_module=is_module, failed=note)
-    return Launched(exit_code, session.report(), ended_by[0] if ended_by else None)
+    return Launched(exit_code, session.report(), ended_by[0] if ended_by else None, patched.report())
 
 
 def execute(
