@@ -16,6 +16,7 @@ demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
 	$(BIN)/backstash compare examples/train_images.py --network vgg --batch 192 --steps 8 --out demo-results/vgg
 	$(BIN)/backstash compare examples/train_images.py --network resnet --batch 192 --steps 8 --out demo-results/resnet
+	$(BIN)/python examples/within_a_budget.py
 
 test: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m "not slow"
