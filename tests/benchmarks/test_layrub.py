@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from backstash.cli import commands
+from backstash.cli import benching, commands
 from benchmarks import deep, layrub
 from benchmarks.deep import Asked
 
@@ -79,6 +79,6 @@ def test_what_is_not_there() -> None:
         layrub.main(["--networks", "vgg17"])
     with pytest.raises(SystemExit):
         layrub.main(["--only", "speed"])
-    assert "layrub" in commands.BENCHES
+    assert "layrub" in benching.BENCHES
     result = CliRunner().invoke(commands.app, ["bench", "layrub", "--only", "speed"])
     assert result.exit_code == 2

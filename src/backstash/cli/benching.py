@@ -28,6 +28,10 @@ BENCHES = {
     "nodes": "time of single nodes of the backward pass, plain and under a Session",
     "hostcost": "processor time per saved tensor, beside identity hooks; growth with tensors that are kept",
     "steptime": "time of whole steps of full networks under a Session, beside identity hooks",
+    "frontier": "peak against the time of a step: plans for budgets beside checkpoints",
+    "planner": "greedy plans beside exact ones, and the time to make them",
+    "compile": "what compiled graphs save, beside activation_memory_budget",
+    "families": "fourteen families of transformers, with and without a Session",
     "sz_table": "ratio and speed of the error-bounded coder, beside others",
 }
 """The programs in the repository's folder benchmarks, by module, and what each measures."""
