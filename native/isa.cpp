@@ -49,6 +49,9 @@ Isa isa() { return chosen; }
 
 BS_EXPORT int bs_isa() { return int(bs::chosen); }
 
+// The number of the interface to the Python bindings (INTERFACE in library.py): one more whenever a signature changes.
+BS_EXPORT int bs_interface() { return 1; }
+
 // Caps the instruction set (for tests; not while a kernel runs). Returns what serves now, which may be less.
 BS_EXPORT int bs_set_isa(int cap) {
     bs::chosen = bs::at_most(bs::Isa(cap < 0 ? 0 : cap > 2 ? 2 : cap));

@@ -18,6 +18,12 @@ PATH = Path(__file__).with_name("libbackstash_native.so")
 ISAS = ("scalar", "avx2", "avx512")
 """Instruction sets by their codes (``native/isa.h``)."""
 
+INTERFACE = 1
+"""The number of the interface that the bindings beside this file expect (``native/isa.cpp``).
+
+A library that was built before a signature has changed has every function, and would read arguments in wrong places.
+"""
+
 HUGE_FROM = 4 << 20
 """Bytes from which huge pages are asked for: below, the memory comes from a heap that has been touched already."""
 
@@ -25,6 +31,7 @@ Signatures = dict[str, tuple[Any, list[Any]]]
 """C functions by their names: the type of the result, and those of the arguments."""
 
 _OWN: Signatures = {
+    "bs_interface": (c_int, []),
     "bs_isa": (c_int, []),
     "bs_set_isa": (c_int, [c_int]),
     "bs_compiler": (c_char_p, []),
@@ -51,6 +58,12 @@ def load() -> ctypes.CDLL | None:
         return None
     lib = ctypes.CDLL(str(PATH))
     _declare(lib, _OWN)
+    if lib.bs_interface() != INTERFACE:
+        raise OSError(
+            f"asked {PATH} for interface {INTERFACE}, but it has {lib.bs_interface()}: it was built from another version "
+            f"of backstash. Build it again: 'pip install' from the package's sources, or 'python setup.py build_native' "
+            f"in a clone."
+        )
     return lib
 
 
