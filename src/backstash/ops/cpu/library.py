@@ -60,9 +60,9 @@ def load() -> ctypes.CDLL | None:
     _declare(lib, _OWN)
     if lib.bs_interface() != INTERFACE:
         raise OSError(
-            f"asked {PATH} for interface {INTERFACE}, but it has {lib.bs_interface()}: it was built from another version "
-            f"of backstash. Build it again: 'pip install' from the package's sources, or 'python setup.py build_native' "
-            f"in a clone."
+            f"asked {PATH} for interface {INTERFACE}, but it has {lib.bs_interface()}: it was built from another "
+            f"version of backstash. Build it again: 'pip install' from the package's sources, or 'python setup.py "
+            f"build_native' in a clone."
         )
     return lib
 
