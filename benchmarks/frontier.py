@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import backstash as bs
 from backstash.errors import BudgetError
+from backstash.planning.plan import Planner
 from backstash.planning.record import record
 from benchmarks import cases
 from benchmarks.cases import SEED, Case, Workload
@@ -145,7 +146,7 @@ def checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
             del block.forward
 
 
-def candidates(workload: Workload, effort: Effort) -> tuple[dict[str, Candidate], float, float, int]:
+def candidates(workload: Workload) -> tuple[dict[str, Candidate], float, float, int]:
     """All candidates by name, the seconds of the profile and of all plans, and the smallest budget."""
     loss, blocks = workload.loss, blocks_of(workload.model)
     lossless = bs.Session("lossless")
@@ -166,10 +167,10 @@ def candidates(workload: Workload, effort: Effort) -> tuple[dict[str, Candidate]
     checkpoint_nbytes = peak(found["checkpoint"])
     budgets = {f"{share:.0%}": int(share * profile.plain_peak_nbytes) for share in SHARES}
     budgets["checkpoint's peak"] = checkpoint_nbytes
-    smallest = 0
+    planner, smallest = Planner(profile), 0
     for name, budget in budgets.items():
         try:
-            plan = bs.plan(profile, budget)
+            plan = planner.plan(budget)
         except BudgetError as error:
             smallest = error.smallest_nbytes
             plan = error.plan  # type: ignore[assignment]
@@ -218,7 +219,7 @@ def measure(case: Case, effort: Effort) -> Measured:
     """Measures all candidates on one network."""
     before = load()
     workload = cases.build(case, "cpu") if case.network.startswith("gpt2") else build(case)
-    compared, profile_seconds, plan_seconds, smallest = candidates(workload, effort)
+    compared, profile_seconds, plan_seconds, smallest = candidates(workload)
     gate(workload, compared)
     peaks = {name: peak(candidate) for name, candidate in compared.items()}
     with uncollected():
