@@ -251,7 +251,7 @@ def test_an_unknown_benchmark_names_the_known_ones() -> None:
     result = CliRunner().invoke(commands.app, ["bench", "speed"])
     assert result.exit_code == 2
     known = "gist, run, peak, kernels, density, gist_accuracy, allocator, disk, layrub, cdma, comet, nodes, hostcost"
-    known += ", steptime, sz_table"
+    known += ", steptime, frontier, planner, compile, families, sz_table"
     assert result.stderr == f"backstash: benchmark 'speed' was asked for, but there are {known}.\n"
     root = Path(benching.__file__).parents[3]
     assert all((root / "benchmarks" / f"{name}.py").is_file() for name in benching.BENCHES)

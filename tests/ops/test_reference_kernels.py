@@ -41,7 +41,7 @@ def test_the_reference_serves_alone_and_gives_the_same_bits() -> None:
     """Runs the step with the reference in a process of its own, and in this one with the kernels that serve here."""
     run = subprocess.run(
         [sys.executable, "-c", STEP],
-        env={**os.environ, "BACKSTASH_KERNELS": "reference"},
+        env={**os.environ, "BACKSTASH_KERNELS": "reference", "OMP_NUM_THREADS": "1"},  # as this process has
         capture_output=True,
         text=True,
         check=True,
