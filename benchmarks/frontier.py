@@ -125,10 +125,11 @@ def second_step(workload: Workload, candidate: Candidate) -> float:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The blocks that a user would put checkpoints around: the entries of the longest lists of equal modules."""
     named = [(module, type(module)) for module in model.modules()]
-    repeated = [kind for _, kind in named if sum(other is kind for _, other in named) >= 4]
+    lists_of = (nn.ModuleList, nn.Sequential)
+    repeated = [kind for _, kind in named if kind not in lists_of and sum(other is kind for _, other in named) >= 4]
     lists: list[list[nn.Module]] = []
     for module in model.modules():
-        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2
+        is_list = isinstance(module, lists_of) and len(module) >= 2
         if is_list and all(type(child) in repeated and len(list(child.modules())) > 3 for child in module.children()):
             lists.append(list(module.children()))
     return [block for found in lists for block in found]
