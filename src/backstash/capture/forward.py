@@ -181,7 +181,9 @@ class Forward:
         packed, self._packed = self._packed, []
         if not packed:
             return []
-        outside = {x.untyped_storage()._cdata for x in affected(SideEffect.CHANGES, (*args, results), kwargs)}
+        given = affected(SideEffect.CHANGES, (*args, results), kwargs)
+        plain = (x for x in given if type(x) in PLAIN and x.layout is torch.strided and not is_odd(x))
+        outside = {x.untyped_storage()._cdata for x in plain}
         found = []
         for number, saved in packed:
             x = saved.dense if saved.builtin and saved.is_plain and number >= 0 else None
