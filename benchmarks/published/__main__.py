@@ -29,6 +29,7 @@ _ABOUT = {
     "gist": "ratios, footprints and times of Gist's stages: `backstash bench gist`",
     "gist-accuracy": "accuracy with reduced precision: `backstash bench gist_accuracy`",
     "ground": "facts about the machine that decisions rest on: `python -m benchmarks.ground`",
+    "frontier": "peak against the time of a step, plans beside checkpoints: `backstash bench frontier`",
     "hostcost": "host time per saved tensor: `backstash bench hostcost`",
     "kernels": "speed of each CPU kernel: `backstash bench kernels`",
     "layrub": "memory and time when values are moved; networks too deep for their memory: `backstash bench layrub`",

@@ -353,7 +353,33 @@ def planner() -> str:
     return f"[{path.name}](results:{path.name}). {machine_line(_PLANNER)} {about}\n\n{table(header, rows)}"
 
 
+_FRONTIER = "frontier-cpu"
+
+
+def frontier() -> str:
+    """Peaks and times of plans beside checkpoints; a notice until it has been measured."""
+    if _FRONTIER not in kinds():
+        return "Not measured yet. The command is `python -m benchmarks.frontier`."
+    rows = []
+    for network in load(_FRONTIER)["networks"]:
+        for row in network["rows"]:
+            budget, predicted = row["budget_nbytes"], row["predicted_nbytes"]
+            rows.append(
+                (
+                    case_title(network["case"]),
+                    row["candidate"],
+                    "" if budget is None else mib(budget),
+                    "" if predicted is None else mib(predicted),
+                    mib(row["peak_nbytes"]),
+                    summary(row["times_plain"]),
+                )
+            )
+    header = ("network", "how", "budget, MiB", "predicted", "peak", "step, times plain's")
+    return f"{machine_line(_FRONTIER)}\n\n{table(header, rows)}"
+
+
 TABLES = {
+    "frontier": frontier,
     "compiled": compiled,
     "headline": headline,
     "picture": image,
