@@ -238,14 +238,14 @@ def _gpt2(case: Case, device: str) -> Workload:
         return functional.cross_entropy(model(tokens).logits.flatten(0, 1), following)
 
     def checkpointed_loss() -> Tensor:
-        with _recomputed(model.transformer.h):
+        with recomputed(model.transformer.h):
             return loss()
 
     return Workload(case, model, device, "random tokens", loss, checkpointed_loss, "4 layers")
 
 
 @contextmanager
-def _recomputed(blocks: Iterable[nn.Module]) -> Iterator[None]:
+def recomputed(blocks: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, each block runs in a checkpoint.
 
     Not by transformers' own switch: it leaves hooks on the embeddings, which plain PyTorch would then pay for too.

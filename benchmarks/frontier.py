@@ -15,26 +15,25 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import backstash as bs
 from backstash.errors import BudgetError
 from backstash.planning.plan import Planner
 from backstash.planning.record import record
-from benchmarks import cases
-from benchmarks.cases import SEED, Case, Workload
+from benchmarks import cases, steptime
+from benchmarks.cases import Case, Workload
 from benchmarks.machine import load
 from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
-from benchmarks.step_table import GateError, same_bits, uncollected
+from benchmarks.step_table import uncollected
 from benchmarks.steptime import CASES, build
 
 FORMAT = 1
@@ -89,37 +88,23 @@ class Measured:
     rows: tuple[Row, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A way to run the forward pass: ``loss`` inside ``context()``."""
+@dataclass(eq=False)
+class Candidate(steptime.Candidate):
+    """A way to run a step.
 
-    loss: Callable[[], Tensor]
-    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    Attributes:
+        loss: runs the forward pass; None for the network as it is.
+        plan: the plan that it runs under, if there is one.
+    """
+
+    loss: Callable[[], Tensor] | None = None
     plan: bs.Plan | None = None
 
-
-def step(workload: Workload, candidate: Candidate) -> float:
-    """Runs forward and backward, from gradients of zero; returns the seconds."""
-    for parameter in workload.model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.zero_()
-    torch.manual_seed(SEED)
-    started = time.perf_counter()
-    run(candidate)
-    return time.perf_counter() - started
-
-
-def run(candidate: Candidate) -> None:
-    """Runs forward and backward."""
-    with candidate.context():
-        loss = candidate.loss()
-    loss.backward()
-
-
-def second_step(workload: Workload, candidate: Candidate) -> float:
-    """Runs two steps; returns the seconds of the second."""
-    step(workload, candidate)
-    return step(workload, candidate)
+    def forward(self, workload: Workload) -> Tensor:
+        """Returns the loss."""
+        self.last = self.context()
+        with self.last:
+            return (self.loss or workload.loss)()
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -135,37 +120,24 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [block for found in lists for block in found]
 
 
-@contextmanager
-def checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, each of these blocks runs in a checkpoint."""
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del block.forward
-
-
 def candidates(workload: Workload) -> tuple[dict[str, Candidate], float, float, int]:
     """All candidates by name, the seconds of the profile and of all plans, and the smallest budget."""
-    loss, blocks = workload.loss, blocks_of(workload.model)
-    lossless = bs.Session("lossless")
+    blocks = blocks_of(workload.model)
     found = {
-        "plain": Candidate(loss),
-        "plain again": Candidate(loss),
-        "checkpoint": Candidate(workload.checkpointed_loss),
-        "save_on_cpu": Candidate(loss, torch.autograd.graph.save_on_cpu),
-        "lossless": Candidate(loss, lambda: lossless),
+        "plain": Candidate(nullcontext),
+        "plain again": Candidate(nullcontext),
+        "checkpoint": Candidate(nullcontext, loss=workload.checkpointed_loss),
+        "save_on_cpu": Candidate(torch.autograd.graph.save_on_cpu),
+        "lossless": Candidate(_opening(bs.Session("lossless"))),
     }
     if workload.checkpointed_loss is workload.loss:
-        found["checkpoint"] = Candidate(loss, lambda: checkpointed(blocks))
+        found["checkpoint"] = Candidate(lambda: cases.recomputed(blocks))
     if len(blocks) >= 4:
-        found["checkpoint, every second block"] = Candidate(loss, lambda: checkpointed(blocks[::2]))
+        found["checkpoint, every second block"] = Candidate(lambda: cases.recomputed(blocks[::2]))
     started = time.perf_counter()
-    profile = bs.profile(lambda: run(found["plain"]), workload.model)
+    profile = bs.profile(lambda: workload.loss().backward(), workload.model)
     profiled = time.perf_counter()
-    checkpoint_nbytes = peak(found["checkpoint"])
+    checkpoint_nbytes = peak(workload, found["checkpoint"])
     budgets = {f"{share:.0%}": int(share * profile.plain_peak_nbytes) for share in SHARES}
     budgets["checkpoint's peak"] = checkpoint_nbytes
     planner, smallest = Planner(profile), 0
@@ -178,42 +150,18 @@ def candidates(workload: Workload) -> tuple[dict[str, Candidate], float, float, 
             name = "smallest budget"
         if name == "smallest budget" and "plan, smallest budget" in found:
             continue
-        found[f"plan, {name}"] = Candidate(loss, partial(_reopened, bs.Session(plan)), plan)
+        found[f"plan, {name}"] = Candidate(_opening(bs.Session(plan)), plan=plan)
     return found, profiled - started, time.perf_counter() - profiled, smallest
 
 
-def _reopened(session: bs.Session) -> bs.Session:
-    return session
+def _opening(session: bs.Session) -> Callable[[], bs.Session]:
+    """Opens the same Session in each step."""
+    return lambda: session
 
 
-def peak(candidate: Candidate) -> int:
+def peak(workload: Workload, candidate: Candidate) -> int:
     """The counted peak of a step, after one step that warms up."""
-
-    def once() -> None:
-        run(candidate)
-
-    return record(once).peak_nbytes
-
-
-def gate(workload: Workload, compared: dict[str, Candidate]) -> None:
-    """Compares the gradients of each candidate with those of plain PyTorch, bit by bit.
-
-    Raises:
-        GateError: they differ.
-    """
-    reference: dict[str, Tensor] = {}
-    unstable: set[str] = set()
-    for name, candidate in compared.items():
-        for _ in range(2):
-            step(workload, candidate)
-            found = {key: value.grad for key, value in workload.model.named_parameters() if value.grad is not None}
-            if not reference:
-                reference = {key: gradient.clone() for key, gradient in found.items()}
-            differing = {key for key, gradient in found.items() if not same_bits(gradient, reference[key])}
-            if name.startswith("plain"):
-                unstable |= differing
-            elif differing - unstable:
-                raise GateError(f"{name}: {len(differing - unstable)} gradients of {workload.case} differ from plain's")
+    return record(lambda: candidate.forward(workload).backward()).peak_nbytes
 
 
 def measure(case: Case, effort: Effort) -> Measured:
@@ -221,10 +169,12 @@ def measure(case: Case, effort: Effort) -> Measured:
     before = load()
     workload = cases.build(case, "cpu") if case.network.startswith("gpt2") else build(case)
     compared, profile_seconds, plan_seconds, smallest = candidates(workload)
-    gate(workload, compared)
-    peaks = {name: peak(candidate) for name, candidate in compared.items()}
+    steptime.gate(workload, compared)
+    peaks = {name: peak(workload, candidate) for name, candidate in compared.items()}
     with uncollected():
-        seconds = interleave({name: partial(second_step, workload, one) for name, one in compared.items()}, effort)
+        seconds = interleave(
+            {name: partial(steptime.second_step, workload, one) for name, one in compared.items()}, effort
+        )
     rows = []
     for name, candidate in compared.items():
         ratios = [own / plain for own, plain in zip(seconds[name], seconds["plain"], strict=True)]

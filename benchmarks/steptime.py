@@ -27,7 +27,7 @@ import argparse
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -207,7 +207,7 @@ class Gated:
     unstable: tuple[str, ...]
 
 
-def gate(workload: Workload, compared: dict[str, Candidate]) -> Gated:
+def gate(workload: Workload, compared: Mapping[str, Candidate]) -> Gated:
     """Compares the gradients of each candidate's first steps with those of plain's first step, bit by bit.
 
     Args:

@@ -12,7 +12,7 @@ import typer
 from backstash.cli.endings import exits
 from backstash.cli.options import Arguments, IsModule, Quiet, Script
 from backstash.errors import PlanError
-from backstash.integrations.launcher import Launched, execute, require
+from backstash.integrations.launcher import Launched, execute, launch_under, require
 from backstash.planning.budget import parse_budget
 from backstash.planning.growth import Growth, growth
 from backstash.planning.outline import outline
@@ -39,7 +39,7 @@ Allow = Annotated[
     str,
     typer.Option(
         envvar="BACKSTASH_ALLOW",
-        help="What may be done: lossless, recompute, offload, bounded, or names of codecs, with commas between.",
+        help="What may be done: lossless, recompute, or names of codecs, with commas between.",
     ),
 ]
 
@@ -85,7 +85,7 @@ def plan(
     `run --plan FILE` runs the script under a plan that was written to a file.
     """
     with exits():
-        parse_budget(budget, 1 << 30)
+        parse_budget(size(budget), 1 << 30)
         step = profiled(script, args or (), is_module)
         found = Planner(step, words(allow)).plan(size(budget))
     if out is not None:
@@ -108,7 +108,7 @@ def estimate(
     All that a step allocates is taken to grow with the batch, but for the gradients of weights.
     """
     with exits():
-        parse_budget(budget, 1 << 30)
+        parse_budget(size(budget), 1 << 30)
         found = profiled(script, args or (), is_module)
         nbytes = parse_budget(size(budget), found.plain_peak_nbytes)
         times = growth(found, nbytes, words(allow))
@@ -143,22 +143,14 @@ def run_within(
     budget: str,
     allow: str,
     is_module: bool,
+    min_nbytes: int | None,
     failed: Callable[[BaseException, Report], None],
 ) -> tuple[Launched, Within]:
     """Runs a script whose first steps are profiled, and whose other steps stay within a budget."""
-    require(script, is_module)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    ended_by: list[BaseException] = []
-    with BudgetedRun(size(budget), words(allow)) as run:
-
-        def note(error: BaseException) -> None:
-            ended_by.append(error)
-            failed(error, run.report())
-
-        exit_code = execute(script, args, is_module=is_module, failed=note)
-        report = run.report()
-    return Launched(exit_code, report, ended_by[0] if ended_by else None), run.found
+    run = BudgetedRun(size(budget), words(allow), min_nbytes=min_nbytes)
+    return launch_under(run, script, args, is_module=is_module, failed=failed), run.found
 
 
 def said(within: Within) -> str:

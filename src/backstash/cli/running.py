@@ -90,9 +90,11 @@ def run(
 
     with exits():
         if budget is not None:
-            launched, within = run_within(script, args or (), budget, allow, is_module, failed)
+            launched, within = run_within(script, args or (), budget, allow, is_module, min_nbytes, failed)
+            planned = within.plan
         else:
-            chosen = policy if plan is None else Plan.from_json(plan.read_text())
+            planned = None if plan is None else Plan.from_json(plan.read_text())
+            chosen = policy if planned is None else planned
             launched = launch(script, args or (), chosen, is_module=is_module, min_nbytes=min_nbytes, failed=failed)
     report = launched.report
     for file, text in ((report_json, report.to_json()), (report_html, report.to_html())):
@@ -103,6 +105,8 @@ def run(
         _show(script, launched, full)
         if budget is not None:
             typer.echo(f"backstash: {said(within)}")
+        if planned is not None and planned.notice():
+            typer.echo(f"backstash: {planned.notice()}", err=True)
         for line in _peaks(rank, heard):
             typer.echo(f"backstash: {line}")
         advice = None if keep_memory else allocators.Usage.now().since(before).advice()

@@ -6,12 +6,13 @@ import builtins
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
+from typing import Protocol
 
 from backstash.errors import ScriptError
 from backstash.integrations.compile import patch_compile
@@ -67,16 +68,47 @@ def launch(
         UnknownNameError: no policy has that name.
     """
     require(script, is_module)
+    session = Session(policy, min_nbytes=min_nbytes)
+    with patch_compile(policy) as patched:
+        launched = launch_under(session, script, args, is_module=is_module, failed=failed)
+    return replace(launched, compiled=patched.report())
+
+
+class Run(AbstractContextManager[object], Protocol):
+    """What a script runs under: a Session, or what opens Sessions of its own."""
+
+    def report(self) -> Report:
+        """The report of the last step."""
+
+
+def launch_under(
+    run: Run,
+    script: str | Path,
+    args: Sequence[str] = (),
+    *,
+    is_module: bool = False,
+    failed: Callable[[BaseException, Report], None] | None = None,
+) -> Launched:
+    """Runs a script inside ``run``, from its first line to its last.
+
+    Args:
+        run: a context that reports.
+        script, args, is_module, failed: as for :func:`launch`.
+
+    Raises:
+        ScriptError: there is no such file or module.
+    """
+    require(script, is_module)
     ended_by: list[BaseException] = []
-    with patch_compile(policy) as patched, Session(policy, min_nbytes=min_nbytes) as session:
 
-        def note(error: BaseException) -> None:
-            ended_by.append(error)
-            if failed is not None:
-                failed(error, session.report())
+    def note(error: BaseException) -> None:
+        ended_by.append(error)
+        if failed is not None:
+            failed(error, run.report())
 
+    with run:
         exit_code = execute(script, args, is_module=is_module, failed=note)
-    return Launched(exit_code, session.report(), ended_by[0] if ended_by else None, patched.report())
+    return Launched(exit_code, run.report(), ended_by[0] if ended_by else None)
 
 
 def execute(

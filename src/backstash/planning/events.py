@@ -8,13 +8,14 @@ Note: [freed from before]
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from backstash.backward.accumulation import LINEAR
 from backstash.codecs.base import Encoded
@@ -62,6 +63,18 @@ class Notes:
         """Notes the memory that autograd reads, unless the tensor has none of its own."""
         if tensor.layout is torch.strided and type(tensor) is Tensor:
             note("read", address=_address(tensor), is_stored=is_stored)
+
+
+def memory_profiler() -> profile:
+    """A profiler of every allocation and release, which has not been started yet."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+
+
+def roots_of(profiled: profile) -> list[Event]:
+    """The outermost events of what a profiler has recorded."""
+    roots: list[Event] = profiled.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    return roots
 
 
 def note(event: str, **facts: Any) -> None:

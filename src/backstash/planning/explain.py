@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
+
+from backstash.stash.tables import folded, table
 
 if TYPE_CHECKING:
     from backstash.planning.plan import Decision, Plan
@@ -55,7 +56,7 @@ def explain(plan: Plan) -> str:
     head = ("value", "tensor", "what", "saved", "held", "adds", "why")
     rows = [_row(decision) for decision in plan.decisions]
     totals = ("modules", "values", "what", "saved", "held", "adds")
-    return "\n".join((summary(plan), "", _table(head, rows), "", _table(totals, _modules(plan.decisions))))
+    return "\n".join((summary(plan), "", *table(head, rows), "", *table(totals, _modules(plan.decisions))))
 
 
 def diff(plan: Plan, other: Plan) -> str:
@@ -75,7 +76,7 @@ def diff(plan: Plan, other: Plan) -> str:
         f"peak {size(plan.peak_nbytes)} -> {size(other.peak_nbytes)}, step {milliseconds(plan.seconds)} -> "
         f"{milliseconds(other.seconds)}"
     )
-    return f"{head}\n\n{_table(('value', 'what', 'held'), rows)}"
+    return "\n".join((head, "", *table(("value", "what", "held"), rows)))
 
 
 def html(plan: Plan) -> str:
@@ -97,21 +98,15 @@ def _modules(decisions: Iterable[Decision]) -> list[tuple[str, ...]]:
     blocks: dict[str, list[Decision]] = defaultdict(list)
     for decision in decisions:
         blocks[decision.module].append(decision)
-    folded: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
     for module, found in blocks.items():
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
-        folded[pattern, tuple(decision.choice for decision in found)].append(module)
+        pattern = folded(module)
+        alike[pattern, tuple(decision.choice for decision in found)].append(module)
     rows: list[tuple[str, ...]] = []
-    for (pattern, choices), modules in folded.items():
+    for (pattern, choices), modules in alike.items():
         found = [decision for module in modules for decision in blocks[module]]
         name = f"{pattern} ({len(modules)})" if len(modules) > 1 else modules[0] or "(outside)"
         what = ", ".join(f"{choice} {count}" if count > 1 else choice for choice, count in Counter(choices).items())
         sizes = size(sum(each.nbytes for each in found)), size(sum(each.held_nbytes for each in found))
         rows.append((name, str(len(found)), what, *sizes, milliseconds(sum(each.seconds for each in found))))
     return rows
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 
 from backstash.planning.problem import PlannedValue, StepProfile
-from backstash.stash.tables import amount, ms, table
+from backstash.stash.tables import amount, folded, ms, table
 
 _COLUMNS = ("saved", "encoded", "not remade", "remade in")
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def outline(profile: StepProfile, every_value: bool = False) -> str:
@@ -30,7 +28,7 @@ def outline(profile: StepProfile, every_value: bool = False) -> str:
         return "\n".join((head, "", *table(("value", "tensor", *_COLUMNS), rows, (2, 3, 4, 5))))
     groups: dict[str, list[PlannedValue]] = defaultdict(list)
     for value in profile.values:
-        groups[_NUMBER.sub("*", value.module)].append(value)
+        groups[folded(value.module)].append(value)
     largest = sorted(groups.items(), key=lambda item: -sum(value.nbytes for value in item[1]))
     rows = [(module or "(outside modules)", str(len(values)), *_facts(values)) for module, values in largest]
     return "\n".join((head, "", *table(("module", "values", *_COLUMNS), rows, (1, 2, 3, 4, 5))))

@@ -28,7 +28,7 @@ class Position:
 
     Attributes:
         name: name of the function or node, such as ``"conv2d"`` or ``"ConvolutionBackward0"``.
-        module: path of the module that it belongs to; ``""`` outside modules.
+        module: path of the module whose value it reads; ``""`` where it reads none that is planned.
         is_backward: whether it is a node of the backward pass.
         seconds: how long it takes in a plain step.
     """

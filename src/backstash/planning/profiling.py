@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as torch_profile
 
 from backstash.capture import modules
 from backstash.errors import MeasureError
+from backstash.planning.events import memory_profiler, roots_of
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.planning.record import record
 from backstash.planning.survey import Births, Found, KeepForSurvey, Survey
@@ -34,6 +34,7 @@ from backstash.session import MIN_NBYTES, Session
 from backstash.stash.buffers import release
 
 TIMED_STEPS = 3
+"""How many plain steps are timed."""
 
 
 def profile(
@@ -174,15 +175,9 @@ def _recorded(step: Callable[[], None], session: Session, watcher: Births) -> li
         step()
     release()
     gc.collect()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
-    with (
-        session.watched_by(watcher),
-        torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiled,
-        session,
-    ):
+    with session.watched_by(watcher), memory_profiler() as profiled, session:
         step()
-    events: list[Any] = profiled.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
-    return events
+    return roots_of(profiled)
 
 
 def profile_of(
@@ -232,9 +227,11 @@ def profile_of(
     for number, position in enumerate(line.positions):
         now += held[number]
         base.append(position.most_nbytes - now)
+    module_of = {read: value.module for value in values for read in value.reads}
     total = sum(each.seconds for each in line.positions) or 1.0
     positions = tuple(
-        Position(each.name or "let go", "", each.is_backward, each.seconds * seconds / total) for each in line.positions
+        Position(each.name or "let go", module_of.get(number, ""), each.is_backward, each.seconds * seconds / total)
+        for number, each in enumerate(line.positions)
     )
     resident = sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for m in models for p in m.parameters())
     return StepProfile(
@@ -243,6 +240,7 @@ def profile_of(
         tuple(values),
         peak_nbytes,
         resident,
+        machine=f"{platform.machine()}, {os.cpu_count()} processors, {torch.get_num_threads()} threads",
         device=device,
         versions={"torch": torch.__version__},
     )

@@ -7,17 +7,15 @@ the same record. A recorded step does exactly what it does without being recorde
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from backstash.errors import MeasureError
-from backstash.planning.events import Notes, Record
+from backstash.planning.events import Notes, Record, memory_profiler, roots_of
 from backstash.planning.trace import Buffer, Role, Trace
 from backstash.policies.base import Policy
 from backstash.session import MIN_NBYTES, Session
@@ -76,10 +74,9 @@ def record(
             once()
         release()  # so that the decode buffers are allocated inside the trace
         resident = [] if model is None else list(_resident(model))
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiled:
+        with memory_profiler() as profiled:
             once()
-    found = Record(profiled.profiler.kineto_results.experimental_event_tree(), device)  # type: ignore[union-attr]
+    found = Record(roots_of(profiled), device)
     if found.backward is None:
         raise MeasureError(
             "record was asked for the trace of a training step, but no autograd node ran in it. Call backward() in it."

@@ -17,31 +17,31 @@ Note: [between steps]
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as torch_profile
 
 from backstash.errors import BudgetError
 from backstash.planning.budget import parse_budget
-from backstash.planning.events import note
+from backstash.planning.events import memory_profiler, note, roots_of
 from backstash.planning.plan import Plan, Planner
 from backstash.planning.problem import StepProfile
 from backstash.planning.profiling import profile_of
 from backstash.planning.survey import Births, KeepForSurvey, Survey
 from backstash.planning.timeline import Timeline
-from backstash.policies import Policy
-from backstash.session import MIN_NBYTES, Session
+from backstash.session import Session
 from backstash.stash.ledger import Report
 from backstash.torch_internals import in_backward
+
+TIMED_STEPS = 100
+"""How many steps under a plan are timed at most."""
 
 MOST_PLANS = 5
 """How many plans are tried until one keeps the budget."""
@@ -76,18 +76,18 @@ class ProfiledRun:
     """Inside the ``with``, a step of this thread's training is profiled, once it is known what a step is.
 
     Args:
-        min_nbytes: smaller tensors are kept.
-        device: the type of the device whose memory counts.
+        min_nbytes: smaller tensors are kept; 16 KiB by default.
+        device: the type of the device whose memory counts; by default ``"cuda"`` where there is one.
 
     Attributes:
         profile: the profile of a step; None as long as there is none.
     """
 
-    def __init__(self, min_nbytes: int = MIN_NBYTES, device: str = "cpu") -> None:
-        self.min_nbytes, self.device = min_nbytes, device
+    def __init__(self, min_nbytes: int | None = None, device: str | None = None) -> None:
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.profile: StepProfile | None = None
         self._session = Session(KeepForSurvey(), min_nbytes=min_nbytes)
-        self._next: Policy | None = None
+        self._next: Plan | None = None
         self._end_cycle: Callable[[], None] = self._end_of_first
         self._seen = _Keys()
         self._cycles = self._period = 0  # backward passes so far, and in a step
@@ -144,11 +144,10 @@ class ProfiledRun:
         """Note: [between steps]."""
         if self._next is None or not torch.is_grad_enabled() or in_backward():
             return
-        policy, self._next = self._next, None
+        plan, self._next = self._next, None
         self._watching.close()
         self._session.__exit__(None, None, None)
-        self._session = Session(policy, min_nbytes=None if isinstance(policy, Plan) else self.min_nbytes)
-        self._watch(Births())
+        self._session = Session(plan)
         self._session.__enter__()
 
     def _watch(self, watcher: Births) -> None:
@@ -178,8 +177,7 @@ class ProfiledRun:
 
     def _count(self, then: Callable[[], None], watcher: Births) -> None:
         """Records a step (Note: [where a step begins]) with that watcher, and goes on with ``then``."""
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
-        self._recorded = torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+        self._recorded = memory_profiler()
         self._recorded.__enter__()
         self._cycles = 0
 
@@ -199,8 +197,7 @@ class ProfiledRun:
         if recorded is None:
             return []
         recorded.__exit__(None, None, None)
-        events: list[Any] = recorded.profiler.kineto_results.experimental_event_tree()
-        return events
+        return roots_of(recorded)
 
 
 class BudgetedRun(ProfiledRun):
@@ -224,24 +221,24 @@ class BudgetedRun(ProfiledRun):
         allow: Sequence[str] = ("lossless", "recompute"),
         *,
         max_error: float | None = 0.01,
-        min_nbytes: int = MIN_NBYTES,
-        device: str = "cpu",
+        min_nbytes: int | None = None,
+        device: str | None = None,
     ) -> None:
         super().__init__(min_nbytes, device)
         parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
         self.budget, self.allow, self.max_error = budget, allow, max_error
         self.found = Within()
+        self._planner: Planner | None = None
         self._margin = 0
 
     def profiled(self, profile: StepProfile) -> None:
         """Makes a plan, which is in force from the next step on."""
         self.found = replace(self.found, plain_nbytes=profile.plain_peak_nbytes, plain_seconds=profile.seconds)
-        self._make_plan()
+        self._planner = Planner(profile, self.allow, self.max_error)  # one search serves all plans
+        self._make_plan(self._planner)
 
-    def _make_plan(self) -> None:
-        assert self.profile is not None
-        planner = Planner(self.profile, self.allow, self.max_error)
-        budget = parse_budget(self.budget, self.profile.plain_peak_nbytes)
+    def _make_plan(self, planner: Planner) -> None:
+        budget = parse_budget(self.budget, planner.profile.plain_peak_nbytes)
         plan = planner.plan(max(1, budget - self._margin))
         self.found = replace(
             self.found,
@@ -263,10 +260,10 @@ class BudgetedRun(ProfiledRun):
         reached = max(position.most_nbytes for position in Timeline(self._stop_recording(), self.device).positions)
         self.found = replace(self.found, reached_nbytes=reached)
         over = reached - self.found.budget_nbytes
-        if over > 0 and self.found.plans < MOST_PLANS:
+        if over > 0 and self.found.plans < MOST_PLANS and self._planner is not None:
             self._margin += over + (over >> 3)
             try:
-                self._make_plan()
+                self._make_plan(self._planner)
                 return
             except BudgetError:  # with room left for safety nothing fits, so the plan that there is stays
                 pass
@@ -276,12 +273,11 @@ class BudgetedRun(ProfiledRun):
         self._cycles, self._begun = 0, time.perf_counter()
 
     def _end_of_timed(self) -> None:
-        if self._cycles % self._period == 0:
+        if self._cycles % self._period == 0 and len(self._times) < TIMED_STEPS:
             now = time.perf_counter()
             self._times.append(now - self._begun)
             self._begun = now
-            self.found = replace(self.found, seconds=sorted(self._times)[len(self._times) // 2])
-            del self._times[100:]
+            self.found = replace(self.found, seconds=median(self._times))
 
 
 class _Keys(Births):

@@ -6,7 +6,6 @@ Figures are in their elements twice: as text for people, and exactly in ``value`
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -16,7 +15,7 @@ from backstash.planning.problem import Kind, StepProfile
 from backstash.report.plan_charts import Course, Hover, frontier_chart, legend, memory_chart, peak_bars
 from backstash.report.plan_layers import chosen, parts
 from backstash.report.plan_style import SCRIPT, STYLE
-from backstash.stash.tables import amount, ms
+from backstash.stash.tables import amount, folded, ms
 
 if TYPE_CHECKING:
     from backstash.planning.plan import Decision, Plan
@@ -183,12 +182,12 @@ def _modules(decisions: Iterable[Decision]) -> str:
     modules: dict[str, list[Decision]] = defaultdict(list)
     for decision in decisions:
         modules[decision.module].append(decision)
-    folded: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
     for module, found in modules.items():
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
-        folded[pattern, tuple(decision.op for decision in found)].append(module)
+        pattern = folded(module)
+        alike[pattern, tuple(decision.op for decision in found)].append(module)
     rows = []
-    for (pattern, _), members in folded.items():
+    for (pattern, _), members in alike.items():
         found = [decision for module in members for decision in modules[module]]
         saved, held = sum(each.nbytes for each in found), sum(each.held_nbytes for each in found)
         name = escape(members[0]) or "outside modules"

@@ -5,14 +5,13 @@ Functions of plain data. The report itself is in ledger.py.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from backstash.stash.tables import amount, change, ms, paragraph, ratio, shortened, table
+from backstash.stash.tables import amount, change, folded, ms, paragraph, ratio, shortened, table
 
 if TYPE_CHECKING:
     from backstash.stash.ledger import Entry, Report
@@ -207,7 +206,7 @@ def advice(rows: Sequence[Entry], reason: str) -> str:
 def _folded(key: str) -> str:
     """A key with ``*`` for the numbers of modules, and without the number of the first node of its kind."""
     path, slash, node = key.rpartition("/")
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path) + slash + node.replace("#0:", ":")
+    return folded(path) + slash + node.replace("#0:", ":")
 
 
 def _stores(report: Report) -> set[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
@@ -78,6 +80,16 @@ def shortened(text: str, width: int) -> str:
         return text
     left = max((width - 2) // 3, 1)
     return f"{text[:left]}..{text[left - width + 2 :]}"
+
+
+def folded(path: str) -> str:
+    """A module's path with ``*`` for its numbers, so that repeated blocks have one name.
+
+    Example:
+        >>> folded("layers.3.conv1")
+        'layers.*.conv1'
+    """
+    return _NUMBER.sub("*", path)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
