@@ -72,6 +72,8 @@ class Recompute:
         any_producer: whether costly functions may be repeated as well: convolutions, products of matrices, attention.
             The value is then made once in a backward pass, when it is needed first, and held until it was read for the
             last time, by autograd and by other values that are made from it. Chains may be of any length.
+        exact_roots: whether the value is stored without an error, although ``otherwise`` allows one, if others can then
+            be remade from it, and all of them together take no more bytes (Note: [exact roots] in stash/roots.py).
 
     Raises:
         ValueError: a number is below 1, or ``otherwise`` is neither a Keep nor a Stash.
@@ -82,6 +84,7 @@ class Recompute:
     max_inputs: int | None = None
     within: frozenset[str] = frozenset()
     any_producer: bool = False
+    exact_roots: bool = False
 
     def __post_init__(self) -> None:
         most = 1 if self.max_inputs is None else self.max_inputs

@@ -62,7 +62,7 @@ class Gist(Policy):
         if saved.need is Need.SHAPE or is_sign or saved.spec.dtype not in FLOATS:
             return Lossless(recompute=False).decide(saved)
         stash = self._stash(saved)
-        return Recompute(stash) if self.recompute else stash
+        return Recompute(stash, exact_roots=True) if self.recompute else stash
 
     def _stash(self, saved: SavedTensor) -> Stash:
         """Returns the paper's encoding of a floating value."""

@@ -83,7 +83,7 @@ class Quantized(Policy):
         if saved.need is not Need.VALUE or saved.spec.dtype not in SINGLES or not is_known:
             return exact
         rounded = Stash((Binary(), *self._codes(values), *self._integers(values), Zvc()))
-        return Recompute(rounded) if self.recompute else rounded
+        return Recompute(rounded, exact_roots=True) if self.recompute else rounded
 
     def _codes(self, values: Sequence[SavedTensor]) -> tuple[FewBit, ...]:
         """Returns a codec for the derivative, if that of one function is all that the readers of the value need.

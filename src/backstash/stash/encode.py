@@ -18,6 +18,7 @@ from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash import roots
 from backstash.stash.decode import follow_original
 from backstash.stash.live import Live
 from backstash.stash.place import Place
@@ -88,9 +89,9 @@ class Encoder:
         self.only_keep = False
         value.buffers = self._live.buffers
         started = time.perf_counter()
-        why = ""
+        why, exact_roots = "", False
         if isinstance(action, Recompute):
-            value.otherwise = action.otherwise
+            value.otherwise, exact_roots = action.otherwise, action.exact_roots
             recipe = self._remaking.recipe(value, strongest, whole, action)
             if isinstance(recipe, Recipe):
                 self._forget(value, fresh, facts, whole, recipe, started)
@@ -99,7 +100,8 @@ class Encoder:
         if isinstance(action, Keep):
             self.keep(value, facts, action.reason + why)
             return
-        if value.height and has_error(action):  # a recipe that was proven with the exact value begins from it
+        is_root = exact_roots and has_error(action) and roots.settle(value, whole.nbytes)
+        if (value.height or is_root) and has_error(action):  # proven recipes begin from exact numbers
             action, why = without_error(action), f"{why}; exact, because others are made again of it"
         if isinstance(action, Slice) and (facts.op, facts.role) == ("Convolution", "input"):
             action = action.sliced()
@@ -120,6 +122,8 @@ class Encoder:
             value.errors = frozenset((facts.key,))
             if self._live.keeps_exact_data:
                 value.exact = whole.detach()
+            if exact_roots:
+                roots.tell(value, strongest, form.ticket.nbytes)
         if action.store != "device":
             self._live.prefetcher.put(form, facts.key)
         label = base.label(form.codec)

@@ -13,6 +13,7 @@ from backstash.saved import SavedTensor
 
 if TYPE_CHECKING:
     from backstash.policies.base import Action
+    from backstash.stash.roots import Root
 
 
 class Place:
@@ -29,9 +30,10 @@ class Place:
             value.
         uses: how often that proof was used.
         delay: how many torch functions the program held the storage for, when this was found out last.
+        root: whether its value is the root of others (Note: [exact roots] in roots.py); None where that is not known.
     """
 
-    __slots__ = ("action", "claimable", "declined", "delay", "facts", "proof", "releases", "spared", "uses")
+    __slots__ = ("action", "claimable", "declined", "delay", "facts", "proof", "releases", "root", "spared", "uses")
 
     def __init__(self, facts: SavedTensor, claimable: bool = False) -> None:
         self.facts, self.claimable = facts, claimable
@@ -39,5 +41,6 @@ class Place:
         self.releases: bool | None = None
         self.declined: tuple[Action, str] | None = None
         self.proof: tuple[tuple[object, ...], str] | None = None
+        self.root: Root | None = None
         self.spared = self.uses = 0
         self.delay = 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from backstash.policies.base import MAX_DEPTH, Policy, Recompute
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
-from backstash.stash import leaves, proving
+from backstash.stash import leaves, proving, roots
 from backstash.stash.accounts import Step
 from backstash.stash.calls import Leaf, View
 from backstash.stash.encode import has_error
@@ -129,7 +129,8 @@ class Remaking:
         if not isinstance(leaf, Leaf):
             return leaf
         value = leaf.value
-        held = holder(value) if value.storage is not None and not value.height else None
+        is_settled = value.storage is None or value.height or roots.is_exact(value.place)
+        held = None if is_settled else holder(value)
         if held is not None and not action.any_producer and self._may_have_error(held):
             return "it would begin from a value that may be stored with an error"
         return leaf
