@@ -14,8 +14,11 @@ PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def is_odd(x: torch.Tensor) -> bool:
-    """Whether no codec handles the tensor: it is quantized, lazily conjugated or negated, nested, or has no memory."""
-    return x.is_quantized or x.is_conj() or x.is_neg() or x.is_meta or x.is_nested
+    """Whether no codec handles the tensor: it is quantized, lazily conjugated or negated, nested, or has no memory.
+
+    A zero tensor of forward-mode differentiation has a storage with a size, and no memory in it.
+    """
+    return x.is_quantized or x.is_conj() or x.is_neg() or x.is_meta or x.is_nested or x._is_zerotensor()
 
 
 class Need(Enum):

@@ -44,6 +44,12 @@ dispatch_mode: Callable[[], Any] = _find("utils._python_dispatch._get_current_di
 saved_tensor_hooks: Callable[[bool], Any] = _find("_C._autograd._top_saved_tensors_default_hooks")
 """The innermost pair of saved-tensor hooks; None where there is none."""
 
+push_saved_tensor_hooks: Callable[[Any, Any], None] = _find("_C._autograd._push_saved_tensors_default_hooks")
+"""Puts a pair of saved-tensor hooks over all others of this thread."""
+
+pop_saved_tensor_hooks: Callable[[], None] = _find("_C._autograd._pop_saved_tensors_default_hooks")
+"""Takes the innermost pair of saved-tensor hooks away."""
+
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled")
 """Whether autocast is on for any type of device."""
 
@@ -86,6 +92,9 @@ COMPILED_CALL = "_compiled_call_impl"
 
 _find("autograd._engine_run_backward")
 _autograd: Any = torch.autograd
+_find("_C._autograd._saved_tensors_hooks_disable")
+_find("_C._autograd._saved_tensors_hooks_enable")
+_autograd_in_c: Any = _find("_C._autograd")
 
 
 def backward_engine() -> Callable[..., Any]:
@@ -97,6 +106,17 @@ def backward_engine() -> Callable[..., Any]:
 def replace_backward_engine(engine: Callable[..., Any]) -> None:
     """Have ``torch.autograd`` start the engine by this function, which takes the same arguments."""
     _autograd._engine_run_backward = engine
+
+
+def switches_of_hooks() -> tuple[Callable[[str], None], Callable[[], None]]:
+    """The functions by which torch switches saved-tensor hooks off, with an error message, and on again."""
+    return _autograd_in_c._saved_tensors_hooks_disable, _autograd_in_c._saved_tensors_hooks_enable
+
+
+def replace_switches_of_hooks(switch_off: Callable[[str], None], switch_on: Callable[[], None]) -> None:
+    """Have torch switch saved-tensor hooks off and on by these functions."""
+    _autograd_in_c._saved_tensors_hooks_disable = switch_off
+    _autograd_in_c._saved_tensors_hooks_enable = switch_on
 
 
 def in_backward() -> bool:

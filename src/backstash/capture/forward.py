@@ -32,7 +32,7 @@ from backstash.stash.live import Live
 from backstash.stash.pending import Pending
 from backstash.stash.place import Place
 from backstash.stash.value import Saved, Value, version_of
-from backstash.torch_internals import any_autocast, hide_from_dynamo, in_backward, no_torch_function
+from backstash.torch_internals import any_autocast, functorch_level, hide_from_dynamo, in_backward, no_torch_function
 
 
 class Forward:
@@ -196,6 +196,8 @@ class Forward:
     def pack(self, x: Tensor) -> held.Packed:
         """What autograd holds in the place of a tensor that it saves."""
         with no_torch_function():
+            if functorch_level() is not None:  # Note: [transforms] in transforms.py
+                return held.hold(x)
             counted = self.counted
             counted[0] += 1
             inner = x if type(x) in PLAIN else wrapped.inner_tensor(x)

@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.capture import modules, observer
+from backstash.capture import modules, observer, transforms
 from backstash.errors import SessionError
-from backstash.torch_internals import current_function_mode, saved_tensor_hooks
+from backstash.torch_internals import (
+    current_function_mode,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+)
 
 
 class Hooks:
@@ -29,11 +34,13 @@ class Hooks:
         of_modules: modules.Listener | None = None,
         of_functions: observer.Listener | None = None,
     ) -> None:
+        self._pack, self._unpack = pack, unpack
         self._observer = None if of_functions is None else observer.Observer(of_functions)
         self._is_observing = False
         self._below: Any = None  # the mode on which the observer was put
         with ExitStack() as installed:
             installed.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+            installed.callback(transforms.admit(self))
             installed.callback(self._stop)
             self.observe()
             installed.callback(modules.listen(of_modules))
@@ -42,6 +49,18 @@ class Hooks:
     def remove(self) -> None:
         """Take everything away."""
         self._installed.close()
+
+    def step_aside(self) -> bool:
+        """Take the saved-tensor hooks away if they are the innermost; returns whether they were."""
+        top = saved_tensor_hooks(True)
+        if top is None or top[0] is not self._pack:
+            return False
+        pop_saved_tensor_hooks()
+        return True
+
+    def step_back(self) -> None:
+        """Put the saved-tensor hooks back."""
+        push_saved_tensor_hooks(self._pack, self._unpack)
 
     def observe(self) -> None:
         """Put the observer of torch functions back where it was, unless the program has put a mode of its own there."""

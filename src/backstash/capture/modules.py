@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from backstash.torch_internals import hide_from_dynamo
+from backstash.torch_internals import functorch_level, hide_from_dynamo
 
 
 class Listener(Protocol):
@@ -88,7 +88,7 @@ def _uninstall() -> None:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    if _is_compiling():
+    if _is_compiling() or functorch_level() is not None:  # Note: [transforms] in transforms.py
         return
     listener = getattr(_active, "listener", None)
     if listener is not None:
@@ -101,7 +101,7 @@ def _enter(module: nn.Module, args: Any) -> None:
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    if _is_compiling():
+    if _is_compiling() or functorch_level() is not None:  # Note: [transforms] in transforms.py
         return
     listener = getattr(_active, "listener", None)
     if listener is not None:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from backstash.capture.side_effects import SideEffect, has_inplace_argument, side_effect_of
 from backstash.stash import calls, producers
-from backstash.torch_internals import hide_from_dynamo, no_torch_function, seen_inside
+from backstash.torch_internals import functorch_level, hide_from_dynamo, no_torch_function, seen_inside
 
 
 class Listener(Protocol):
@@ -70,6 +70,8 @@ class Observer(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():  # traced: the compiled function saves its tensors in one op of its own
+            return func(*args, **(kwargs or {}))
+        if functorch_level() is not None:  # Note: [transforms] in transforms.py
             return func(*args, **(kwargs or {}))
         listener = self.listener
         listener.before_function()

@@ -1,0 +1,70 @@
+"""The transforms of torch.func inside a Session.
+
+Note: [transforms]
+    What a transform of torch.func calls is computed on wrapped tensors, and whatever is called meanwhile would be
+    transformed as well, an encoder's operations too. So a Session looks at nothing as long as a transform runs: what
+    autograd saves is held as plain PyTorch holds it. Some transforms, such as ``grad``, ``vjp`` and ``jacrev``, do not
+    run at all where saved-tensor hooks are installed: they switch hooks off, and torch refuses that where there are
+    any. So the two functions that switch hooks off and on are replaced as long as a Session is open on any thread, and
+    a Session's hooks step aside in between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from backstash.torch_internals import replace_switches_of_hooks, switches_of_hooks
+
+
+class Hooks(Protocol):
+    """What a Session has installed on a thread."""
+
+    def step_aside(self) -> bool:
+        """Take the saved-tensor hooks away if they are the innermost; returns whether they were."""
+
+    def step_back(self) -> None:
+        """Put them back."""
+
+
+_switch_off, _switch_on = switches_of_hooks()
+_active = threading.local()  # .hooks, and .aside while they are away
+_lock = threading.Lock()
+_open = 0
+
+
+def admit(hooks: Hooks) -> Callable[[], None]:
+    """Have the hooks of this thread step aside for transforms; returns what ends that."""
+    global _open
+    _active.hooks, _active.aside = hooks, False
+    with _lock:
+        _open += 1
+        if _open == 1:
+            replace_switches_of_hooks(switch_off, switch_on)
+
+    def stop() -> None:
+        global _open
+        _active.hooks = None
+        with _lock:
+            _open -= 1
+            if _open == 0:
+                replace_switches_of_hooks(_switch_off, _switch_on)
+
+    return stop
+
+
+def switch_off(error_message: str) -> None:
+    """Have saved-tensor hooks raise that error on this thread; raises it now if there are any but a Session's."""
+    hooks: Hooks | None = getattr(_active, "hooks", None)
+    if hooks is not None and hooks.step_aside():
+        _active.aside = True
+    _switch_off(error_message)
+
+
+def switch_on() -> None:
+    """Allow saved-tensor hooks on this thread again."""
+    _switch_on()
+    if getattr(_active, "aside", False):
+        _active.aside = False
+        _active.hooks.step_back()
