@@ -334,3 +334,35 @@ def test_a_policy_with_rules_asks_for_any_producer_where_a_rule_does() -> None:
     rules = policies.Rules((("*", Recompute(any_producer=True)),), otherwise=policies.get("lossless"))
     assert rules.remakes_anything
     assert not policies.Rules((("*", Keep()),), otherwise=policies.get("lossless")).remakes_anything
+
+
+class Windows(nn.Module):
+    """Attention step by step, whose queries are a slice of what one linear layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(-1, 64, 3, 2, 32).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = ((q * 32**-0.5) @ k.transpose(-2, -1)).softmax(-1)
+        return x + (weights @ v).transpose(1, 2).reshape(-1, 64, 64)
+
+
+def test_a_temporary_of_another_layout_than_the_result_is_not_written_over() -> None:
+    """A product of matrices adds up in another order if it reads other strides."""
+    x = torch.randn(16, 64, 64, generator=torch.Generator().manual_seed(0))
+    layouts = []
+
+    class Looking(Windows):
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.qkv(x).view(-1, 64, 3, 2, 32).permute(2, 0, 3, 1, 4)[0]
+            layouts.append((q.stride(), (q * 2).stride()))
+            return super().forward(x)
+
+    def make() -> nn.Module:
+        return nn.Sequential(Windows(), nn.LayerNorm(64), Looking())
+
+    expected = trained(make, x, None)
+    assert layouts[0][0] != layouts[0][1]
+    assert not differences(expected, trained(make, x, Session(Remake(), min_nbytes=0)))

@@ -109,8 +109,9 @@ class Recipe:
             return norm_from_statistics(self.call, tensors)
         first, call = self.inputs[0] if self.inputs else None, self.call
         is_first = bool(call.args) and call.args[0] is INPUT  # and not given by its name
-        is_temporary = is_first and isinstance(first, tuple) and tensors[0].shape == call.spec.shape
-        if is_temporary and tensors[0].dtype == call.spec.dtype and call.name in OVERWRITES:
+        is_temporary = is_first and isinstance(first, tuple)
+        # Its layout has to be the result's: what reads another layout may add up in another order.
+        if is_temporary and call.name in OVERWRITES and TensorSpec.of(tensors[0]) == call.spec:
             return repeat(call, OVERWRITES[call.name], tensors)
         return repeat(call, call.function, tensors)
 
