@@ -69,7 +69,9 @@ class StashedTensor:
                 release(self.value)
 
     def adopt(self, dead: Tensor) -> None:
-        """Decode into that memory from now on."""
+        """Decode into that memory from now on. Nothing is decoded for the reader of what is held as it is."""
+        if self.saved.dense is not None:
+            return
         with self.saved.live.lock:
             self.saved.live.buffers.adopt(dead)
 
