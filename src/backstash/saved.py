@@ -187,3 +187,12 @@ class SavedTensor:
     function: str | None = None
     effect: Effect = Effect.UNKNOWN
     row: int = 0
+
+
+def cycle_of(key: str) -> int:
+    """Returns in which pass of a step a value was saved, by its key: 0 for the first.
+
+    The key has to tell passes apart (Note: [calls apart] in capture/names.py).
+    """
+    _, plus, number = key.partition("/")[0].rpartition("+")
+    return int(number) if plus and number.isdecimal() else 0

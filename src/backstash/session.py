@@ -119,7 +119,7 @@ class Session:
             min_nbytes = self.policy.min_nbytes
         self._chooses_min_nbytes = min_nbytes is None
         self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore(), **(stores or {})}
-        self._names = Names(model, table.can_claim)
+        self._names = Names(model, table.can_claim, self.policy.cycles)
         self._live = Live(self.policy.ahead, overwrite_gradients)
         if isinstance(check, int) and check:
             name_of = self._names.parameter_name
@@ -159,6 +159,7 @@ class Session:
                 "a Session was entered that is in use already, by another thread. Make a Session for each thread."
             )
         self._elsewhere = False
+        self._names.enter_session()
         self._is_idle = self._may_idle()
         if self._is_idle:
             self._hooks = hooks.Hooks(self._hold, self._unpack)

@@ -313,3 +313,29 @@ def test_equal_profiles_have_equal_plans() -> None:
     torch.rand(3)
     assert Planner(StepProfile.from_json(profile.to_json())).plan("70%") == first
     assert first.peak_nbytes <= 0.7 * profile.plain_peak_nbytes
+
+
+def rehearsing(profile: StepProfile, off: int) -> StepProfile:
+    """The profile of a step that is there, in which each plan reaches so many bytes more than the model says."""
+
+    def rehearse(tried: Any) -> tuple[int, ...]:
+        names = {decision.key: decision.choice for decision in tried.decisions}
+        choices = [[c.name for c in value.choices].index(names[value.key]) for value in profile.values]
+        return (evaluate(profile, choices).peak_nbytes + off,)
+
+    object.__setattr__(profile, "rehearse", rehearse)
+    return profile
+
+
+@pytest.mark.parametrize("off", [-3 * MIB, 0, 3 * MIB])
+def test_the_smallest_budget_is_one_that_was_reached(off: int) -> None:
+    planner = Planner(rehearsing(network(), off))
+    with pytest.raises(BudgetError) as refused:
+        planner.plan(1)
+    smallest = refused.value.smallest_nbytes
+    by_model = planner.solutions[0].peak_nbytes + off
+    assert by_model <= smallest <= by_model + (64 << 10)
+    assert isinstance(refused.value.plan, Plan)
+    assert refused.value.plan.peak_nbytes == smallest
+    assert planner.plan(smallest).peak_nbytes <= smallest
+    assert Planner(rehearsing(network(), off)).plan(smallest).peak_nbytes <= smallest

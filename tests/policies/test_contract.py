@@ -31,6 +31,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "remakes_anything": (False, True),
     "min_nbytes": (0, 1 << 16),
     "ahead": (1, 5, None),
+    "cycles": (None, 2, 0),
 }
 """For each member that is no method, values that a policy may have."""
 

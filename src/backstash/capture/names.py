@@ -6,12 +6,20 @@ Note: [known nodes]
     depends on the node's type, on scalars that the node has saved, and on the specs of what it has saved. So for each
     module path, node type and number the answers are kept together with all that they depend on: the roles, the specs,
     and the scalars that the table has asked for. They are used again if every one of these is found equal.
+
+Note: [calls apart]
+    A module may be called several times in a step, and a step may have several forward and backward passes in turn: in
+    gradient accumulation, or where two models train each other. All these calls save tensors of the same path, op and
+    number. A plan has to know which is which, because each of them is alive at another time. So a policy may ask for
+    keys that tell them apart: the path of a module's second call is ``path@2``, and in the second pass of a step
+    ``path+1``. Where a step begins is known if each ``with`` is a step, or each of them a pass, or if the number of
+    passes is known.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -29,12 +37,12 @@ MOST_NODES = 1 << 16
 
 
 class Frame:
-    """A module call in progress: its path, and how many nodes of each op it has made."""
+    """A module call in progress: its path, what keys call it, and how many nodes of each op it has made."""
 
-    __slots__ = ("counts", "fqn")
+    __slots__ = ("counts", "fqn", "label")
 
-    def __init__(self, fqn: str) -> None:
-        self.fqn = fqn
+    def __init__(self, fqn: str, label: str) -> None:
+        self.fqn, self.label = fqn, label
         self.counts: defaultdict[str, int] = defaultdict(int)
 
 
@@ -78,16 +86,24 @@ class Names:
     Args:
         model: the module that paths start from; None for whichever module is called outermost.
         can_claim: whether a kernel of the package backward reads what nodes of an op save under a role.
+        cycles: as in Policy.
 
     Attributes:
         frames: the module calls in progress; the first stands for what runs outside of modules.
         learned: where what is known is kept.
     """
 
-    def __init__(self, model: nn.Module | None, can_claim: Callable[[str, str, TensorSpec], bool]) -> None:
-        self.model = model
+    def __init__(
+        self, model: nn.Module | None, can_claim: Callable[[str, str, TensorSpec], bool], cycles: int | None = None
+    ) -> None:
+        self.model = model if cycles is None else None
         self._can_claim = can_claim
-        self.frames = [Frame("")]
+        self._cycles = cycles
+        self._cycle = 0
+        self._calls: Counter[str] = Counter()  # of the modules of this forward pass, by their paths
+        self._is_fresh = True  # nothing was saved since the Session was entered
+        self._has_whole_steps = cycles == 0  # in one ``with`` each
+        self.frames = [Frame("", "")]
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._found: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # by the module's id, which is faster
         self.learned = Learned()
@@ -106,7 +122,14 @@ class Names:
             if module not in self._paths:
                 self._learn_paths(module, prefix=type(module).__name__)
             self._found[id(module)] = found = weakref.ref(module), self._paths[module]
-        self.frames.append(Frame(found[1]))
+        self.frames.append(Frame(found[1], found[1] if self._cycles is None else self._label(found[1])))
+
+    def _label(self, path: str) -> str:
+        """Note: [calls apart]."""
+        if torch.is_grad_enabled():  # else nothing is saved
+            self._calls[path] += 1
+        call = self._calls[path]
+        return f"{path}{f'@{call}' if call > 1 else ''}{self.frames[0].label}"
 
     def leave(self) -> None:
         """It has returned or raised."""
@@ -118,9 +141,28 @@ class Names:
         if module not in self._paths:
             self._learn_paths(module)
 
+    def enter_session(self) -> None:
+        """The Session is entered."""
+        self._is_fresh = True
+        if self._has_whole_steps:
+            self._begin_cycle(0)
+
     def begin_step(self) -> None:
-        """Count the nodes outside of modules from 0 again."""
-        self.frames[0].counts.clear()
+        """A forward pass begins after a backward pass: count nodes and calls from 0 again."""
+        cycle = self._cycle + 1
+        if self._is_fresh and self._has_whole_steps:
+            cycle = 0
+        elif not self._is_fresh:
+            self._has_whole_steps = True
+        self._is_fresh = False
+        self._begin_cycle(cycle % self._cycles if self._cycles else cycle)
+
+    def _begin_cycle(self, cycle: int) -> None:
+        self._cycle = cycle
+        self._calls.clear()
+        outside = self.frames[0]
+        outside.counts.clear()
+        outside.label = f"+{cycle}" if cycle and self._cycles is not None else ""
 
     def leave_all(self) -> None:
         """No module is running any more."""
@@ -149,10 +191,11 @@ class Names:
         """
         op = needs.op_of(node)
         frame = self.frames[-1]
+        self._is_fresh = False
         number = frame.counts[op]
         frame.counts[op] = number + 1
         roles = tuple([role for role, _ in found])
-        index = frame.fqn, type(node), number
+        index = frame.label, type(node), number
         known = self.learned.nodes.get(index)
         if known is not None and known.fits(node, roles, found):
             for place, (_, saved) in zip(known.places, found, strict=True):
@@ -171,7 +214,7 @@ class Names:
             if saved.wrapping is not None:
                 reading = saved.wrapping.reading(reading)
             claimable = builtin and saved.wrapping is None and self._can_claim(op, role, saved.spec)
-            places.append(Place(_facts(frame.fqn, op, number, role, saved.spec, reading), claimable))
+            places.append(Place(_facts(frame, op, number, role, saved.spec, reading), claimable))
         if asked._comparable and all(saved.wrapping is None for _, saved in found):
             nodes = self.learned.nodes
             if len(nodes) >= MOST_NODES:
@@ -183,18 +226,19 @@ class Names:
         """The place of a tensor of which no node was found that has saved it."""
         assert saved.dense is not None
         frame = self.frames[-1]
+        self._is_fresh = False
         number = frame.counts["?"]
         frame.counts["?"] = number + 1
         saved.spec = TensorSpec.of(saved.dense)
-        return Place(_facts(frame.fqn, "?", number, "saved", saved.spec, needs.VALUE))
+        return Place(_facts(frame, "?", number, "saved", saved.spec, needs.VALUE))
 
 
-def _facts(fqn: str, op: str, number: int, role: str, spec: TensorSpec, reading: needs.Reading) -> SavedTensor:
+def _facts(frame: Frame, op: str, number: int, role: str, spec: TensorSpec, reading: needs.Reading) -> SavedTensor:
     return SavedTensor(
-        f"{fqn}/{op}#{number}:{role}",
+        f"{frame.label}/{op}#{number}:{role}",
         op,
         role,
-        fqn,
+        frame.fqn,
         spec,
         reading.need,
         reading.mask,

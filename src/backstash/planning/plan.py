@@ -27,6 +27,9 @@ from backstash.saved import Need, SavedTensor
 ROUNDING = 4 << 10
 """Bytes that are added to a rehearsed peak, because steps differ by some small tensors, such as copies of indices."""
 
+VARIATION = 0.002
+"""Share of encoded bytes that is added as well: dropout makes more zeros in one step than in another."""
+
 REHEARSALS = 4
 """How many solutions are tried in a step at most, for one budget."""
 
@@ -78,6 +81,7 @@ class Plan(Policy):
         profile_fingerprint: that of the profile.
         device: type of the device whose memory is planned.
         others: as in StepProfile: keys that a plan is asked about and that are none of its values.
+        cycles: as in StepProfile.
     """
 
     budget: int
@@ -92,6 +96,7 @@ class Plan(Policy):
     profile_fingerprint: str
     device: str
     others: tuple[str, ...] = ()
+    cycles: int = 1
     _by_key: dict[str, Decision] = field(init=False, compare=False)
     _others: frozenset[str] = field(init=False, compare=False)
     _met: set[str] = field(init=False, compare=False, default_factory=set)
@@ -267,42 +272,55 @@ class Planner:
         if solver == "exact":
             best = exact(self._model, nbytes, self.max_error)
             chosen = best if best is not None and (chosen is None or best.seconds < chosen.seconds) else chosen
-        if chosen is not None and self.profile.rehearse is not None:
+        if self.profile.rehearse is not None:
             chosen = self._rehearse(nbytes, chosen)
         if chosen is not None:
             return self._plan(nbytes, chosen)
-        lowest = self.solutions[0]
-        smallest = self._plan(lowest.peak_nbytes, lowest)
+        lowest = self._lowest()
+        least = self._rehearsed.get(lowest, lowest.peak_nbytes)
+        smallest = self._plan(least, lowest)
         floor = int(self._model.base.max())
         held = f"; {size(floor)} of it is there whatever is done with saved tensors" if nbytes < floor else ""
         raise BudgetError(
             f"a plan was asked for within {size(nbytes)} ({nbytes} bytes) above what is held before the step, allowing "
-            f"{', '.join(self.allow) or 'nothing'}, but the smallest budget that fits is {lowest.peak_nbytes} bytes "
-            f"({size(lowest.peak_nbytes)}){held}. A step then takes {1000 * lowest.seconds:.0f} ms instead of "
+            f"{', '.join(self.allow) or 'nothing'}, but the smallest budget that fits is {least} bytes "
+            f"({size(least)}){held}. A step then takes {1000 * lowest.seconds:.0f} ms instead of "
             f"{1000 * self.profile.seconds:.0f} ms. Pass that budget, allow more, or train on smaller batches.",
-            lowest.peak_nbytes,
+            least,
             lowest.seconds,
             smallest,
         )
 
-    def _rehearse(self, budget: int, first: Solution) -> Solution | None:
-        """The fastest solution that was seen to keep the budget, beginning with ``first`` (Note: [rehearsed plans])."""
-        candidates = sorted({*self.solutions, first}, key=lambda found: found.peak_nbytes)
-        trial: Solution | None = first
+    def _rehearse(self, budget: int, first: Solution | None) -> Solution | None:
+        """The fastest solution that was seen to keep the budget, if any: ``first``, or the lowest, is tried first."""
+        distinct = {*self.solutions[:-1], *(() if first is None else (first,))}  # the last one is the plain step
+        candidates = sorted(distinct, key=lambda found: found.peak_nbytes)
+        trial = candidates[0] if first is None and candidates else first
         for _ in range(REHEARSALS):
             if trial is None or trial in self._rehearsed:
                 break
-            reached = self._reached(trial)
-            off = reached - trial.peak_nbytes  # others will be off by as much
+            off = self._reached(trial) - trial.peak_nbytes  # others will be off by as much
             fitting = [found for found in candidates if found.peak_nbytes + off <= budget]
             trial = fitting[-1] if fitting else candidates[0]
+        if not any(reached <= budget for reached in self._rehearsed.values()):
+            self._lowest()  # solutions are off by different amounts, so perhaps one of the lowest fits
         kept = [found for found, reached in self._rehearsed.items() if reached <= budget]
         return min(kept, key=lambda found: found.seconds, default=None)
+
+    def _lowest(self) -> Solution:
+        """The solution with the least peak: the least that was seen, where plans can be tried in a step."""
+        if self.profile.rehearse is None:
+            return self.solutions[0]
+        seen = min((*self.solutions[:-1][:REHEARSALS], *self._rehearsed), key=self._reached, default=self._everything)
+        return seen if self._rehearsed.get(seen, 0) < self._everything.peak_nbytes else self._everything
 
     def _reached(self, found: Solution) -> int:
         assert self.profile.rehearse is not None
         if found not in self._rehearsed:
-            self._rehearsed[found] = ROUNDING + max(self.profile.rehearse(self._plan(found.peak_nbytes, found)))  # type: ignore[call-arg]  # no method
+            tried = self._plan(found.peak_nbytes, found)
+            encoded = sum(decision.held_nbytes for decision in tried.decisions if decision.kind == "encode")
+            margin = ROUNDING + int(VARIATION * encoded)
+            self._rehearsed[found] = margin + max(self.profile.rehearse(tried))  # type: ignore[call-arg]  # no method
         return self._rehearsed[found]
 
     def _plan(self, budget: int, found: Solution) -> Plan:
@@ -325,6 +343,7 @@ class Planner:
             self.profile.fingerprint(),
             self.profile.device,
             self.profile.others,
+            self.profile.cycles,
         )
 
 

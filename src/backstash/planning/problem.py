@@ -152,6 +152,7 @@ class StepProfile:
         device: the type of the device whose memory is planned.
         others: keys of saved tensors that a policy is asked about although the program holds them, such as the batch.
             They are no values to plan.
+        cycles: how many forward and backward passes the step has, one after the other.
         rehearse: runs the step under a policy, undoes it, and returns the most bytes that were alive at each position;
             None for a profile that was read from a file. It is no part of the data.
 
@@ -176,6 +177,7 @@ class StepProfile:
     versions: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"
     others: tuple[str, ...] = ()
+    cycles: int = 1
     rehearse: ClassVar[Callable[[Any], tuple[int, ...]] | None] = None
 
     def __post_init__(self) -> None:
@@ -194,7 +196,7 @@ class StepProfile:
     def fingerprint(self) -> str:
         """Returns a hash of what a step must have for a plan of this profile to fit it; times do not count."""
         values = [[v.key, v.spec, v.nbytes, [choice.name for choice in v.choices]] for v in self.values]
-        return hashlib.sha256(json.dumps([self.device, values]).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([self.device, self.cycles, values]).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         """Returns the profile as a JSON document with a checksum."""

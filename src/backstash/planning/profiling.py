@@ -30,6 +30,7 @@ from backstash.planning.survey import Births, Found, KeepForSurvey, Survey
 from backstash.planning.timeline import Timeline
 from backstash.policies import Policy
 from backstash.rewrites.state import State
+from backstash.saved import cycle_of
 from backstash.session import MIN_NBYTES, Session
 from backstash.stash.buffers import release
 
@@ -84,7 +85,8 @@ def profile(
         events = _recorded(once, Session(keep, model=model, min_nbytes=min_nbytes), survey)
         found = profile_of(Timeline(events, device), survey, plain.peak_nbytes, seconds, models, device)
         planned = {value.key for value in found.values}
-        found = replace(found, others=tuple(key for key in keep.asked if key not in planned))
+        cycles = 1 + max((cycle_of(key) for key in keep.asked), default=0)
+        found = replace(found, others=tuple(key for key in keep.asked if key not in planned), cycles=cycles)
 
     def rehearse(policy: Policy) -> tuple[int, ...]:
         with _undone(models) as restore:

@@ -86,7 +86,7 @@ class ProfiledRun:
     def __init__(self, min_nbytes: int | None = None, device: str | None = None) -> None:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.profile: StepProfile | None = None
-        self._session = Session(KeepForSurvey(), min_nbytes=min_nbytes)
+        self._session = Session(KeepForSurvey(cycles=1), min_nbytes=min_nbytes)
         self._next: Plan | None = None
         self._end_cycle: Callable[[], None] = self._end_of_first
         self._seen = _Keys()

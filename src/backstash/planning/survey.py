@@ -31,9 +31,15 @@ from backstash.stash.recipes import Recipe
 from backstash.stash.value import Value
 from backstash.torch_internals import no_torch_function
 
+WORTHWHILE = 0.9
+"""A codec is offered if it leaves at most this share of the bytes: one that hardly pays may decline in another step."""
+
 
 class KeepForSurvey(Policy):
     """Keeps every value that backward reads, and has the Session note how each was made.
+
+    Args:
+        cycles: as in Policy.
 
     Attributes:
         asked: keys of the tensors that it was asked about, in the order of the questions.
@@ -42,8 +48,9 @@ class KeepForSurvey(Policy):
     is_fixed = True
     remakes_anything = True
 
-    def __init__(self) -> None:
+    def __init__(self, cycles: int = 0) -> None:
         self.asked: dict[str, None] = {}
+        self.cycles = cycles
 
     def decide(self, saved: SavedTensor) -> Action:
         """Returns Keep(), but for a tensor of which only the shape is read: every plan lets go of that."""
@@ -141,7 +148,7 @@ class Survey(Births):
         for codec in action.codecs if isinstance(action, Stash) else ():
             if codec.accepts(TensorSpec.of(whole)) is None and codec.declines(whole) is None:
                 choice = self._try_codec(codec, whole, readers)
-                if choice is not None and choice.held_nbytes < found.nbytes:
+                if choice is not None and choice.held_nbytes <= WORTHWHILE * found.nbytes:
                     found.choices.append(choice)
                     return  # a Stash takes the first codec that accepts
 

@@ -63,6 +63,9 @@ class Policy(ABC):
             step decide, for a policy to which time counts more than bytes that are few (see capture/learned.py).
         ahead: how many values may come back from a store before backward reads them; None for as many as there is room
             for (see stash/prefetch.py).
+        cycles: None, or whether keys tell several calls of a module in one step apart (Note: [calls apart] in
+            capture/names.py): the number of forward and backward passes of a step, or 0 where it is not known and each
+            ``with`` is a step. Paths then start from the module that is called outermost.
 
     Example:
         >>> class KeepConvolutions(Policy):
@@ -75,6 +78,7 @@ class Policy(ABC):
     remakes_anything: bool = False
     min_nbytes: int | None = 16 << 10
     ahead: int | None = None
+    cycles: int | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -166,6 +170,11 @@ class Wrapper(Policy):
         """As ``inner``."""
         return self.inner.ahead
 
+    @property
+    def cycles(self) -> int | None:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.cycles
+
     def decide(self, saved: SavedTensor) -> Action:
         """As ``inner``."""
         return self.inner.decide(saved)
@@ -237,6 +246,12 @@ class Adapted(Policy):
         """The object's, or the default."""
         ahead: int | None = self._own("ahead", Policy.ahead)
         return ahead
+
+    @property
+    def cycles(self) -> int | None:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        cycles: int | None = self._own("cycles", Policy.cycles)
+        return cycles
 
     def decide(self, saved: SavedTensor) -> Action:
         """The object's."""

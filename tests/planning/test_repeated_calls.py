@@ -1,0 +1,130 @@
+"""Plans of steps in which a module is called several times, or which have several backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from backstash import Session
+from backstash.errors import BudgetError
+from backstash.planning.plan import Plan, Planner
+from backstash.planning.profiling import profile
+from backstash.planning.record import record
+from backstash.testing.bits import equal_bits
+
+BATCHES = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0))
+
+
+def block() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Softplus())
+
+
+def called_three_times(model: nn.Module) -> None:
+    model(model(model(BATCHES[0]))).square().mean().backward()
+
+
+def accumulates(model: nn.Module) -> None:
+    for batch in BATCHES:
+        model(batch).square().mean().backward()
+
+
+def in_turns(model: nn.Module) -> None:
+    made = model[0](BATCHES[0])
+    model[1](made.detach()).square().mean().backward()
+    model[1](made).abs().mean().backward()
+
+
+STEPS: list[tuple[Callable[[nn.Module], None], Callable[[], nn.Module]]] = [
+    (called_three_times, block),
+    (accumulates, block),
+    (in_turns, lambda: nn.ModuleList([block(), block()])),
+]
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(("step", "make"), STEPS)
+def test_every_value_of_the_step_is_known_to_its_plan(
+    step: Callable[[nn.Module], None], make: Callable[[], nn.Module]
+) -> None:
+    model, plain = make(), make()
+    for _ in range(3):
+        step(plain)
+    found = profile(lambda: step(model), model, min_nbytes=1024)
+    planner = Planner(found)
+    with pytest.raises(BudgetError) as refused:
+        planner.plan(1)
+    plan = planner.plan(refused.value.smallest_nbytes)
+    assert plan.peak_nbytes <= refused.value.smallest_nbytes < found.plain_peak_nbytes
+    session = Session(Plan.from_json(plan.to_json()))
+    for _ in range(2):
+        with session:
+            step(model)
+    reached = record(lambda: step(model), session, warmup=0).peak_nbytes
+    assert isinstance(session.policy, Plan)
+    assert session.policy.unknown == ()
+    assert reached <= plan.peak_nbytes
+    assert all(equal_bits(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
+
+
+def test_values_of_several_calls_have_keys_of_their_own() -> None:
+    model = block()
+    found = profile(lambda: called_three_times(model), model, min_nbytes=1024)
+    keys = {value.key for value in found.values}
+    assert {"1/Tanh#0:result", "1@2/Tanh#0:result", "1@3/Tanh#0:result"} <= keys
+    assert found.cycles == 1
+
+
+def test_values_of_several_passes_have_keys_of_their_own() -> None:
+    model = block()
+    found = profile(lambda: accumulates(model), model, min_nbytes=1024)
+    assert {"1/Tanh#0:result", "1+1/Tanh#0:result"} <= {value.key for value in found.values}
+    assert found.cycles == 2
+
+
+@pytest.mark.parametrize("around", ["step", "pass", "training"])
+def test_a_session_knows_which_pass_of_a_step_it_sees(around: str) -> None:
+    model = block()
+    found = profile(lambda: accumulates(model), model, min_nbytes=1024)
+    with pytest.raises(BudgetError) as refused:
+        Planner(found).plan(1)
+    plan = refused.value.plan
+    assert isinstance(plan, Plan)
+    session = Session(plan)
+    seen = []
+    hook = model.register_forward_hook(lambda *_: seen.append(session._names.frames[0].label))
+    if around == "training":
+        with session:
+            for _ in range(2):
+                accumulates(model)
+    for _ in range(2):
+        if around == "step":
+            with session:
+                accumulates(model)
+        elif around == "pass":
+            for batch in BATCHES:
+                with session:
+                    loss = model(batch).square().mean()
+                loss.backward()
+    hook.remove()
+    assert seen == ["", "+1", "", "+1"]
+
+
+def test_a_session_that_keeps_everything_takes_no_more_than_plain_in_a_second_backward_pass() -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(4, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.Mish(), nn.Conv2d(32, 48, 3, padding=1), nn.CELU()
+    model, images = nn.Sequential(*layers), torch.randn(2, 4, 32, 32)
+
+    def step() -> None:
+        found = model(images)
+        found.amax((2, 3)).sum().backward(retain_graph=True)
+        found.square().mean().backward()
+
+    step()
+    assert record(step, "keep").peak_nbytes == record(step).peak_nbytes
