@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from backstash import Keep, Recompute, Session, policies
-from backstash.stash import producers
+from backstash.ops import backends
+from backstash.proofs import proofs
+from backstash.stash import fused, producers
+from backstash.stash.recipes import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -206,6 +209,59 @@ def test_a_chain_runs_once_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(f"{module}.repeat", noted)
     trained(lambda: model, x, session, steps=1)
     assert repeated.count("linear") <= 12
+
+
+class Normed(nn.Module):
+    """Two batch norms with an activation, the second one after a sum, which a single kernel makes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 8), (8, 8), (8, 4)))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norms[0](self.first(x)))
+        x = torch.relu(self.norms[1](self.second(x)) + x)
+        last: Tensor = self.last(x)
+        return last
+
+
+def test_fused_kernels_are_tried_when_a_chain_is_made_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not backends.serves("affine", "cpu"):
+        pytest.skip("there is no fused kernel")
+    ways: list[bool] = []
+    original = Recipe.run
+
+    def noted(self: Recipe, *args: Any) -> Tensor:
+        if self.call.name == "relu":
+            ways.append(self.fused)
+        return original(self, *args)
+
+    monkeypatch.setattr(Recipe, "run", noted)
+    model, x = Normed(), torch.randn(2, 3, 12, 12)
+    session = Session(Remake(), min_nbytes=64)
+    proofs.forget()
+    trained(lambda: model, x, session, steps=1)
+    assert {*ways} == {False, True}  # both ways, to compare them
+    ways.clear()
+    assert not differences(trained(lambda: model, x, None, steps=1), trained(lambda: model, x, session, steps=1))
+    assert ways
+    assert all(ways)
+
+
+def test_a_fused_kernel_that_makes_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = fused.affine
+
+    def wrong(*args: Any) -> Tensor | None:
+        made = original(*args)
+        return None if made is None else made + 1.0
+
+    monkeypatch.setattr(fused, "affine", wrong)
+    proofs.forget()
+    model, x = Normed(), torch.randn(2, 3, 12, 12)
+    session = Session(Remake(), min_nbytes=64)
+    assert not differences(trained(lambda: model, x, None), trained(lambda: model, x, session))
+    proofs.forget()
 
 
 def test_chains_may_be_longer_than_the_stack_of_python_allows() -> None:

@@ -190,6 +190,9 @@ def shared(value: Value) -> Tensor:
         started = time.perf_counter()
         latest.begin_round()
         whole = remake(latest, fresh=True)
+        if latest.recipe.first_use is not None:
+            latest.recipe.first_use(whole)
+            latest.recipe.first_use = None
         group = latest.recipe.call.group
         made = [(latest, whole)]
         if group is not None and group.made:  # Note: [saved inside] in repeating.py

@@ -32,19 +32,12 @@ def affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) 
         fetch: returns the tensor that a leaf stands for.
         out: makes memory for the result.
     """
-    activation = _activation(recipe.call)
-    inner = recipe if activation is None else _only_input(recipe)
-    if inner is None:
+    parts = _parts(recipe)
+    if parts is None:
         return None
-    norm, residual = _norm_and_residual(inner)
+    activation, norm, source, residual = parts
+    assert norm.call.statistics is not None
     spec = recipe.call.spec
-    if norm.call.statistics is None or isinstance(residual, Held) or not backends.serves("affine", spec.device.type):
-        return None
-    source = norm.inputs[0]
-    if spec.dtype is not torch.float32 or norm.call.autocast is not None or recipe.call.autocast is not None:
-        return None
-    if not isinstance(source, Leaf):
-        return None
     y = None  # It is fetched before x: if it is made from other values, these would lie beside x.
     if residual is not None:
         y = fetch(residual) if isinstance(residual, Leaf) else residual[0].run(fetch)
@@ -66,6 +59,27 @@ def affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) 
     kernel = backends.serving(spec.device.type).affine
     kernel(x, mean, invstd, weight, bias, y, *(activation or _NOTHING), *layout, result)
     return result
+
+
+def has_form(recipe: Recipe) -> bool:
+    """Whether a recipe is of the form that :func:`affine` makes; its tensors may still have other layouts."""
+    return _parts(recipe) is not None
+
+
+def _parts(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tuple[Recipe, View] | None] | None:
+    """The activation, batch norm, its input and what is added; None where the recipe has another form."""
+    activation = _activation(recipe.call)
+    inner = recipe if activation is None else _only_input(recipe)
+    if inner is None:
+        return None
+    norm, residual = _norm_and_residual(inner)
+    spec = recipe.call.spec
+    if norm.call.statistics is None or isinstance(residual, Held) or not backends.serves("affine", spec.device.type):
+        return None
+    source = norm.inputs[0]
+    if spec.dtype is not torch.float32 or norm.call.autocast is not None or recipe.call.autocast is not None:
+        return None
+    return (activation, norm, source, residual) if isinstance(source, Leaf) else None
 
 
 def _activation(call: Call) -> _Activation | None:

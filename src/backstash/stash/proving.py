@@ -16,14 +16,18 @@ from backstash.stash.value import holder
 
 def prove(recipe: Recipe, whole: Tensor) -> str:
     """How the recipe makes the bits of ``whole``: "fused", "plain" (call by call), or "" if it does not."""
-    expected = whole.as_strided((whole.numel(),), (1,), 0)
     for way, candidate in (("fused", recipe), ("plain", recipe.unfused())):
-        result = candidate.run(fetch_unguarded)
-        if result.dtype == whole.dtype and result.untyped_storage().nbytes() == whole.untyped_storage().nbytes():
-            flat = result.as_strided((whole.numel(),), (1,), 0)
-            if torch.equal(bits_of(flat), bits_of(expected)):
-                return way
+        if equals(candidate.run(fetch_unguarded), whole):
+            return way
     return ""
+
+
+def equals(result: Tensor, whole: Tensor) -> bool:
+    """Whether what a recipe has made is all of a value, bit for bit."""
+    if result.dtype != whole.dtype or result.untyped_storage().nbytes() != whole.untyped_storage().nbytes():
+        return False
+    flat, expected = (x.as_strided((whole.numel(),), (1,), 0) for x in (result, whole))
+    return torch.equal(bits_of(flat), bits_of(expected))
 
 
 def prove_within(recipe: Recipe, whole: Tensor) -> str:

@@ -48,9 +48,10 @@ class Recipe:
         leaves: the stored values that it begins from, each as often as it is read.
         references: the program's own tensors that it reads where they are.
         any_producer: whether it may have costly calls, so that what it makes is made once and shared.
+        first_use: what is called with the value once it was made, to try fused kernels; None where they were tried.
     """
 
-    __slots__ = ("any_producer", "call", "from_statistics", "fused", "inputs", "leaves", "references")
+    __slots__ = ("any_producer", "call", "first_use", "from_statistics", "fused", "inputs", "leaves", "references")
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Recipe:
     ) -> None:
         self.call, self.inputs, self.fused, self.from_statistics = call, inputs, fused, from_statistics
         self.any_producer = any_producer
+        self.first_use: Callable[[Tensor], None] | None = None
         self.leaves: list[Value] = []
         self.references: list[Held] = []
         for given in inputs:

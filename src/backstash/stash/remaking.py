@@ -4,7 +4,9 @@ Note: [proven recipes]
     Whether an op repeats itself bit for bit depends on the device, its library, shapes and layouts, and is documented
     nowhere. So a recipe runs when it is first used, on the very data, and is trusted only if the bits are the same:
     with fused kernels, or else call by call. A recipe that begins from bounded values has to come as near as their
-    bounds allow. The proof is repeated now and then, on the numbers of another step.
+    bounds allow. Where what it begins from is itself made again, calls were proven one by one, and fused kernels are
+    tried when backward has made it for the first time. The proof is repeated now and then, on the numbers of another
+    step.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from torch import Tensor
 from backstash.policies.base import MAX_DEPTH, Policy, Recompute
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
-from backstash.stash import leaves, proving, roots
+from backstash.stash import fused, leaves, proving, roots
 from backstash.stash.accounts import Step
 from backstash.stash.calls import Leaf, View
+from backstash.stash.decode import fetch
 from backstash.stash.encode import has_error
 from backstash.stash.gains import gains
 from backstash.stash.leaning import Leaning
@@ -82,8 +85,9 @@ class Remaking:
         place = strongest.place or Place(strongest.tensor)
         if self._live.distrusted and (strongest.tensor.key, str(recipe)) in self._live.distrusted:
             return f"{recipe} has made other bits than the value had"
+        first_use = None
         if action.any_producer and any(leaf.recipe is not None for leaf in begins_from):
-            way = "plain"  # Note: [proven calls] in repeating.py
+            way, first_use = self._way_untried(place, recipe, whole, bounded)
         else:
             way = self._way(place, recipe, whole, bounded)
         if not way:
@@ -91,6 +95,7 @@ class Remaking:
         for leaf in begins_from:
             leaves.guard(leaf)
         recipe = recipe.using_statistics() if bounded else recipe if way == "fused" else recipe.unfused()
+        recipe.first_use = first_use
         self._leaning.watch(value, begins_from, recipe.references)
         tolerance = None
         if bounded:
@@ -145,6 +150,42 @@ class Remaking:
         if place.action is None:
             place.action = self._policy.decide(held.tensor)
         return has_error(place.action)
+
+    def _way_untried(
+        self, place: Place, recipe: Recipe, whole: Tensor, bounded: bool
+    ) -> tuple[str, Callable[[Tensor], None] | None]:
+        """As :meth:`_way`, where what the recipe begins from is not there.
+
+        Its calls are proven one by one (Note: [proven calls] in repeating.py). Whether fused kernels make the same bits
+        is found out when the value is made for the first time, call by call: then all that it begins from is there.
+
+        Returns:
+            How it is run this time, and what has to be called with the value when it was made; None if nothing has to.
+        """
+        if bounded or not fused.has_form(recipe):
+            return "plain", None
+        spec, device = TensorSpec.of(whole), whole.device.type
+        likeness = recipe.likeness()
+        facts = (likeness, spec, None, numeric_settings(device))
+        known = place.proof
+        again = known is not None and known[0] == facts
+        if again:
+            assert known is not None
+            place.uses += 1
+            if known[1] != "fused" or place.uses % REPEAT:
+                return known[1], None
+
+        def compare(made: Tensor) -> None:
+            def prove() -> str:
+                return "fused" if proving.equals(recipe.run(fetch), made) else "plain"
+
+            question = (place.facts.key, repr(likeness), spec, None)
+            way = proofs.ask("recipe", question, prove, device_type=device, again=again, counts=self._step.counts)
+            if not again:
+                place.uses = zlib.crc32(place.facts.key.encode()) % REPEAT
+            place.proof = facts, way
+
+        return "plain", compare
 
     def _way(self, place: Place, recipe: Recipe, whole: Tensor, bounded: bool) -> str:
         """How the recipe makes the value: "fused", "plain", "within", or "" where it does not."""
