@@ -8,7 +8,8 @@ For each case, in this order:
 3. The counted peak of a step (report.meter.CountedPeak): every byte that torch allocates, above those before the step.
 4. The rounds: each candidate's step once per round, each round in another order; median and quartiles.
 
-Torch's own candidates are compiled plain, and compiled with ``activation_memory_budget`` at three settings.
+Torch's own candidates are compiled plain, and compiled with ``activation_memory_budget`` at three settings. With
+``--frontier`` there are many more budgets, of torch and of ours: see :mod:`benchmarks.compile_frontier`.
 """
 
 from __future__ import annotations
@@ -265,10 +266,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], help="a candidate's name; may be repeated")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--frontier", action="store_true", help="budgets of ours beside those of torch")
+    parser.add_argument("--resume", action="store_true", help="with --frontier: leave out what the file has")
     parser.add_argument("--remark", default="", help="what a reader should know of the machine")
     asked = parser.parse_args(arguments)
     chosen = [case for case in CASES if case.name in (asked.case or DEFAULT)]
-    results = Results("compile", asked.json, arguments, format=FORMAT, cases=chosen, remark=asked.remark)
+    results = Results(
+        "compile", asked.json, arguments, format=FORMAT, resume=asked.resume, cases=chosen, remark=asked.remark
+    )
+    if asked.frontier:
+        from benchmarks import compile_frontier  # it imports this module
+
+        return compile_frontier.run(chosen, Effort(asked.rounds), asked.only, results)
     measured: list[dict[str, Any]] = []
     for case in chosen:
         absent = case.absent()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -220,16 +221,46 @@ def partitioner_base() -> type[Any]:
     return CustomPartitionerFn
 
 
-def min_cut_partition(**settings: Any) -> Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]:
-    """Torch's own partitioner of a joint graph into forward and backward, under these settings of AOTAutograd."""
-    from torch._functorch import config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+SavedValues = Callable[[torch.fx.Graph, list[torch.fx.Node]], list[torch.fx.Node]]
+"""Given a joint graph and what torch would save, returns what is saved instead."""
+
+
+def min_cut_partition(
+    choose: SavedValues | None = None, **settings: Any
+) -> Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]:
+    """Torch's own partitioner of a joint graph into forward and backward, under these settings of AOTAutograd.
+
+    Args:
+        choose: is asked what to save, if this torch lets it be asked: see :func:`asks_what_to_save`. It is not asked
+            about graphs without a backward pass.
+        settings: of AOTAutograd.
+    """
+    from torch._functorch import config, partitioners
 
     def partition(joint: torch.fx.GraphModule, inputs: Any, **keywords: Any) -> Any:
+        original = getattr(partitioners, _CHOICE, None)
+
+        def replaced(graph: torch.fx.Graph, *args: Any, **kwargs: Any) -> list[torch.fx.Node]:
+            found = original(graph, *args, **kwargs)  # type: ignore[misc]
+            return found if choose is None else choose(graph, list(found))
+
         with config.patch(settings):
-            return min_cut_rematerialization_partition(joint, inputs, **keywords)
+            if choose is None or original is None:
+                return partitioners.min_cut_rematerialization_partition(joint, inputs, **keywords)
+            with mock.patch.object(partitioners, _CHOICE, replaced):
+                return partitioners.min_cut_rematerialization_partition(joint, inputs, **keywords)
 
     return partition
+
+
+_CHOICE = "choose_saved_values_set"
+
+
+def asks_what_to_save() -> bool:
+    """Whether torch's partitioner can be told which values to save."""
+    from torch._functorch import partitioners
+
+    return hasattr(partitioners, _CHOICE)
 
 
 def aot_eager_backend(partition: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,21 +1,26 @@
-"""A budget in bytes: among ways to split a graph and to hold what it saves, the cheapest whose peak stays below it."""
+"""A budget in bytes: what a graph saves, and in which form, so that its peak stays below at the least cost."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from backstash.integrations.compile.choose import Choice
-from backstash.integrations.compile.liveness import Plan, held_nbytes, peak_nbytes, seconds
-from backstash.integrations.compile.values import SavedValue, Split
+from backstash.integrations.compile.effect import gradient_nodes
+from backstash.integrations.compile.joint import Joint, is_write
+from backstash.integrations.compile.lifetimes import Estimate, Lifetimes
+from backstash.integrations.compile.search import Found, Options, Search
+from backstash.integrations.compile.values import SavedValue, Split, spec_of
+from backstash.torch_internals import SavedValues, asks_what_to_save
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
-RECOMPUTING: tuple[dict[str, Any], ...] = (
+STARTS: tuple[dict[str, Any], ...] = (
     {},
     {
         "ban_recompute_used_far_apart": False,
@@ -23,28 +28,45 @@ RECOMPUTING: tuple[dict[str, Any], ...] = (
         "ban_recompute_materialized_backward": False,
     },
     {"aggressive_recomputation": True},
-    *({"aggressive_recomputation": True, "activation_memory_budget": share} for share in (0.5, 0.3, 0.15, 0.05)),
 )
-"""Settings of torch's partitioner, from the one that recomputes least to the one that recomputes most."""
+"""Settings of torch's partitioner whose choices a search starts from, from little to much recomputation."""
 
-Planner = Callable[[Split], list[tuple[SavedValue, Choice]]]
+Plan = list[tuple[SavedValue, Choice]]
+Planner = Callable[[Split], Plan]
+Partition = Callable[[dict[str, Any], SavedValues | None], tuple[fx.GraphModule, fx.GraphModule, int]]
+"""Splits the joint graph under settings of AOTAutograd, and asks what to save."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """One way to hold what a graph saves.
+    """One way to split a graph and to hold what it saves.
 
     Attributes:
         split: the graphs.
         plan: the form of each value.
-        peak: estimated bytes at the peak.
-        seconds: estimated time for recomputing and encoding.
+        estimate: what it leads to.
     """
 
     split: Split
-    plan: list[tuple[SavedValue, Choice]]
-    peak: int
-    seconds: float
+    plan: Plan
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What torch's partitioner saves under some settings.
+
+    Attributes:
+        settings: the settings.
+        names: the saved nodes' names.
+        held: bytes of each value's exact form, by the name of the node that computes it.
+        rounded: bytes of the form of those that the policy rounds.
+    """
+
+    settings: dict[str, Any]
+    names: frozenset[str]
+    held: dict[str, int]
+    rounded: dict[str, int]
 
 
 def parse_nbytes(text: int | str) -> int:
@@ -66,58 +88,150 @@ def parse_nbytes(text: int | str) -> int:
 
 
 def cheapest(
-    partition: Callable[[dict[str, Any]], tuple[fx.GraphModule, fx.GraphModule, int]],
-    planned: Planner,
-    budget: int,
-    fuses: bool,
+    partition: Partition, planned: Planner, budget: int, fuses: bool, lasting: Collection[int] = ()
 ) -> tuple[Chosen, str]:
-    """The cheapest way to stay below a budget, or the one with the lowest peak if none does; and a note on it.
+    """The cheapest way to stay below a budget, or the one with the lowest peak if none was found; and a note on it.
 
     Args:
-        partition: splits the joint graph under settings of AOTAutograd; returns the graphs and the number of results
-            that are not for the backward graph.
+        partition: splits the joint graph; returns the graphs and the number of results that are not for the backward
+            graph.
         planned: chooses a form for each value that a split saves.
         budget: bytes at the peak, inputs excluded.
         fuses: whether the compiler fuses elementwise operators.
+        lasting: positions of the graph's inputs that are parameters or buffers.
     """
-    found: list[Chosen] = []
-    sizes: set[tuple[str, ...]] = set()
-    for settings in RECOMPUTING:
-        split = Split(*partition(settings))
-        values = tuple(sorted(value.base.name for value in split.values()))
-        if values in sizes:
-            continue  # the same values are saved as under an earlier setting
-        sizes.add(values)
-        found.append(_least(split, planned(split), budget, fuses))
-        if found[-1].peak <= budget and len(found) > 1:
-            break  # further settings recompute more
-    within = [chosen for chosen in found if chosen.peak <= budget]
-    best = min(within, key=lambda chosen: chosen.seconds) if within else min(found, key=lambda chosen: chosen.peak)
-    mib = f"a peak of {best.peak / 2**20:.0f} MiB is estimated, inputs excluded; asked for {budget / 2**20:.0f} MiB"
-    again = sum(node.op == "call_function" for node in best.split.twins)
+    starts, joint = _starts(partition, planned, fuses)
+    if joint is None:
+        split = Split(*partition({}, None))
+        note = "budget: not kept, because torch's partitioner does not say what it saves in this graph"
+        return Chosen(split, planned(split), Estimate.nothing()), note
+    options = _options(joint, starts, lasting)
+    found = []
+    for start in starts:
+        saved = {joint.number(node) for node in joint.graph.nodes if node.name in start.names}
+        found.append(Search(joint, options, budget, [number for number in options.held if number in saved]).run())
+    within = [each for each in found if each.estimate.peak <= budget]
+    if within:
+        best = min(within, key=lambda each: each.estimate.seconds)
+    else:
+        best = min(found, key=lambda each: each.estimate.peak)
+    chosen = _carried_out(joint, best, starts, partition, planned)
+    peak = chosen.estimate.peak
+    mib = f"a peak of {peak / 2**20:.0f} MiB is estimated, inputs excluded; asked for {budget / 2**20:.0f} MiB"
+    again = sum(node.op == "call_function" for node in chosen.split.twins)
     note = f"budget: {mib}, with {again} operators computed again"
-    return best, note if within else f"{note}. No way was found to stay below the budget"
+    return chosen, note if peak <= budget else f"{note}. No way was found to stay below the budget"
 
 
-def _least(split: Split, plan: list[tuple[SavedValue, Choice]], budget: int, fuses: bool) -> Chosen:
-    """Rounds as few values as the budget allows; exact forms cost next to nothing and are always taken."""
-    exact = [(value, choice if _is_exact(choice) else _kept(choice)) for value, choice in plan]
-    rounded = [index for index, (_, choice) in enumerate(plan) if not _is_exact(choice)]
-    rounded.sort(key=lambda index: held_nbytes(*plan[index]) - plan[index][0].spec().nbytes)
+def held_nbytes(value: SavedValue, choice: Choice) -> int:
+    """Bytes between forward and backward, by the numbers that symbolic sizes stood for."""
+    spec = value.spec()
+    if choice.is_kept:
+        return spec.nbytes
+    tests = sum(-(-spec_of(node.meta["val"]).numel // 8) for node in choice.tests)
+    return tests + (0 if choice.codec is None else choice.codec.nbytes(spec.shape, spec.dtype))
 
-    def peak(count: int) -> int:
-        return peak_nbytes(split, _by_base(_mixed(exact, plan, rounded[:count])), fuses)
 
-    low, high = 0, len(rounded)
-    while low < high:  # the peak falls with each value that is rounded
-        middle = (low + high) // 2
-        if peak(middle) <= budget:
-            high = middle
-        else:
-            low = middle + 1
-    chosen = _mixed(exact, plan, rounded[:low])
-    by_base = _by_base(chosen)
-    return Chosen(split, chosen, peak_nbytes(split, by_base, fuses), seconds(split, by_base))
+def _starts(partition: Partition, planned: Planner, fuses: bool) -> tuple[list[_Start], Joint | None]:
+    """What torch saves under each of several settings, and the graph; None if torch does not say it."""
+    starts: list[_Start] = []
+    asked: list[tuple[fx.Graph, list[fx.Node]]] = []
+
+    def observe(graph: fx.Graph, saved: list[fx.Node]) -> list[fx.Node]:
+        asked.append((graph, saved))
+        return list(saved)
+
+    for settings in STARTS if asks_what_to_save() else ():
+        asked.clear()
+        split = Split(*partition(settings, observe))
+        if not asked:
+            break  # torch splits a graph without a backward pass on its own
+        names = frozenset(node.name for node in asked[-1][1])
+        if names in [start.names for start in starts]:
+            continue
+        held, rounded = {}, {}
+        for value, choice in planned(split):
+            name = value.base.name
+            held[name] = held_nbytes(value, choice if _is_exact(choice) else _kept(choice))
+            if not _is_exact(choice):
+                rounded[name] = held_nbytes(value, choice)
+        starts.append(_Start(settings, names, held, rounded))
+    return starts, Joint(asked[-1][0], split.outputs, fuses) if starts else None
+
+
+def _options(joint: Joint, starts: list[_Start], lasting: Collection[int]) -> Options:
+    """What may be done with all that torch saves under one setting or another."""
+    named = {node.name: number for number, node in enumerate(joint.nodes)}
+    saved = {node for node in joint.graph.nodes if any(node.name in start.names for start in starts)}
+    numbers = [joint.number(node) for node in saved]
+    held = {n: joint.nbytes[n] for n in numbers if n is not None and not joint.is_input[n]}
+    rounded: dict[int, int] = {}
+    for start in starts:
+        held |= {named[name]: nbytes for name, nbytes in start.held.items() if named.get(name) in held}
+        rounded |= {named[name]: nbytes for name, nbytes in start.rounded.items() if named.get(name) in held}
+    return Options(held, rounded, set(joint.results) & set(held), _readable(joint, saved, lasting))
+
+
+def _readable(joint: Joint, saved: Iterable[fx.Node], lasting: Collection[int]) -> set[int]:
+    """Inputs that have the same elements in the backward pass: what torch saves, and parameters that nothing writes."""
+    among = {joint.number(node) for node in saved}
+    written = {node.args[0] for node in joint.nodes if is_write(node)}
+    (output,) = joint.graph.find_nodes(op="output")
+    kinds = {type(description).__name__ for description in output.meta.get("desc") or ()}
+    if "InputMutationAOTOutput" in kinds:  # written after the graph has run, and it is not said which one is
+        lasting = ()
+    inputs = [number for number, node in enumerate(joint.nodes) if node.op == "placeholder"]
+    found = {inputs[position] for position in lasting if joint.nodes[inputs[position]] not in written}
+    return found | {number for number, is_input in enumerate(joint.is_input) if is_input and number in among}
+
+
+def _names_of(joint: Joint, starts: list[_Start], found: Found) -> set[str]:
+    """The names of the nodes of the joint graph to be saved: every one at which a walk from the gradients may stop."""
+    graph, used = joint.graph, found.estimate.saved
+    names = {name for start in starts for name in start.names}
+    stops = {node for node in graph.nodes if node.name in names and _is_stop(joint, node, used)}
+    dependent = gradient_nodes(graph)
+    (output,) = graph.find_nodes(op="output")
+    waiting = [*dependent, *(node for node in output.all_input_nodes if joint.number(node) in joint.gradients)]
+    needed, seen = set[fx.Node](), set(waiting)
+    while waiting:
+        node = waiting.pop()
+        number = joint.number(node)
+        is_saved = number in used and joint.nodes[number] is node  # type: ignore[index]
+        if node not in dependent and (node in stops or is_saved or node.op in ("placeholder", "get_attr")):
+            needed.add(node)
+            continue
+        for argument in node.all_input_nodes:
+            if argument not in seen:
+                seen.add(argument)
+                waiting.append(argument)
+    # Symbolic sizes cost nothing to save; torch drops those that nothing reads.
+    sizes = {node for node in graph.nodes if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))}
+    return {node.name for node in needed | (sizes - dependent)}
+
+
+def _is_stop(joint: Joint, node: fx.Node, used: Iterable[int]) -> bool:
+    number = joint.number(node)
+    return number is None or number in used or joint.is_input[number]
+
+
+def _carried_out(joint: Joint, found: Found, starts: list[_Start], partition: Partition, planned: Planner) -> Chosen:
+    """Splits the graph as a search has found, and gives the values their forms."""
+    wanted = _names_of(joint, starts, found)
+
+    def choose(graph: fx.Graph, saved: list[fx.Node]) -> list[fx.Node]:
+        return [node for node in graph.nodes if node.name in wanted]
+
+    split = Split(*partition({}, choose))
+    numbers = {node.name: number for number, node in enumerate(joint.nodes)}
+    rounded = {joint.nodes[number].name for number in found.rounded}
+    plan, saved = [], {}
+    for value, choice in planned(split):
+        is_wanted = _is_exact(choice) or value.base.name in rounded
+        plan.append((value, choice if is_wanted else _kept(choice)))
+        if value.base.name in numbers:
+            saved[numbers[value.base.name]] = held_nbytes(*plan[-1])
+    return Chosen(split, plan, Lifetimes(joint).estimate(saved))
 
 
 def _is_exact(choice: Choice) -> bool:
@@ -126,14 +240,3 @@ def _is_exact(choice: Choice) -> bool:
 
 def _kept(choice: Choice) -> Choice:
     return replace(choice, codec=None, tests=(), reason="it fits into the budget as it is")
-
-
-def _mixed(
-    exact: list[tuple[SavedValue, Choice]], plan: list[tuple[SavedValue, Choice]], rounded: list[int]
-) -> list[tuple[SavedValue, Choice]]:
-    chosen = set(rounded)
-    return [plan[index] if index in chosen else item for index, item in enumerate(exact)]
-
-
-def _by_base(plan: list[tuple[SavedValue, Choice]]) -> Plan:
-    return {value.base: (value, choice) for value, choice in plan}

@@ -45,9 +45,9 @@ def compile_options(
 
     Args:
         policy: a policy's name or a Policy. Of its codecs those are used whose size does not depend on the data.
-        budget: bytes at the peak of each graph's step, inputs and parameters excluded, such as ``"600MiB"``. Then torch
-            splits the graph in several ways, from little to much recomputation, and of those whose estimated peak
-            stays below the budget the cheapest is taken; values are rounded only as far as the budget needs it.
+        budget: bytes at the peak of each graph's step, inputs and parameters excluded, such as ``"600MiB"``. Then it is
+            chosen for each value whether it is saved, saved in another form, or computed again in the backward pass,
+            so that the estimated peak stays below the budget; values are rounded only as far as the budget needs it.
         min_nbytes: smaller values are kept. By default the policy's number, or 16 KiB.
         options: other options of Inductor, by name.
 

@@ -22,7 +22,7 @@ from backstash.integrations.compile.rewrite import rewrite
 from backstash.integrations.compile.values import SavedValue, Split, spec_of
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Entry, Report
-from backstash.torch_internals import compile_counters, min_cut_partition
+from backstash.torch_internals import SavedValues, compile_counters, min_cut_partition
 from backstash.version import __version__
 
 log = logging.getLogger("backstash.compile")
@@ -50,8 +50,10 @@ class Treatment:
     def split(self, joint: fx.GraphModule, inputs: Any, **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """A joint graph's forward and backward graph. Takes and returns what AOTAutograd's partitioners do."""
 
-        def partition(settings: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-            return *min_cut_partition(**settings)(joint, inputs, **keywords), keywords["num_fwd_outputs"]
+        def partition(
+            settings: dict[str, Any], choose: SavedValues | None = None
+        ) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+            return *min_cut_partition(choose, **settings)(joint, inputs, **keywords), keywords["num_fwd_outputs"]
 
         name, note = f"graph {len(self.graphs)}", ""
         if self.budget is None or any("recompute" in node.meta for node in joint.graph.nodes):
@@ -60,7 +62,8 @@ class Treatment:
             if self.budget is not None:
                 note = "budget: not kept, because a checkpoint inside says already what is computed again"
         else:
-            chosen, note = cheapest(partition, self.plan, self.budget, self.fuses)
+            lasting = keywords.get("static_lifetime_input_indices") or ()
+            chosen, note = cheapest(partition, self.plan, self.budget, self.fuses, lasting)
             split, plan = chosen.split, chosen.plan
         self.graphs.append(self.carry_out(name, split, plan, note))
         log.info("%s", self.graphs[-1])

@@ -1,0 +1,243 @@
+"""How many bytes forward and backward hold at each of their operators, if certain values are saved between them.
+
+The backward pass runs the operators that depend on a gradient in the order of the joint graph, and computes each other
+value, saved values decoded among them, right before the first operator that reads it. What a compiler fuses is never in
+memory: an elementwise result is stored when the first operator reads it that cannot be fused with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from backstash.integrations.compile.joint import BYTES_PER_SECOND, Joint
+
+_MOST_READS = 4
+"""A compiler stores an elementwise result of several readers that is computed from more values than this."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a set of saved values leads to.
+
+    Attributes:
+        forward: bytes at each operator of the forward pass.
+        backward: bytes around each operator of the backward pass that depends on a gradient.
+        seconds: time for computing values again, and for encoding.
+        saved: bytes of each value that is held between the passes and read in the second one.
+        again: the values of the forward pass that the backward pass computes again.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    seconds: float
+    saved: Mapping[int, int]
+    again: frozenset[int]
+
+    @classmethod
+    def nothing(cls) -> Estimate:
+        """Of a graph that is not known."""
+        return cls(np.zeros(0), np.zeros(0), 0.0, {}, frozenset())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at once."""
+        return int(max(self.forward.max(initial=0), self.backward.max(initial=0)))
+
+    def above(self, budget: int) -> float:
+        """Bytes above a budget, added up over all operators."""
+        over = np.clip(self.forward - budget, 0, None).sum() + np.clip(self.backward - budget, 0, None).sum()
+        return float(over)
+
+
+class Run:
+    """The lifetimes of one pass.
+
+    Args:
+        joint: the graph.
+        stored: values that are stored, whoever reads them.
+    """
+
+    def __init__(self, joint: Joint, stored: Iterable[int] = ()) -> None:
+        self._joint = joint
+        self._stored = frozenset(stored)
+        self._touches: dict[int, set[int]] = {}
+        self._births: list[tuple[int, set[int]]] = []
+        self.born: dict[int, int] = {}
+        self.dies: dict[int, int] = {}
+        self.nbytes: dict[int, int] = {}
+        self.moment = 0
+
+    def hold(self, number: int, nbytes: int) -> None:
+        """A memory that is there from now on."""
+        self.born[number] = self.dies[number] = self.moment
+        self.nbytes[number] = nbytes
+
+    def encoded(self, number: int, planes: int) -> None:
+        """A value that is decoded from planes by whoever reads it."""
+        self._touches[number] = {planes}
+
+    def decode(self, number: int) -> None:
+        """An encoded value is decoded by an operator of its own."""
+        self.moment += 1
+        self._store(number)
+
+    def compute(self, number: int) -> None:
+        """The next operator runs."""
+        joint = self._joint
+        self.moment += 1
+        touched: set[int] = set()
+        for source in joint.reads[number]:
+            if source in self.born:
+                touched.add(source)
+            elif joint.reads_fused[number]:
+                touched |= self._touches.get(source, set())
+            else:
+                self._store(source)
+                touched.add(source)
+        self._read(touched)
+        if not joint.fuses[number]:
+            self.hold(number, joint.nbytes[number])
+            return
+        self._touches[number] = touched
+        several = len(touched) > _MOST_READS and joint.is_shared[number]
+        if several or number in self._stored:
+            self._store(number)
+
+    def finish(self, kept: Iterable[int]) -> np.ndarray:
+        """Bytes at each operator, of which ``kept`` are held until the end."""
+        for number in kept:
+            if number not in self.born and number in self._touches:
+                self._store(number)
+            if number in self.born:
+                self.dies[number] = self.moment
+        changes = np.zeros(self.moment + 2)
+        for number, born in self.born.items():
+            nbytes = self.nbytes[number]
+            changes[born] += nbytes
+            changes[self.dies[number] + 1] -= nbytes
+        found = np.cumsum(changes)[: self.moment + 1]
+        taken: set[int] = set()
+        for number, touched in self._births:  # a fused kernel writes over an input that nobody else reads
+            moment, nbytes = self.born[number], self.nbytes[number]
+            for source in touched - taken:
+                if self.nbytes[source] == nbytes and self.dies[source] == moment and self.born[source] < moment:
+                    taken.add(source)
+                    found[moment] -= nbytes
+                    break
+        return found
+
+    def _store(self, number: int) -> None:
+        touched = self._touches.get(number, set())
+        self._read(touched)
+        self.hold(number, self._joint.nbytes[number])
+        self._births.append((number, touched))
+
+    def _read(self, touched: Iterable[int]) -> None:
+        for source in touched:
+            self.dies[source] = self.moment
+
+
+class Lifetimes:
+    """Estimates for a joint graph.
+
+    Args:
+        joint: the graph.
+    """
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        count = len(joint.nodes)
+        self._fixed = [number for number in range(count) if joint.is_gradient[number] and not joint.is_input[number]]
+        self._forward = [number for number in range(count) if joint.is_forward[number] and not joint.is_input[number]]
+
+    def estimate(self, saved: Mapping[int, int]) -> Estimate:
+        """The bytes and the time if these values are saved.
+
+        Args:
+            saved: bytes in which each saved value is held. What cannot be computed again is saved in any case.
+        """
+        backward, again, used = self._backward(saved)
+        forward = self._run_forward(used)
+        joint = self.joint
+        encoded = sum(
+            2 * (joint.nbytes[number] + held) / BYTES_PER_SECOND
+            for number, held in used.items()
+            if held != joint.nbytes[number]
+        )
+        return Estimate(
+            forward, backward, encoded + sum(joint.seconds[number] for number in again), used, frozenset(again)
+        )
+
+    def held(self, number: int, saved: Mapping[int, int]) -> int | None:
+        """Bytes in which a value is saved; None if backward computes it."""
+        held = saved.get(number)
+        return self.joint.nbytes[number] if held is None and self.joint.must_be_saved(number) else held
+
+    def _backward(self, saved: Mapping[int, int]) -> tuple[np.ndarray, list[int], dict[int, int]]:
+        joint = self.joint
+        run = Run(joint)
+        ready: set[int] = set()
+        again: list[int] = []
+        used: dict[int, int] = {}
+        starts = []
+        planes = len(joint.nodes)
+        for number in (*self._fixed, *sorted(joint.gradients)):
+            needed, waiting = [], [number]
+            while waiting:
+                each = waiting.pop()
+                if each in ready:
+                    continue
+                ready.add(each)
+                if joint.is_gradient[each]:
+                    needed.append(each)
+                    waiting += joint.reads[each]
+                    continue
+                held = None if joint.is_input[each] else self.held(each, saved)
+                if held is None or joint.is_input[each]:
+                    needed.append(each)
+                    waiting += joint.reads[each]
+                    continue
+                used[each] = held
+                if held == joint.nbytes[each]:
+                    run.born[each] = run.dies[each] = 0
+                    run.nbytes[each] = held
+                    continue
+                run.born[planes + each] = run.dies[planes + each] = 0
+                run.nbytes[planes + each] = held
+                run.encoded(each, planes + each)
+                if not joint.compiler_fuses:
+                    run.decode(each)
+            for each in sorted(needed):
+                if joint.is_input[each]:
+                    run.hold(each, 0)
+                    continue
+                run.compute(each)
+                if joint.is_forward[each] and not joint.is_gradient[each]:
+                    again.append(each)
+            starts.append(run.moment + 1)
+        found = run.finish(joint.gradients)
+        bounds = [0, *sorted(start for start in set(starts) if start < len(found))]
+        # One figure for each operator that depends on a gradient, so that estimates can be compared place by place.
+        return np.maximum.reduceat(found, bounds), again, used
+
+    def _run_forward(self, used: Mapping[int, int]) -> np.ndarray:
+        joint = self.joint
+        more = joint.ancestors(number for number in used if not joint.is_forward[number])
+        extra = {number for number in more if not joint.is_forward[number] and not joint.is_input[number]}
+        order = sorted({*self._forward, *extra}) if extra else self._forward
+        plain = [number for number, held in used.items() if held == joint.nbytes[number]]
+        run = Run(joint, plain)
+        for number, is_input in enumerate(joint.is_input):
+            if is_input:
+                run.hold(number, 0)
+        planes = len(joint.nodes)
+        for number in order:
+            run.compute(number)
+            held = used.get(number)
+            if held is not None and held != joint.nbytes[number]:
+                run.hold(planes + number, held)
+        encoded = [planes + number for number, held in used.items() if held != joint.nbytes[number]]
+        return run.finish([*plain, *encoded, *(number for number in joint.results if not joint.is_gradient[number])])

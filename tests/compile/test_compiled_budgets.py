@@ -1,0 +1,202 @@
+"""Budgets of compiled graphs: what is saved, recomputed and rounded, the same bits, and the peak that was estimated."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from backstash import compile_backend, policies
+from backstash.report.meter import CountedPeak
+from benchmarks import networks
+from tests.compile.compiled_steps import Forward, differences, gradients
+
+
+def step(model: nn.Module, forward: Forward, budget: Any, policy: Any = "lossless", **settings: Any) -> Any:
+    """The gradients under a budget, the backend, and the counted peak of a second step."""
+    torch._dynamo.reset()
+    ours = compile_backend(policy, budget=budget, min_nbytes=0)
+    compiled = torch.compile(model, backend=ours, **settings)
+    found = gradients(model, forward, compiled)
+    with CountedPeak() as counted:
+        forward(compiled).backward()  # type: ignore[no-untyped-call]
+    return found, ours, counted.peak_nbytes
+
+
+def plain(model: nn.Module, forward: Forward, **settings: Any) -> Any:
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", **settings)
+    found = gradients(model, forward, compiled)
+    with CountedPeak() as counted:
+        forward(compiled).backward()  # type: ignore[no-untyped-call]
+    return found, counted.peak_nbytes
+
+
+def estimated(ours: Any) -> int:
+    (mib,) = re.findall(r"a peak of (\d+) MiB", ours.report().notes[0])
+    return int(mib)
+
+
+class Bottleneck(nn.Module):
+    """A residual block whose last convolution widens what it reads."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        narrow = channels // 4
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, narrow, 1, bias=False),
+            nn.BatchNorm2d(narrow),
+            nn.ReLU(),
+            nn.Conv2d(narrow, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.layers(x) + x)
+
+
+class Loss(nn.Module):
+    """Blocks and a loss, so that nothing of a step lies outside the graph."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.blocks(x).square().mean()
+        return found
+
+
+def bottlenecks() -> tuple[nn.Module, Forward]:
+    torch.manual_seed(0)
+    model = Loss(*(Bottleneck(64) for _ in range(3)))
+    x = torch.randn(8, 64, 24, 24)
+    return model, lambda net: net(x)
+
+
+@pytest.mark.parametrize("share", [0.75, pytest.param(0.65, marks=pytest.mark.slow)])
+def test_a_budget_below_what_torch_reaches_is_kept_with_the_same_bits(share: float) -> None:
+    model, forward = bottlenecks()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected, peak = plain(model, forward, fullgraph=True)
+    model.load_state_dict(state)
+    budget = int(share * peak)
+    found, ours, counted = step(model, forward, budget, fullgraph=True)
+    assert differences(model, expected, found) == []
+    assert counted <= 1.04 * budget, ours.report().notes
+    assert abs(estimated(ours) - counted / 2**20) < 1.0
+
+
+@pytest.mark.slow
+def test_what_is_dropped_is_what_is_cheap_to_compute_again() -> None:
+    model, forward = bottlenecks()
+    _, ours, peak = step(model, forward, "1GiB")
+    whole = {row.key for row in ours.report().rows}
+    _, ours, _ = step(model, forward, int(0.7 * peak))
+    left = {row.key for row in ours.report().rows}
+    assert left < whole
+    # What feeds the widening convolutions stays: a quarter of the bytes from which the rest is computed.
+    assert {key for key in left if ":relu" in key}
+
+
+def test_random_numbers_are_not_drawn_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.4), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(128, 64)
+    expected, _ = plain(model, lambda net: net(x).sum())
+    found, ours, _ = step(model, lambda net: net(x).sum(), 1000)
+    assert differences(model, expected, found) == []
+    assert sum("native_dropout" in row.key for row in ours.report().rows) >= 4
+
+
+class Counting(nn.Module):
+    """Writes to a buffer that its result is computed from."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.linear(x) * self.scale.clone())
+        self.scale.add_(1.0)
+        return torch.sigmoid(hidden * self.scale.clone()).sum()
+
+
+def test_a_buffer_that_is_written_to_is_not_read_again() -> None:
+    torch.manual_seed(0)
+    model, x = Counting(), torch.randn(64, 32)
+    expected, _ = plain(model, lambda net: net(x))
+    model.scale.fill_(1.0)
+    found, _, _ = step(model, lambda net: net(x), 1000)
+    assert differences(model, expected, found) == []
+
+
+@pytest.mark.parametrize("name", ["vgg_small", "resnet_cifar20"])
+@pytest.mark.slow
+def test_networks_of_the_benchmarks_at_their_lowest(name: str) -> None:
+    torch.manual_seed(0)
+    model = networks.build(name)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+
+    def forward(net: nn.Module) -> Tensor:
+        return functional.cross_entropy(net(x), y)
+
+    expected, peak = plain(model, forward)
+    model.load_state_dict(state)
+    found, _, counted = step(model, forward, 1000)
+    assert differences(model, expected, found) == []
+    assert counted < peak
+
+
+@pytest.mark.slow
+def test_sizes_that_are_symbols() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(3)))
+    inputs = [torch.randn(rows, 64) for rows in (96, 40, 7)]
+
+    def forward(net: nn.Module) -> Tensor:
+        return torch.stack([net(x).square().mean() for x in inputs]).sum()
+
+    expected, _ = plain(model, forward, dynamic=True)
+    found, ours, _ = step(model, forward, 20_000, dynamic=True)
+    assert differences(model, expected, found) == []
+    assert len(ours.report().notes) == 1
+
+
+@pytest.mark.slow
+def test_autocast_and_channels_last_under_a_budget() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Bottleneck(32) for _ in range(2))).to(memory_format=torch.channels_last)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(4, 32, 12, 12).to(memory_format=torch.channels_last)
+
+    def forward(net: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return net(x).float().square().mean()
+
+    expected, _ = plain(model, forward)
+    model.load_state_dict(state)
+    found, _, _ = step(model, forward, 1000)
+    assert differences(model, expected, found) == []
+
+
+@pytest.mark.slow
+def test_a_rounded_value_is_no_source_of_another() -> None:
+    model, forward = bottlenecks()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected, peak = plain(model, forward)
+    for share in (0.5, 0.1):
+        model.load_state_dict(state)
+        found, _, _ = step(model, forward, int(share * peak), policies.quantized(8))
+        for exact, rounded in zip(expected, found, strict=True):
+            assert exact is not None
+            assert rounded is not None
+            assert float((exact - rounded).norm()) <= 0.05 * float(exact.norm()) + 1e-6
