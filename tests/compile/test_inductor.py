@@ -153,6 +153,27 @@ def test_an_image_network(policy: Any) -> None:
     assert ours.report().saved_nbytes > 1.05 * ours.report().stash_nbytes
 
 
+@pytest.mark.slow
+def test_a_budget_leaves_the_bits_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(16, 64, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 16, 1, bias=False)
+    )
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(8, 16, 24, 24)
+
+    def loss(network: Any) -> Tensor:
+        return network(x).square().sum()  # type: ignore[no-any-return]
+
+    plain = gradients(model, loss, torch.compile(model, fullgraph=True))
+    torch._dynamo.reset()
+    model.load_state_dict(state)
+    ours = compile_backend("lossless", "inductor", budget=1000, min_nbytes=0)
+    found = gradients(model, loss, torch.compile(model, backend=ours, fullgraph=True))
+    assert differences(model, plain, found) == []
+    assert "operators computed again" in ours.report().notes[0]
+
+
 def test_dynamic_shapes() -> None:
     torch.manual_seed(0)
     model = Small()
