@@ -27,6 +27,7 @@ MEMBERS = {name: member for name, member in vars(Policy).items() if not name.sta
 METHODS = sorted(name for name, member in MEMBERS.items() if callable(member))
 VALUES: dict[str, tuple[Any, ...]] = {
     "is_fixed": (False, True),
+    "revision": (None, object()),
     "recomputes": (True, False),
     "remakes_anything": (False, True),
     "min_nbytes": (0, 1 << 16),

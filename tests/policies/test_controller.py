@@ -377,3 +377,23 @@ def test_a_sigma_that_is_not_above_zero_is_refused(sigma: float) -> None:
 def test_other_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"comet was asked for every="):
         comet(**wrong)
+
+
+def test_a_policy_is_asked_again_only_when_its_revision_changes() -> None:
+    model = network()
+    optimizer = sgd(model)
+    policy = comet(every=16, optimizer=optimizer)
+    asked: list[tuple[bool, object | None]] = []
+    decide_together = policy.decide_together
+    policy.decide_together = lambda *facts: (
+        asked.append((policy._collecting, policy.revision)),
+        decide_together(*facts),
+    )[1]  # type: ignore[assignment, func-returns-value]
+    train(model, optimizer, policy, 60)
+    outside = [revision for collecting, revision in asked if not collecting]
+    assert outside and None not in outside
+    most = max(sum(other is revision for other in outside) for revision in outside)
+    assert most <= 12  # once for each value, though there are many steps between two collections
+    assert len({id(revision) for revision in outside}) > 1
+    applied = {round(record.bound, 9) for record in policy.history if record.bound is not None}
+    assert len(applied) > 3  # the bounds have changed meanwhile, and were used

@@ -55,6 +55,9 @@ class Policy(ABC):
         is_fixed: whether :meth:`decide` depends on the facts of the tensor alone, and every other method does nothing.
             A Session then asks it once for each place in the model, and need not call the other methods. A subclass
             that overrides a method is not fixed, unless it says so itself.
+        revision: an object that stays the same for as long as a policy that is not fixed gives the same readers the
+            same action; :meth:`trace` and :meth:`observe` need not be called meanwhile. None: the policy may answer
+            otherwise at any time.
         recomputes: whether an action may be Recompute. If it is False, the Session saves itself the work of noting how
             values are computed.
         remakes_anything: whether an action may be Recompute(any_producer=True), for which the Session notes costly
@@ -74,6 +77,7 @@ class Policy(ABC):
     """
 
     is_fixed: bool = False
+    revision: object | None = None
     recomputes: bool = True
     remakes_anything: bool = False
     min_nbytes: int | None = 16 << 10
@@ -151,6 +155,11 @@ class Wrapper(Policy):
         return self.inner.is_fixed
 
     @property
+    def revision(self) -> object | None:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.revision
+
+    @property
     def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
         """As ``inner``."""
         return self.inner.recomputes
@@ -224,6 +233,12 @@ class Adapted(Policy):
     def is_fixed(self) -> bool:  # type: ignore[override]  # read-only here
         """The object's, or the default."""
         return bool(self._own("is_fixed", Policy.is_fixed))
+
+    @property
+    def revision(self) -> object | None:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        found: object | None = self._own("revision", Policy.revision)
+        return found
 
     @property
     def recomputes(self) -> bool:  # type: ignore[override]  # read-only here

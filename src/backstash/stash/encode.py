@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -105,7 +105,7 @@ class Encoder:
             action, why = without_error(action), f"{why}; exact, because others are made again of it"
         if isinstance(action, Slice) and (facts.op, facts.role) == ("Convolution", "input"):
             action = action.sliced()
-        place = strongest.place if self.is_fixed else None
+        place = strongest.place if self.is_fixed or self.policy.revision is not None else None
         if place is not None and place.spared and place.declined is not None and place.declined[0] is action:
             place.spared -= 1
             form, reason = None, place.declined[1]
@@ -132,7 +132,7 @@ class Encoder:
     def releases_shape(self, place: Place) -> bool:
         """Whether the policy lets go of what was saved at that place, of which only the shape is read."""
         if place.releases is None or not self.is_fixed:
-            action = self.policy.decide(place.facts)
+            action = self._answer(place, place.facts, (place.facts,))
             place.releases = isinstance(action, Stash) and any(codec.id == Shape.id for codec in action.codecs)
         return place.releases
 
@@ -146,8 +146,21 @@ class Encoder:
                 place.action = self.policy.decide(facts)
             return place.action
         readers = [saved.tensor for saved in fresh if saved.tensor is not None]
-        self.policy.trace(facts, readers, lambda: self._remaking.sources(value, strongest))
-        return self.policy.decide_together(facts, readers)
+        place = strongest.place
+        if self.policy.revision is None or place is None:
+            self.policy.trace(facts, readers, lambda: self._remaking.sources(value, strongest))
+            return self.policy.decide_together(facts, readers)
+        return self._answer(place, facts, readers)
+
+    def _answer(self, place: Place, facts: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
+        """Returns the policy's action, of which a policy with a revision is asked once in each place."""
+        revision, asked = self.policy.revision, (facts, *readers)
+        known = place.answer
+        if known is not None and revision is not None and known[0] is revision and known[1] == asked:
+            return known[2]
+        action = self.policy.decide_together(facts, readers)
+        place.answer = revision, asked, action
+        return action
 
     def _forget(
         self, value: Value, fresh: list[Saved], facts: SavedTensor, whole: Tensor, recipe: Recipe, started: float
@@ -192,13 +205,13 @@ class Encoder:
         account.stash_nbytes, account.codec, account.reason, account.store = nbytes, codec, note, store
         live.add(account.device_nbytes)
         account.encode_seconds += time.perf_counter() - started
-        if not self.is_fixed:
+        if not self.is_fixed and self.policy.revision is None:
             self.policy.observe(Outcome(facts, codec, nbytes))
 
     def keep(self, value: Value, facts: SavedTensor, reason: str) -> None:
         """Hold a value as it is."""
         value.account.codec, value.account.reason = "kept", reason
-        if not self.is_fixed:
+        if not self.is_fixed and self.policy.revision is None:
             self.policy.observe(Outcome(facts, None, value.account.stash_nbytes, reason))
 
     def form(self, x: Tensor, facts: SavedTensor, action: Stash, readers: list[Saved]) -> tuple[Form | None, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,12 @@ def prove_within(recipe: Recipe, whole: Tensor) -> str:
     error = (result - whole.as_strided(result.shape, result.stride(), 0)).abs_()
     by_channel = error.amax([dim for dim in range(result.dim()) if dim != 1])
     return "within" if bool((by_channel <= off * 1.001 + rounding(result)).all()) else ""
+
+
+def tolerance(recipe: Recipe, sample: Tensor) -> float:
+    """How far elements that the recipe makes may lie from those of a sample, [n], of the value that it replaced."""
+    off = off_by(recipe)
+    return math.inf if off is None else 1.001 * float(off.max()) + 128 * rounding(sample)  # others may be larger
 
 
 def rounding(whole: Tensor) -> float:

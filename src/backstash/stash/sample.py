@@ -10,7 +10,9 @@ Note: [samples]
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,32 +35,36 @@ class Sample:
         bits: the elements, [n]; None with a checksum.
         begin, step: where the first is and how far they are apart, in elements.
         checksum: CRC-32 of all bytes; None with elements.
-        tolerance: how far a remade element may be off; None: not in a bit.
+        allows: whether the remade elements may be off by as much as that number from those that are given; None: they
+            may not differ in a bit.
     """
 
     bits: Tensor | None
     begin: int
     step: int
     checksum: int | None = None
-    tolerance: float | None = None
+    allows: Callable[[float, Tensor], bool] | None = None
 
     @classmethod
-    def of(cls, whole: Tensor, number: int, full: bool = False, tolerance: float | None = None) -> Sample:
+    def of(
+        cls, whole: Tensor, number: int, full: bool = False, allows: Callable[[float, Tensor], bool] | None = None
+    ) -> Sample:
         """A sample of a dense tensor.
 
         Args:
             whole: the value.
             number: of the step, which decides on the elements.
-            full: a checksum instead; not with a tolerance.
-            tolerance: as in the attributes.
+            full: a checksum instead; not where elements may differ.
+            allows: as in the attributes.
         """
-        if full and tolerance is None:
+        if full and allows is None:
             return cls(None, 0, 1, _checksum(whole))
         count = whole.numel()
         step = max(1, count // ELEMENTS)
         begin = number * _SPREAD % step
-        sample = cls(None, begin, step, None, tolerance)
-        return cls(sample._elements(whole).clone(), begin, step, None, tolerance)
+        sample = cls(None, begin, step, None, allows)
+        sample.bits = sample._elements(whole).clone()
+        return sample
 
     def differs(self, whole: Tensor) -> bool:
         """Whether a remade value is certainly not the one that the sample was taken of."""
@@ -68,9 +74,11 @@ class Sample:
         elements = self._elements(whole)
         if elements.shape != self.bits.shape or elements.dtype is not self.bits.dtype:
             return True
-        if self.tolerance is None:
+        if self.allows is None:
             return not torch.equal(bits_of(elements), bits_of(self.bits))
-        return bool(((elements - self.bits).abs() > self.tolerance).any())
+        if not elements.numel():
+            return False
+        return not self.allows(float((elements - self.bits).abs_().nan_to_num_(0.0, math.inf).max()), self.bits)
 
     def _elements(self, whole: Tensor) -> Tensor:
         count = whole.numel()

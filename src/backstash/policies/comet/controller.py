@@ -160,6 +160,7 @@ class Comet(Policy):
         self._known: dict[str, Known] = {}
         self._kept: dict[str, Kept] = {}
         self.allotment = Allotment()
+        self._revision = object()  # another one after each collection
         # Of the collecting step, by the value's key: the keys of its readers, and the value; the bound of its error.
         self._values: dict[str, tuple[tuple[str, ...], Value]] = {}
         self._applied: dict[str, float] = {}
@@ -177,6 +178,11 @@ class Comet(Policy):
     def bounds(self) -> dict[str, float]:
         """The bound that each layer needs, by the key of its input. A value with several readers has the smallest."""
         return {key: layer.bound for key, layer in self._known.items() if layer.bound is not None}
+
+    @property
+    def revision(self) -> object | None:  # type: ignore[override]  # read-only here
+        """The same object between two collections, which alone change the bounds; None in a collecting step."""
+        return None if self._collecting else self._revision
 
     def collect_next(self) -> None:
         """Make the next step a collecting step, whatever the interval says."""
@@ -287,6 +293,7 @@ class Comet(Policy):
 
     def _evaluate(self) -> None:
         readings, self._readings = self._readings, {}
+        self._revision = object()
         complete = {key: reading for key, reading in readings.items() if reading.energy is not None}
         if not complete:  # no backward ran, so the next step collects
             return
