@@ -328,7 +328,9 @@ class Session:
             self._learn()
         self._encoder.begin_step()
         self._live.unpacked = False
-        self._live.stashed_nbytes = 0  # there is room for nothing before backward has freed something
+        self._live.stashed_nbytes = self._live.needed_nbytes = (
+            0  # there is room for nothing before backward has freed something
+        )
         self._steps += 1
         self.policy.begin_step()
         if self._live.monitor is not None:

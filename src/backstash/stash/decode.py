@@ -140,7 +140,7 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
     started = time.perf_counter()
     if value.recipe is not None:
         whole = remake(value)
-        if not ahead or value.live.has_room(whole.untyped_storage().nbytes()):
+        if not ahead or value.live.may_hold(whole.untyped_storage().nbytes()):
             value.hold(whole.detach())
         if any(leaf.recipe is not None and leaf.remade is None for leaf in value.recipe.leaves):
             buffers.shrink()  # there was no room for them
@@ -158,7 +158,9 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
         encoded = planes(value, form)
         started = time.perf_counter()  # what was waited for is counted apart
         form.codec.decode(encoded, whole)
-        if value.unread > 1 and whole.nbytes < SMALL:
+        if (value.unread > 1 and whole.nbytes < SMALL) or (
+            ahead and value.unread and value.live.may_hold(2 * whole.nbytes)
+        ):
             value.hold(whole.detach())
     buffers.filled(owner, whole)
     value.account.decode_seconds += time.perf_counter() - started

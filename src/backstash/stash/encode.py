@@ -204,6 +204,8 @@ class Encoder:
         live.add(-account.device_nbytes)
         account.stash_nbytes, account.codec, account.reason, account.store = nbytes, codec, note, store
         live.add(account.device_nbytes)
+        if facts.need is Need.VALUE and not value.shares:
+            live.will_need(account.saved_nbytes)
         account.encode_seconds += time.perf_counter() - started
         if not self.is_fixed and self.policy.revision is None:
             self.policy.observe(Outcome(facts, codec, nbytes))
