@@ -3,21 +3,26 @@
 What a step takes is its counted peak and, twice, its parameters: themselves and their gradients. Every activation is as
 large as the batch, so the peak is a straight line over it. The line is drawn through steps of a few small batches, the
 largest batch is where it crosses the budget, and a real step of that batch is counted: where it takes more than the
-budget the batch is made smaller and counted again, so that what is reported has been run.
+budget the batch is made smaller and counted again, so that what is reported has been run. Each stage is timed in turns
+with plain PyTorch, each at its own largest batch, so stages can be measured in runs of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from backstash.report import meter
-from benchmarks.cases import Case, Workload, build
+from benchmarks import networks
+from benchmarks.cases import SEED, Case, Workload, build, image_batch
 from benchmarks.peers import StepPeer
 from benchmarks.peers.base import Forward
 from benchmarks.rounds import Effort, Summary, interleave, mib, spread, summarise, table
@@ -33,12 +38,16 @@ class Question:
         size: height and width of the images.
         budget_nbytes: what a step may take.
         small: the batches of the line.
+        blocks, width: bottleneck blocks of each stage of a ResNet, and channels of its first stage; then ``network`` is
+            only its name. None: as the network is registered.
     """
 
     network: str
     size: int
     budget_nbytes: int
     small: tuple[int, ...] = (4, 8, 12)
+    blocks: tuple[int, ...] | None = None
+    width: int = 64
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class BatchTable:
         question: what was asked.
         data: what was trained on.
         parameter_nbytes: bytes of the parameters; the gradients take as many.
-        rounds: rounds that were timed.
+        rounds: rounds that were timed, of the stage with the fewest.
         rows: the answers, plain's first.
     """
 
@@ -105,49 +114,72 @@ class _Found:
     step_nbytes: int
 
 
-def measure(question: Question, peers: Sequence[StepPeer], effort: Effort) -> BatchTable:
-    """Finds each stage's largest batch, then times all of them in turns.
+def measure(
+    question: Question, peers: Sequence[StepPeer], effort: Callable[[int], Effort], known: BatchTable | None = None
+) -> Iterator[BatchTable]:
+    """Finds each stage's largest batch and times it, in turns with plain's.
 
     Args:
         question: what is asked.
         peers: the stages, plain first.
-        effort: rounds of the timing.
+        effort: rounds of the timing, of which so many stages are yet to be measured.
+        known: what an earlier run has found; its stages are not measured again.
+
+    Yields:
+        The table so far, whenever a stage was measured.
 
     Raises:
         ValueError: not even a batch of 1 fits the budget.
     """
-    found = {peer.name: _largest(question, peer) for peer in peers}
-    workloads: dict[int, Workload] = {}
-    for one in found.values():
-        if one.batch not in workloads:
-            workloads[one.batch] = _workload(question, one.batch)
-    tasks = {}
-    for peer in peers:
-        workload = workloads[found[peer.name].batch]
-        tasks[peer.name] = partial(timed_step, workload, peer.start(workload))
-    with uncollected():
-        times = interleave(tasks, effort)
-    plain = peers[0].name
-    speeds = {name: summarise([found[name].batch / time.seconds for time in times[name]]) for name in tasks}
+    rows = {row.name: row for row in known.rows} if known is not None else {}
+    rounds = [known.rounds] if known is not None and known.rounds else []
+    plain = peers[0]
+    for number, peer in enumerate(peers):
+        if peer.name in rows:
+            continue
+        found = _largest(question, peer)
+        workload = _workload(question, found.batch)
+        tasks = {peer.name: partial(timed_step, workload, peer.start(workload))}
+        if peer is not plain:
+            beside = _workload(question, rows[plain.name].batch)
+            tasks[plain.name] = partial(timed_step, beside, plain.start(beside))
+        with uncollected():
+            times = interleave(tasks, effort(len(peers) - number))
+        rounds.append(len(times[peer.name]))
+        batches = {peer.name: found.batch, plain.name: rows[plain.name].batch if rows else found.batch}
+        speeds = {name: summarise([batches[name] / time.seconds for time in times[name]]) for name in tasks}
+        rows[peer.name] = BatchRow(
+            name=peer.name,
+            peaks=found.peaks,
+            nbytes_per_image=found.slope,
+            fixed_nbytes=found.fixed,
+            error=found.error,
+            predicted=found.predicted,
+            batch=found.batch,
+            step_nbytes=found.step_nbytes,
+            ratio=found.batch / batches[plain.name],
+            images_per_second=speeds[peer.name],
+            seconds=summarise([time.seconds for time in times[peer.name]]),
+            speed=speeds[peer.name].median / speeds[plain.name].median,
+        )
+        yield BatchTable(question, workload.data, workload.parameter_nbytes, min(rounds), tuple(rows.values()))
+
+
+def table_of(found: Mapping[str, Any]) -> BatchTable:
+    """The table that JSON made of one."""
+    question = {name: tuple(value) if isinstance(value, list) else value for name, value in found["question"].items()}
     rows = [
         BatchRow(
-            name=name,
-            peaks=one.peaks,
-            nbytes_per_image=one.slope,
-            fixed_nbytes=one.fixed,
-            error=one.error,
-            predicted=one.predicted,
-            batch=one.batch,
-            step_nbytes=one.step_nbytes,
-            ratio=one.batch / found[plain].batch,
-            images_per_second=speeds[name],
-            seconds=summarise([time.seconds for time in times[name]]),
-            speed=speeds[name].median / speeds[plain].median,
+            **{
+                **row,
+                "peaks": {int(batch): nbytes for batch, nbytes in row["peaks"].items()},
+                "images_per_second": Summary(**row["images_per_second"]),
+                "seconds": Summary(**row["seconds"]),
+            }
         )
-        for name, one in found.items()
+        for row in found["rows"]
     ]
-    some = next(iter(workloads.values()))
-    return BatchTable(question, some.data, some.parameter_nbytes, len(times[plain]), tuple(rows))
+    return BatchTable(Question(**question), found["data"], found["parameter_nbytes"], found["rounds"], tuple(rows))
 
 
 def line(points: dict[int, float]) -> tuple[float, float]:
@@ -196,7 +228,20 @@ def _train(forward: Forward) -> None:
 
 
 def _workload(question: Question, batch: int) -> Workload:
-    return build(Case(question.network, question.network, batch, question.size), "cpu")
+    case = Case(question.network, question.network, batch, question.size)
+    if question.blocks is None:
+        return build(case, "cpu")
+    torch.manual_seed(SEED)
+    model = networks.resnet(question.blocks, num_classes=10, width=question.width)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    data, images, labels = image_batch(batch, question.size)
+    labels = labels % 10
+
+    def loss() -> Tensor:
+        return functional.cross_entropy(model(images), labels)
+
+    return Workload(case, model, "cpu", data, loss, loss, "0 segments")
 
 
 HEADER = ("stage", "MiB per image", "predicted", "batch", "x plain", "MiB at it", "images per s", "x plain", "step s")

@@ -21,13 +21,16 @@ import argparse
 import importlib.util
 import os
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import backstash
+from backstash import Session
+from backstash.errors import BudgetError
 from backstash.planning.record import record
 from backstash.planning.schedule import memory_footprint_ratio
 from backstash.planning.trace import ROLES, Role, Trace
@@ -80,6 +83,26 @@ STAGES = (
 """What is measured beside plain PyTorch: the paper's lossless mode, ours without and with recomputation, and the
 paper's reduced precision."""
 
+
+@dataclass(frozen=True)
+class SmallestPlan(Stashing):
+    """A Session with the plan of the smallest peak that the planner finds for the workload's own batch."""
+
+    @property
+    def name(self) -> str:
+        """``"plan"``."""
+        return "plan"
+
+    def start(self, workload: Workload) -> StashedForward:
+        """Profiles a step, and asks for a budget that no plan keeps: the error has the smallest plan."""
+        profiled = backstash.profile(lambda: torch.autograd.backward([workload.loss()]), model=workload.model)
+        try:
+            found: Any = backstash.plan(profiled, 1)
+        except BudgetError as error:
+            found = error.plan
+        return StashedForward(workload, Session(found, model=workload.model))
+
+
 DEEP_STAGES = ("gist_lossless", "lossless", "gist_fp16", "gist_fp8")
 
 MFR_AVERAGE = 1.8
@@ -128,8 +151,12 @@ TRAINING = Schedule(steps=12, batch=8, size=112)
 QUICK_TRAINING = Schedule(steps=2, batch=4, size=28)
 
 GIB = 2**30
-DEEP = (Question("resnet_cifar512", 32, 2 * GIB), Question("resnet_cifar1202", 32, 2 * GIB))
-"""Depths of 6n + 2 layers; batches of some 20 to 150 images."""
+DEEP = tuple(
+    Question(f"resnet{3 * sum(blocks) + 2}", 32, 512 << 20, (2, 6), blocks, 16)
+    for blocks in ((3, 27, 136, 3), (3, 46, 231, 3), (3, 66, 328, 3), (3, 83, 416, 3))
+)
+"""ResNets of 509 to 1,517 layers, with the deepest one's share of blocks in each stage. They have a quarter of the
+published width and small images, so that the largest batches are some dozens and all steps together take minutes."""
 
 QUICK_DEEP = (Question("resnet_cifar20", 32, 24 * 2**20, small=(2, 4)),)
 
@@ -407,6 +434,7 @@ class Asked:
         batch: images of a step for all networks, None for those of `BATCHES`.
         sections: keys of `SHARES`.
         channels_last: the networks' layout; else contiguous, which convolutions on CPU make reordered copies of.
+        resume: whether stages of deep networks that the file has are not measured again.
     """
 
     json: Path | None
@@ -416,6 +444,7 @@ class Asked:
     batch: int | None
     sections: tuple[str, ...]
     channels_last: bool
+    resume: bool
 
     def batch_of(self, name: str) -> Batch:
         """Images of a step of one network."""
@@ -435,6 +464,7 @@ def parse(arguments: Sequence[str] | None) -> Asked:
     parser.add_argument("--networks", help=f"which, comma-separated (default: {','.join(BATCHES)})")
     parser.add_argument("--batch", type=int, help="images of a step, for all networks (default: see BATCHES)")
     parser.add_argument("--channels-last", action="store_true", help="the networks in channels_last (default: NCHW)")
+    parser.add_argument("--resume", action="store_true", help="go on with the deep networks that the file has")
     parser.add_argument("--only", help=f"sections to run, of {','.join(SHARES)}")
     asked = parser.parse_args(arguments)
     names = tuple(asked.networks.split(",")) if asked.networks else QUICK_NETWORKS if asked.quick else tuple(BATCHES)
@@ -447,7 +477,9 @@ def parse(arguments: Sequence[str] | None) -> Asked:
                 )
     if asked.batch is not None and asked.batch < 1:
         parser.error(f"--batch {asked.batch} was asked for; it has to be at least 1")
-    return Asked(asked.json, asked.seconds, asked.quick, names, asked.batch, sections, asked.channels_last)
+    return Asked(
+        asked.json, asked.seconds, asked.quick, names, asked.batch, sections, asked.channels_last, asked.resume
+    )
 
 
 def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) -> int:
@@ -456,10 +488,10 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that counts bytes else prints two lines per step
     deadline = Deadline.after(asked.seconds)
     facts: dict[str, Any] = {"quick": asked.quick, "complete": False, "seconds_asked": asked.seconds, "paper": PAPER}
-    results = Results("gist", asked.json, arguments, format=FORMAT, **facts)
+    results = Results("gist", asked.json, arguments, format=FORMAT, resume=asked.resume, **facts)
     measured: list[NetworkResult] = []
     for section in (name for name in SHARES if name in asked.sections):
-        left = [name for name in SHARES if name in asked.sections and name not in results.found]
+        left = [name for name in SHARES if name in asked.sections and (name not in results.found or name == "deep")]
         part = deadline.part(SHARES[section] / sum(SHARES[name] for name in left))
         print(f"\n== {section} ==\n", flush=True)
         if section == "networks":
@@ -471,7 +503,11 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
         elif section == "layers":
             results.write(layers=_layers(asked, stages, part))
         else:
-            results.write(deep=_deep(asked, stages, part))
+            known = {
+                table["question"]["network"]: batch_table.table_of(table) for table in results.found.get("deep", ())
+            }
+            for tables in _deep(asked, stages, part, known):
+                results.write(deep=tables)
     results.write(complete=True)
     print(f"\n{results.close()}")
     if asked.json is not None and any(one.rows for one in measured):
@@ -499,15 +535,23 @@ def _layers(asked: Asked, stages: Sequence[Stage], deadline: Deadline) -> list[L
     return tables
 
 
-def _deep(asked: Asked, stages: Sequence[Stage], deadline: Deadline) -> list[BatchTable]:
+def _deep(
+    asked: Asked, stages: Sequence[Stage], deadline: Deadline, known: Mapping[str, BatchTable]
+) -> Iterator[list[BatchTable]]:
+    """Yields all tables whenever a stage was measured, those of an earlier run among them."""
     questions = QUICK_DEEP if asked.quick else DEEP
-    chosen = [stage for stage in stages if stage.name in DEEP_STAGES]
-    found = []
+    peers = (Plain(), *(stage for stage in stages if stage.name in DEEP_STAGES), SmallestPlan("plan"))
+    found = dict(known)
     for index, question in enumerate(questions):
-        effort = Effort(1 if asked.quick else 5, deadline.part(1 / (len(questions) - index)))
-        found.append(batch_table.measure(question, (Plain(), *chosen), effort))
-        print(batch_table.show(found[-1]), end="\n\n", flush=True)
-    return found
+        part = deadline.part(1 / (len(questions) - index))
+
+        def effort(stages_left: int, part: Deadline = part) -> Effort:
+            return Effort(1 if asked.quick else 3, part.part(1 / stages_left))
+
+        for result in batch_table.measure(question, peers, effort, known.get(question.network)):
+            found[question.network] = result
+            yield list(found.values())
+        print(batch_table.show(found[question.network]), end="\n\n", flush=True)
 
 
 def _draw(results: Sequence[NetworkResult], path: Path, made_on: str) -> str:
