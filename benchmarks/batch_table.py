@@ -167,7 +167,9 @@ def measure(
 
 def table_of(found: Mapping[str, Any]) -> BatchTable:
     """The table that JSON made of one."""
-    question = {name: tuple(value) if isinstance(value, list) else value for name, value in found["question"].items()}
+    question: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in found["question"].items()
+    }
     rows = [
         BatchRow(
             **{

@@ -39,7 +39,7 @@ from benchmarks import batch_table, layer_table, networks, step_table
 from benchmarks.batch_table import BatchTable, Question
 from benchmarks.cases import SEED, Case, Workload, build
 from benchmarks.layer_table import LayerTable
-from benchmarks.peers import Plain, Stashing
+from benchmarks.peers import Plain, Stashing, StepPeer
 from benchmarks.peers.stash import StashedForward
 from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, Summary, mib, spread, table
@@ -540,7 +540,11 @@ def _deep(
 ) -> Iterator[list[BatchTable]]:
     """Yields all tables whenever a stage was measured, those of an earlier run among them."""
     questions = QUICK_DEEP if asked.quick else DEEP
-    peers = (Plain(), *(stage for stage in stages if stage.name in DEEP_STAGES), SmallestPlan("plan"))
+    peers: tuple[StepPeer, ...] = (
+        Plain(),
+        *(stage for stage in stages if stage.name in DEEP_STAGES),
+        SmallestPlan("plan"),
+    )
     found = dict(known)
     for index, question in enumerate(questions):
         part = deadline.part(1 / (len(questions) - index))

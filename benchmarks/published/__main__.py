@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.published import claims, frameworks, offloading, papers, steps
+from benchmarks.published import claims, frameworks, offloading, papers, steps, trainings
 from benchmarks.published.results import FOLDER, ROOT, kinds, load, newest, started, table
 
 _TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- end -->)", re.DOTALL)
@@ -27,6 +27,9 @@ _ABOUT = {
     "examples": "the examples with and without backstash: `python -m benchmarks.examples`",
     "families": "families of transformers with and without backstash: `python -m benchmarks.families`",
     "gist": "ratios, footprints and times of Gist's stages: `backstash bench gist`",
+    "accuracy": "accuracy of long trainings, by policy and seed: `python -m benchmarks.accuracy`",
+    "cdma-training": "zeros by layer over long trainings: `python -m benchmarks.cdma_training`",
+    "gist-deep": "largest batches of deep ResNets: `backstash bench gist --only deep`",
     "gist-accuracy": "accuracy with reduced precision: `backstash bench gist_accuracy`",
     "ground": "facts about the machine that decisions rest on: `python -m benchmarks.ground`",
     "frontier": "peak against the time of a step, plans beside checkpoints: `backstash bench frontier`",
@@ -63,7 +66,15 @@ def files() -> str:
 
 def tables() -> Mapping[str, Callable[[], str]]:
     """Every table by name."""
-    return {**steps.TABLES, **offloading.TABLES, **papers.TABLES, **claims.TABLES, **frameworks.TABLES, "files": files}
+    return {
+        **steps.TABLES,
+        **offloading.TABLES,
+        **papers.TABLES,
+        **claims.TABLES,
+        **frameworks.TABLES,
+        **trainings.TABLES,
+        "files": files,
+    }
 
 
 def numbers() -> Mapping[str, str]:

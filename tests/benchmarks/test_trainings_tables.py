@@ -1,0 +1,61 @@
+"""Tables of long trainings are made of whatever their results files hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.published import claims, results, trainings
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def write(folder: Path, kind: str, **found: Any) -> None:
+    (folder / f"{kind}-2030-01-01.json").write_text(json.dumps({"machine": None, **found}))
+
+
+def outcome(variant: str, seed: int, score: float) -> dict[str, Any]:
+    ratio = None if variant == "plain" else 8.0
+    return {
+        **{"network": "alexnet", "variant": variant, "seed": seed, "steps": 2500, "score": score},
+        **{"losses": [2.0, 1.0], "ratio": ratio, "resumed": []},
+    }
+
+
+def test_what_is_not_there_is_said(folder: Path) -> None:
+    for table in trainings.TABLES.values():
+        assert table().startswith("Not measured yet: `python -m benchmarks.")
+    write(folder, "accuracy-alexnet-cpu", outcomes=[])
+    assert trainings.accuracy().startswith("Not measured yet")
+
+
+def test_accuracies_are_compared_with_plain_of_the_same_seeds(folder: Path) -> None:
+    partial = [outcome("plain", 1, 0.88), outcome("comet-1", 1, 0.87), outcome("plain", 2, 0.90)]
+    write(folder, "accuracy-alexnet-cpu", outcomes=partial)
+    rows = trainings.accuracy().splitlines()
+    assert "| AlexNet | plain | 2,500 | 2 | 89.00 \u00b1 1.41 |  |  | 1.000 |" in rows
+    assert "| AlexNet | comet-1 | 2,500 | 1 | 87.00 | -1.00 | 8.00 | 1.000 |" in rows
+    (folder / "accuracy-alexnet-cpu-2030-01-01.png").touch()
+    assert "](results:accuracy-alexnet-cpu-2030-01-01.png)" in trainings.accuracy()
+
+
+def test_densities_of_a_training(folder: Path) -> None:
+    looks = [
+        {"step": step, "layer": layer, "nonzero": nonzero, "ratio": ratio, "nbytes": 100}
+        for step, nonzero, ratio in ((0, 0.5, 2.0), (500, 0.25, 4.0))
+        for layer in ("a", "b")
+    ]
+    trained = {"network": "alexnet", "steps": 500, "accuracy": 0.9, "densities": looks}
+    write(folder, "cdma-training-cpu", networks=[trained])
+    assert "| AlexNet | 500 | 90.0 | 50%, 2.00x | 50%, 2.00x | 50%, 2.00x | 75%, 4.00x | 75%, 4.00x |" in (
+        trainings.densities()
+    )
+    assert "| AlexNet | `a` | 50%, 2.00x | 75%, 4.00x |" in trainings.layers()
+    assert claims._densities() == "ratio at the end: AlexNet 4.00"
