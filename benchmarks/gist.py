@@ -152,11 +152,12 @@ QUICK_TRAINING = Schedule(steps=2, batch=4, size=28)
 
 GIB = 2**30
 DEEP = tuple(
-    Question(f"resnet{3 * sum(blocks) + 2}", 32, 512 << 20, (2, 6), blocks, 16)
+    Question(f"resnet{3 * sum(blocks) + 2}", 32, 512 << 20, (24, 40), blocks, 16)
     for blocks in ((3, 27, 136, 3), (3, 46, 231, 3), (3, 66, 328, 3), (3, 83, 416, 3))
 )
 """ResNets of 509 to 1,517 layers, with the deepest one's share of blocks in each stage. They have a quarter of the
-published width and small images, so that the largest batches are some dozens and all steps together take minutes."""
+published width, and small images. The batches of the lines are large enough that a step saves more than what a Session
+looks at for its bytes alone (Note: [sizes that matter] in capture/learned.py)."""
 
 QUICK_DEEP = (Question("resnet_cifar20", 32, 24 * 2**20, small=(2, 4)),)
 
