@@ -1,46 +1,68 @@
-"""Peak against the time of a step: ``python -m benchmarks.frontier [--json FILE] [--seconds N] [--only NAME]``.
+"""Peak against the time of a step: ``python -m benchmarks.frontier [--json FILE] [--resume] [--compile]``.
 
-For each network: plain PyTorch, ``torch.utils.checkpoint`` around each block and around every second block, saved
-tensors on the host (``save_on_cpu``), the policy ``lossless``, and a plan for each of several budgets. The budgets are
-shares of plain's peak, the peak of the checkpoint, and the smallest budget for which there is a plan.
+For each network: plain PyTorch; ``torch.utils.checkpoint`` around each block, every second block, sqrt(n) blocks, and
+nested; a checkpoint that saves the results of products; saved tensors on the host (``save_on_cpu``); with ``--compile``
+the compiler's budgets for activations; the policy ``lossless``; and plans for eight budgets, from 90 % of plain's peak
+down to the smallest one for which there is a plan, and for the least peak of the checkpoints. Where the profile offers
+bounded choices or offload, there are plans with them for three budgets.
 
-1. The gate: the gradients of each candidate have the bits of plain's.
+1. The gate: the gradients of each exact candidate have the bits of plain's.
 2. The peak of each candidate is counted in a step of its own, above what is held before the step; gradients are there.
+   In another step the growth of the process's resident high-water mark is read, after freed memory was given back.
 3. The rounds are interleaved: every candidate once per round, each round in another order.
 
-A plan is made from a profile that is taken before the rounds; what that takes is stated apart.
+Networks are measured one after the other, and each one that is complete is in the JSON: ``--resume`` goes on behind it.
+Beside the JSON there is a chart of each network.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional
 
 import backstash as bs
 from backstash.errors import BudgetError
 from backstash.planning.plan import Planner
+from backstash.planning.problem import StepProfile
 from backstash.planning.record import record
-from benchmarks import cases, steptime
-from benchmarks.cases import Case, Workload
+from backstash.report import meter
+from backstash.stash import buffers
+from benchmarks import cases, frontier_ways, steptime
+from benchmarks.cases import SEED, Case, Workload, image_batch
 from benchmarks.machine import load
-from benchmarks.results import Results
-from benchmarks.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
-from benchmarks.step_table import uncollected
-from benchmarks.steptime import CASES, build
+from benchmarks.networks.unet import UNet
+from benchmarks.results import Results, plain
+from benchmarks.rounds import Deadline, Effort, Summary, interleave, mib, spread, summarise, table
+from benchmarks.step_table import give_back, uncollected
 
-FORMAT = 1
-SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-"""Budgets, as shares of plain's peak."""
+FORMAT = 2
+"""Version of the JSON's layout."""
 
-NAMES = ("resnet50", "gpt2", "vgg16", "vit_b16", "convnext_tiny")
+BUDGETS = 8
+"""How many budgets there are plans for, from :data:`LARGEST` of plain's peak down to the smallest."""
+
+LARGEST = 0.9
+
+CASES = (
+    Case("resnet50", "resnet50", 8, 224, share=2.0),
+    Case("gpt2", "gpt2", 2, 512, share=1.5, needs="transformers"),
+    Case("llama", "llama", 2, 512, share=1.5, needs="transformers"),
+    Case("vgg16", "vgg16", 4, 224, share=2.0),
+    Case("vit_b16", "vit_b16", 4, 224, share=1.5, needs="transformers"),
+    Case("convnext_tiny", "convnext_tiny", 4, 224, needs="transformers"),
+    Case("unet", "unet", 2, 256),
+)
 
 
 @dataclass(frozen=True)
@@ -49,18 +71,22 @@ class Row:
 
     Attributes:
         candidate: its name.
+        family: what it is one of: see `benchmarks.frontier_chart`.
         budget_nbytes: for a plan, its budget; else None.
         predicted_nbytes: for a plan, the peak that it predicts; else None.
         peak_nbytes: the counted peak above what is held before the step.
+        resident_nbytes: growth of the resident high-water mark in a step; None where the system does not tell.
         seconds: wall time of a step.
         times_plain: the same over plain's in the same round.
         predicted_times_plain: for a plan, the predicted time over plain's; else None.
     """
 
     candidate: str
+    family: str
     budget_nbytes: int | None
     predicted_nbytes: int | None
     peak_nbytes: int
+    resident_nbytes: int | None
     seconds: Summary
     times_plain: Summary
     predicted_times_plain: float | None
@@ -93,65 +119,139 @@ class Candidate(steptime.Candidate):
     """A way to run a step.
 
     Attributes:
-        loss: runs the forward pass; None for the network as it is.
+        family: as in Row.
         plan: the plan that it runs under, if there is one.
+        is_exact: whether its gradients have to have the bits of plain's.
     """
 
-    loss: Callable[[], Tensor] | None = None
+    family: str = "plain"
     plan: bs.Plan | None = None
-
-    def forward(self, workload: Workload) -> Tensor:
-        """Returns the loss."""
-        self.last = self.context()
-        with self.last:
-            return (self.loss or workload.loss)()
+    is_exact: bool = True
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a user would put checkpoints around: the entries of the longest lists of equal modules."""
-    named = [(module, type(module)) for module in model.modules()]
-    lists_of = (nn.ModuleList, nn.Sequential)
-    repeated = [kind for _, kind in named if kind not in lists_of and sum(other is kind for _, other in named) >= 4]
-    lists: list[list[nn.Module]] = []
-    for module in model.modules():
-        is_list = isinstance(module, lists_of) and len(module) >= 2
-        if is_list and all(type(child) in repeated and len(list(child.modules())) > 3 for child in module.children()):
-            lists.append(list(module.children()))
-    return [block for found in lists for block in found]
+def build(case: Case) -> Workload:
+    """Makes a network, its gradients and a batch, the same at every call."""
+    if case.network == "unet":
+        return _unet(case)
+    if case.network == "llama":
+        return _llama(case)
+    return cases.build(case, "cpu") if case.network.startswith("gpt2") else steptime.build(case)
 
 
-def candidates(workload: Workload) -> tuple[dict[str, Candidate], float, float, int]:
-    """All candidates by name, the seconds of the profile and of all plans, and the smallest budget."""
-    blocks = blocks_of(workload.model)
+def _unet(case: Case) -> Workload:
+    torch.manual_seed(SEED)
+    model = UNet()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    data, images, _ = image_batch(case.batch, case.size)
+    labels = torch.randint(4, (case.batch, case.size, case.size))
+
+    def loss() -> Tensor:
+        return functional.cross_entropy(model(images), labels)
+
+    return Workload(case, model, "cpu", data, loss, loss, "9 blocks")
+
+
+def _llama(case: Case) -> Workload:
+    """A Llama of 4 layers, 512 wide, with 8,192 words: the sizes of the step table's GPT-2."""
+    import transformers
+
+    torch.manual_seed(SEED)
+    names: Any = transformers
+    config = names.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=case.size,
+        use_cache=False,
+    )
+    model: Any = names.LlamaForCausalLM(config).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    tokens = torch.randint(config.vocab_size, (case.batch, case.size))
+    following = functional.pad(tokens[:, 1:], (0, 1), value=-100).flatten()
+
+    def loss() -> Tensor:
+        return functional.cross_entropy(model(tokens).logits.flatten(0, 1), following)
+
+    return Workload(case, model, "cpu", "random tokens", loss, loss, "4 layers")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plans of a network.
+
+    Attributes:
+        candidates: by name.
+        profile_seconds, plan_seconds, smallest_nbytes: as in Measured.
+    """
+
+    candidates: dict[str, Candidate]
+    profile_seconds: float
+    plan_seconds: float
+    smallest_nbytes: int
+
+
+def others(workload: Workload, compile: bool) -> dict[str, Candidate]:
+    """All candidates but plans, plain first."""
     found = {
         "plain": Candidate(nullcontext),
         "plain again": Candidate(nullcontext),
-        "checkpoint": Candidate(nullcontext, loss=workload.checkpointed_loss),
-        "save_on_cpu": Candidate(torch.autograd.graph.save_on_cpu),
-        "lossless": Candidate(_opening(bs.Session("lossless"))),
+        "save_on_cpu": Candidate(torch.autograd.graph.save_on_cpu, family="host"),
+        "lossless": Candidate(_opening(bs.Session("lossless")), family="lossless"),
     }
-    if workload.checkpointed_loss is workload.loss:
-        found["checkpoint"] = Candidate(lambda: cases.recomputed(blocks))
-    if len(blocks) >= 4:
-        found["checkpoint, every second block"] = Candidate(lambda: cases.recomputed(blocks[::2]))
+    for name, way in frontier_ways.ways(workload.model).items():
+        found[name] = Candidate(way, family="selective" if "selective" in name else "checkpoint")
+    for name, way in frontier_ways.compiled(workload.model).items() if compile else ():
+        found[name] = Candidate(way, family="compiled", is_exact=False)
+    return found
+
+
+def plans(workload: Workload, checkpoint_nbytes: int, budgets: int) -> Planned:
+    """Plans for budgets down to the smallest one, and for the least peak of the checkpoints."""
     started = time.perf_counter()
     profile = bs.profile(lambda: workload.loss().backward(), workload.model)
     profiled = time.perf_counter()
-    checkpoint_nbytes = peak(workload, found["checkpoint"])
-    budgets = {f"{share:.0%}": int(share * profile.plain_peak_nbytes) for share in SHARES}
-    budgets["checkpoint's peak"] = checkpoint_nbytes
-    planner, smallest = Planner(profile), 0
-    for name, budget in budgets.items():
-        try:
-            plan = planner.plan(budget)
-        except BudgetError as error:
-            smallest = error.smallest_nbytes
-            plan = error.plan  # type: ignore[assignment]
-            name = "smallest budget"
-        if name == "smallest budget" and "plan, smallest budget" in found:
-            continue
-        found[f"plan, {name}"] = Candidate(_opening(bs.Session(plan)), plan=plan)
-    return found, profiled - started, time.perf_counter() - profiled, smallest
+    planner = Planner(profile)
+    smallest = _smallest(planner)
+    top = max(smallest, int(LARGEST * profile.plain_peak_nbytes))
+    wanted = {smallest + (top - smallest) * step // max(1, budgets - 1) for step in range(budgets)}
+    found = {}
+    for nbytes in sorted(wanted, reverse=True):
+        name = "smallest budget" if nbytes == smallest else f"{nbytes / profile.plain_peak_nbytes:.0%}"
+        found[f"plan, {name}"] = _candidate(planner.plan(nbytes), "ours")
+    if checkpoint_nbytes >= smallest:
+        found["plan, the checkpoints' least peak"] = _candidate(planner.plan(checkpoint_nbytes), "ours")
+    for family in ("bounded", "offload"):
+        if _offers(profile, family):
+            wider = Planner(profile, ("lossless", "recompute", family))
+            least = _smallest(wider)
+            for share in (0.0, 0.3, 0.6):
+                plan = wider.plan(int(least + share * (top - least)))
+                name = f"plan with {family}, {plan.budget / profile.plain_peak_nbytes:.0%}"
+                found[name] = _candidate(plan, family)
+    return Planned(found, profiled - started, time.perf_counter() - profiled, smallest)
+
+
+def _smallest(planner: Planner) -> int:
+    """The smallest budget for which there is a plan."""
+    try:
+        return planner.plan(1).peak_nbytes
+    except BudgetError as error:
+        return error.smallest_nbytes
+
+
+def _offers(profile: StepProfile, family: str) -> bool:
+    """Whether the profile has choices with an error, or that move values elsewhere."""
+    choices = [choice for value in profile.values for choice in value.choices]
+    return any(choice.error > 0 if family == "bounded" else choice.kind == family for choice in choices)
+
+
+def _candidate(plan: bs.Plan, family: str) -> Candidate:
+    return Candidate(_opening(bs.Session(plan)), family=family, plan=plan, is_exact=plan.error == 0.0)
 
 
 def _opening(session: bs.Session) -> Callable[[], bs.Session]:
@@ -164,71 +264,113 @@ def peak(workload: Workload, candidate: Candidate) -> int:
     return record(lambda: candidate.forward(workload).backward()).peak_nbytes
 
 
-def measure(case: Case, effort: Effort) -> Measured:
-    """Measures all candidates on one network."""
+def resident(workload: Workload, candidate: Candidate) -> int | None:
+    """Growth of the resident high-water mark in a step."""
+    buffers.release()
+    gc.collect()
+    give_back()
+    before = meter.resident_nbytes()
+    if before is None or not meter.reset_resident_peak():
+        return None
+    candidate.forward(workload).backward()
+    after = meter.resident_peak_nbytes()
+    return None if after is None else after - before
+
+
+def measure(case: Case, effort: Effort, budgets: int = BUDGETS, compile: bool = False) -> Measured:
+    """Measures all candidates on one network.
+
+    Raises:
+        GateError: an exact candidate has other gradients than plain PyTorch.
+    """
     before = load()
-    workload = cases.build(case, "cpu") if case.network.startswith("gpt2") else build(case)
-    compared, profile_seconds, plan_seconds, smallest = candidates(workload)
-    steptime.gate(workload, compared)
+    workload = build(case)
+    compared = others(workload, compile)
+    checkpoints = [peak(workload, one) for one in compared.values() if one.family in ("checkpoint", "selective")]
+    planned = plans(workload, min(checkpoints), budgets)
+    compared |= planned.candidates
+    steptime.gate(workload, {name: one for name, one in compared.items() if one.is_exact})
     peaks = {name: peak(workload, candidate) for name, candidate in compared.items()}
+    grown = {name: resident(workload, candidate) for name, candidate in compared.items()}
     with uncollected():
         seconds = interleave(
             {name: partial(steptime.second_step, workload, one) for name, one in compared.items()}, effort
         )
     rows = []
     for name, candidate in compared.items():
-        ratios = [own / plain for own, plain in zip(seconds[name], seconds["plain"], strict=True)]
+        ratios = [own / of_plain for own, of_plain in zip(seconds[name], seconds["plain"], strict=True)]
         plan = candidate.plan
         rows.append(
             Row(
                 name,
+                candidate.family,
                 None if plan is None else plan.budget,
                 None if plan is None else plan.peak_nbytes,
                 peaks[name],
+                grown[name],
                 summarise(seconds[name]),
                 summarise(ratios),
                 None if plan is None else plan.seconds / plan.plain_seconds,
             )
         )
-    return Measured(case, profile_seconds, plan_seconds, smallest, before, load(), tuple(rows))
+    times = planned.profile_seconds, planned.plan_seconds
+    return Measured(case, *times, planned.smallest_nbytes, before, load(), tuple(rows))
 
 
-def show(measured: Sequence[Measured]) -> str:
-    """A line for each candidate of each network."""
-    header = ("network", "candidate", "budget MiB", "predicted", "peak MiB", "x plain", "predicted x")
+def show(networks: Sequence[Any]) -> str:
+    """A line for each candidate of each network, as the JSON has them."""
+    header = ("network", "candidate", "budget MiB", "predicted", "peak MiB", "resident", "x plain", "predicted x")
     lines = [
         (
-            str(found.case),
-            row.candidate,
-            "" if row.budget_nbytes is None else f"{row.budget_nbytes / 2**20:.1f}",
-            "" if row.predicted_nbytes is None else f"{row.predicted_nbytes / 2**20:.1f}",
-            f"{row.peak_nbytes / 2**20:.1f}",
-            spread(row.times_plain, digits=3),
-            "" if row.predicted_times_plain is None else f"{row.predicted_times_plain:.3f}",
+            str(Case(**found["case"])),
+            row["candidate"],
+            mib(row["budget_nbytes"]),
+            mib(row["predicted_nbytes"]),
+            mib(row["peak_nbytes"]),
+            mib(row["resident_nbytes"]),
+            spread(Summary(**row["times_plain"]), digits=3),
+            "-" if row["predicted_times_plain"] is None else f"{row['predicted_times_plain']:.3f}",
         )
-        for found in measured
-        for row in found.rows
+        for found in networks
+        for row in found["rows"]
     ]
     return table(header, lines)
 
 
+def draw(network: Any, made_on: str, results: Path) -> None:
+    """Writes the chart of a network beside the results."""
+    from benchmarks.frontier_chart import chart
+
+    name = f"{results.stem}-{network['case']['name']}.png"
+    chart(network, made_on).savefig(results.with_name(name), dpi=110)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures each network, prints a table, writes the JSON."""
+    """Measures each network, prints its table, writes the JSON and a chart."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.frontier", description="Peak against step time.")
     parser.add_argument("--json", type=Path, help="the file to write (default: none)")
-    parser.add_argument("--seconds", type=float, default=1800.0, help="for everything (default: 1800)")
+    parser.add_argument("--resume", action="store_true", help="go on with what the file has")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for the rounds of all (default: 3600)")
     parser.add_argument("--rounds", type=int, default=5, help="of each network, at most (default: 5)")
-    parser.add_argument("--only", action="append", choices=NAMES, help="this network (may be given several times)")
+    parser.add_argument("--budgets", type=int, default=BUDGETS, help=f"for how many plans (default: {BUDGETS})")
+    parser.add_argument("--compile", action="store_true", help="torch.compile as well, which takes minutes to compile")
+    names = [case.name for case in CASES]
+    parser.add_argument("--only", action="append", choices=names, help="this network (may be given several times)")
     asked = parser.parse_args(arguments)
     deadline = Deadline.after(asked.seconds)
-    results = Results("frontier", asked.json, arguments, format=FORMAT)
-    chosen = [case for case in CASES if case.name in (asked.only or NAMES) and case.absent() is None]
-    measured: list[Measured] = []
+    results = Results("frontier", asked.json, arguments, format=FORMAT, resume=asked.resume)
+    networks: list[Any] = results.found.get("networks", [])
+    done = {network["case"]["name"] for network in networks}
+    wanted = [case for case in CASES if case.name in (asked.only or names)]
+    chosen = [case for case in wanted if case.name not in done and case.absent() is None]
     for index, case in enumerate(chosen):
         part = deadline.part(case.share / sum(other.share for other in chosen[index:]))
-        measured.append(measure(case, Effort(asked.rounds, part)))
-        results.write(networks=measured)
-    print(f"{show(measured)}\n\n{results.close()}")
+        networks.append(plain(measure(case, Effort(asked.rounds, part), asked.budgets, asked.compile)))
+        results.write(networks=networks)
+        print(show(networks[-1:]), flush=True)
+        if asked.json is not None:
+            draw(networks[-1], str(results.machine), asked.json)
+    print(f"{show(networks)}\n\n{results.close()}")
     return 0
 
 

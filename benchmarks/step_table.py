@@ -427,7 +427,7 @@ def measure_resident(workload: Workload, forward: Forward, deadline: Deadline) -
         if number and deadline.left() < 0:
             break
         _prepare(workload)
-        _give_back()
+        give_back()
         at_start = meter.resident_nbytes() if meter.reset_resident_peak() else None
         _step(forward)
         peak = meter.resident_peak_nbytes()
@@ -438,7 +438,7 @@ def measure_resident(workload: Workload, forward: Forward, deadline: Deadline) -
     return Resident(int(summarise(growths).median), before, tuple(growths))
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Has the C library return freed memory to the system, which else would be resident already when it is used."""
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
