@@ -106,7 +106,7 @@ def together(groups: Sequence[Block], selective: bool = False) -> Iterator[None]
 
     Args:
         groups: the groups.
-        selective: whether results of products, convolutions and attention are saved, and all others computed again.
+        selective: whether results of products and convolutions are saved, and all others computed again.
     """
     settings: dict[str, Any] = {"use_reentrant": False}
     if selective:
@@ -160,7 +160,6 @@ _PRODUCTS = frozenset(
         torch.ops.aten.addmm.default,
         torch.ops.aten.bmm.default,
         torch.ops.aten.convolution.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
 

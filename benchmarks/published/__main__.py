@@ -39,6 +39,7 @@ _ABOUT = {
     "link": "times of a link with and without compression, simulated: `python -m benchmarks.link_times`",
     "nodes": "time of single nodes of the backward pass: `backstash bench nodes`",
     "peak": "counted and resident peaks, and what is alive at them: `backstash bench peak`",
+    "plans": "plans of programs that the planner was not built on: `python -m benchmarks.heldout_plans`",
     "planner": "greedy plans beside exact ones, and time of the search: `python -m benchmarks.planner`",
     "steps": "times of steps, plain and under a policy: `backstash bench run`",
     "steptime": "times of steps of full networks under a Session: `backstash bench steptime`",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from benchmarks.published.results import (
@@ -102,7 +103,22 @@ def headline() -> str:
 
 
 def image() -> str:
-    """README's picture, with its caption."""
+    """README's picture, with its caption: the frontier of a network, or memory over a step where there is none yet."""
+    try:
+        path = picture(_FRONTIER, _CHARTED)
+    except FileNotFoundError:
+        return _memory_over_a_step()
+    network = next(found for found in load(_FRONTIER)["networks"] if found["case"]["name"] == _CHARTED)
+    rows = {row["candidate"]: row for row in network["rows"]}
+    least = min((row for row in network["rows"] if row["family"] == "ours"), key=lambda row: row["peak_nbytes"])
+    caption = (
+        f"{case_title(network['case'])}: {mib(rows['plain']['peak_nbytes'])} MiB in plain PyTorch, down to "
+        f"{mib(least['peak_nbytes'])} MiB with a plan, in {summary(least['times_plain'])} times the time"
+    )
+    return f"![Peak memory against the time of a step. {caption}](results:{path.name})"
+
+
+def _memory_over_a_step() -> str:
     path = picture("peak-cpu", _PICTURED)
     case = next(found for found in _peaks() if found["case"]["name"] == _PICTURED)
     by_name = _candidates(case)
@@ -354,31 +370,76 @@ def planner() -> str:
 
 
 _FRONTIER = "frontier-cpu"
+_CHARTED = "resnet50"
 
 
 def frontier() -> str:
-    """Peaks and times of plans beside checkpoints; a notice until it has been measured."""
+    """Peaks and times of plans beside checkpoints, with charts; a notice until it has been measured."""
     if _FRONTIER not in kinds():
         return "Not measured yet. The command is `python -m benchmarks.frontier`."
-    rows = []
+    parts = [machine_line(_FRONTIER)]
     for network in load(_FRONTIER)["networks"]:
-        for row in network["rows"]:
-            budget, predicted = row["budget_nbytes"], row["predicted_nbytes"]
+        with suppress(FileNotFoundError):
+            path = picture(_FRONTIER, network["case"]["name"])
+            parts.append(f"![Peak against time: {case_title(network['case'])}](results:{path.name})")
+    rows = [
+        (
+            case_title(network["case"]) if row["candidate"] == "plain" else "",
+            row["candidate"],
+            "" if row["budget_nbytes"] is None else mib(row["budget_nbytes"]),
+            "" if row["predicted_nbytes"] is None else mib(row["predicted_nbytes"]),
+            mib(row["peak_nbytes"]),
+            mib(row["resident_nbytes"]) if row.get("resident_nbytes") else "-",
+            summary(row["times_plain"]),
+            "" if row["predicted_times_plain"] is None else f"{row['predicted_times_plain']:.2f}",
+        )
+        for network in load(_FRONTIER)["networks"]
+        for row in network["rows"]
+    ]
+    header = ("network", "how", "budget, MiB", "predicted", "peak", "resident", "step, times plain's", "predicted")
+    return "\n\n".join([*parts, table(header, rows)])
+
+
+_PLANS = "plans-cpu"
+
+
+def plans() -> str:
+    """Plans of programs that the planner was not built on; a notice until they were judged."""
+    if _PLANS not in kinds():
+        return "Not measured yet. The command is `python -m benchmarks.heldout_plans`."
+    rows, pairs, kept, worst = [], 0, 0, 0.0
+    for program in load(_PLANS)["programs"]:
+        for number, row in enumerate(program["rows"]):
+            name = program["program"] if not number else ""
+            cells = [name, row["budget"], mib(row["budget_nbytes"])]
+            if row["predicted_nbytes"] is None:
+                rows.append((*cells, *[""] * 6))
+                continue
+            off = (row["predicted_nbytes"] - row["reached_nbytes"]) / row["reached_nbytes"]
+            pairs, worst = pairs + 1, max(worst, abs(off))
+            kept += row["reached_nbytes"] <= row["budget_nbytes"]
+            cells += [mib(row["predicted_nbytes"]), mib(row["reached_nbytes"]), f"{off:+.2%}"]
+            times = "" if row["times_plain"] is None else summary(row["times_plain"])
             rows.append(
-                (
-                    case_title(network["case"]),
-                    row["candidate"],
-                    "" if budget is None else mib(budget),
-                    "" if predicted is None else mib(predicted),
-                    mib(row["peak_nbytes"]),
-                    summary(row["times_plain"]),
-                )
+                (*cells, times, f"{row['predicted_times_plain']:.2f}", "no" if row["differing"] else "yes"),
             )
-    header = ("network", "how", "budget, MiB", "predicted", "peak", "step, times plain's")
-    return f"{machine_line(_FRONTIER)}\n\n{table(header, rows)}"
+    header = (
+        "program",
+        "budget",
+        "MiB",
+        "predicted",
+        "reached",
+        "off",
+        "step, times plain's",
+        "predicted",
+        "bits equal",
+    )
+    about = f"{pairs} plans, of which {kept} kept their budgets; predicted peaks are off by {worst:.2%} at most."
+    return f"{about} {machine_line(_PLANS)}\n\n{table(header, rows)}"
 
 
 TABLES = {
+    "plans": plans,
     "frontier": frontier,
     "compiled": compiled,
     "headline": headline,

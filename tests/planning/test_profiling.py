@@ -92,6 +92,24 @@ def test_nothing_is_left_behind() -> None:
     assert not nn.modules.module._global_forward_pre_hooks
 
 
+def test_a_model_may_have_scripted_parts() -> None:
+    torch.manual_seed(0)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), scripted, nn.Linear(32, 4))
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(64, 32)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+
+    found = profile(step, model, min_nbytes=1024)
+    assert any(value.module.startswith("1") for value in found.values)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 def test_a_profile_survives_a_file(found: StepProfile) -> None:
     again = StepProfile.from_json(found.to_json())
     assert again == found

@@ -29,6 +29,7 @@ BENCHES = {
     "hostcost": "processor time per saved tensor, beside identity hooks; growth with tensors that are kept",
     "steptime": "time of whole steps of full networks under a Session, beside identity hooks",
     "frontier": "peak against the time of a step: plans for budgets beside checkpoints",
+    "heldout_plans": "plans of programs that the planner was not built on: peaks, predictions, bits",
     "planner": "greedy plans beside exact ones, and the time to make them",
     "compile": "what compiled graphs save, beside activation_memory_budget",
     "families": "fourteen families of transformers, with and without a Session",

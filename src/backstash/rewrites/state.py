@@ -33,6 +33,8 @@ class State:
     def restore(self) -> None:
         """Restores everything but the gradients."""
         for table, original in self.tables:
+            if not isinstance(table, dict):  # of a scripted module, whose tables cannot be changed
+                continue
             if table.keys() != original.keys() or any(table[name] is not x for name, x in original.items()):
                 table.clear()
                 table.update(original)  # type: ignore[arg-type]
