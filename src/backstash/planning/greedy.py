@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -42,6 +43,8 @@ LEVELS = 32
 """Levels at which faster solutions are looked for; they are closer to each other where the peak is low."""
 FINE = 0.0002
 """Neighbours on the frontier whose times differ by less than this share of the step need nothing between them."""
+MANY = 2000
+"""Networks of more values are searched with less effort."""
 BLOCKS = 512
 """Positions are looked at in so many blocks, by the most bytes in each."""
 SOFTNESS = (0.003, 0.01, 0.03)
@@ -72,6 +75,11 @@ def frontier(model: PeakModel, max_error: float | None = None) -> list[Solution]
     climb = _Climb(model, max_error)
     climb.descend()
     climb.improve()
+    if len(model.nbytes) <= MANY:
+        even = _Climb(_evened(model), max_error)
+        even.descend()
+        climb.take_over(even.pool)
+        climb.improve()
     return best([solution(model, found.rows - model.first[:-1]) for found in best(climb.pool)])
 
 
@@ -156,7 +164,7 @@ class _Climb:
         """Lowers the peak level by level, as far as it goes, once for each softness."""
         count = len(self.model.nbytes)
         soft = SOFTNESS if count <= 400 else SOFTNESS[1:2]
-        levels = 60 if count <= 2000 else 30
+        levels = 60 if count <= MANY else 30
         for number, share in enumerate(soft):
             self.end = DESCENT * (number + 1) / len(soft)
             self.search = Search(self.model)
@@ -172,10 +180,16 @@ class _Climb:
                     self.search.load(before)
                     step //= 2
 
+    def take_over(self, pool: list[Found]) -> None:
+        """Adds solutions that were found with other times."""
+        for found in pool:
+            self.search.load(found.rows)
+            self._note()
+
     def improve(self) -> None:
         """Draws stretches of the solutions anew: for a lower peak, for less time at each level, and between levels."""
         count = len(self.model.nbytes)
-        effort = min(IMPROVEMENT, EFFORT * count) if count <= 2000 else IMPROVEMENT / 4
+        effort = min(IMPROVEMENT, EFFORT * count) if count <= MANY else IMPROVEMENT / 4
         self.work, self.end = 0.0, effort * 0.25
         lowest = min(self.pool, key=lambda found: found.peak_nbytes)
         trial = 0
@@ -186,7 +200,7 @@ class _Climb:
             while self._lower(lowest.peak_nbytes - 1, share, 1):
                 lowest = self._note()
             trial += 1
-        low, top = lowest.peak_nbytes, self.pool[0].peak_nbytes
+        low, top = lowest.peak_nbytes, max(found.peak_nbytes for found in self.pool)
         for turn in range(2):
             begun = self.work
             self.pool = best(self.pool)
@@ -353,6 +367,19 @@ class _Climb:
             new = [other for other in self.relatives[value] if other not in found]
             found += new[: width - len(found)]
         return found
+
+
+def _evened(model: PeakModel) -> PeakModel:
+    """Returns the model of a step in which every remake takes equally long.
+
+    Where some take next to nothing, a descent that looks at seconds takes all of these first. What they are made
+    from then has to be kept, and it gets stuck high above the lowest peak.
+    """
+    even = copy(model)
+    remakes = model.own_seconds[model.remakes]
+    if remakes.any():
+        even.own_seconds = np.where(model.remakes, remakes.mean(), model.own_seconds)
+    return even
 
 
 def _alike(model: PeakModel) -> Bytes:

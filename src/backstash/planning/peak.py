@@ -53,7 +53,7 @@ class PeakModel:
         order: the indices of all values, each before all that it may be remade from.
         parents: for each row, the values that this choice remakes from.
         base: bytes of everything else at each position.
-        base_seconds: time of the plain step.
+        base_seconds: time of a step under a Session that keeps everything.
     """
 
     def __init__(self, profile: StepProfile) -> None:
@@ -61,7 +61,7 @@ class PeakModel:
         values = profile.values
         rows = [choice for value in values for choice in value.choices]
         self.base = np.array(profile.base_nbytes, np.int64)
-        self.base_seconds = profile.seconds
+        self.base_seconds = profile.seconds + profile.session_seconds
         self.order = children_first(values) or []
         self.choice_counts = np.array([len(value.choices) for value in values], np.int64)
         self.first = np.concatenate([[0], np.cumsum(self.choice_counts)]).astype(np.int64)
@@ -115,6 +115,24 @@ class PeakModel:
             live[position] += self.decode[rows[value]]
             seconds += float(self.decode_seconds[rows[value]])
         return Evaluation(live, int(live.max()), seconds)
+
+    def has_room(self, choices: Sequence[int] | Bytes, limit: int) -> list[bool]:
+        """Returns for each value whether its readers may hold it until they are done.
+
+        A kernel of this package frees what it has read before it allocates a gradient, or writes over a gradient. That
+        takes time, and lowers what is alive by no more than the value's bytes. So it is not worth it where that much
+        more fits at each of the value's reads, beside all else that is read there.
+
+        Args:
+            choices: as in :meth:`evaluate`.
+            limit: the most bytes that may be alive.
+        """
+        live = self.evaluate(choices).live.copy()
+        np.add.at(live, self.read_positions, self.nbytes[self.read_values])
+        fits = np.ones(len(self.nbytes), bool)
+        np.logical_and.at(fits, self.read_values, live[self.read_positions] <= limit)
+        found: list[bool] = fits.tolist()
+        return found
 
     def _lives(self, rows: Bytes) -> tuple[Bytes, Bytes, set[tuple[int, int]]]:
         """Returns where each value's bytes begin and end to be held, and the needs that are not reads."""

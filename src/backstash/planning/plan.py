@@ -21,6 +21,7 @@ from backstash.planning.greedy import frontier
 from backstash.planning.peak import PeakModel, own_seconds
 from backstash.planning.problem import Kind, StepProfile
 from backstash.planning.sealed import plain, restore, seal, unseal
+from backstash.planning.timings import Timings
 from backstash.policies import Action, Keep, Lossless, Policy, Recompute, Stash
 from backstash.saved import Need, SavedTensor
 
@@ -45,6 +46,7 @@ class Decision:
         key, module, op, spec, nbytes: as in PlannedValue.
         choice, kind, held_nbytes, error, reason: name and facts of the choice, as in Choice.
         seconds: time that the choice adds to a step.
+        has_room: whether its readers may hold it until they are done, because the peak lies elsewhere.
     """
 
     key: str
@@ -58,6 +60,7 @@ class Decision:
     seconds: float
     error: float
     reason: str
+    has_room: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -187,6 +190,11 @@ class Plan(Policy):
             self._unknown.setdefault(saved.key)
         return _LOSSLESS.decide(saved)
 
+    def has_room_for(self, key: str) -> bool:
+        """Returns whether the plan's peak lies elsewhere than where the value is read."""
+        decision = self._by_key.get(key)
+        return decision is not None and decision.has_room
+
     def explain(self) -> str:
         """Returns a table of what is done with each value and why, with bytes and time, and the totals of modules."""
         return explain(self)
@@ -225,7 +233,8 @@ class Planner:
         The model adds up what lies in one position as if it were there at the same moment, and knows nothing of what
         kernels allocate in a different way when their input is remade. So a plan of a profile that was taken just now
         is tried in a step of its own. The peak that this step reaches is the plan's predicted one. If it is above the
-        budget, a smaller solution is tried; if it is below, perhaps a faster one fits.
+        budget, a smaller solution is tried; if it is below, perhaps a faster one fits. Then the step is timed, in turns
+        with plain steps, and the time that it takes is the plan's predicted one.
     """
 
     def __init__(
@@ -248,6 +257,7 @@ class Planner:
         kept = (0,) * len(profile.values)
         self._everything = Solution(kept, profile.plain_peak_nbytes, profile.seconds, 0.0)
         self._rehearsed: dict[Solution, int] = {}
+        self._timings = Timings(profile)
 
     @cached_property
     def solutions(self) -> tuple[Solution, ...]:
@@ -305,7 +315,7 @@ class Planner:
         if not any(reached <= budget for reached in self._rehearsed.values()):
             self._lowest()  # solutions are off by different amounts, so perhaps one of the lowest fits
         kept = [found for found, reached in self._rehearsed.items() if reached <= budget]
-        return min(kept, key=lambda found: found.seconds, default=None)
+        return self._timings.fastest(kept, lambda found: self._plan(found.peak_nbytes, found))
 
     def _lowest(self) -> Solution:
         """The solution with the least peak: the least that was seen, where plans can be tried in a step."""
@@ -325,21 +335,23 @@ class Planner:
 
     def _plan(self, budget: int, found: Solution) -> Plan:
         decisions = []
-        for value, index in zip(self._allowed.values, found.choices, strict=True):
+        roomy = self._model.has_room(found.choices, found.peak_nbytes)
+        for value, index, has_room in zip(self._allowed.values, found.choices, roomy, strict=True):
             choice = value.choices[index]
             facts = value.key, value.module, value.op, value.spec, value.nbytes, choice.name, choice.kind
             seconds = own_seconds(choice, len(value.reads))
-            decisions.append(Decision(*facts, choice.held_nbytes, seconds, choice.error, choice.reason))
+            decisions.append(Decision(*facts, choice.held_nbytes, seconds, choice.error, choice.reason, has_room))
+        seconds = self._timings.predict(budget, found)
         return Plan(
             budget,
             self._rehearsed.get(found, found.peak_nbytes),
-            found.seconds,
+            seconds,
             self.profile.plain_peak_nbytes,
             self.profile.seconds,
             self.allow,
             self.max_error,
             tuple(decisions),
-            tuple((each.peak_nbytes, each.seconds) for each in (self.solutions if any(found.choices) else (found,))),
+            self._timings.frontier(found, seconds, self.solutions if any(found.choices) else (found,)),
             self.profile.fingerprint(),
             self.profile.device,
             self.profile.others,

@@ -153,8 +153,11 @@ class StepProfile:
         others: keys of saved tensors that a policy is asked about although the program holds them, such as the batch.
             They are no values to plan.
         cycles: how many forward and backward passes the step has, one after the other.
+        session_seconds: what a Session adds to a step with its hooks, whatever it does with the values.
         rehearse: runs the step under a policy, undoes it, and returns the most bytes that were alive at each position;
             None for a profile that was read from a file. It is no part of the data.
+        clock: as ``rehearse``: runs plain steps and steps under a policy in turns, and returns how many times as long
+            the latter take.
 
     Raises:
         PlanError: the parts do not fit together.
@@ -178,7 +181,9 @@ class StepProfile:
     device: str = "cpu"
     others: tuple[str, ...] = ()
     cycles: int = 1
+    session_seconds: float = 0.0
     rehearse: ClassVar[Callable[[Any], tuple[int, ...]] | None] = None
+    clock: ClassVar[Callable[..., float] | None] = None
 
     def __post_init__(self) -> None:
         flaw = self._flaw()
@@ -220,6 +225,8 @@ class StepProfile:
             return "plain_peak_nbytes or held_nbytes is negative"
         if not all(0.0 <= position.seconds < float("inf") for position in self.positions):
             return "the seconds of a position are negative or not finite"
+        if not 0.0 <= self.session_seconds < float("inf"):
+            return "session_seconds are negative or not finite"
         keys: set[str] = set()
         for value in self.values:
             flaw = value.flaw()

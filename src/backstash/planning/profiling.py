@@ -13,9 +13,8 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from backstash.errors import MeasureError
 from backstash.planning.events import memory_profiler, roots_of
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.planning.record import record
-from backstash.planning.survey import Births, Found, KeepForSurvey, Survey
+from backstash.planning.survey import Births, Found, KeepForSurvey, KeepForTiming, Silent, Survey
 from backstash.planning.timeline import Timeline
 from backstash.policies import Policy
 from backstash.rewrites.state import State
@@ -34,8 +33,9 @@ from backstash.saved import cycle_of
 from backstash.session import MIN_NBYTES, Session
 from backstash.stash.buffers import release
 
-TIMED_STEPS = 3
-"""How many plain steps are timed."""
+FEWEST, ROUNDS, SECONDS = 3, 8, 2.0
+"""Plain steps and steps under a Session are timed in turns: at least FEWEST of each, and then until there are ROUNDS of
+each or SECONDS are over."""
 
 
 def profile(
@@ -79,14 +79,17 @@ def profile(
             step()
 
         plain = record(once, None, device=device)
-        seconds = _time(once)
         survey = Survey()
         keep = KeepForSurvey()
         events = _recorded(once, Session(keep, model=model, min_nbytes=min_nbytes), survey)
+        session = Session(KeepForTiming(), model=model, min_nbytes=min_nbytes)
+        with session.watched_by(Silent()):
+            seconds, keeping = _in_turns(step, restore, session)
         found = profile_of(Timeline(events, device), survey, plain.peak_nbytes, seconds, models, device)
         planned = {value.key for value in found.values}
+        others = tuple(key for key in keep.asked if key not in planned)
         cycles = 1 + max((cycle_of(key) for key in keep.asked), default=0)
-        found = replace(found, others=tuple(key for key in keep.asked if key not in planned), cycles=cycles)
+        found = replace(found, others=others, cycles=cycles, session_seconds=max(0.0, keeping - seconds))
 
     def rehearse(policy: Policy) -> tuple[int, ...]:
         with _undone(models) as restore:
@@ -98,7 +101,13 @@ def profile(
             events = _recorded(once, Session(policy, model=model, min_nbytes=min_nbytes), Births())
         return tuple(position.most_nbytes for position in Timeline(events, device).positions)
 
+    def clock(policy: Policy) -> float:
+        with _undone(models) as restore:
+            plain, own = _in_turns(step, restore, Session(policy, model=model, min_nbytes=min_nbytes))
+        return own / plain
+
     object.__setattr__(found, "rehearse", rehearse)  # no field: a profile is data, and this is the way to more of it
+    object.__setattr__(found, "clock", clock)
     return found
 
 
@@ -157,18 +166,28 @@ class _Outermost:
         """Notes nothing."""
 
 
-def _time(step: Callable[[], object]) -> float:
-    """Median time of a step in seconds."""
-    times = []
-    for _ in range(TIMED_STEPS):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        started = time.perf_counter()
+def _in_turns(step: Callable[[], object], restore: Callable[[], None], session: Session) -> tuple[float, float]:
+    """Shortest times in seconds of a plain step and of a step under a Session: other work of the machine only adds."""
+    restore()
+    with session:  # proves what it has to
         step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return median(times)
+    times: tuple[list[float], list[float]] = [], []
+    begun = time.perf_counter()
+    contexts: tuple[AbstractContextManager[object], ...] = nullcontext(), session
+    while len(times[1]) < FEWEST or (len(times[1]) < ROUNDS and time.perf_counter() - begun < SECONDS):
+        for found, context in zip(times, contexts, strict=True):
+            restore()
+            started = _now()
+            with context:
+                step()
+            found.append(_now() - started)
+    return min(times[0]), min(times[1])
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _recorded(step: Callable[[], None], session: Session, watcher: Births) -> list[Any]:

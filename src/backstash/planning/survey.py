@@ -26,13 +26,54 @@ from backstash.planning.problem import Choice
 from backstash.policies import Action, Keep, Policy, Stash, get
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.calls import Group
-from backstash.stash.proving import fetch_unguarded
+from backstash.stash.fused import has_form
+from backstash.stash.proving import equals, fetch_unguarded
 from backstash.stash.recipes import Recipe
 from backstash.stash.value import Value
 from backstash.torch_internals import no_torch_function
 
 WORTHWHILE = 0.9
 """A codec is offered if it leaves at most this share of the bytes: one that hardly pays may decline in another step."""
+
+RUNS, LONG = 3, 0.05
+"""How often what a choice takes is timed: so many times, or until so many seconds were spent on it."""
+
+CACHE, CACHED = 64 << 20, 1 << 20
+"""Bytes that are written between two runs, to have a processor's caches forget the values, and the smallest values for
+which that is done."""
+
+
+class Stopwatch:
+    """Times what a choice takes, as a steady step would run it.
+
+    The first run also pays for fresh memory and for what a library prepares for a shape. All others are given values
+    that are in no cache, like those that were saved a long time ago.
+    """
+
+    def __init__(self) -> None:
+        self._written = torch.empty(CACHE, dtype=torch.uint8, device="cpu")
+
+    def shortest(self, run: Callable[[], object], whole: Tensor) -> float:
+        """Returns the shortest time of a few runs in seconds.
+
+        Args:
+            run: what is timed.
+            whole: the value that it is about.
+        """
+        times: list[float] = []
+        while len(times) < RUNS and sum(times) < LONG:
+            if times and not whole.is_cuda and whole.nbytes >= CACHED:
+                self._written.zero_()
+            started = _now(whole)
+            run()
+            times.append(_now(whole) - started)
+        return min(times[1:] or times)
+
+
+def _now(whole: Tensor) -> float:
+    if whole.is_cuda:
+        torch.cuda.synchronize(whole.device)
+    return time.perf_counter()
 
 
 class KeepForSurvey(Policy):
@@ -56,6 +97,14 @@ class KeepForSurvey(Policy):
         """Returns Keep(), but for a tensor of which only the shape is read: every plan lets go of that."""
         self.asked.setdefault(saved.key)
         return Stash(Shape()) if saved.need is Need.SHAPE else Keep()
+
+
+class KeepForTiming(KeepForSurvey):
+    """Keeps every value as a plan does where its peak lies elsewhere."""
+
+    def has_room_for(self, key: str) -> bool:
+        """Returns True."""
+        return True
 
 
 @dataclass
@@ -108,6 +157,16 @@ class Births:
             note("read", key=key)
 
 
+class Silent(Births):
+    """A watcher that notes nothing. A Session that is watched never becomes idle."""
+
+    def decided(self, value: Value, whole: Tensor, find_recipe: Callable[[], Recipe | str]) -> None:
+        """Notes nothing."""
+
+    def read(self, tensor: Tensor, is_stored: bool, key: str) -> None:
+        """Notes nothing."""
+
+
 class Survey(Births):
     """Tries each value's choices as well.
 
@@ -122,6 +181,7 @@ class Survey(Births):
         self._alive: list[Value] = []  # so that ids stay their own
         self._exact = get("lossless_stored")
         self._section = 0
+        self._watch = Stopwatch()  # made before the record begins, so its memory is not the step's
 
     def decided(self, value: Value, whole: Tensor, find_recipe: Callable[[], Recipe | str]) -> None:
         """Tries each choice of a value."""
@@ -138,7 +198,10 @@ class Survey(Births):
             # Of a sign or an index a few bits are stored, and nothing begins from them.
             recipe = find_recipe() if facts.need is Need.VALUE else "backward reads few bits of it"
             if isinstance(recipe, Recipe):
-                self._try_recipe(recipe, found)
+                self._try_recipe(recipe, whole, found)
+                started = time.perf_counter()
+                find_recipe()  # once more, as in every step: the first time has decided about older values
+                found.remake_seconds += time.perf_counter() - started
             else:
                 found.reason = recipe
 
@@ -154,16 +217,13 @@ class Survey(Births):
 
     def _try_codec(self, codec: Codec, whole: Tensor, readers: list[SavedTensor]) -> Choice | None:
         with self._trial():
-            started = time.perf_counter()
             try:
                 encoded = codec.encode(whole)
             except CodecRefusedError:
                 return None
-            encoded_at = time.perf_counter()
+            encode_seconds = self._watch.shortest(lambda: codec.encode(whole), whole)
             out = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
-            before = time.perf_counter()
-            codec.decode(encoded, out)
-            decode_seconds = time.perf_counter() - before
+            decode_seconds = self._watch.shortest(lambda: codec.decode(encoded, out), whole)
         forms = [table.FORMS.get(reader.op) for reader in readers]
         is_direct = all(form is not None and base.direct(codec, form) is not None for form in forms)
         return Choice(
@@ -172,19 +232,22 @@ class Survey(Births):
             encoded.nbytes,
             encode_nbytes=whole.untyped_storage().nbytes(),
             decode_nbytes=0 if is_direct else whole.untyped_storage().nbytes(),
-            encode_seconds=encoded_at - started,
+            encode_seconds=encode_seconds,
             decode_seconds=0.0 if is_direct else decode_seconds,
             reason=f"{encoded.nbytes / max(1, whole.untyped_storage().nbytes()):.0%} of its bytes",
         )
 
-    def _try_recipe(self, recipe: Recipe, found: Found) -> None:
+    def _try_recipe(self, recipe: Recipe, whole: Tensor, found: Found) -> None:
         found.parents = tuple(dict.fromkeys(recipe.leaves))
         self._alive += found.parents
+        trusted = recipe.unfused()
+        if has_form(recipe):
+            with self._trial():
+                if equals(recipe.run(fetch_unguarded), whole):
+                    trusted = recipe  # as a plan will run it
         found.section = self._section
         with self._trial():
-            started = time.perf_counter()
-            recipe.unfused().run(fetch_unguarded)
-            found.remake_seconds = time.perf_counter() - started
+            found.remake_seconds = self._watch.shortest(lambda: trusted.run(fetch_unguarded), whole)
         found.reason = str(recipe)
         found.group = recipe.call.group if recipe.call.saved is not None else None
 

@@ -112,6 +112,13 @@ class Policy(ABC):
         """
         return self.decide(saved)
 
+    def has_room_for(self, key: str) -> bool:
+        """Whether the readers of the value with that key may hold it until they are done; no by default.
+
+        They free it earlier otherwise, which takes time, and gains nothing if the step's peak lies elsewhere.
+        """
+        return False
+
     def observe(self, outcome: Outcome) -> None:
         """Is told what became of a value. Does nothing by default."""
 
@@ -191,6 +198,10 @@ class Wrapper(Policy):
     def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
         """As ``inner``."""
         return self.inner.decide_together(saved, readers)
+
+    def has_room_for(self, key: str) -> bool:
+        """As ``inner``."""
+        return self.inner.has_room_for(key)
 
     def observe(self, outcome: Outcome) -> None:
         """As ``inner``."""
@@ -277,6 +288,10 @@ class Adapted(Policy):
         """The object's, or the default."""
         action: Action = self._own("decide_together", super().decide_together)(saved, readers)
         return action
+
+    def has_room_for(self, key: str) -> bool:
+        """The object's, or the default."""
+        return bool(self._own("has_room_for", super().has_room_for)(key))
 
     def observe(self, outcome: Outcome) -> None:
         """The object's."""

@@ -79,6 +79,7 @@ class Encoder:
             self.keep(value, facts, "its storage is seen as different types")
             return
         value.key, value.facts = facts.key, facts
+        value.has_room = self.policy.has_room_for(facts.key)
         action = self._action(value, strongest, facts, fresh)
         watcher = self._live.watcher
         if watcher is not None:

@@ -66,6 +66,7 @@ class Value:
         exact: in a checked step, the exact data beside a form or a recipe that has an error.
         shares: whether what its recipe makes is held for all who read it, and not made again for each.
         children: the values that are remade from it, where it shares.
+        has_room: whether the policy knows that its readers may hold it until they are done.
         born: when it was queued, on the Session's clock.
         place: where in the model it was saved first.
         depth: how many recomputed values had to be made before it was there, itself included, when it was forgotten.
@@ -88,6 +89,7 @@ class Value:
         "facts",
         "form",
         "guard",
+        "has_room",
         "height",
         "key",
         "live",
@@ -124,6 +126,7 @@ class Value:
         self.children: list[weakref.ref[Value]] = []
         self.otherwise: Keep | Stash | None = None
         self.guard: Saved | None = None
+        self.has_room = False
         self.height = 0
         self.key = ""
         self.facts: SavedTensor | None = None
