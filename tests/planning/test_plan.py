@@ -15,8 +15,9 @@ from step_problems import drawn_profile
 from backstash.codecs import Binary, Bitmask, Raw, Zvc
 from backstash.errors import BackstashError, BudgetError, PlanError
 from backstash.planning.budget import parse_budget, restrict
+from backstash.planning.decision import Decision
 from backstash.planning.peak import evaluate
-from backstash.planning.plan import Decision, Plan, Planner, plan
+from backstash.planning.plan import Plan, Planner, plan
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.planning.sealed import seal
 from backstash.policies import Keep, Recompute, Stash

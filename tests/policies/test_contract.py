@@ -43,6 +43,7 @@ ARGUMENTS: dict[str, Any] = {
     "node": object(),
     "x": torch.zeros(2),
     "sources": lambda: None,
+    "key": "features.0/Relu#0:result",
 }
 """For each parameter of a method of the contract, an argument."""
 
@@ -145,9 +146,10 @@ def test_the_defaults() -> None:
 
     for policy in (Minimal(), adapt(Asked())):
         assert (policy.is_fixed, policy.recomputes, policy.ahead) == (False, True, None)
-        for name in set(METHODS) - {"decide", "decide_together"}:
+        for name in set(METHODS) - {"decide", "decide_together", "has_room_for"}:
             assert getattr(policy, name)(*arguments_of(name)) is None
         assert policy.decide_together(saved(), (saved(),)) == policy.decide(saved())
+        assert policy.has_room_for("features.0/Relu#0:result") is False
 
 
 def test_a_policy_without_decide_is_refused() -> None:
@@ -186,11 +188,12 @@ def test_a_subclass_that_overrides_a_method_is_not_fixed() -> None:
     assert (Rules((), Offload()).is_fixed, Rules((), policies.quantized()).is_fixed) == (True, False)
 
 
-def test_a_fixed_policy_defines_decide_alone() -> None:
+def test_a_fixed_policy_defines_what_depends_on_the_facts_alone() -> None:
     fixed = {policy for policy in built_in() if vars(policy).get("is_fixed") is True}
     assert {policies.Cdma, policies.Gist, KeepAll, Lossless, policies.Vdnn} <= fixed
     for policy in fixed:
-        assert [name for name in METHODS if getattr(policy, name) is not MEMBERS[name]] == ["decide"]
+        own = {name for name in METHODS if getattr(policy, name) is not MEMBERS[name]}
+        assert own - {"has_room_for"} == {"decide"}
 
 
 def test_an_object_with_decide_and_observe_serves() -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from backstash.stash.tables import folded, table
 
 if TYPE_CHECKING:
-    from backstash.planning.plan import Decision, Plan
+    from backstash.planning.decision import Decision
+    from backstash.planning.plan import Plan
     from backstash.planning.problem import Kind
 
 WIDTH = 60

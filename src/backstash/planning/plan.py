@@ -15,11 +15,12 @@ from backstash.codecs import Raw, Shape
 from backstash.codecs.base import label
 from backstash.errors import BudgetError, PlanError
 from backstash.planning.budget import check_error, parse_budget, restrict
+from backstash.planning.decision import Decision
 from backstash.planning.exact import Solution, exact
 from backstash.planning.explain import diff, explain, html, size, summary
 from backstash.planning.greedy import frontier
 from backstash.planning.peak import PeakModel, own_seconds
-from backstash.planning.problem import Kind, StepProfile
+from backstash.planning.problem import StepProfile
 from backstash.planning.sealed import plain, restore, seal, unseal
 from backstash.planning.timings import Timings
 from backstash.policies import Action, Keep, Lossless, Policy, Recompute, Stash
@@ -36,31 +37,6 @@ REHEARSALS = 4
 
 SMALLEST = 16 << 10
 """Smaller tensors are kept, unless the plan does something with tensors that are smaller."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What a plan does with one value.
-
-    Attributes:
-        key, module, op, spec, nbytes: as in PlannedValue.
-        choice, kind, held_nbytes, error, reason: name and facts of the choice, as in Choice.
-        seconds: time that the choice adds to a step.
-        has_room: whether its readers may hold it until they are done, because the peak lies elsewhere.
-    """
-
-    key: str
-    module: str
-    op: str
-    spec: str
-    nbytes: int
-    choice: str
-    kind: Kind
-    held_nbytes: int
-    seconds: float
-    error: float
-    reason: str
-    has_room: bool = False
 
 
 @dataclass(frozen=True, repr=False)

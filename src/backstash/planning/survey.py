@@ -102,6 +102,8 @@ class KeepForSurvey(Policy):
 class KeepForTiming(KeepForSurvey):
     """Keeps every value as a plan does where its peak lies elsewhere."""
 
+    is_fixed = True
+
     def has_room_for(self, key: str) -> bool:
         """Returns True."""
         return True

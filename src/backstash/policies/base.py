@@ -291,7 +291,8 @@ class Adapted(Policy):
 
     def has_room_for(self, key: str) -> bool:
         """The object's, or the default."""
-        return bool(self._own("has_room_for", super().has_room_for)(key))
+        has_room: bool = self._own("has_room_for", super().has_room_for)(key)
+        return has_room
 
     def observe(self, outcome: Outcome) -> None:
         """The object's."""

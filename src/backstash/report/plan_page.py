@@ -18,7 +18,8 @@ from backstash.report.plan_style import SCRIPT, STYLE
 from backstash.stash.tables import amount, folded, ms
 
 if TYPE_CHECKING:
-    from backstash.planning.plan import Decision, Plan
+    from backstash.planning.decision import Decision
+    from backstash.planning.plan import Plan
 
 POINTS = 200
 """Most points of the frontier that are drawn and listed."""

@@ -1,0 +1,32 @@
+"""What a plan does with one value, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backstash.planning.problem import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a plan does with one value.
+
+    Attributes:
+        key, module, op, spec, nbytes: as in PlannedValue.
+        choice, kind, held_nbytes, error, reason: name and facts of the choice, as in Choice.
+        seconds: time that the choice adds to a step.
+        has_room: whether its readers may hold it until they are done, because the peak lies elsewhere.
+    """
+
+    key: str
+    module: str
+    op: str
+    spec: str
+    nbytes: int
+    choice: str
+    kind: Kind
+    held_nbytes: int
+    seconds: float
+    error: float
+    reason: str
+    has_room: bool = False
