@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gradients.gradient_checks import Remake
 from processes import (
     EXACT,
     WIDTH,
@@ -26,12 +27,14 @@ from processes import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Session
 from backstash.errors import SavedTensorFreedError
+from backstash.stash.ledger import Report
 
 # -- DDP ---------------------------------------------------------------------------------------------------------------
 
@@ -128,6 +131,48 @@ def _large_norms() -> None:
 
 def test_fsdp2_frees_a_norm_weight_that_is_too_large_to_be_copied(tmp_path: Path) -> None:
     run_together(tmp_path, _large_norms)
+
+
+def _everything_remade(reshard: bool, each: bool) -> int:
+    def make() -> tuple[nn.Module, Callable[[int], Tensor]]:
+        model = _sharded(reshard, "fp32", False, each)
+        return model, forward_of(model, dist.get_rank())
+
+    return _remade(assert_same_bits(make, Remake()))
+
+
+def _remade(report: Report) -> int:
+    return sum(row.codec == "recompute" for row in report.rows)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "each"),
+    [
+        pytest.param(True, True, id="layers"),
+        pytest.param(True, False, id="blocks", marks=pytest.mark.slow),
+        pytest.param(False, True, id="layers, keep gathered", marks=pytest.mark.slow),
+    ],
+)
+def test_fsdp2_remakes_no_value_from_a_weight_that_it_frees(tmp_path: Path, reshard: bool, each: bool) -> None:
+    assert all(remade > 0 for remade in run_together(tmp_path, _everything_remade, reshard, each))
+
+
+def _first_fsdp(original: bool) -> int:
+    def make() -> tuple[nn.Module, Callable[[int], Tensor]]:
+        device = torch.device("cpu")
+        wrapping = ModuleWrapPolicy({Block})
+        model = FullyShardedDataParallel(
+            network(), auto_wrap_policy=wrapping, device_id=device, use_orig_params=original
+        )
+        return model, forward_of(model, dist.get_rank())
+
+    return _remade(assert_same_bits(make, Remake()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("original", [True, False], ids=["original parameters", "flat parameters"])
+def test_the_first_fsdp_remakes_no_value_from_a_weight_that_it_frees(tmp_path: Path, original: bool) -> None:
+    assert all(remade > 0 for remade in run_together(tmp_path, _first_fsdp, original))
 
 
 def _read_after_reshard() -> None:

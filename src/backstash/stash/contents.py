@@ -139,13 +139,14 @@ class Contents:
         The program may change them before backward (a running average, an average of weights swapped in), also through
         ``.data`` and so without a new version. Where any producer may be repeated, copies of all weights would cost
         what is to be saved: then a large one is read where it is. A new version is an error then, and a change without
-        a new version is found by the sample of the remade value (Note: [samples] in sample.py).
+        a new version is found by the sample of the remade value (Note: [samples] in sample.py). A weight that was
+        gathered after its module was entered may have no memory any more in backward, so it is not read again.
         """
         if x.nbytes < self.min_nbytes:
             copy = x.detach().clone()
             return Held(copy, copy._version)
         if self.remakes_anything:
-            return Held(x.detach(), x._version, True)
+            return None if self.parameters.may_be_freed(storage) else Held(x.detach(), x._version, True)
         if x.nbytes > SNAPSHOT_NBYTES:
             return None
         index = (storage._cdata, x._version, x.storage_offset(), x.shape, x.stride())
