@@ -8,6 +8,7 @@ import backstash
 
 PUBLIC = [
     "BackstashError",
+    "Budgeted",
     "Codec",
     "Encoded",
     "Keep",

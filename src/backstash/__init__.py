@@ -7,6 +7,7 @@ from backstash.codecs import Codec, Encoded, register_codec
 from backstash.errors import BackstashError
 from backstash.integrations.compile import compile_backend, compile_options
 from backstash.integrations.loop import unwrap, wrap
+from backstash.planning.budgeted import Budgeted
 from backstash.planning.plan import Plan, plan
 from backstash.planning.profiling import profile
 from backstash.policies.base import Keep, Policy, Recompute, Stash
@@ -18,6 +19,7 @@ from backstash.version import __version__ as __version__
 
 __all__ = [
     "BackstashError",
+    "Budgeted",
     "Codec",
     "Encoded",
     "Keep",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Literal
 
 from torch import nn
 
@@ -67,3 +68,28 @@ def check_arguments(
             f"Session was asked for check_limit={check_limit}, but an error is never less than 0, and NaN is no limit. "
             f"Pass a number above 0, such as 0.3, or check=0 to measure nothing."
         )
+
+
+def replanned(policy: Any, replan: Literal["auto"] | None, **options: Any) -> Any:
+    """Returns what opens the Sessions in a Session's place whose plan is made anew where steps do not match it.
+
+    Args:
+        policy: the Session's.
+        replan: ``"auto"``, or None for a Session that stays with its policy.
+        options: further arguments of the Session.
+
+    Returns:
+        A context with a ``report()``; None without ``replan``.
+
+    Raises:
+        ValueError: the policy cannot be made anew, or ``replan`` means nothing.
+    """
+    if replan is None:
+        return None
+    make = getattr(policy, "replanning", None)
+    if replan != "auto" or make is None:
+        raise ValueError(
+            f"a Session was asked for with replan={replan!r} and the policy {policy!r:.80}, but it takes replan='auto' "
+            f"with a Plan as the policy. Pass what backstash.plan(...) has returned, or leave replan= out."
+        )
+    return make(**options)

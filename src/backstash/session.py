@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from backstash import policies
-from backstash.arguments import check_arguments
+from backstash.arguments import check_arguments, replanned
 from backstash.backward import install, table
 from backstash.backward.unpack import unpack
 from backstash.capture import hooks, learned
@@ -80,6 +80,8 @@ class Session:
         check_limit: the relative error above which a warning is given. At 0.3 the gradient's direction has a cosine of
             about 0.96 to the exact one, and a step of the optimizer loses a tenth of its use at most.
         overwrite_gradients: whether backward may write a gradient over one that nobody else holds.
+        replan: ``"auto"`` with a :class:`~backstash.Plan` as the policy: steps that do not match it are profiled and
+            planned for within its budget, each shape of input for itself (see planning/budgeted.py).
 
     Raises:
         UnknownNameError: no policy has that name.
@@ -110,6 +112,7 @@ class Session:
         check: int | Literal["full"] = 0,
         check_limit: float = CHECK_LIMIT,
         overwrite_gradients: bool = True,
+        replan: Literal["auto"] | None = None,
     ) -> None:
         install.prepare()
         self.policy = policies.get(policy)
@@ -149,11 +152,16 @@ class Session:
         self._is_idle = False
         self._hooks: hooks.Hooks | None = None
         self._peak: tuple[PeakRow, ...] = ()
+        given = {"model": model, "stores": stores, "check": check, "overwrite_gradients": overwrite_gradients}
+        self._replanned = replanned(self.policy, replan, min_nbytes=self.min_nbytes, check_limit=check_limit, **given)
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
         hooks.refuse_other_hooks()
+        if self._replanned is not None:
+            self._replanned.__enter__()
+            return self
         if self._hooks is not None:
             raise SessionError(
                 "a Session was entered that is in use already, by another thread. Make a Session for each thread."
@@ -170,6 +178,9 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._replanned is not None:
+            self._replanned.__exit__(kind, error, trace)
+            return
         with ExitStack() as last:
             last.callback(self._forget)
             if error is None:
@@ -209,31 +220,17 @@ class Session:
 
     def report(self) -> Report:
         """The accounts of the last step that saved anything."""
+        if self._replanned is not None:
+            report: Report = self._replanned.report()
+            return report
         with self._lock:
             step = self._forward.step
-            notes = []
             peak_nbytes = self._live.peak_nbytes
             if self._is_idle:
                 step = self._names.learned.step
                 peak_nbytes = max(peak_nbytes, self._names.learned.peak_nbytes)
-                notes.append(
-                    "there is nothing to do, so this step was only counted: the rows are those of an earlier one"
-                )
-            if self._chooses_min_nbytes and self._names.learned.saves_little:
-                notes.append(
-                    f"a step saves little, so tensors below {self.min_nbytes >> 10} KiB are kept and nothing is made "
-                    f"again, which takes time: Session(min_nbytes=...) changes that"
-                )
-            if self._elsewhere:
-                notes.append(
-                    "a module ran with grad mode on another thread, which this Session does not see: open a Session on "
-                    "that thread"
-                )
-            if step.is_empty:
-                notes.append(
-                    "nothing was saved: no forward pass with grad mode ran inside the Session, on the thread that "
-                    "entered it, outside of compiled functions"
-                )
+            saves_little = self._chooses_min_nbytes and self._names.learned.saves_little
+            notes = step.notes(self._is_idle, self.min_nbytes if saves_little else None, self._elsewhere)
             return Report(
                 repr(self.policy),
                 self._steps,
@@ -241,7 +238,7 @@ class Session:
                 sum(step.parameters.values()),
                 peak_nbytes,
                 self._peak,
-                tuple(notes),
+                notes,
                 step.counts.proven,
                 step.counts.repeated,
                 tuple(self._live.monitor.found) if self._live.monitor is not None else (),

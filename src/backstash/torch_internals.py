@@ -6,8 +6,10 @@ AttributeError in the middle of a training step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -72,6 +74,9 @@ profiler_event: Any = _find("_C._profiler._EventType")
 record_scope: Any = _find("_C._profiler.RecordScope")
 """Where an event of the profiler was recorded: ``FUNCTION`` is an operator, others are nodes and user annotations."""
 
+profiler_runs: Callable[[], bool] = _find("autograd._profiler_enabled")
+"""Whether torch's profiler runs; there can only be one at a time."""
+
 is_traceable_wrapper_subclass: Callable[[object], bool] = _find("utils._python_dispatch.is_traceable_wrapper_subclass")
 """Whether a tensor or a class of tensors wraps other tensors and tells which, through ``__tensor_flatten__``."""
 
@@ -118,6 +123,26 @@ def replace_switches_of_hooks(switch_off: Callable[[str], None], switch_on: Call
     """Have torch switch saved-tensor hooks off and on by these functions."""
     _autograd_in_c._saved_tensors_hooks_disable = switch_off
     _autograd_in_c._saved_tensors_hooks_enable = switch_on
+
+
+@contextmanager
+def without_native_warnings() -> Iterator[None]:
+    """Inside, torch's C++ code logs errors alone. Its profiler warns of each thousandth release that it cannot match.
+
+    The variable TORCH_CPP_LOG_LEVEL does the same, but it is read when torch is imported. Where the level is not found,
+    nothing changes.
+    """
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        yield
+        return
+    before, level.value = level.value, max(level.value, 2)
+    try:
+        yield
+    finally:
+        level.value = before
 
 
 def in_backward() -> bool:

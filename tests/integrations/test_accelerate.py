@@ -159,7 +159,7 @@ def test_what_cannot_be_attached_says_what_to_do(monkeypatch: pytest.MonkeyPatch
         attach(accelerator, network())
     model = accelerator.prepare(network())
     with pytest.raises(IntegrationError, match="budget='1GiB' was asked for"):
-        attach(accelerator, model, budget="1GiB")
+        attach(accelerator, model, "keep", budget="1GiB")
     attach(accelerator, model)
     with pytest.raises(IntegrationError, match="wrapped already"):
         attach(accelerator, model)

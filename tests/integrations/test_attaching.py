@@ -83,6 +83,6 @@ def test_in_a_backward_pass_nothing_is_opened() -> None:
     assert seen == [False]
 
 
-def test_a_budget_is_refused_and_says_what_to_do() -> None:
-    with pytest.raises(IntegrationError, match=r"budget='6GiB' was asked for.*pass the plan as the policy"):
-        session_for("lossless", "6GiB")
+def test_a_budget_excludes_another_policy() -> None:
+    with pytest.raises(IntegrationError, match=r"budget='6GiB' was asked for.*Leave policy= out"):
+        session_for("keep", "6GiB")

@@ -277,7 +277,7 @@ def test_wrong_arguments_change_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError):
         attach(attached, "losless")
     with pytest.raises(IntegrationError, match="budget='6GiB' was asked for"):
-        attach(attached, budget="6GiB")
+        attach(attached, "keep", budget="6GiB")
     assert "compute_loss_context_manager" not in attached.__dict__
     assert not [found for found in attached.callback_handler.callbacks if isinstance(found, Attachment)]
 

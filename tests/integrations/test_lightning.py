@@ -193,7 +193,7 @@ def test_wrong_arguments_raise_at_once() -> None:
     with pytest.raises(UnknownNameError):
         BackstashCallback("losless")
     with pytest.raises(IntegrationError, match="budget=1000 was asked for"):
-        BackstashCallback(budget=1000)
+        BackstashCallback("keep", budget=1000)
 
 
 def test_the_library_under_its_other_name() -> None:

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from backstash import Session
 from backstash.cli.commands import app
 from backstash.errors import BudgetError, PlanError
+from backstash.planning.budgeted import Budgeted
 from backstash.planning.plan import Plan
-from backstash.planning.running import BudgetedRun, ProfiledRun
+from backstash.planning.running import ProfiledRun
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -61,7 +62,7 @@ LOOPS: dict[str, Callable[..., list[Tensor]]] = {"one model": trained, "two mode
 @pytest.mark.parametrize("loop", ["one model", pytest.param("two models in turns", marks=pytest.mark.slow)])
 def test_training_has_the_bits_of_plain_training_and_keeps_the_budget(loop: str) -> None:
     expected = LOOPS[loop](nullcontext())
-    run = BudgetedRun("60%", min_nbytes=1024)
+    run = Budgeted("60%", min_nbytes=1024)
     assert all(torch.equal(x, y) for x, y in zip(expected, LOOPS[loop](run), strict=True))
     found = run.found
     assert found.plan is not None and not found.plan.is_empty
@@ -71,14 +72,14 @@ def test_training_has_the_bits_of_plain_training_and_keeps_the_budget(loop: str)
 
 
 def test_a_step_that_fits_is_left_alone() -> None:
-    run = BudgetedRun("200%", min_nbytes=1024)
+    run = Budgeted("200%", min_nbytes=1024)
     trained(run)
     assert run.found.plan is not None and run.found.plan.is_empty
 
 
 def test_a_budget_that_nothing_fits_says_what_would() -> None:
     with pytest.raises(BudgetError, match="the smallest budget that fits") as caught:
-        trained(BudgetedRun(1000, min_nbytes=1024))
+        trained(Budgeted(1000, min_nbytes=1024))
     assert caught.value.smallest_nbytes > 1000
     trained(Session("lossless"), 1)  # nothing is left open
 
@@ -86,7 +87,7 @@ def test_a_budget_that_nothing_fits_says_what_would() -> None:
 @pytest.mark.parametrize("budget", ["6 gigs", 0, -1, "0%", "", 1.5])
 def test_a_budget_that_means_nothing_is_an_error_at_once(budget: Any) -> None:
     with pytest.raises(PlanError, match="budget"):
-        BudgetedRun(budget)
+        Budgeted(budget)
 
 
 def test_nothing_is_left_behind_when_the_loop_fails() -> None:
@@ -103,7 +104,7 @@ def test_nothing_is_left_behind_when_the_loop_fails() -> None:
 
     for after in (0, 2, 3, 5):
         with pytest.raises(KeyError, match="own"):
-            fails(BudgetedRun("60%", min_nbytes=1024), after)
+            fails(Budgeted("60%", min_nbytes=1024), after)
         assert torch.autograd.backward is backward
         assert not nn.modules.module._global_forward_pre_hooks
 

@@ -15,12 +15,12 @@ from torch.nn import functional
 from backstash.backward import convolution, exclusive, factors, linear, norms, pointwise, pooling  # noqa: F401
 from backstash.backward.claims import Claim, Unstashed
 from backstash.saved import TensorSpec
-from backstash.torch_internals import no_torch_function
+from backstash.torch_internals import no_torch_function, saved_tensor_hooks
 
 
 def prepare() -> None:
     """Measures, on tiny steps, the counts of a gradient that nobody else holds (Note: [exclusive gradients])."""
-    if exclusive.is_measured():
+    if exclusive.is_measured() or saved_tensor_hooks(True) is not None:  # whose tensors cannot be hooked once more
         return
     no_autocast = torch.autocast("cpu", enabled=False)
     with no_torch_function(), torch.inference_mode(False), torch.enable_grad(), no_autocast:

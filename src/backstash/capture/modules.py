@@ -44,6 +44,15 @@ def is_active() -> bool:
     return getattr(_active, "is_open", False)
 
 
+def comes_after(number: int) -> bool:
+    """Whether a module's call in which the global hook of that number runs now is yet to be told to the listener.
+
+    It is not if nobody listened when the call began: the hooks of a call are those that there were at its beginning.
+    """
+    order = list(nn.modules.module._global_forward_pre_hooks)
+    return _numbers is not None and number in order and _numbers[0] in order[order.index(number) :]
+
+
 def listen(listener: Listener | None) -> Callable[[], None]:
     """Tell the listener, if any, about modules that run on this thread; returns what ends that."""
     _active.is_open = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +13,16 @@ import typer
 from backstash.cli.endings import exits
 from backstash.cli.options import Arguments, IsModule, Quiet, Script
 from backstash.errors import PlanError
+from backstash.integrations.compile import patch_compile
 from backstash.integrations.launcher import Launched, execute, launch_under, require
 from backstash.planning.budget import parse_budget
+from backstash.planning.budgeted import Budgeted
 from backstash.planning.growth import Growth, growth
 from backstash.planning.outline import outline
 from backstash.planning.plan import Planner
 from backstash.planning.problem import StepProfile
-from backstash.planning.running import BudgetedRun, ProfiledRun, Within
+from backstash.planning.running import ProfiledRun
+from backstash.planning.within import Within
 from backstash.report.plan_page import plan_page
 from backstash.stash.ledger import Report
 from backstash.stash.tables import amount
@@ -146,25 +150,17 @@ def run_within(
     min_nbytes: int | None,
     failed: Callable[[BaseException, Report], None],
 ) -> tuple[Launched, Within]:
-    """Runs a script whose first steps are profiled, and whose other steps stay within a budget."""
+    """Runs a script whose first steps are profiled, and whose other steps stay within a budget.
+
+    What it compiles is treated from the start, and is a part of the steps that are profiled.
+    """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    run = BudgetedRun(size(budget), words(allow), min_nbytes=min_nbytes)
-    return launch_under(run, script, args, is_module=is_module, failed=failed), run.found
-
-
-def said(within: Within) -> str:
-    """What became of a budget, in a line."""
-    if within.plan is None:
-        return "the script ended before a step could be planned, which takes four backward passes of one loop"
-    parts = [f"budget {amount(within.budget_nbytes)} (plain {amount(within.plain_nbytes)})"]
-    parts.append(f"planned {amount(within.planned_nbytes)}")
-    if within.reached_nbytes:
-        over = " (above the budget)" if within.reached_nbytes > within.budget_nbytes else ""
-        parts.append(f"reached {amount(within.reached_nbytes)}{over}")
-    if within.seconds and within.plain_seconds:
-        parts.append(f"step {within.seconds / within.plain_seconds:.2f} times plain's")
-    return ", ".join(parts)
+    run = Budgeted(size(budget), words(allow), min_nbytes=min_nbytes)
+    with patch_compile("lossless", min_nbytes=min_nbytes) as patched:
+        run.spared = lambda: 0 if (found := patched.report()) is None else found.saved_nbytes - found.stash_nbytes
+        launched = launch_under(run, script, args, is_module=is_module, failed=failed)
+    return replace(launched, compiled=patched.report()), run.found
 
 
 def words(allow: str) -> tuple[str, ...]:

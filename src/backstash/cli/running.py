@@ -12,7 +12,7 @@ import typer
 from backstash import policies
 from backstash.cli.endings import exits
 from backstash.cli.options import Allocator, Arguments, IsModule, MinNbytes, Policy, Quiet, Script
-from backstash.cli.planning import Allow, run_within, said, size
+from backstash.cli.planning import Allow, run_within, size
 from backstash.integrations import allocator as allocators
 from backstash.integrations import ranks
 from backstash.integrations.launcher import Launched, launch, require
@@ -104,7 +104,7 @@ def run(
     if not quiet and rank.is_first and launched.error is None:
         _show(script, launched, full)
         if budget is not None:
-            typer.echo(f"backstash: {said(within)}")
+            typer.echo(f"backstash: {within}")
         if planned is not None and planned.notice():
             typer.echo(f"backstash: {planned.notice()}", err=True)
         for line in _peaks(rank, heard):

@@ -18,6 +18,7 @@ from torch import nn
 from backstash.errors import IntegrationError
 from backstash.integrations import loop
 from backstash.integrations.attaching import figures
+from backstash.planning.budgeted import Budgeted
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.stash.ledger import Report
@@ -33,13 +34,13 @@ class Attachment:
 
     Attributes:
         model: the prepared model, which is wrapped.
-        session: its Session.
+        session: its Session, or what keeps its budget.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self._accelerator = accelerator
         self.model = model
-        self.session: Session = loop.session_of(model)
+        self.session: Session | Budgeted = loop.session_of(model)
 
     def report(self) -> Report:
         """The accounts of the last training step of this process."""
@@ -88,15 +89,15 @@ def attach(
         accelerator: the accelerator.
         model: the model that ``accelerator.prepare`` has returned.
         policy: a policy's name or a Policy.
-        budget: None. A plan that was made from a budget is a policy.
-        options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``.
+        budget: as for :func:`backstash.wrap`. Each process plans for itself.
+        options: further arguments of :func:`backstash.wrap`, such as ``min_nbytes``.
 
     Returns:
         The attachment, with the report and :meth:`Attachment.detach`.
 
     Raises:
-        IntegrationError: the model was not prepared, or is attached already; a budget is given; or a setting of the
-            accelerator cannot be combined with a Session (see docs/use/frameworks-accelerate.md).
+        IntegrationError: the model was not prepared, or is attached already; a budget is given with a policy; or a
+            setting of the accelerator cannot be combined with a Session (see docs/use/frameworks-accelerate.md).
         UnknownNameError: no policy has that name.
 
     Warns:

@@ -11,6 +11,7 @@ from torch import nn
 
 from backstash.capture import modules
 from backstash.errors import IntegrationError
+from backstash.planning.budgeted import Budgeted
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.torch_internals import functorch_level, in_backward
@@ -19,26 +20,28 @@ PREFIX = "backstash/"
 """Begins the names of all figures that are logged."""
 
 
-def session_for(policy: str | Policy, budget: int | str | None = None, **options: Any) -> Session:
-    """Returns the Session of an integration: the only place where a budget would become a plan.
+def session_for(policy: str | Policy, budget: int | str | None = None, **options: Any) -> Session | Budgeted:
+    """Returns the Session of an integration, or with a budget what opens the Sessions that keep it.
 
     Args:
-        policy: a policy's name or a Policy.
-        budget: bytes, or text such as ``"6GiB"``. Only None can be served: a plan from a budget is a policy.
-        options: further arguments of :class:`~backstash.Session`.
+        policy: a policy's name or a Policy. With a budget, ``"lossless"``.
+        budget: bytes that a step may take above what is held before it, or text such as ``"6GiB"`` or ``"60%"``.
+        options: further arguments of :class:`~backstash.Session`; with a budget those of
+            :class:`~backstash.planning.budgeted.Budgeted`.
 
     Raises:
-        IntegrationError: a budget is given.
+        IntegrationError: a budget is given together with another policy.
+        PlanError: the budget means nothing.
         UnknownNameError: no policy has that name.
     """
-    if budget is not None:
+    if budget is None:
+        return Session(policy, **options)
+    if policy != "lossless":
         raise IntegrationError(
-            f"budget={budget!r} was asked for, but an integration cannot profile a step by itself. Profile one, "
-            f"and pass the plan as the policy: with profile from backstash.planning.profiling and plan from "
-            f"backstash.planning.plan, policy=plan(profile(step, model), budget). "
-            f"For a whole script, `backstash run --budget` does both."
+            f"budget={budget!r} was asked for together with policy={policy!r:.80}, but a budget is kept by a plan, and "
+            f"a plan is a policy of its own. Leave policy= out, and say with allow=(...) what a plan may do."
         )
-    return Session(policy, **options)
+    return Budgeted(budget, **options)
 
 
 def is_training(model: nn.Module) -> bool:
@@ -59,7 +62,7 @@ def is_training(model: nn.Module) -> bool:
     )
 
 
-def figures(session: Session) -> dict[str, float]:
+def figures(session: Session | Budgeted) -> dict[str, float]:
     """Returns what is logged of a Session's last step, by name; empty if nothing was saved yet.
 
     * ``backstash/stash_mib``: MiB that the device holds of saved tensors between forward and backward.

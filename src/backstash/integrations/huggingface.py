@@ -3,6 +3,9 @@
 The trainer enters ``compute_loss_context_manager()`` around the forward pass and the loss. A callback alone could not
 open a Session there: the trainer calls none between forward and backward. So the method is replaced on this one
 trainer. The same method serves evaluation, so it opens a Session only for a model in training mode with grad mode on.
+
+With a budget it is ``compute_loss`` that is replaced, because there the batch is known, by whose shapes a step is
+recognised, and the forward pass can be repeated when an allocation has failed in it.
 """
 
 from __future__ import annotations
@@ -15,27 +18,32 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from backstash.errors import IntegrationError
 from backstash.integrations.attaching import figures, is_training, session_for
+from backstash.planning.budgeted import Budgeted
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.stash.ledger import Report
 
 _METHOD = "compute_loss_context_manager"
+_METHOD_WITHIN = "compute_loss"
 
 
 class Attachment(TrainerCallback):  # type: ignore[misc]
     """What connects a trainer with a Session; :func:`attach` makes it.
 
     Attributes:
-        session: the Session, for as long as the trainer is attached and after.
+        session: the Session, or what keeps the budget, for as long as the trainer is attached and after.
     """
 
-    def __init__(self, trainer: Trainer, session: Session, asked: tuple[Any, ...], print_report: bool) -> None:
+    def __init__(
+        self, trainer: Trainer, session: Session | Budgeted, asked: tuple[Any, ...], print_report: bool
+    ) -> None:
         self.session = session
         self.asked = asked
         self._trainer = trainer
         self._print_report = print_report
-        self._had = trainer.__dict__.get(_METHOD)  # where the program has replaced the method itself
-        self._original = getattr(trainer, _METHOD)
+        self._method = _METHOD_WITHIN if isinstance(session, Budgeted) else _METHOD
+        self._had = trainer.__dict__.get(self._method)  # where the program has replaced the method itself
+        self._original = getattr(trainer, self._method)
 
     def report(self) -> Report:
         """The accounts of the last training step."""
@@ -43,16 +51,18 @@ class Attachment(TrainerCallback):  # type: ignore[misc]
 
     def install(self) -> None:
         """Replaces the method of the trainer, and adds the callback before all others."""
-        setattr(self._trainer, _METHOD, self._context)
+        setattr(self._trainer, self._method, self._compute if isinstance(self.session, Budgeted) else self._context)
         # Before the others, which are to find our figures among the logs.
         self._trainer.callback_handler.callbacks.insert(0, self)
 
     def remove(self) -> None:
         """Puts back what was there before."""
+        if isinstance(self.session, Budgeted):
+            self.session.close()
         if self._had is None:
-            del self._trainer.__dict__[_METHOD]
+            del self._trainer.__dict__[self._method]
         else:
-            setattr(self._trainer, _METHOD, self._had)
+            setattr(self._trainer, self._method, self._had)
         self._trainer.callback_handler.callbacks.remove(self)
 
     def _context(self) -> ExitStack:
@@ -66,6 +76,14 @@ class Attachment(TrainerCallback):  # type: ignore[misc]
                 stack.close()
                 raise
         return stack
+
+    def _compute(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the trainer calls for the forward pass and the loss, in training and in evaluation."""
+        session: Any = self.session
+        training: Any = self._trainer.model
+        if not is_training(training):
+            return self._original(model, inputs, *args, **kwargs)
+        return session.call(model, self._original, model, inputs, *args, **kwargs)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -92,6 +110,8 @@ class Attachment(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Prints the report of the last step, on the first process."""
+        if isinstance(self.session, Budgeted):
+            self.session.close()
         if self._print_report and state.is_world_process_zero:
             print(self.report())
 
@@ -113,17 +133,17 @@ def attach(
     Args:
         trainer: the trainer, before or after it has trained.
         policy: a policy's name or a Policy.
-        budget: None. A plan that was made from a budget is a policy.
+        budget: as for :func:`backstash.wrap`. Each process plans for itself.
         print_report: whether the first process prints the report when training ends.
-        options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``.
+        options: further arguments of :func:`backstash.wrap`, such as ``min_nbytes``.
 
     Returns:
         The attachment, whose ``report()`` is the report of the last step. Attaching once more with equal arguments
         changes nothing and returns the same one.
 
     Raises:
-        IntegrationError: the trainer is attached with other arguments; a budget is given; or a setting of the trainer
-            cannot be combined with a Session (see docs/use/frameworks-huggingface.md).
+        IntegrationError: the trainer is attached with other arguments; a budget is given with a policy; or a setting of
+            the trainer cannot be combined with a Session (see docs/use/frameworks-huggingface.md).
         UnknownNameError: no policy has that name.
 
     Warns:

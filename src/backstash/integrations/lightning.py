@@ -19,6 +19,7 @@ except ModuleNotFoundError:  # the same library under its other name
 
 from backstash.errors import IntegrationError
 from backstash.integrations.attaching import figures, is_training, session_for
+from backstash.planning.budgeted import Budgeted
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.stash.ledger import Report
@@ -35,15 +36,17 @@ class BackstashCallback(Callback):  # type: ignore[misc]
 
     Args:
         policy: a policy's name or a Policy.
-        budget: None. A plan that was made from a budget is a policy.
+        budget: as for :func:`backstash.wrap`; an allocation that fails is not repeated here. Each process plans for
+            itself.
         print_report: whether the first process prints the report when training ends.
-        options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``.
+        options: further arguments of :func:`backstash.wrap`, such as ``min_nbytes``.
 
     Attributes:
-        session: the Session of the last ``fit``.
+        session: the Session of the last ``fit``, or what keeps its budget.
 
     Raises:
-        IntegrationError: a budget is given.
+        IntegrationError: a budget is given together with a policy.
+        PlanError: the budget means nothing.
         UnknownNameError: no policy has that name.
     """
 
@@ -58,13 +61,16 @@ class BackstashCallback(Callback):  # type: ignore[misc]
         super().__init__()
         self._arguments = policy, budget, options
         self._print_report = print_report
-        self.session: Session | None = self._new_session()  # so that wrong arguments raise here and not in fit
+        self.session: Session | Budgeted | None = (
+            self._new_session()
+        )  # so that wrong arguments raise here and not in fit
         self._plugin: Any = None
+        self._batch: Any = None  # that of the step in progress
         self._had: Any = None  # the plugin's own attribute, where the program has replaced the method itself
 
     def __getstate__(self) -> dict[str, Any]:
         """For the processes that a strategy starts: each makes a Session of its own."""
-        return self.__dict__ | {"session": None, "_plugin": None, "_had": None}
+        return self.__dict__ | {"session": None, "_plugin": None, "_had": None, "_batch": None}
 
     def report(self) -> Report:
         """The accounts of the last training step.
@@ -92,13 +98,22 @@ class BackstashCallback(Callback):  # type: ignore[misc]
         @contextmanager
         def train_step_context() -> Iterator[None]:
             with original():
-                if is_training(pl_module):
-                    with session:
+                if not is_training(pl_module):
+                    yield
+                elif isinstance(session, Budgeted):
+                    with session.window(pl_module, self._batch):
                         yield
                 else:
-                    yield
+                    with session:
+                        yield
 
         setattr(plugin, _METHOD, train_step_context)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Notes the batch, by whose shapes a step is known, and lets a budget measure between two steps."""
+        if isinstance(self.session, Budgeted):
+            self._batch = batch
+            self.session.between_steps()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -124,6 +139,9 @@ class BackstashCallback(Callback):  # type: ignore[misc]
         self._restore()
 
     def _restore(self) -> None:
+        self._batch = None
+        if isinstance(self.session, Budgeted):
+            self.session.close()
         if self._plugin is None:
             return
         if self._had is None:
@@ -132,6 +150,6 @@ class BackstashCallback(Callback):  # type: ignore[misc]
             setattr(self._plugin, _METHOD, self._had)
         self._plugin = self._had = None
 
-    def _new_session(self) -> Session:
+    def _new_session(self) -> Session | Budgeted:
         policy, budget, options = self._arguments
         return session_for(policy, budget, **options)

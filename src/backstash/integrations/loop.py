@@ -18,6 +18,7 @@ Note: [a call of a module]
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from torch import nn
 
 from backstash.errors import IntegrationError
 from backstash.integrations.attaching import is_training, session_for
+from backstash.planning.budgeted import Budgeted
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.torch_internals import COMPILED_CALL, MODULE_CALL, hide_from_dynamo
@@ -45,7 +47,7 @@ class Window:
     ) -> None:
         self._model = weakref.ref(model)  # which holds this object: with a cycle, `del model` would free no memory
         self._arguments = policy, budget, options
-        self._session: Session | None = None
+        self._session: Session | Budgeted | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -55,8 +57,8 @@ class Window:
         return model
 
     @property
-    def session(self) -> Session:
-        """The Session, which is made when it is first needed: most copies of a model are never trained."""
+    def session(self) -> Session | Budgeted:
+        """The Session, or what keeps the budget. It is made when it is first needed: most copies are never trained."""
         if self._session is None:
             policy, budget, options = self._arguments
             self._session = session_for(policy, budget, **options)
@@ -68,8 +70,16 @@ class Window:
         call = getattr(type(model), MODULE_CALL)  # looked up at each call, since FSDP2 changes a model's class
         if not is_training(model):
             return call(model, *args, **kwargs)
-        with self.session:
+        session = self.session
+        if isinstance(session, Budgeted):
+            return session.call(model, functools.partial(call, model), *args, **kwargs)
+        with session:
             return call(model, *args, **kwargs)
+
+    def close(self) -> None:
+        """Stops whatever a budget is measuring."""
+        if isinstance(self._session, Budgeted):
+            self._session.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Window:
         return Window(copy.deepcopy(self.model, memo), *copy.deepcopy(self._arguments, memo))
@@ -93,15 +103,20 @@ def wrap(model: Model, policy: str | Policy = "lossless", *, budget: int | str |
             parameters, its hooks and its state dict stay what they are. A deep copy, and what is loaded from a pickle,
             is wrapped as well and has a Session of its own.
         policy: a policy's name or a Policy.
-        budget: None. A plan that was made from a budget is a policy.
-        options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``.
+        budget: bytes that a step may take above what is held before it, or text such as ``"2GiB"`` or ``"60%"``. The
+            first steps are profiled, and from the fifth backward pass on a plan keeps the budget. If an allocation
+            fails in a call, the call is repeated once in less memory.
+        options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``; with a budget those of
+            :class:`~backstash.planning.budgeted.Budgeted`, such as ``allow``.
 
     Returns:
         The model.
 
     Raises:
         TypeError: ``model`` is not a module.
-        IntegrationError: the model is wrapped already, or a budget is given.
+        IntegrationError: the model is wrapped already, or a budget is given together with a policy.
+        PlanError: the budget means nothing.
+        BudgetError: later, from a backward pass, if no plan fits the budget.
         UnknownNameError: no policy has that name.
 
     Example:
@@ -149,13 +164,13 @@ def unwrap(model: Model) -> Model:
     Raises:
         IntegrationError: the model is not wrapped, or something else has replaced the wrapping.
     """
-    _require_window(model, "unwrap")
+    _require_window(model, "unwrap").close()
     del model.__dict__[MODULE_CALL]
     return model
 
 
-def session_of(model: nn.Module) -> Session:
-    """Returns the Session of a wrapped model, which makes the report.
+def session_of(model: nn.Module) -> Session | Budgeted:
+    """Returns the Session of a wrapped model, or what keeps its budget; either makes the report.
 
     Raises:
         IntegrationError: the model is not wrapped.

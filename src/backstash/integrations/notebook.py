@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from typing import Any, NoReturn
 
 from backstash.errors import BackstashError
-from backstash.session import Session
+from backstash.integrations.attaching import session_for
 
 
 class _Parser(ArgumentParser):
@@ -25,23 +25,25 @@ def load_ipython_extension(shell: Any) -> None:
 
     The magic, as the first line of a cell::
 
-        %%backstash [POLICY] [--min-nbytes BYTES] [--output NAME]
+        %%backstash [POLICY] [--budget BYTES|SHARE] [--min-nbytes BYTES] [--output NAME]
 
-    runs the cell under a Session, and shows the report below what the cell shows. With ``--output`` the report becomes
-    a variable of that name as well. A cell that fails shows its traceback and no report.
+    runs the cell under a Session, or within a budget such as 2GiB or 60% of what its first steps take, and shows the
+    report below what the cell shows. With ``--output`` the report becomes a variable of that name as well. A cell that
+    fails shows its traceback and no report.
     """
     parser = _Parser(prog="%%backstash", add_help=False)
     parser.add_argument("policy", nargs="?", default="lossless")
+    parser.add_argument("--budget", type=lambda text: int(text) if text.isdigit() else text)
     parser.add_argument("--min-nbytes", type=int)
     parser.add_argument("--output", "-o", metavar="NAME")
 
     def backstash(line: str, cell: str) -> None:
-        """Runs the cell under a Session: %%backstash [POLICY] [--min-nbytes BYTES] [--output NAME]."""
+        """Runs the cell under a Session: %%backstash [POLICY] [--budget BYTES] [--min-nbytes BYTES] [--output NAME]."""
         from IPython.display import display
 
         try:
             asked = parser.parse_args(shlex.split(line))
-            session = Session(asked.policy, min_nbytes=asked.min_nbytes)
+            session = session_for(asked.policy, asked.budget, min_nbytes=asked.min_nbytes)
         except (BackstashError, ValueError) as error:
             print(f"backstash: {error}")
             return

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from backstash.codecs.base import Encoded
 from backstash.planning.trace import Buffer, Decode, Op, Role, Trace
 from backstash.stash.recipes import Recipe
 from backstash.stash.value import Value
-from backstash.torch_internals import no_torch_function, profiler_event, record_scope
+from backstash.torch_internals import no_torch_function, profiler_event, record_scope, without_native_warnings
 
 PREFIX = "backstash "
 NODE = "autograd::engine::evaluate_function: "
@@ -65,10 +66,27 @@ class Notes:
             note("read", address=_address(tensor), is_stored=is_stored)
 
 
-def memory_profiler() -> profile:
+class MemoryProfiler(profile):
+    """A profiler of every allocation and release, which prints nothing."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
+        super().__init__(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+        self._quiet = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._quiet.enter_context(without_native_warnings())
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with self._quiet:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+def memory_profiler() -> MemoryProfiler:
     """A profiler of every allocation and release, which has not been started yet."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+    return MemoryProfiler()
 
 
 def roots_of(profiled: profile) -> list[Event]:

@@ -6,14 +6,14 @@ import hashlib
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from backstash import codecs
-from backstash.codecs import Raw, Shape
 from backstash.codecs.base import label
 from backstash.errors import BudgetError, PlanError
+from backstash.planning.acting import EXACT, LOSSLESS, action_of
 from backstash.planning.budget import check_error, parse_budget, restrict
 from backstash.planning.decision import Decision
 from backstash.planning.exact import Solution, exact
@@ -23,7 +23,7 @@ from backstash.planning.peak import PeakModel, own_seconds
 from backstash.planning.problem import StepProfile
 from backstash.planning.sealed import plain, restore, seal, unseal
 from backstash.planning.timings import Timings
-from backstash.policies import Action, Keep, Lossless, Policy, Recompute, Stash
+from backstash.policies import Action, Keep, Policy
 from backstash.saved import Need, SavedTensor
 
 ROUNDING = 4 << 10
@@ -86,7 +86,7 @@ class Plan(Policy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_key", {decision.key: decision for decision in self.decisions})
         object.__setattr__(self, "_others", frozenset(self.others))
-        known = {*codecs.names(), *(label(codec) for codec in _EXACT)}
+        known = {*codecs.names(), *(label(codec) for codec in EXACT)}
         for decision in self.decisions:
             if decision.kind == "encode" and decision.choice not in known:
                 raise PlanError(
@@ -143,8 +143,7 @@ class Plan(Policy):
         return (
             f"{asked}, but {len(self._unknown)} of them are not those of its profile (the first is "
             f"{next(iter(self._unknown))!r}): shapes or branches are others. They are treated by the policy lossless, "
-            f"so gradients are right and the budget may not be kept. Take a profile of such a step and make a "
-            f"plan of it."
+            f"so gradients are right and the budget may not be kept. Pass replan='auto' to the Session."
         )
 
     def decide(self, saved: SavedTensor) -> Action:
@@ -152,7 +151,7 @@ class Plan(Policy):
         decision = self._by_key.get(saved.key)
         if decision is not None and decision.spec == str(saved.spec):
             self._met.add(saved.key)
-            return _action(decision, saved, self.is_empty)
+            return action_of(decision, saved, self.is_empty)
         if self.is_empty:
             return Keep("the plan is empty, because the plain step fits")
         if saved.need is not Need.SHAPE and saved.key not in self._others:  # a plan lets go of what is a shape
@@ -160,11 +159,29 @@ class Plan(Policy):
                 warnings.warn(
                     f"the plan {self.fingerprint} was asked for {saved.key!r} ({saved.spec}), but knows no such value. "
                     f"It is treated by the policy lossless, as are others like it (plan.unknown): gradients are right, "
-                    f"the budget may not be kept. Take a profile of this step and make a plan of it.",
+                    f"the budget may not be kept. Session(plan, replan='auto') plans for such a step.",
                     stacklevel=2,
                 )
             self._unknown.setdefault(saved.key)
-        return _LOSSLESS.decide(saved)
+        return LOSSLESS.decide(saved)
+
+    def replanning(self, **options: Any) -> Any:
+        """Returns what keeps this plan's budget, beginning with this plan."""
+        from backstash.planning.budgeted import Budgeted
+
+        return Budgeted(self.budget, self.allow, max_error=self.max_error, plan=self, device=self.device, **options)
+
+    def action_for(self, saved: SavedTensor) -> Action:
+        """Returns what the plan says of the value with this key, whatever its shape."""
+        decision = self._by_key.get(saved.key)
+        if decision is not None:
+            return action_of(decision, saved, self.is_empty)
+        return Keep("the plan is empty, because the plain step fits") if self.is_empty else LOSSLESS.decide(saved)
+
+    def united(self, other: Plan) -> Plan:
+        """Returns this plan, with what another one says of the values that this one does not know."""
+        more = tuple(decision for decision in other.decisions if decision.key not in self._by_key)
+        return replace(self, decisions=(*self.decisions, *more), others=tuple({*self.others, *other.others}))
 
     def has_room_for(self, key: str) -> bool:
         """Returns whether the plan's peak lies elsewhere than where the value is read."""
@@ -277,6 +294,11 @@ class Planner:
             smallest,
         )
 
+    def at_most(self, nbytes: int) -> Plan:
+        """Returns the fastest plan that is predicted to stay within so many bytes, or else that of the least peak."""
+        found = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), self.solutions[0])
+        return self._plan(max(nbytes, found.peak_nbytes), found)
+
     def _rehearse(self, budget: int, first: Solution | None) -> Solution | None:
         """The fastest solution that was seen to keep the budget, if any: ``first``, or the lowest, is tried first."""
         distinct = {*self.solutions[:-1], *(() if first is None else (first,))}  # the last one is the plain step
@@ -364,22 +386,3 @@ def plan(
         PlanError: an argument means nothing.
     """
     return Planner(profile, allow, max_error).plan(budget, solver)
-
-
-_LOSSLESS = Lossless()
-_STORED = Lossless(recompute=False)
-_EXACT = (Shape(), Raw())
-
-
-def _action(decision: Decision, saved: SavedTensor, is_empty: bool) -> Action:
-    """Returns what a Session has to do for a decision."""
-    stored = _STORED.decide(saved)
-    if decision.kind == "recompute":
-        return Recompute(stored if isinstance(stored, (Keep, Stash)) else Keep(), any_producer=True)
-    if decision.kind == "encode":
-        if isinstance(stored, Stash) and any(label(codec) == decision.choice for codec in stored.codecs):
-            return stored
-        return Stash(decision.choice)
-    if decision.kind == "offload":
-        return Stash((*(stored.codecs if isinstance(stored, Stash) else ()), Raw()), "host")
-    return Keep("the plan says so: the plain step fits" if is_empty else "the plan says so")

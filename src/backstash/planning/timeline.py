@@ -63,7 +63,8 @@ class Timeline:
     Note: [where a step begins]
         The profiler does not report that memory is freed which was allocated before it was started. In a program's own
         loop the gradients of the step before are freed in a step. So the step before is recorded as well, up to the
-        note "step", and bytes count from there. They may be below 0 until backward has allocated new gradients.
+        note "step", and bytes count from there. They may be below 0 until backward has allocated new gradients. The
+        note "over" ends the step, where the profiler can only be stopped later.
     """
 
     events: list[Any]
@@ -104,6 +105,8 @@ class Timeline:
                     self.positions = [At("start", False, 0.0, 0)]
                     self.born.clear()
                     self.reads.clear()
+                elif kind == "over":  # what comes now is the optimizer's
+                    break
                 elif kind == "born":
                     if self.positions[-1].name != "":
                         self.positions.append(At("", self.positions[-1].is_backward, 0.0, live))

@@ -11,7 +11,6 @@ So a script needs three steps for every number. A loss is a tensor of one elemen
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import sys
@@ -29,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from backstash import policies
+from backstash.capture import passes
 from backstash.integrations.launcher import execute
 from backstash.ops import backends
 from backstash.report.meter import CountedPeak, reset_resident_peak, resident_nbytes, resident_peak_nbytes
@@ -98,7 +98,7 @@ class Watch:
         self._updated: Any = None
         self._timed: list[tuple[Any, Any]] = []
         self._losses: list[Tensor] = []
-        self._inside_backward = self._inside_optimizer = False
+        self._inside_optimizer = False
         self._leaves: dict[int, Tensor] = {}
         self._counter: CountedPeak | None = None
         self._mark: int | None = None  # of the counter: the last update
@@ -114,14 +114,13 @@ class Watch:
         self._module_hook = nn.modules.module.register_module_forward_pre_hook(self._enter_module)
         self._pre_step_hook = register_optimizer_step_pre_hook(self._enter_optimizer)
         self._step_hook = register_optimizer_step_post_hook(self._optimized)
-        self._backward = torch.autograd.backward
-        torch.autograd.backward = self._recording(self._backward)
+        self._stop_listening = passes.listen(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        torch.autograd.backward = self._backward
+        self._stop_listening()
         self._pre_step_hook.remove()
         self._step_hook.remove()
         self._module_hook.remove()
@@ -158,28 +157,21 @@ class Watch:
                 self._resident_at_start = resident_nbytes()
             self._steps.forward()
 
-    def _recording(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            # A checkpoint goes backward within backward, and under a Session torch calls this a second time within the
-            # first.
-            if self._inside_backward or in_backward():
-                original(tensors, *args, **kwargs)
-                return
-            self._inside_backward = True
-            try:
-                with no_torch_function():
-                    self._steps.forward()
-                    self._note_losses((tensors,) if isinstance(tensors, Tensor) else tuple(tensors))
-                original(tensors, *args, **kwargs)
-            finally:
-                self._inside_backward = False
-            # Here, and not again where an optimizer calls a closure (Note: [profiler's scopes]).
-            if self._steps.count == 0 and (self._counter is None or not self._inside_optimizer):
-                self._begin_count()
-            self._steps.went_backward()
+    def begin_backward(self, tensors: Any) -> None:
+        """A backward pass begins."""
+        with no_torch_function():
+            self._steps.forward()
+            self._note_losses((tensors,) if isinstance(tensors, Tensor) else tuple(tensors))
 
-        return backward
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
+        # Here, and not again where an optimizer calls a closure (Note: [profiler's scopes]).
+        if self._steps.count == 0 and (self._counter is None or not self._inside_optimizer):
+            self._begin_count()
+        self._steps.went_backward()
+
+    def fail_backward(self) -> None:
+        """A backward pass has raised, which is no step."""
 
     def _note_losses(self, tensors: Sequence[Tensor]) -> None:
         for loss in tensors:

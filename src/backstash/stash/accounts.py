@@ -119,6 +119,34 @@ class Step:
         """Whether nothing was saved but parameters."""
         return not self.accounts and not self.small
 
+    def notes(self, is_idle: bool, kept_below: int | None, elsewhere: bool) -> tuple[str, ...]:
+        """What a reader of the step's report should know before the numbers.
+
+        Args:
+            is_idle: whether the step was only counted.
+            kept_below: tensors below this size were kept because a step saves little; None if that is not so.
+            elsewhere: whether a module ran on another thread.
+        """
+        notes = []
+        if is_idle:
+            notes.append("there is nothing to do, so this step was only counted: the rows are those of an earlier one")
+        if kept_below is not None:
+            notes.append(
+                f"a step saves little, so tensors below {kept_below >> 10} KiB are kept and nothing is made "
+                f"again, which takes time: Session(min_nbytes=...) changes that"
+            )
+        if elsewhere:
+            notes.append(
+                "a module ran with grad mode on another thread, which this Session does not see: open a Session on "
+                "that thread"
+            )
+        if self.is_empty:
+            notes.append(
+                "nothing was saved: no forward pass with grad mode ran inside the Session, on the thread that "
+                "entered it, outside of compiled functions"
+            )
+        return tuple(notes)
+
     def rows(self) -> tuple[Entry, ...]:
         """What a report shows; it does not change later."""
         rows = [account.row() for account in self.accounts]

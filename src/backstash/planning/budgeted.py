@@ -1,0 +1,396 @@
+"""Keeps training within a budget: its first steps are profiled and planned for, and so is each new shape of input.
+
+Nobody hands over a step here. The program trains in its own loop and runs its forward passes inside of a
+:class:`Budgeted`, which opens the Session that is right for each of them. course.py has what is measured when.
+
+Note: [between steps]
+    A Session is chosen when a forward pass begins. Where the inputs are not known then, it is when a module is called
+    first with tensors. By then the program may have put hooks or modes of its own above the Session's, as a checkpoint
+    around the whole model does; then the Session stays, and the next one is right.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import nn
+
+from backstash.capture import modules
+from backstash.errors import PlanError
+from backstash.planning.buckets import Alike, Bucket, Buckets, Signature, growth, signature_of
+from backstash.planning.budget import check_error, parse_budget
+from backstash.planning.course import Course
+from backstash.planning.following import Following
+from backstash.planning.guard import Guard
+from backstash.planning.plan import Plan
+from backstash.planning.problem import StepProfile
+from backstash.planning.retry import Before, advise, is_out_of_memory
+from backstash.planning.survey import KeepForSurvey
+from backstash.planning.within import Within
+from backstash.policies import Policy, get
+from backstash.session import Session
+from backstash.stash.buffers import release
+from backstash.stash.ledger import Report
+from backstash.torch_internals import current_function_mode, in_backward, saved_tensor_hooks
+
+T = TypeVar("T")
+
+
+class Budgeted(Following):
+    """Inside the ``with``, forward passes run under the plan that keeps their step within a budget.
+
+    It is entered around each training forward pass, or once around a whole loop; backward may run inside or outside.
+    Two steps are kept as they are, and one is profiled; from the fifth backward pass on the budget holds. Inputs of
+    other shapes get plans of their own (Note: [new shapes] in buckets.py).
+
+    Args:
+        budget: bytes that a step may take above what is held before it, or a text such as ``"2GiB"``, ``"512 MiB"`` or
+            ``"60%"``, which is of the plain step's peak.
+        allow, max_error: as for :func:`backstash.plan`.
+        plan: a plan for the first steps, which are not profiled then.
+        min_nbytes: smaller tensors are kept; 16 KiB by default.
+        device: type of the device whose memory counts; by default ``"cuda"`` where there is one.
+        folder: a folder in which plans are kept, so that a later run of the same training need not profile.
+        options: further arguments of :class:`backstash.Session`. A store of the name ``"spill"`` among its ``stores``
+            takes what is above the plan; on a GPU the host does, where there is none.
+
+    Attributes:
+        found: what became of the budget so far.
+        spared: returns bytes that a plain step takes beside what was counted of it, because something else spares them,
+            as treated graphs do.
+
+    Raises:
+        PlanError: the budget or another argument means nothing.
+        BudgetError: later, from a backward pass, if no plan fits the first steps.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> session = Budgeted("90%", min_nbytes=0)
+        >>> for _ in range(8):
+        ...     with session:
+        ...         loss = model(torch.ones(256, 64)).square().mean()
+        ...     loss.backward()
+        >>> session.found.plans > 0
+        True
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        allow: str | Sequence[str] = ("lossless", "recompute"),
+        *,
+        max_error: float | None = 0.01,
+        plan: Plan | None = None,
+        min_nbytes: int | None = None,
+        device: str | None = None,
+        folder: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
+        check_error(max_error)
+        self.budget = budget
+        self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
+        self.max_error = max_error
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.buckets = Buckets(folder, (budget, self.allow, max_error, min_nbytes, self.device))
+        self.period = 0  # backward passes in a step; 0 as long as that is not known
+        self._options = options | ({} if min_nbytes is None else {"min_nbytes": min_nbytes})
+        self.given = plan
+        super().__init__(self.session_with(KeepForSurvey(cycles=1) if plan is None else self._guarded(plan)))
+        self._spare: Session | None = self._session  # for the first kind of steps
+        self._open: list[Session] = []  # the Session that is open now, if any
+        self._hook: Any = None
+        self._chain: list[nn.Module] = []
+        self._thread = 0
+        self._modes: tuple[Any, Any] = (None, None)
+        self._retried = 0
+        self._guards: list[Guard] = []
+        self._before: weakref.WeakKeyDictionary[nn.Module, Before] = weakref.WeakKeyDictionary()
+        self._nbytes = 0
+        self.spared: Callable[[], int] = lambda: 0
+        self._steps = 0  # of Sessions that are not used any more
+
+    # -- entering and leaving ------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._before_module)
+        self._thread = threading.get_ident()
+        self._is_new = self._is_inside = True
+        self._listen()
+        try:
+            self._enter(self._session)
+        except BaseException:
+            self._hook.remove()
+            self._is_inside = False
+            self.abandon()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        self._chain.clear()
+        self._is_inside = False
+        self._unlisten()
+        if error is not None:
+            self.abandon()
+            if is_out_of_memory(error):
+                advise(error, str(self.budget), "")
+        self._leave(kind, error, trace)
+
+    @contextmanager
+    def window(self, model: nn.Module, *inputs: Any) -> Iterator[None]:
+        """A forward pass whose inputs are known: inside, its Session is open.
+
+        Args:
+            model: the model.
+            inputs: what it is called with, nested as it may be.
+        """
+        self._begin(model, signature_of(inputs))
+        self._enter(self._session)
+        try:
+            yield
+        except BaseException as error:
+            self.abandon()
+            self._leave(type(error), error, error.__traceback__)
+            raise
+        self._leave(None, None, None)
+
+    def call(self, model: nn.Module, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs a forward pass, and once more under a leaner plan if an allocation has failed in it.
+
+        It runs once more where what it has changed can be restored: the global generators and the buffers of the model.
+        With several processes it does not, because the others would not repeat their part.
+
+        Args:
+            model: the model.
+            function: what runs the forward pass, with ``args`` and ``kwargs``.
+        """
+        before = self._before.get(model)
+        if before is None:
+            before = self._before[model] = Before(model)
+        before.note()
+        try:
+            try:
+                with self.window(model, args, kwargs):
+                    return function(*args, **kwargs)
+            except RuntimeError as error:  # torch.OutOfMemoryError is one
+                if not is_out_of_memory(error):
+                    raise
+                alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+                if not alone or not before.restore() or not self._escalate():
+                    advise(error, str(self.budget), " and the step cannot be repeated in less memory")
+                    raise
+                error.__traceback__ = None  # which holds what the forward pass has made
+            self._retried += 1
+            release()
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            try:
+                with self.window(model, args, kwargs):
+                    return function(*args, **kwargs)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    advise(error, str(self.budget), ", and again under the leanest plan")
+                raise
+        finally:
+            before.forget()
+
+    def step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Calls a model for training: as :meth:`call`, with the model itself as the function."""
+        return self.call(model, model, *args, **kwargs)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_before"):
+            self.close()
+
+    def __deepcopy__(self, memo: Any) -> Budgeted:
+        options = {key: value for key, value in self._options.items() if key != "min_nbytes"}
+        options |= {"min_nbytes": self._options.get("min_nbytes"), "folder": self.buckets.folder}
+        return Budgeted(
+            self.budget, self.allow, max_error=self.max_error, plan=self.given, device=self.device, **options
+        )
+
+    # -- what there is to tell -----------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the step in progress, or of the last one."""
+        return self._session.policy
+
+    @property
+    def found(self) -> Within:
+        """What became of the budget, for the last kind of steps."""
+        planned = [bucket for bucket in self.buckets if bucket.plan is not None]
+        bucket = self.last if self.last is not None else Bucket()
+        found = bucket.found
+        if found.plan is None and planned and not found.trouble:
+            found = planned[-1].found
+        escalated = sum(guard.escalated for guard in self._guards)
+        return replace(found, shapes=len(planned), escalated=escalated, retried=self._retried)
+
+    def report(self) -> Report:
+        """The report of the last step, and what became of the budget."""
+        report = self._session.report()
+        others = {id(each.session): each.session for each in self.buckets if each.session not in (None, self._session)}
+        steps = report.steps + self._steps + sum(session.report().steps for session in others.values())
+        return replace(report, steps=steps, notes=(*report.notes, str(self.found)))
+
+    # -- a forward pass begins -----------------------------------------------------------------------------------
+
+    def _before_module(self, module: nn.Module, args: Any) -> None:
+        """Note: [between steps]."""
+        if not self._is_new or self._thread != threading.get_ident() or not torch.is_grad_enabled() or in_backward():
+            return
+        signature = signature_of(args)
+        if not signature and len(self._chain) < 8:
+            self._chain.append(module)
+            return
+        chain, self._chain = self._chain, []
+        self._begin(chain[0] if chain else module, signature)
+        if self._open and self._session is not self._open[0] and self._may_replace():
+            is_told = modules.comes_after(self._hook.id)
+            self._leave(None, None, None)
+            self._enter(self._session)
+            for each in chain if is_told else (*chain, module):
+                self._session.enter_module(each)
+
+    def _may_replace(self) -> bool:
+        """Whether the open Session's hooks are the innermost ones, so that they can be taken away."""
+        top = saved_tensor_hooks(True)
+        is_top = top is not None and getattr(top[0], "__self__", None) is self._open[0]
+        return is_top and current_function_mode() in self._modes
+
+    def _begin(self, model: nn.Module, signature: Signature) -> None:
+        """Chooses the Session for a forward pass with these inputs."""
+        self._is_new = False
+        if not self.recording.is_inside:
+            self._advance("safe")
+        weight = next((weight for weight in model.parameters() if weight.requires_grad), None)
+        if weight is not None:
+            self._witness = weakref.ref(weight)
+        if self.period > 1 and self._cycles % self.period and self.last is not None:
+            bucket = self.last  # a step has one plan, whatever its second model is given
+        else:
+            bucket = self.buckets.of(signature)
+        self.last = bucket
+        self._look_at(bucket)
+        bucket.met += 1
+        if bucket.session is None:
+            spare, self._spare = self._spare, None
+            bucket.session = spare if spare is not None else self.session_with(self._derived(bucket))
+        if self._course is not None and self._course.is_over(bucket):
+            self.abandon()
+        if self._course is None and not bucket.is_done and (bucket.met > 1 or self.buckets.largest() is None):
+            self._start(Course(self, bucket))
+        self._session = bucket.session
+        self._attach()
+
+    def _look_at(self, bucket: Bucket) -> None:
+        """Has a bucket profiled again whose last step did not match its plan."""
+        plan = bucket.plan
+        if plan is not None and bucket.is_done and plan.unknown and bucket.surveys < 2:
+            bucket.is_done = False
+        for guard in self._guards:
+            over = guard.most_excess - guard.room
+            if bucket.plan is guard.plan and over > 0 and bucket.planner is not None and bucket.is_done:
+                bucket.margin += over
+                bucket.is_done = False
+                guard.most_excess = 0
+
+    def _derived(self, bucket: Bucket) -> Policy:
+        """The policy for the first steps of a bucket (Note: [new shapes])."""
+        known = self.buckets.largest()
+        if known is None or known.planner is None:
+            if self.given is None:
+                return KeepForSurvey(cycles=1)
+            return self._guarded(self.given) if len(self.buckets) == 1 else Alike(self.given)
+        times = growth(known.signature, bucket.signature)
+        if times <= 1 and known.plan is not None:
+            return Alike(known.plan)
+        return Alike(known.planner.at_most(int(self.nbytes_of(known.plain_nbytes) / times)))
+
+    # -- Sessions ------------------------------------------------------------------------------------------------
+
+    def session_with(self, policy: Policy) -> Session:
+        """A new Session with that policy."""
+        return Session(policy, **self._options)
+
+    def use(self, bucket: Bucket, policy: Policy) -> None:
+        """From the next forward pass on, steps of that bucket run under that policy."""
+        if bucket.session is not None:
+            self._steps += bucket.session.report().steps
+        bucket.session = self.session_with(policy)
+
+    def use_alike(self, bucket: Bucket, plan: Plan) -> None:
+        """The same, under the plan of another shape."""
+        self.use(bucket, Alike(plan))
+
+    def nbytes_of(self, plain_nbytes: int) -> int:
+        """The budget in bytes. A share is one of the first plain step's peak, whatever shapes come later."""
+        if not self._nbytes:
+            self._nbytes = parse_budget(self.budget, plain_nbytes + self.spared())
+        return self._nbytes
+
+    def profiled(self, profile: StepProfile) -> None:
+        """Is called with each profile, at the end of a backward pass."""
+
+    def guarded(self, bucket: Bucket, plan: Plan, budget: int) -> Policy:
+        """The policy for a plan of that bucket: the plan itself where nothing is left to be held in less."""
+        self._guards = [guard for guard in self._guards if guard.plan is not bucket.plan]
+        if plan.is_empty:
+            return plan
+        stores = self._options.get("stores") or {}
+        spill = "spill" if "spill" in stores else "host" if self.device == "cuda" else None
+        allocated = torch.cuda.memory_allocated if self.device == "cuda" else None
+        self._guards.append(Guard(plan, budget, spill, allocated))
+        return self._guards[-1]
+
+    def _guarded(self, plan: Plan) -> Policy:
+        if not isinstance(plan, Plan):
+            raise PlanError(
+                f"training within a budget was asked for with the plan {plan!r:.80}, but that is no Plan. Pass what "
+                f"backstash.plan() has returned, or leave plan= out."
+            )
+        return plan
+
+    def _enter(self, session: Session) -> None:
+        below = current_function_mode()
+        session.__enter__()
+        self._open.append(session)
+        self._modes = below, current_function_mode()
+
+    def _leave(self, kind: Any, error: Any, trace: Any) -> None:
+        if self._open:
+            self._open.pop().__exit__(kind, error, trace)
+
+    def _escalate(self) -> bool:
+        """Has the next forward pass hold less. Returns False where nothing less is known."""
+        bucket = self.last
+        if bucket is None:
+            return False
+        bucket.is_done = True
+        known = bucket if bucket.planner is not None else self.buckets.largest()
+        if known is None or known.planner is None:
+            self.use(bucket, get("lossless"))
+            bucket.found = replace(bucket.found, trouble="an allocation failed in plain steps: the policy is lossless")
+            return True
+        current = bucket.plan
+        leaner = known.planner.at_most(0 if current is None else int(0.8 * current.peak_nbytes))
+        if current is not None and leaner.peak_nbytes >= current.peak_nbytes:
+            return False
+        bucket.plan = leaner
+        bucket.found = replace(bucket.found, plan=leaner, planned_nbytes=leaner.peak_nbytes, reached_nbytes=0)
+        self.use(bucket, leaner if known is bucket else Alike(leaner))
+        return True

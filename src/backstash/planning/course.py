@@ -1,0 +1,304 @@
+"""What is measured of one kind of steps, and when: its profile, and the peak that its plan reaches.
+
+1. Of the first kind two steps are kept as they are. What is proven on first use is proven, the time of a plain step is
+   taken, and it is seen how many backward passes make a step: as many as there are before the first value comes back.
+2. One step is surveyed (survey.py), which takes about twice as long. From then on there is a plan.
+3. One step under the plan proves its recipes, and one is counted. If its peak is above the budget, the next plan leaves
+   more room, and so on.
+4. Some more steps are timed.
+
+Note: [accumulated gradients]
+    A backward pass takes more if it adds to gradients that are there. If some of a loop's passes do and others do not,
+    one that does is surveyed and counted.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from backstash.errors import BudgetError
+from backstash.planning.buckets import Bucket, growth
+from backstash.planning.plan import Plan, Planner
+from backstash.planning.profiling import profile_of
+from backstash.planning.survey import Births, KeepForSurvey, Survey
+from backstash.planning.timeline import Timeline
+from backstash.policies import get
+
+if TYPE_CHECKING:
+    from backstash.planning.budgeted import Budgeted
+
+Awaited = Literal["cycle", "safe"]
+"""The end of a backward pass, or a place where the profiler may be started and stopped."""
+
+TIMED_STEPS = 20
+"""How many steps under a plan are timed at most."""
+
+MOST_PLANS = 5
+"""How many plans are tried until one keeps the budget."""
+
+MOST_RECORDED = 24
+"""How many steps are recorded at most, until one is of the kind that is asked for."""
+
+PATIENCE = 6
+"""After how many forward passes of other shapes a course ends, to begin again when its own shape comes."""
+
+Waiting = Generator[Awaited, None, None]
+
+
+class Keys(Births):
+    """Notes the values of a step, by their keys with their specs."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, str] = {}
+
+    def decided(self, value: Any, whole: Tensor, find_recipe: Any) -> None:
+        """Notes a value."""
+        self.keys[value.key] = str(value.facts.spec)
+
+    def read(self, tensor: Tensor, is_stored: bool, key: str) -> None:
+        """Notes nothing."""
+
+
+class Course:
+    """The measurements of one bucket.
+
+    Args:
+        owner: what opens the Sessions.
+        bucket: the kind of steps.
+    """
+
+    def __init__(self, owner: Budgeted, bucket: Bucket) -> None:
+        self._owner: Budgeted = weakref.proxy(owner)  # which holds this object
+        self._bucket = bucket
+        self._seconds = 0.0
+        self._passed = 0  # forward passes of other shapes since the last one of its own
+
+    def is_over(self, bucket: Bucket) -> bool:
+        """Is told of each forward pass. Returns whether this course waits in vain, because other shapes come."""
+        self._passed = 0 if bucket is self._bucket else self._passed + 1
+        return self._passed > PATIENCE and self._owner.buckets.largest() is not None
+
+    def run(self) -> Waiting:
+        """Measures. Yields what it waits for."""
+        bucket, owner = self._bucket, self._owner
+        if bucket.planner is not None and (bucket.plan is None or not bucket.plan.unknown):
+            yield from self._plan_within()  # the profile is known, and its plan needs more room or was not counted
+        elif owner.given is not None and len(owner.buckets) == 1 and bucket.plan is None:
+            owner.period = 1
+            self._use(owner.given)
+            yield from self._count()
+            if owner.given.unknown or bucket.found.reached_nbytes > bucket.found.budget_nbytes:
+                yield from self._first_steps()  # the plan is for other steps than these
+        else:
+            yield from self._first_steps()
+        yield from self._time()
+        self._bucket.is_done = True
+
+    def give_up(self, why: str) -> None:
+        """From now on the steps run under the rules, because there can be no plan."""
+        bucket = self._bucket
+        bucket.is_done = True
+        bucket.found = replace(bucket.found, trouble=f"no plan: {why}; the policy is lossless")
+        self._owner.use(bucket, get("lossless"))
+        warnings.warn(
+            f"a plan within {self._owner.budget} was asked for, but {why}. The policy is lossless now.", stacklevel=2
+        )
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _first_steps(self) -> Waiting:
+        bucket, owner = self._bucket, self._owner
+        is_first = owner.period == 0
+        seen = Keys()
+        owner.watch(seen)
+        yield "cycle"
+        first, began = dict(seen.keys), time.perf_counter()
+        fingerprint = owner.buckets.fingerprint(first)
+        known = owner.buckets.known(fingerprint)
+        if is_first:
+            cycles = 1
+            while True:
+                seen.keys.clear()
+                yield "cycle"
+                cycles += 1
+                self._seconds, began = time.perf_counter() - began, time.perf_counter()
+                if first.keys() & seen.keys.keys() or cycles > MOST_RECORDED:
+                    break
+            owner.period = cycles - 1
+            self._seconds *= owner.period
+        owner.watch(None)
+        if known is not None and not known.unknown and bucket.surveys == 0:
+            self._use(known)
+            yield from self._count()
+        elif is_first or self._may_survey():
+            yield from self._survey()
+            if self._bucket.planner is not None:
+                yield from self._plan_within()
+                if self._bucket is bucket and bucket.plan is not None:
+                    owner.buckets.keep(fingerprint, bucket.plan)
+        else:
+            yield from self._count_derived()
+
+    def _may_survey(self) -> bool:
+        """Whether a plain step of this bucket takes no more than one that has run already."""
+        largest = self._owner.buckets.largest()
+        return largest is None or growth(largest.signature, self._bucket.signature) <= 1
+
+    def _survey(self) -> Waiting:
+        """Profiles a step."""
+        bucket, owner = self._bucket, self._owner
+        bucket.surveys += 1
+        surveys: list[Survey] = []
+
+        def watcher() -> Births:
+            surveys.append(Survey())
+            return surveys[-1]
+
+        is_first = owner.buckets.largest() is None
+        before = bucket.session
+        owner.use(bucket, KeepForSurvey(cycles=1))
+        lines: list[Timeline] = []
+        yield from self._record(watcher, lines, is_any=is_first)
+        if not lines and not is_first:
+            bucket.session = before  # which has a plan for another shape
+            return
+        if not lines:
+            self.give_up("no step could be recorded, because another profiler runs")
+            return
+        assert owner.last is not None
+        bucket, line = owner.last, lines[0]
+        self._bucket = bucket
+        policy = None if bucket.session is None else bucket.session.policy
+        asked = policy.asked if isinstance(policy, KeepForSurvey) else {}
+        kept = max(position.most_nbytes for position in line.positions)
+        others = [each for each in owner.buckets if each.planner is not None]
+        if not self._seconds and others:  # of a shape that was not timed
+            self._seconds = others[0].planner.profile.seconds * kept / max(1, others[0].plain_nbytes)
+        profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device)
+        planned = {value.key for value in profile.values}
+        profile = replace(profile, others=tuple(key for key in asked if key not in planned))
+        bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=self._seconds)
+        owner.profiled(profile)
+        bucket.planner = Planner(profile, owner.allow, owner.max_error)  # one search serves all plans
+
+    def _plan_within(self) -> Waiting:
+        """Makes a plan, counts a step under it, and makes another one as long as the budget is not kept."""
+        bucket, owner = self._bucket, self._owner
+        planner = bucket.planner
+        assert planner is not None
+        budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
+        is_first = owner.buckets.largest() is bucket and bucket.found.plans == 0
+        for _ in range(MOST_PLANS):
+            try:
+                plan = planner.plan(max(1, budget - bucket.margin))
+            except BudgetError as error:
+                if bucket.plan is not None:
+                    return  # with room left for safety nothing fits, so the plan that there is stays
+                if is_first:
+                    raise
+                plan = planner.at_most(0)
+                bucket.found = replace(
+                    bucket.found, trouble=f"no plan fits {bucket.signature}: the leanest one is used"
+                )
+                warnings.warn(str(error), stacklevel=2)
+            self._use(plan, budget)
+            yield from self._count()
+            over = bucket.found.reached_nbytes - budget
+            if over <= 0:
+                return
+            bucket.margin += over + (over >> 3)
+
+    def _use(self, plan: Plan, budget: int = 0) -> None:
+        bucket, owner = self._bucket, self._owner
+        if bucket.plan is not None and bucket.plan.unknown:
+            plan = plan.united(bucket.plan)  # steps of this shape take one branch or the other
+        bucket.found = replace(
+            bucket.found,
+            budget_nbytes=budget or plan.budget,
+            plain_nbytes=bucket.found.plain_nbytes or plan.plain_peak_nbytes,
+            planned_nbytes=plan.peak_nbytes,
+            plans=bucket.found.plans + 1,
+            plain_seconds=bucket.found.plain_seconds or plan.plain_seconds,
+            plan=plan,
+        )
+        policy = owner.guarded(bucket, plan, budget or plan.budget)
+        bucket.plan = plan
+        owner.use(bucket, policy)
+
+    def _count_derived(self) -> Waiting:
+        """Counts a step of a shape that is larger than the profiled ones, and leaves more room until it fits."""
+        bucket, owner = self._bucket, self._owner
+        largest = owner.buckets.largest()
+        assert largest is not None and largest.planner is not None
+        budget = owner.nbytes_of(largest.plain_nbytes)
+        times = growth(largest.signature, bucket.signature)
+        for _ in range(MOST_PLANS):
+            plan = largest.planner.at_most(int((budget - bucket.margin) / times))
+            found = replace(bucket.found, budget_nbytes=budget, planned_nbytes=int(plan.peak_nbytes * times), plan=plan)
+            bucket.found = replace(found, plans=found.plans + 1)
+            owner.use_alike(bucket, plan)
+            yield from self._count()
+            over = bucket.found.reached_nbytes - budget
+            if over <= 0 or plan.peak_nbytes <= largest.planner.at_most(0).peak_nbytes:
+                return
+            bucket.margin += over + (over >> 3)
+
+    def _count(self) -> Waiting:
+        """Proves the recipes of a plan in one step, and counts the peak of another."""
+        bucket = self._bucket
+        for _ in range(MOST_RECORDED):
+            for _ in range(self._owner.period or 1):
+                yield "cycle"
+            if self._owner.last is bucket:
+                break
+        lines: list[Timeline] = []
+        yield from self._record(Births, lines)
+        if lines:
+            reached = max(position.most_nbytes for position in lines[0].positions)
+            bucket.found = replace(bucket.found, reached_nbytes=reached)
+
+    def _time(self) -> Waiting:
+        """Times some steps."""
+        times: list[float] = []
+        began = time.perf_counter()
+        for _ in range(TIMED_STEPS):
+            for _ in range(self._owner.period or 1):
+                yield "cycle"
+            if self._owner.last is self._bucket:
+                times.append(time.perf_counter() - began)
+                self._bucket.found = replace(self._bucket.found, seconds=median(times))
+            began = time.perf_counter()
+
+    def _record(self, watcher: Callable[[], Births], lines: list[Timeline], is_any: bool = False) -> Waiting:
+        """Records a step of this bucket, or of any, and adds it to ``lines`` (Note: [where a step begins])."""
+        owner, recording = self._owner, self._owner.recording
+        period = owner.period or 1
+        while not recording.is_running:
+            yield "safe"
+            if not recording.start():
+                yield "cycle"  # another profiler runs
+        for _ in range(period):
+            yield "cycle"
+        for _ in range(MOST_RECORDED):
+            recording.note("step")
+            owner.watch(watcher())
+            for _ in range(period):
+                yield "cycle"
+            recording.note("over")
+            owner.watch(None)
+            is_full = owner.adds_up or not owner.may_add_up or period > 1  # Note: [accumulated gradients]
+            if (is_any or owner.last is self._bucket) and is_full:
+                yield "safe"
+                lines.append(recording.stop(owner.device))
+                return
+        yield "safe"
+        recording.close()
+        recording.listen()

@@ -1,0 +1,136 @@
+"""Follows a training loop from backward pass to backward pass, and has a course measure what it asks for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from typing import Any
+
+from backstash.capture import passes
+from backstash.planning.buckets import Bucket
+from backstash.planning.course import Awaited, Course
+from backstash.planning.recording import Recording
+from backstash.planning.survey import Births
+from backstash.session import Session
+
+PATIENCE = 64
+"""For how many backward passes the profiler may wait for a place where it can be started."""
+
+
+class Following:
+    """Tells a course of the backward passes that it waits for.
+
+    Attributes:
+        recording: the profiler's record.
+        last: the kind of the step which has ended, or is in progress.
+        adds_up: whether the last backward pass added to gradients that were there.
+        may_add_up: whether any backward pass did.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.recording = Recording()
+        self.last: Bucket | None = None
+        self.adds_up = self.may_add_up = False
+        self._session = session  # that of the step in progress, or of the last one
+        self._watcher: Births | None = None
+        self._watching = ExitStack()
+        self._course: Course | None = None
+        self._running: Generator[Awaited, None, None] | None = None
+        self._awaited: Awaited | None = None
+        self._waited = 0
+        self._cycles = 0  # backward passes since the course began
+        self._stop_listening: Callable[[], None] | None = None
+        self._is_new = True  # whether a forward pass begins with the next module
+        self._is_inside = False  # the with
+        self._witness: Callable[[], Any] = lambda: None  # a weight, whose gradient tells whether gradients are there
+
+    def between_steps(self) -> None:
+        """The program is between two steps, and no optimizer's step runs. Frameworks that know this call it."""
+        self.recording.is_inside = False
+        self._advance("safe")
+
+    def close(self) -> None:
+        """Stops whatever is being measured. Training goes on under the plans that there are."""
+        self.abandon()
+        self.recording.close()
+
+    def watch(self, watcher: Births | None) -> None:
+        """From now on, that watcher is told what the Sessions do; None for nobody."""
+        self._watcher = watcher
+        self._attach()
+
+    def _attach(self) -> None:
+        self._watching.close()
+        if self._watcher is not None:
+            self._watching.enter_context(self._session.watched_by(self._watcher))
+
+    def _start(self, course: Course) -> None:
+        self._course = course
+        self._running = course.run()
+        self._cycles = 0
+        self._waited = 0
+        self._listen()
+        self.recording.listen()
+        self._resume()
+
+    def _listen(self) -> None:
+        if self._stop_listening is None:
+            self._stop_listening = passes.listen(self)
+
+    def _unlisten(self) -> None:
+        if self._stop_listening is not None and self._course is None and not self._is_inside:
+            self._stop_listening()
+            self._stop_listening = None
+
+    def _resume(self) -> None:
+        assert self._running is not None
+        running = self._running
+        try:
+            self._awaited = next(running)
+        except StopIteration:
+            self.abandon()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _advance(self, event: Awaited) -> None:
+        if self._running is not None and self._awaited == event:
+            self._resume()
+        elif self._course is None and event == "safe":
+            self.recording.close()
+
+    def abandon(self) -> None:
+        """Stops the course in progress, if any."""
+        running, self._running, self._course, self._awaited = self._running, None, None, None
+        if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_RUNNING:
+            running.close()
+        self.watch(None)
+        self._unlisten()
+        if not self.recording.is_inside:  # else between_steps() does it, or the next forward pass
+            self.recording.close()
+
+    def begin_backward(self, tensors: Any) -> None:
+        """A backward pass begins."""
+        weight = self._witness()
+        self.adds_up = weight is not None and weight.grad is not None
+        self.may_add_up = self.may_add_up or self.adds_up
+
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
+        self._is_new = True
+        if self._course is None:
+            return
+        self._cycles += 1
+        self._advance("cycle")
+        if not self.recording.is_inside:
+            self._advance("safe")
+        elif self._awaited == "safe":
+            self._waited += 1
+            if self._waited > PATIENCE and self._course is not None:
+                self._course.give_up("the loop runs in a closure of its optimizer, where nothing can be profiled")
+                self.abandon()
+
+    def fail_backward(self) -> None:
+        """A backward pass has raised."""
+        self.abandon()

@@ -1,0 +1,112 @@
+"""A forward pass whose allocation failed: what is restored before it runs once more, and what is said otherwise."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from backstash.testing.bits import equal_bits
+
+LARGEST_BUFFERS = 256 << 20
+"""Bytes of a model's buffers above which they are not copied before each forward pass, so it is not repeated."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that torch could not allocate memory, on a GPU or on CPU."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def advise(error: BaseException, budget: str, did: str) -> None:
+    """Adds to an error what was asked for, what became of it, and what to do.
+
+    Args:
+        error: the error, which keeps its type and its message.
+        budget: the budget as text.
+        did: what was tried.
+    """
+    error.add_note(
+        f"backstash: training within {budget} was asked for, but this allocation failed{did}. Ask for a smaller "
+        f"budget, allow more (offload, bounded), or train on smaller batches; other programs may hold memory as well."
+    )
+
+
+class Before:
+    """What a forward pass of a model changes beside its results: the generators' states and the model's buffers.
+
+    All buffers are copied before the first pass, and from then on those that a pass has changed. That is told by their
+    bits, because the kernels of batch norm write new statistics without a new version. If a buffer gets a new version
+    that was not copied, nothing can be restored.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._changing: set[str] | None = None  # names of buffers that forward passes change
+        self._versions: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._copies: dict[str, tuple[Tensor, Tensor]] = {}
+        self._states: Callable[[], None] | None = None
+
+    def note(self) -> None:
+        """Notes everything before a forward pass."""
+        model = self._model()
+        assert model is not None
+        buffers = {name: x for name, x in model.named_buffers() if x.layout is torch.strided}
+        if self._changing is None and self._versions:
+            same = {name for name, (x, copy) in self._copies.items() if equal_bits(x, copy)}
+            self._changing = set(self._versions) - same
+        for name, (known, version) in self._versions.items():
+            x = known()
+            if self._changing is not None and x is not None and x._version != version:
+                self._changing.add(name)
+        self._versions = {name: (weakref.ref(x), x._version) for name, x in buffers.items()}
+        copied = buffers if self._changing is None else {n: x for n, x in buffers.items() if n in self._changing}
+        if sum(x.nbytes for x in copied.values()) > LARGEST_BUFFERS:
+            copied = {}
+        self._copies = {name: (x, x.detach().clone()) for name, x in copied.items()}
+        self._states = _generators()
+
+    def restore(self) -> bool:
+        """Restores everything. Returns False if that is not possible, because another buffer has changed."""
+        model = self._model()
+        if model is None or self._states is None:
+            return False
+        for name, x in model.named_buffers():
+            known = self._versions.get(name)
+            if name not in self._copies and known is not None and (known[0]() is not x or known[1] != x._version):
+                return False
+        with torch.no_grad():
+            for x, copy in self._copies.values():
+                x.copy_(copy)
+        self._states()
+        return True
+
+    def forget(self) -> None:
+        """Lets go of the copies, unless the next pass has to be told which buffers this one has changed."""
+        if self._changing is not None:
+            self._copies.clear()
+        self._states = None
+
+
+def _generators() -> Callable[[], None]:
+    """Notes the states of all global generators. Returns what restores them."""
+    python, arrays, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices: Any = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_rng_state(tensors)
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)
+
+    return restore

@@ -1,0 +1,313 @@
+"""Each kind of steps has a plan of its own, whatever opens its Session; bits are plain's and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backstash.capture import modules
+from backstash.errors import BudgetError, PlanError
+from backstash.planning.buckets import growth, signature_of
+from backstash.planning.budgeted import Budgeted
+from backstash.planning.plan import Plan
+from backstash.report.meter import CountedPeak
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
+    for _ in range(4):
+        layers += [nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Conv2d(8, 8, 3, padding=1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 10))
+
+
+def trained(
+    make: Callable[[nn.Module], AbstractContextManager[Any]], shapes: Sequence[int], accumulate: int = 1
+) -> list[Tensor]:
+    """The weights after steps with images of these widths, and the generator's state."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    torch.manual_seed(1)
+    for number, width in enumerate(shapes):
+        x, y = torch.randn(8, 3, width, width), torch.randint(0, 10, (8,))
+        with make(model):
+            loss = F.cross_entropy(model(x), y) / accumulate
+        loss.backward()
+        if (number + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*(p.detach().clone() for p in model.state_dict().values()), torch.get_rng_state()]
+
+
+def assert_same(shapes: Sequence[int], session: Budgeted, accumulate: int = 1) -> None:
+    expected = trained(lambda model: nullcontext(), shapes, accumulate)
+    found = trained(lambda model: session, shapes, accumulate)
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+def assert_nothing_is_left() -> None:
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert not modules.is_active()
+    assert not torch.autograd._profiler_enabled()
+
+
+def peak_of(session: Budgeted, model: nn.Module, width: int) -> int:
+    """The counted peak of a step above what is held before it, with gradients there."""
+    with CountedPeak() as counter:
+        with session:
+            loss = model(torch.randn(8, 3, width, width)).square().mean()
+        loss.backward()
+        del loss
+    return counter.peak_nbytes
+
+
+def test_a_session_around_each_forward_pass_keeps_the_budget() -> None:
+    session = Budgeted("60%", min_nbytes=1024)
+    assert_same([16] * 10, session)
+    found = session.found
+    assert found.plan is not None and found.plan.unknown == () and not found.plan.is_empty
+    assert {decision.key.split("/")[0] for decision in found.plan.decisions} >= {"1", "2", "4"}
+    assert 0 < found.reached_nbytes <= found.budget_nbytes < found.plain_nbytes
+    session.close()
+    assert_nothing_is_left()
+    report = session.report()
+    assert report.steps == 10
+    assert any("planned" in note and "reached" in note for note in report.notes)
+
+
+def test_each_shape_has_a_plan_of_its_own() -> None:
+    session = Budgeted("60%", min_nbytes=1024)
+    assert_same([16] * 8 + [16] * 20 + [12, 16, 12, 12, 12, 12, 12, 12, 12] + [12] * 20, session)
+    assert session.found.shapes == 2
+    plans = [bucket.plan for bucket in session.buckets]
+    assert all(plan is not None and plan.unknown == () for plan in plans)
+    assert {plan.budget for plan in plans if plan is not None} == {session.found.budget_nbytes}
+
+
+def test_the_first_step_of_a_larger_shape_keeps_the_budget_and_is_never_run_plainly() -> None:
+    session = Budgeted("60%", min_nbytes=1024)
+    model = network()
+    for _ in range(40):
+        with session:
+            loss = model(torch.randn(8, 3, 16, 16)).square().mean()
+        loss.backward()
+    plain = session.found.plain_nbytes
+    budget = session.found.budget_nbytes
+    first = peak_of(session, model, 18)
+    assert first < plain
+    assert first <= 1.05 * budget
+    for _ in range(8):
+        assert peak_of(session, model, 18) < plain
+    assert session.found.reached_nbytes <= budget
+    assert session.buckets.of(signature_of([torch.randn(8, 3, 18, 18)])).planner is None
+
+
+def test_accumulated_gradients_count() -> None:
+    session = Budgeted("70%", min_nbytes=1024)
+    assert_same([16] * 18, session, accumulate=3)
+    assert 0 < session.found.reached_nbytes <= session.found.budget_nbytes
+
+
+class Branching(nn.Module):
+    """Takes another branch in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 256), nn.Linear(64, 256), nn.Linear(256, 1)
+        self.takes_second = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.second(x)) if self.takes_second else F.relu(self.first(x))
+        result: Tensor = self.last(torch.tanh(hidden))
+        return result
+
+
+def test_a_branch_that_was_not_seen_is_planned_for_and_both_branches_are_known_then() -> None:
+    def run(session: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Branching()
+        for number in range(70):
+            model.takes_second = number >= 30 and number % 3 > 0
+            with session:
+                loss = model(torch.randn(64, 64)).square().mean()
+            loss.backward()
+        return [torch.zeros(1) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    session = Budgeted("80%", min_nbytes=1024)
+    assert all(torch.equal(x, y) for x, y in zip(run(nullcontext()), run(session), strict=True))
+    plan = session.found.plan
+    assert plan is not None
+    keys = [decision.key for decision in plan.decisions]
+    assert any("Relu" in key for key in keys) and any("Gelu" in key for key in keys)
+    assert plan.unknown == ()
+
+
+def test_autocast_is_another_kind_of_steps() -> None:
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = signature_of([x])
+    assert inside != signature_of([x])
+
+
+def test_signatures_are_of_nested_inputs() -> None:
+    x, ids = torch.ones(4, 3), torch.ones(4, 7, dtype=torch.int64)
+    assert signature_of({"a": [x], "b": (ids, None, 3)}) == (((4, 3), "float32"), ((4, 7), "int64"))
+    assert signature_of([1, None]) == ()
+    assert growth(signature_of([x]), signature_of([torch.ones(8, 3)])) == 2
+    assert growth(signature_of([ids]), signature_of([torch.ones(4, 14, dtype=torch.int64)])) == 4
+    assert growth(signature_of([ids]), signature_of([ids[:, :3]])) < 1
+
+
+def test_plans_are_kept_in_a_folder_and_spare_the_next_run_its_profile(tmp_path: Path) -> None:
+    first = Budgeted("60%", min_nbytes=1024, folder=tmp_path)
+    trained(lambda model: first, [16] * 12)
+    (file,) = tmp_path.iterdir()
+    plan = Plan.from_json(file.read_text())
+    second = Budgeted("60%", min_nbytes=1024, folder=tmp_path)
+    profiles: list[object] = []
+    second.profiled = profiles.append  # type: ignore[method-assign]
+    assert_same([16] * 12, second)
+    assert profiles == []
+    assert second.found.plan == plan
+    file.write_text(file.read_text().replace('"budget"', '"budgets"'))
+    third = Budgeted("60%", min_nbytes=1024, folder=tmp_path)
+    with pytest.raises(PlanError, match="damaged"):
+        trained(lambda model: third, [16] * 3)
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="no such folder"):
+        Budgeted("60%", folder=tmp_path / "missing")
+
+
+def test_a_budget_that_nothing_fits_is_an_error_of_the_backward_pass() -> None:
+    session = Budgeted(1000, min_nbytes=1024)
+    with pytest.raises(BudgetError, match="the smallest budget that fits"):
+        trained(lambda model: session, [16] * 8)
+    session.close()
+    assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("step", [0, 2, 3, 5])
+@pytest.mark.parametrize("error", [KeyError("the model's own"), KeyboardInterrupt()])
+def test_an_exception_leaves_nothing_behind(where: str, step: int, error: BaseException) -> None:
+    session, model = Budgeted("60%", min_nbytes=1024), network()
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        for number in range(step + 1):
+            x = torch.randn(8, 3, 16, 16)
+            if number == step and where == "forward":
+                model[4].register_forward_hook(fail)
+            with session:
+                loss = model(x).square().mean()
+            if number == step:
+                loss.register_hook(fail)
+            loss.backward()
+    assert_nothing_is_left()
+
+
+def test_a_session_that_is_dropped_in_the_middle_leaves_nothing_behind() -> None:
+    session, model = Budgeted("60%", min_nbytes=1024), network()
+    for _ in range(3):
+        with session:
+            loss = model(torch.randn(8, 3, 16, 16)).square().mean()
+        loss.backward()
+    dropped, held = weakref.ref(session), weakref.ref(model)
+    del session, model, loss
+    gc.collect()
+    assert dropped() is None and held() is None
+    assert_nothing_is_left()
+
+
+# -- allocations that fail -------------------------------------------------------------------------------------------
+
+
+class Failing(nn.Module):
+    """Its forward pass fails to allocate in one step, after a dropout and a batch norm have run."""
+
+    def __init__(self, at: int, times: int = 1) -> None:
+        super().__init__()
+        self.body = network()
+        self.at, self.times, self.calls = at, times, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.body(x)
+        self.calls += 1
+        if self.at <= self.calls < self.at + self.times:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+        return result
+
+
+def stepped(session: Budgeted | None, at: int, times: int = 1, steps: int = 12) -> list[Tensor]:
+    model = Failing(at if session is not None else 1000, times)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(8, 3, 16, 16)
+        result = model(x) if session is None else session.step(model, x)
+        result.square().mean().backward()
+    return [*(p.detach().clone() for p in model.state_dict().values()), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 6, 11])
+def test_a_forward_pass_whose_allocation_failed_runs_once_more_with_the_same_bits(at: int) -> None:
+    session = Budgeted("60%", min_nbytes=1024)
+    assert all(torch.equal(x, y) for x, y in zip(stepped(None, at), stepped(session, at), strict=True))
+    assert session.found.retried == 1
+    session.close()
+    assert_nothing_is_left()
+
+
+def test_a_second_failure_is_the_original_error_with_advice() -> None:
+    session = Budgeted("60%", min_nbytes=1024)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as caught:
+        stepped(session, 11, times=2)
+    (note,) = caught.value.__notes__
+    assert "within 60% was asked for" in note and "Ask for a smaller budget" in note
+    assert_nothing_is_left()
+
+
+SCRIPT = """
+import resource, torch
+from torch import nn
+from backstash.planning.budgeted import Budgeted
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)]
+model = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1))
+session = Budgeted("90%", min_nbytes=1024)
+x = torch.randn(64, 8)
+for number in range(6):
+    session.step(model, x).square().mean().backward()
+used = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSize"))) << 10
+resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
+try:
+    session.step(model, torch.randn(1 << 20, 8)).square().mean().backward()
+except RuntimeError as error:
+    print(type(error).__name__, "can't allocate memory" in str(error), error.__notes__)
+"""
+
+
+@pytest.mark.slow
+def test_memory_that_is_not_there_is_the_original_error_with_advice() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "RuntimeError True" in done.stdout and "was asked for" in done.stdout
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
