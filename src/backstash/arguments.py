@@ -70,11 +70,11 @@ def check_arguments(
         )
 
 
-def replanned(policy: Any, replan: Literal["auto"] | None, **options: Any) -> Any:
+def replanned(plan: Any, replan: Literal["auto"] | None, **options: Any) -> Any:
     """Returns what opens the Sessions in a Session's place whose plan is made anew where steps do not match it.
 
     Args:
-        policy: the Session's.
+        plan: the Session's policy, which has to be a Plan.
         replan: ``"auto"``, or None for a Session that stays with its policy.
         options: further arguments of the Session.
 
@@ -82,14 +82,14 @@ def replanned(policy: Any, replan: Literal["auto"] | None, **options: Any) -> An
         A context with a ``report()``; None without ``replan``.
 
     Raises:
-        ValueError: the policy cannot be made anew, or ``replan`` means nothing.
+        ValueError: the policy is no plan, or ``replan`` means nothing.
     """
     if replan is None:
         return None
-    make = getattr(policy, "replanning", None)
+    make = getattr(plan, "replanning", None)
     if replan != "auto" or make is None:
         raise ValueError(
-            f"a Session was asked for with replan={replan!r} and the policy {policy!r:.80}, but it takes replan='auto' "
+            f"a Session was asked for with replan={replan!r} and the policy {plan!r:.80}, but it takes replan='auto' "
             f"with a Plan as the policy. Pass what backstash.plan(...) has returned, or leave replan= out."
         )
     return make(**options)

@@ -28,7 +28,7 @@ from backstash.errors import BudgetError
 from backstash.planning.buckets import Bucket, growth
 from backstash.planning.plan import Plan, Planner
 from backstash.planning.profiling import profile_of
-from backstash.planning.survey import Births, KeepForSurvey, Survey
+from backstash.planning.survey import Births, KeepForSurvey, Stopwatch, Survey
 from backstash.planning.timeline import Timeline
 from backstash.policies import get
 
@@ -157,9 +157,10 @@ class Course:
         bucket, owner = self._bucket, self._owner
         bucket.surveys += 1
         surveys: list[Survey] = []
+        watch = Stopwatch()
 
         def watcher() -> Births:
-            surveys.append(Survey())
+            surveys.append(Survey(watch))
             return surveys[-1]
 
         is_first = owner.buckets.largest() is None

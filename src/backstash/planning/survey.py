@@ -172,18 +172,21 @@ class Silent(Births):
 class Survey(Births):
     """Tries each value's choices as well.
 
+    Args:
+        watch: made before the record begins, so that its memory is not the step's. By default it is made now.
+
     Attributes:
         found: what was found out, by the value's key.
         keys: the keys of values by their ids.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Stopwatch | None = None) -> None:
         self.found: dict[str, Found] = {}
         self.keys: dict[int, str] = {}
         self._alive: list[Value] = []  # so that ids stay their own
         self._exact = get("lossless_stored")
         self._section = 0
-        self._watch = Stopwatch()  # made before the record begins, so its memory is not the step's
+        self._watch = watch or Stopwatch()
 
     def decided(self, value: Value, whole: Tensor, find_recipe: Callable[[], Recipe | str]) -> None:
         """Tries each choice of a value."""
