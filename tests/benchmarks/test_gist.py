@@ -216,7 +216,7 @@ def test_a_batch_that_takes_more_than_predicted_is_made_smaller(monkeypatch: pyt
 
 def test_a_budget_that_nothing_fits_is_refused() -> None:
     with pytest.raises(ValueError, match=r"resnet_cifar20 in 1.0 MiB was asked for; plain takes .* larger budget"):
-        batch_table.measure(Question("resnet_cifar20", 32, 2**20, small=(1, 2)), (Plain(),), Effort(1))
+        next(batch_table.measure(Question("resnet_cifar20", 32, 2**20, small=(1, 2)), (Plain(),), lambda _: Effort(1)))
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_an_unknown_benchmark_names_the_known_ones() -> None:
     result = CliRunner().invoke(commands.app, ["bench", "speed"])
     assert result.exit_code == 2
     known = "gist, run, peak, kernels, density, gist_accuracy, allocator, disk, layrub, cdma, comet, nodes, hostcost"
-    known += ", steptime, frontier, planner, compile, families, sz_table"
+    known += ", steptime, frontier, heldout_plans, planner, compile, families, sz_table"
     assert result.stderr == f"backstash: benchmark 'speed' was asked for, but there are {known}.\n"
     root = Path(benching.__file__).parents[3]
     assert all((root / "benchmarks" / f"{name}.py").is_file() for name in benching.BENCHES)
