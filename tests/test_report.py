@@ -196,3 +196,19 @@ def test_a_report_does_not_change_with_the_session() -> None:
     assert report.policy == repr(session.policy)
     assert report.parameter_nbytes >= 64 * 4
     assert report.peak_stash_nbytes >= report.stash_nbytes
+
+
+def test_a_summary_tells_how_long_it_takes_to_make_held_values_again() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 1))
+    session = bs.Session("keep", model=model, min_nbytes=0)
+    for _ in range(3):
+        with session:
+            loss = model(torch.randn(256, 64)).square().mean()
+        loss.backward()
+    advice = {row.key: row.remake_seconds for row in session.report().rows}
+    assert advice["1/Gelu#0:self"] > 0 and advice["3/Softplus#0:self"] > 0
+    assert advice["0/Addmm#0:mat1"] == 0.0  # the batch, which a function made that draws random numbers
+    held = Entry("y/Mm#1:self", "VALUE", "float32 [9]", MIB, MIB, reason="zvc: 99% of a sample is not zero")
+    alike = [dataclasses.replace(held, remake_seconds=seconds) for seconds in (0.004, 0.008)]
+    (one,) = holdings(dataclasses.replace(LARGE, rows=tuple(alike)))
+    assert one.advice == "recompute: 12.0 ms"

@@ -34,6 +34,9 @@ from backstash.stash.place import Place
 from backstash.stash.value import Saved, Value, version_of
 from backstash.torch_internals import any_autocast, functorch_level, hide_from_dynamo, in_backward, no_torch_function
 
+TIMED_STEPS = 2
+"""Steps in which it is noted how long functions take; the first also pays for what they prepare."""
+
 
 class Forward:
     """Listens to the observer, and takes in what autograd saves.
@@ -49,6 +52,7 @@ class Forward:
         depth: how many torch functions are in progress.
         unnamed: what was saved and has no name yet.
         recomputes: whether it is noted how values are made.
+        is_timing: whether it is noted how long that took: in the first steps.
         remakes_anything: whether that is noted of costly functions too.
         parameters: tells which storages are parameters and buffers.
         step: the accounts of the step in progress.
@@ -69,6 +73,9 @@ class Forward:
         self.depth = 0
         self.unnamed: list[Saved] = []
         self.recomputes = policy.recomputes
+        self.is_timing = True
+        self._steps = 0
+        self._made_in: dict[int, float] = {}  # seconds, by the address of what was made
         self.remakes_anything = contents.remakes_anything = policy.remakes_anything
         self.step = Step()
         self.counted = [0, 0]
@@ -94,6 +101,9 @@ class Forward:
         self.counted = [0, 0]
         self._shapes.clear()
         self._assigned.clear()
+        self._steps += 1
+        self.is_timing = self._steps <= TIMED_STEPS
+        self._made_in.clear()
 
     def clear(self) -> None:
         """Forget what was seen of storages."""
@@ -135,6 +145,12 @@ class Forward:
                     self._leaning.store(storage._cdata, self._encoder, self._pending)
                 if effect is SideEffect.ESCAPES:
                     self._contents.escape(x, storage)
+
+    def took(self, result: Tensor, seconds: float, is_change: bool) -> None:
+        """Remember how long it took to make a tensor. On a GPU nobody knows at this time."""
+        if type(result) in PLAIN and result.layout is torch.strided and result.is_cpu and not is_odd(result):
+            address = result.untyped_storage()._cdata
+            self._made_in[address] = seconds + (self._made_in.get(address, 0.0) if is_change else 0.0)
 
     def assign_data(self, x: Tensor, assign: Callable[[], Any]) -> Any:
         """Follow a tensor whose ``.data`` is assigned: plain PyTorch has saved that very tensor, not its old memory."""
@@ -294,6 +310,9 @@ class Forward:
             self._live.add(nbytes)
             value = Value(storage, account, self._live, place)
             self._pending.add(value)
+            if self.is_timing:
+                place.made_seconds = self._made_in.get(cdata, 0.0)
+            account.remake_seconds = place.made_seconds
         else:
             value.account.share(facts)
         value.members.append(weakref.ref(saved))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,6 +22,9 @@ class Listener(Protocol):
     recomputes: bool
     """Whether it wants to know how results were made (``made``) and what may change them (``before_side_effect``)."""
 
+    is_timing: bool
+    """Whether it wants to know how long functions take that can be repeated (``took``)."""
+
     remakes_anything: bool
     """Whether it also wants to know of results that cost more than a few passes over memory."""
 
@@ -35,6 +39,9 @@ class Listener(Protocol):
 
     def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch function is about to change its arguments, or to hand their memory on."""
+
+    def took(self, result: Tensor, seconds: float, is_change: bool) -> None:
+        """A function that can be repeated has made a tensor, or changed one, in that time."""
 
     def assign_data(self, x: Tensor, assign: Callable[[], Any]) -> Any:
         """``x.data`` is about to be assigned; returns what ``assign``, which does it, returns."""
@@ -102,8 +109,13 @@ class Observer(TorchFunctionMode):
         before = calls.random_state(func, args, kwargs) if noted else None
         listener.depth += 1
         result = None
+        is_timed = listener.is_timing and listener.depth == 1 and (kind.is_cheap or kind.is_repeatable)
+        started = time.perf_counter() if is_timed else 0.0
         try:
             result = func(*args, **kwargs)
+            if is_timed and type(result) is Tensor:
+                with no_torch_function():
+                    listener.took(result, time.perf_counter() - started, func in producers.IN_PLACE)
         finally:
             listener.depth -= 1
             if listener.unnamed and listener.depth == 0:

@@ -13,8 +13,8 @@ class Account:
     Attributes:
         facts: of the saved tensor whose need is strongest.
         shared_by: facts of the other saved tensors that view the storage.
-        saved_nbytes, stash_nbytes, codec, reason, encode_seconds, decode_seconds, decodes, store, stall_seconds:
-            as in Entry.
+        saved_nbytes, stash_nbytes, codec, reason, encode_seconds, decode_seconds, decodes, store, stall_seconds,
+            remake_seconds: as in Entry.
     """
 
     __slots__ = (
@@ -24,6 +24,7 @@ class Account:
         "encode_seconds",
         "facts",
         "reason",
+        "remake_seconds",
         "saved_nbytes",
         "shared_by",
         "stall_seconds",
@@ -39,6 +40,7 @@ class Account:
         self.reason = ""
         self.encode_seconds = self.decode_seconds = self.stall_seconds = 0.0
         self.decodes = 0
+        self.remake_seconds = 0.0
 
     @property
     def device_nbytes(self) -> int:
@@ -72,6 +74,7 @@ class Account:
             self.store,
             self.stall_seconds,
             "" if facts.effect is Effect.UNKNOWN else facts.effect.value,
+            self.remake_seconds,
         )
 
 

@@ -32,6 +32,8 @@ class Entry:
         store: name of the store that holds it.
         stall_seconds: time that this store took to bring it back, where it is not the device.
         effect: what an error in the value would do to the gradients, as saved.Effect names it; empty if it is unknown.
+        remake_seconds: how long the function took that made the value, when the Session learned what it does; a budget
+            may have it run again. 0.0 where that is not known, or nothing can make the value again.
     """
 
     key: str
@@ -48,6 +50,7 @@ class Entry:
     store: str = "device"
     stall_seconds: float = 0.0
     effect: str = ""
+    remake_seconds: float = 0.0
 
     @property
     def device_nbytes(self) -> int:

@@ -33,6 +33,7 @@ class Place:
         uses: how often that proof was used.
         delay: how many torch functions the program held the storage for, when this was found out last.
         root: whether its value is the root of others (Note: [exact roots] in roots.py); None where that is not known.
+        made_seconds: how long the function took that made the value, if it can be repeated; 0.0 where that is unknown.
     """
 
     __slots__ = (
@@ -42,6 +43,7 @@ class Place:
         "declined",
         "delay",
         "facts",
+        "made_seconds",
         "proof",
         "releases",
         "root",
@@ -61,3 +63,4 @@ class Place:
         self.root: Root | None = None
         self.spared = self.uses = 0
         self.delay = 1
+        self.made_seconds = 0.0

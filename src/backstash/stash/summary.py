@@ -188,7 +188,10 @@ def why(row: Entry, was_remaking: bool = True) -> str:
 
 
 def advice(rows: Sequence[Entry], reason: str) -> str:
-    """What would make values of one kind smaller, which are held for that reason, as far as it is known untried."""
+    """What would make values of one kind smaller, which are held for that reason, as far as it is known untried.
+
+    The bits of a gradient stay as they are if a value is made again, so that comes first. A budget has it done.
+    """
     row = rows[0]
     if reason == "too small":
         return "a smaller min_nbytes"
@@ -196,6 +199,8 @@ def advice(rows: Sequence[Entry], reason: str) -> str:
         return "the policy lossless"
     if reason == "in use" or row.need in ("", "SIGN", "SHAPE", "INDEX"):
         return ""
+    if row.codec == "kept" and all(one.remake_seconds for one in rows):
+        return f"recompute: {ms(sum(one.remake_seconds for one in rows))}"
     bits = _BITS.get(row.spec.partition(" ")[0])
     if row.codec == "kept" and row.effect and bits:
         held = sum(one.device_nbytes for one in rows)
