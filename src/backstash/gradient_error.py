@@ -110,13 +110,13 @@ class Monitor:
             create_graph: whether backward was asked for a graph of its own.
             inputs: the leaves that backward was asked for; empty: all leaves of the graph.
         """
-        graph = _Graph(roots)
+        graph = Graph(roots)
         packed = [saved for node in graph.nodes for saved in self.packed_by(node)]
         own: list[Saved] = [saved for saved in packed if self._is_own(saved)]
         if not own:
             return
         leaves: list[Root] = list(inputs) if inputs else list(graph.leaves)
-        reason = _obstacle(graph, packed, create_graph)
+        reason = obstacle(graph, packed, create_graph)
         if reason:
             self.found.append(GradientError(self.step, reason=reason))
         elif not any(saved.value is not None and saved.value.exact is not None for saved in own):
@@ -177,7 +177,7 @@ class Monitor:
         )
 
 
-class _Graph:
+class Graph:
     """The nodes that a backward pass from these roots may reach, and the leaves whose gradients it accumulates."""
 
     def __init__(self, roots: Iterable[Root]) -> None:
@@ -197,7 +197,7 @@ def _reached(roots: Iterable[Root]) -> Iterator[Node]:
             nodes += (following for following, _ in node.next_functions)
 
 
-def _obstacle(graph: _Graph, packed: Iterable[object], create_graph: bool) -> str:
+def obstacle(graph: Graph, packed: Iterable[object], create_graph: bool) -> str:
     """Returns why the gradient's error cannot be measured, or an empty string if it can."""
     if create_graph:
         return "backward was asked for a graph of its own (create_graph=True)"

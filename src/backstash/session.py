@@ -121,9 +121,11 @@ class Session:
         if min_nbytes is None:
             min_nbytes = self.policy.min_nbytes
         self._chooses_min_nbytes = min_nbytes is None
-        self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore(), **(stores or {})}
+        self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore()}
+        opened = {name: opens() for name, opens in (self.policy.stores or {}).items() if name not in (stores or {})}
+        self.stores |= {**opened, **(stores or {})}
         self._names = Names(model, table.can_claim, self.policy.cycles)
-        self._live = Live(self.policy.ahead, overwrite_gradients)
+        self._live = Live(self.policy.ahead, overwrite_gradients, self.policy.fetches)
         if isinstance(check, int) and check:
             name_of = self._names.parameter_name
             self._live.monitor = Monitor(check, check_limit, repr(self.policy), packed_by, name_of)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from backstash import Session, Stash, policies
 from backstash.codecs import BlockQuant, Codec, Dct, Encoded, FewBit, Minifloat, Signed, Sz, Szp, Zvc
 from backstash.errors import CodecRefusedError, DamagedPlanesError
-from backstash.policies.base import Rules
+from backstash.policies import Rules
 from backstash.saved import Mask, TensorSpec, Test
 from backstash.testing import check_codec
 

@@ -13,7 +13,7 @@ from compiled_steps import differences, gradients
 from torch import Tensor, nn
 
 from backstash import compile_backend, compile_options, policies
-from backstash.policies.base import Keep, Policy, Rules
+from backstash.policies import Keep, Policy, Rules
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 

@@ -17,7 +17,7 @@ from backstash.errors import UnknownNameError
 from backstash.integrations.compile import patch_compile
 from backstash.integrations.compile.budget import parse_nbytes
 from backstash.integrations.compile.effect import repeats
-from backstash.policies.base import Keep, Policy, Rules
+from backstash.policies import Keep, Policy, Rules
 from backstash.report.meter import CountedPeak
 from backstash.saved import Effect, Need, SavedTensor
 from benchmarks import networks

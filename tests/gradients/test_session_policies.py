@@ -22,7 +22,8 @@ from backstash.errors import (
     NeedNotMetError,
     UnknownNameError,
 )
-from backstash.policies.base import Action, Outcome, Rules
+from backstash.policies import Rules
+from backstash.policies.base import Action, Outcome
 from backstash.saved import Mask, SavedTensor, Test
 
 SIGN = Bitmask(Mask(Test.NOT_LE))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from backstash import Session, policies
 from backstash.codecs import Binary, Zvc
 from backstash.codecs.sliced import Sliced
-from backstash.policies.base import Rules, Slice
+from backstash.policies import Rules, Slice
 from backstash.report.meter import CountedPeak
 from backstash.testing import check_codec
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from backstash import Session
 from backstash.codecs import Szp
 from backstash.ops import backends
-from backstash.policies import Lossless
-from backstash.policies.base import Action, Outcome, Recompute, Rules, Stash
+from backstash.policies import Lossless, Rules
+from backstash.policies.base import Action, Outcome, Recompute, Stash
 from backstash.saved import Need, SavedTensor
 from backstash.stash import proving
 from backstash.stash.ledger import Entry

@@ -7,12 +7,20 @@ import random
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
 
 
-def drawn_choices(draw: random.Random, nbytes: int, parents: list[int]) -> tuple[Choice, ...]:
+def drawn_choices(
+    draw: random.Random, nbytes: int, parents: list[int], reads: list[int], first: int
+) -> tuple[Choice, ...]:
+    """All four kinds. ``reads`` are ascending; nothing is fetched before the position ``first``."""
     choices = [Choice.keep(nbytes)]
     if draw.random() < 0.5:
         sizes = draw.randint(0, nbytes), draw.choice([0, nbytes]), draw.choice([0, nbytes])
         times = draw.random(), draw.random()
         choices.append(Choice("zvc", "encode", *sizes, *times, error=draw.choice([0.0, 0.1])))
+    if draw.random() < 0.3:
+        nbytes_back, error = draw.choice([nbytes // 2, nbytes]), draw.choice([0.0, 0.0, 0.05])
+        fetches = tuple(draw.randint(first, read) for read in reads) if draw.random() < 0.7 else ()
+        seconds = draw.random(), draw.random()
+        choices.append(Choice("offload", "offload", 0, nbytes, nbytes_back, *seconds, error=error, fetches=fetches))
     for number in range(draw.choice([0, 1, 1, 2])):
         chosen = tuple(draw.sample(parents, draw.randint(0, len(parents))))
         workspace = draw.choice([0, draw.randint(0, 50)])
@@ -32,7 +40,7 @@ def drawn_profile(seed: int, most_values: int = 6) -> StepProfile:
         nbytes = draw.randint(0, 100)
         parents = [other for other in range(count) if rank[other] < rank[number]]
         reads = draw.sample(range(forward, forward + backward), draw.randint(1, min(backward, 3)))
-        choices = drawn_choices(draw, nbytes, parents)
+        choices = drawn_choices(draw, nbytes, parents, sorted(reads), forward)
         born = draw.randint(0, forward - 1)
         values.append(
             PlannedValue(f"v{number}", "block", "Relu", "float32", nbytes, born, tuple(sorted(reads)), choices)

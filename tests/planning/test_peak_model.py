@@ -105,6 +105,9 @@ def slow_live(profile: StepProfile, choices: list[int]) -> tuple[list[int], floa
         total[first] += c.encode_nbytes + c.workspace_nbytes
         for position in need:
             total[position] += c.decode_nbytes
+        for at, read in zip(c.fetches, v.reads, strict=False):
+            for position in range(at, read):
+                total[position] += c.decode_nbytes
         seconds += c.encode_seconds + c.seconds + c.decode_seconds * len(need)
     return total, seconds
 

@@ -26,7 +26,8 @@ EXACT = ("lossless", "recompute")
 
 def lowest_peak(model: PeakModel) -> int:
     combinations = product(*(range(count) for count in model.choice_counts.tolist()))
-    return min(model.evaluate(choices).peak_nbytes for choices in combinations)
+    allowed = (choices for choices in combinations if not model.remakes_what_has_an_error(choices))
+    return min(model.evaluate(choices).peak_nbytes for choices in allowed)
 
 
 def fastest(found: list[Solution], budget: int) -> Solution | None:
@@ -41,13 +42,13 @@ def test_the_exact_solver_finds_what_brute_force_finds(seed: int) -> None:
     least = exact(model, None)
     assert least is not None and least.peak_nbytes == low
     kept = model.evaluate([0] * len(model.nbytes)).peak_nbytes
-    for max_error in (None, 0.0, 0.15):
+    for error_limit in (None, 0.0, 0.15):
         budget = draw.randint(low - 3, max(kept, low))
-        expected, found = brute_force(model, budget, max_error), exact(model, budget, max_error)
+        expected, found = brute_force(model, budget, error_limit), exact(model, budget, error_limit)
         assert (expected is None) == (found is None)
         if expected is not None and found is not None:
             assert found.seconds == pytest.approx(expected.seconds)
-            assert found.peak_nbytes <= budget and (max_error is None or found.error <= max_error)
+            assert found.peak_nbytes <= budget and (error_limit is None or found.error <= error_limit + 1e-9)
 
 
 @settings(max_examples=30, deadline=None)
@@ -64,10 +65,12 @@ def test_a_larger_budget_is_never_slower_and_no_budget_is_exceeded(seed: int, bu
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6), budget=st.integers(1, 700), max_error=st.sampled_from([None, 0.0, 0.1]))
-def test_nothing_is_better_than_the_frontier_on_small_problems(seed: int, budget: int, max_error: float | None) -> None:
+@given(seed=st.integers(0, 10**6), budget=st.integers(1, 700), error_limit=st.sampled_from([None, 0.0, 0.1]))
+def test_nothing_is_better_than_the_frontier_on_small_problems(
+    seed: int, budget: int, error_limit: float | None
+) -> None:
     model = PeakModel(drawn_profile(seed, 5))
-    best, found = brute_force(model, budget, max_error), fastest(frontier(model, max_error), budget)
+    best, found = brute_force(model, budget, error_limit), fastest(frontier(model, error_limit), budget)
     assert (best is None) == (found is None)
     assert best is None or (found is not None and found.seconds == pytest.approx(best.seconds))
 

@@ -35,6 +35,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "min_nbytes": (0, 1 << 16),
     "ahead": (1, 5, None),
     "cycles": (None, 2, 0),
+    "fetches": (None, {"a": ("b",)}),
+    "stores": (None, {"disk": object}),
 }
 """For each member that is no method, values that a policy may have."""
 

@@ -15,7 +15,7 @@ from backstash.cli.options import Arguments, IsModule, Quiet, Script
 from backstash.errors import PlanError
 from backstash.integrations.compile import patch_compile
 from backstash.integrations.launcher import Launched, execute, launch_under, require
-from backstash.planning.budget import parse_budget
+from backstash.planning.budget import limit_of_errors, parse_budget
 from backstash.planning.budgeted import Budgeted
 from backstash.planning.growth import Growth, growth
 from backstash.planning.outline import outline
@@ -43,7 +43,24 @@ Allow = Annotated[
     str,
     typer.Option(
         envvar="BACKSTASH_ALLOW",
-        help="What may be done: lossless, recompute, or names of codecs, with commas between.",
+        help="What may be done: lossless, recompute, offload, bounded, or names of codecs, with commas between.",
+    ),
+]
+ErrorLimit = Annotated[
+    float | None,
+    typer.Option(
+        envvar="BACKSTASH_ERROR_LIMIT",
+        help="How far gradients may be off, relative to their length, if bounded is allowed; 0.01 by default.",
+        show_default=False,
+    ),
+]
+OffloadTo = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BACKSTASH_OFFLOAD_TO",
+        metavar="FOLDER",
+        help="On CPU, move values to a file in this folder, on a local disk, if offload is allowed.",
+        show_default=False,
     ),
 ]
 
@@ -58,6 +75,8 @@ def profile(
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
+    allow: Allow = "lossless,recompute",
+    offload_to: OffloadTo = None,
     out: Annotated[Path | None, typer.Option(help="Write the profile to this file.", show_default=False)] = None,
     full: Annotated[bool, typer.Option("--full", help="Print every value, and not modules.")] = False,
     quiet: Quiet = False,
@@ -67,7 +86,7 @@ def profile(
     The script is ended as soon as a step was profiled.
     """
     with exits():
-        found = profiled(script, args or (), is_module)
+        found = profiled(script, args or (), is_module, allow, offload_to)
     if out is not None:
         out.write_text(found.to_json() + "\n")
     if not quiet:
@@ -80,6 +99,8 @@ def plan(
     args: Arguments = None,
     is_module: IsModule = False,
     allow: Allow = "lossless,recompute",
+    error_limit: ErrorLimit = None,
+    offload_to: OffloadTo = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.", show_default=False)] = None,
     page: Annotated[Path | None, typer.Option(help="Write it as a page to this file.", show_default=False)] = None,
     quiet: Quiet = False,
@@ -90,8 +111,9 @@ def plan(
     """
     with exits():
         parse_budget(size(budget), 1 << 30)
-        step = profiled(script, args or (), is_module)
-        found = Planner(step, words(allow)).plan(size(budget))
+        limit_of_errors(error_limit, words(allow))
+        step = profiled(script, args or (), is_module, allow, offload_to)
+        found = Planner(step, words(allow), error_limit).plan(size(budget))
     if out is not None:
         out.write_text(found.to_json() + "\n")
     if page is not None:
@@ -106,6 +128,8 @@ def estimate(
     args: Arguments = None,
     is_module: IsModule = False,
     allow: Allow = "lossless,recompute",
+    error_limit: ErrorLimit = None,
+    offload_to: OffloadTo = None,
 ) -> None:
     """Profile a training script, and say how many times larger its batch may be within a budget.
 
@@ -113,24 +137,31 @@ def estimate(
     """
     with exits():
         parse_budget(size(budget), 1 << 30)
-        found = profiled(script, args or (), is_module)
+        limit_of_errors(error_limit, words(allow))
+        found = profiled(script, args or (), is_module, allow, offload_to)
         nbytes = parse_budget(size(budget), found.plain_peak_nbytes)
-        times = growth(found, nbytes, words(allow))
+        times = growth(found, nbytes, words(allow), error_limit)
     for line in _said(times, found, nbytes):
         typer.echo(line)
 
 
-def profiled(script: str, args: Sequence[str], is_module: bool) -> StepProfile:
+def profiled(
+    script: str,
+    args: Sequence[str],
+    is_module: bool,
+    allow: str = "lossless,recompute",
+    offload_to: str | None = None,
+) -> StepProfile:
     """Runs a script until a step of it was profiled.
 
     Raises:
-        PlanError: the script ended before.
+        PlanError: the script ended before, or there is nowhere to move values to.
         ScriptError: there is no such file or module.
     """
     require(script, is_module)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    with ProfiledRun() as run:
+    with ProfiledRun(allow=words(allow), offload_to=offload_to) as run:
         exit_code = execute(script, args, is_module=is_module)
     if run.profile is None:
         ended = f"it ended with exit code {exit_code}" if exit_code else "it ended"
@@ -149,6 +180,8 @@ def run_within(
     is_module: bool,
     min_nbytes: int | None,
     failed: Callable[[BaseException, Report], None],
+    error_limit: float | None = None,
+    offload_to: str | None = None,
 ) -> tuple[Launched, Within]:
     """Runs a script whose first steps are profiled, and whose other steps stay within a budget.
 
@@ -156,7 +189,7 @@ def run_within(
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    run = Budgeted(size(budget), words(allow), min_nbytes=min_nbytes)
+    run = Budgeted(size(budget), words(allow), error_limit=error_limit, min_nbytes=min_nbytes, offload_to=offload_to)
     with patch_compile("lossless", min_nbytes=min_nbytes) as patched:
         run.spared = lambda: 0 if (found := patched.report()) is None else found.saved_nbytes - found.stash_nbytes
         launched = launch_under(run, script, args, is_module=is_module, failed=failed)

@@ -12,7 +12,7 @@ import typer
 from backstash import policies
 from backstash.cli.endings import exits
 from backstash.cli.options import Allocator, Arguments, IsModule, MinNbytes, Policy, Quiet, Script
-from backstash.cli.planning import Allow, run_within, size
+from backstash.cli.planning import Allow, ErrorLimit, OffloadTo, run_within, size
 from backstash.integrations import allocator as allocators
 from backstash.integrations import ranks
 from backstash.integrations.launcher import Launched, launch, require
@@ -48,6 +48,8 @@ def run(
         ),
     ] = None,
     allow: Allow = "lossless,recompute",
+    error_limit: ErrorLimit = None,
+    offload_to: OffloadTo = None,
     plan: Annotated[
         Path | None, typer.Option(envvar="BACKSTASH_PLAN", help="Run under the plan in this file.", show_default=False)
     ] = None,
@@ -90,7 +92,9 @@ def run(
 
     with exits():
         if budget is not None:
-            launched, within = run_within(script, args or (), budget, allow, is_module, min_nbytes, failed)
+            launched, within = run_within(
+                script, args or (), budget, allow, is_module, min_nbytes, failed, error_limit, offload_to
+            )
             planned = within.plan
         else:
             planned = None if plan is None else Plan.from_json(plan.read_text())

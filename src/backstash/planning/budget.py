@@ -10,9 +10,13 @@ from math import isfinite
 from backstash import codecs
 from backstash.errors import PlanError
 from backstash.planning.problem import Choice, StepProfile
+from backstash.planning.rounding import codec_named, has_error, is_named, nearest
 
 ALLOW = ("lossless", "recompute", "offload", "bounded")
 """Words for whole families of choices: exact codecs, values that are remade, other memory, and codecs with an error."""
+
+ERROR_LIMIT = 0.01
+"""How far the gradients of a bounded plan may be off, relative to their length, if nobody says otherwise."""
 
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "%": 0}
@@ -50,18 +54,55 @@ def parse_budget(budget: int | str, plain_peak_nbytes: int) -> int:
     return nbytes
 
 
-def check_error(max_error: float | None) -> None:
-    """Raises an error for a limit on errors that is none.
+def families(allow: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the words of :data:`ALLOW` that a user's words need: a codec with an error is one of ``"bounded"``.
 
     Raises:
-        PlanError: it is neither None nor a number of 0 or more.
+        PlanError: a word is neither in :data:`ALLOW` nor the name of a codec.
+
+    Example:
+        >>> families(("recompute", "blockquant4", "zvc"))
+        ('lossless', 'recompute', 'bounded')
     """
-    is_number = isinstance(max_error, (int, float)) and not isinstance(max_error, bool)
-    if max_error is not None and not (is_number and isfinite(max_error) and max_error >= 0):
+    words = (allow,) if isinstance(allow, str) else tuple(allow)
+    for word in words:
+        if word not in ALLOW and codec_named(word) is None:
+            raise PlanError(
+                f"a plan was asked for with allow={allow!r}, but {word!r} is neither a family of choices nor a codec."
+                f"{nearest(str(word), ALLOW)} Pass any of {', '.join(ALLOW)}, or names of codecs: "
+                f"{', '.join(codecs.names())}, or with their bits, such as blockquant4."
+            )
+    needed = {word if word in ALLOW else "bounded" if has_error(word) else "lossless" for word in words}
+    return tuple(word for word in ALLOW if word in needed)
+
+
+def limit_of_errors(error_limit: float | None, allow: str | Sequence[str]) -> float:
+    """Returns the largest error that gradients may have: what the user said, or else a hundredth; 0 for exact plans.
+
+    Args:
+        error_limit: what the user said; None for nothing.
+        allow: what the user allows.
+
+    Raises:
+        PlanError: it is no number above 0, or a limit was given and nothing that has an error is allowed.
+    """
+    is_bounded = "bounded" in families(allow)
+    if error_limit is None:
+        return ERROR_LIMIT if is_bounded else 0.0
+    asked = f"a plan was asked for with error_limit={error_limit!r}"
+    is_number = isinstance(error_limit, (int, float)) and not isinstance(error_limit, bool)
+    if not (is_number and isfinite(error_limit) and error_limit > 0):
         raise PlanError(
-            f"a plan was asked for with max_error={max_error!r}, but that is the largest sum of relative errors of "
-            f"gradients. Pass a number of 0 or more, or None for no limit."
+            f"{asked}, but that is how far gradients may be off, relative to their length. Pass a number above 0, such "
+            f"as 0.01; for exact gradients leave it out, and 'bounded' out of allow."
         )
+    if not is_bounded:
+        words = allow if isinstance(allow, str) else ", ".join(allow)
+        raise PlanError(
+            f"{asked}, but allow={words!r} has nothing that makes an error, so gradients are exact. Add 'bounded' or "
+            f"the name of a codec with an error to allow, or leave error_limit out."
+        )
+    return float(error_limit)
 
 
 def restrict(profile: StepProfile, allow: str | Sequence[str]) -> StepProfile:
@@ -75,23 +116,32 @@ def restrict(profile: StepProfile, allow: str | Sequence[str]) -> StepProfile:
         PlanError: a word is neither.
     """
     words = (allow,) if isinstance(allow, str) else tuple(allow)
-    named = {
-        choice.name for value in profile.values for choice in value.choices if choice.kind in ("encode", "offload")
-    }
-    for word in words:
-        if word not in ALLOW and word not in named and word not in codecs.names():
-            raise PlanError(
-                f"a plan was asked for with allow={allow!r}, but {word!r} is neither a family of choices nor a codec. "
-                f"Pass any of {', '.join(ALLOW)}, or names of codecs: {', '.join(codecs.names())}."
-            )
+    families(words)
 
     def is_allowed(choice: Choice) -> bool:
-        if choice.kind == "keep" or choice.name in words:
+        if choice.kind == "keep" or (choice.kind == "encode" and any(is_named(word, choice.name) for word in words)):
             return True
-        if choice.error and "bounded" not in words:
-            return False
-        families = {"encode": ("bounded",) if choice.error else ("lossless",)}
-        return any(family in words for family in families.get(choice.kind, (choice.kind,)))
+        family = choice.kind if choice.kind != "encode" else "lossless"
+        return ("bounded" if choice.error else family) in words
 
     values = (replace(v, choices=tuple(choice for choice in v.choices if is_allowed(choice))) for v in profile.values)
     return replace(profile, values=tuple(values))
+
+
+def with_choices(profile: StepProfile, allow: tuple[str, ...]) -> StepProfile:
+    """Returns the profile with all families of choices that are allowed, measured now if they were not yet.
+
+    Raises:
+        PlanError: some were not tried when the profile was taken, and its step is not at hand any more.
+    """
+    missing = tuple(family for family in families(allow) if family not in profile.tries)
+    if not missing:
+        return profile
+    tries_more = profile.tries_more
+    if tries_more is None:
+        raise PlanError(
+            f"a plan was asked for with allow={', '.join(allow)}, but the profile has tried {', '.join(profile.tries)} "
+            f"alone, and it comes from a file, so that {' and '.join(missing)} cannot be tried any more. Take it with "
+            f"bs.profile(step, allow={allow!r}), or leave that out."
+        )
+    return tries_more(missing)

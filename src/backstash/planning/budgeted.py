@@ -12,6 +12,7 @@ Note: [between steps]
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +28,11 @@ from torch import nn
 from backstash.capture import modules
 from backstash.errors import PlanError
 from backstash.planning.buckets import Alike, Bucket, Buckets, Signature, growth, signature_of
-from backstash.planning.budget import check_error, parse_budget
+from backstash.planning.budget import families, limit_of_errors, parse_budget
 from backstash.planning.course import Course
 from backstash.planning.following import Following
 from backstash.planning.guard import Guard
+from backstash.planning.link import measured
 from backstash.planning.plan import Plan
 from backstash.planning.problem import StepProfile
 from backstash.planning.retry import Before, advise, is_out_of_memory
@@ -55,11 +57,12 @@ class Budgeted(Following):
     Args:
         budget: bytes that a step may take above what is held before it, or a text such as ``"2GiB"``, ``"512 MiB"`` or
             ``"60%"``, which is of the plain step's peak.
-        allow, max_error: as for :func:`backstash.plan`.
+        allow, error_limit: as for :func:`backstash.plan`; what a loop's plan rounds rests on predicted errors alone.
         plan: a plan for the first steps, which are not profiled then.
         min_nbytes: smaller tensors are kept; 16 KiB by default.
         device: type of the device whose memory counts; by default ``"cuda"`` where there is one.
         folder: a folder in which plans are kept, so that a later run of the same training need not profile.
+        offload_to: a folder on a local disk, to which values may be moved on CPU (see link.folder).
         options: further arguments of :class:`backstash.Session`. A store of the name ``"spill"`` among its ``stores``
             takes what is above the plan; on a GPU the host does, where there is none.
 
@@ -88,20 +91,25 @@ class Budgeted(Following):
         budget: int | str,
         allow: str | Sequence[str] = ("lossless", "recompute"),
         *,
-        max_error: float | None = 0.01,
+        error_limit: float | None = None,
         plan: Plan | None = None,
         min_nbytes: int | None = None,
         device: str | None = None,
         folder: str | Path | None = None,
+        offload_to: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
-        check_error(max_error)
         self.budget = budget
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
-        self.max_error = max_error
+        self.error_limit = error_limit
+        self.tries = families(allow)
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.buckets = Buckets(folder, (budget, self.allow, max_error, min_nbytes, self.device))
+        self.link = measured(self.device, offload_to) if "offload" in self.tries else None
+        limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory
+        self.buckets = Buckets(folder, (*limits, self.allow, min_nbytes, self.device))
+        self._arguments = {**options, "error_limit": error_limit, "plan": plan, "min_nbytes": min_nbytes}
+        self._arguments |= {"device": device, "folder": folder, "offload_to": offload_to}
         self.period = 0  # backward passes in a step; 0 as long as that is not known
         self._options = options | ({} if min_nbytes is None else {"min_nbytes": min_nbytes})
         self.given = plan
@@ -216,11 +224,7 @@ class Budgeted(Following):
             self.close()
 
     def __deepcopy__(self, memo: Any) -> Budgeted:
-        options = {key: value for key, value in self._options.items() if key != "min_nbytes"}
-        options |= {"min_nbytes": self._options.get("min_nbytes"), "folder": self.buckets.folder}
-        return Budgeted(
-            self.budget, self.allow, max_error=self.max_error, plan=self.given, device=self.device, **options
-        )
+        return Budgeted(self.budget, self.allow, **self._arguments)
 
     # -- what there is to tell -----------------------------------------------------------------------------------
 
@@ -323,15 +327,15 @@ class Budgeted(Following):
 
     # -- Sessions ------------------------------------------------------------------------------------------------
 
-    def session_with(self, policy: Policy) -> Session:
+    def session_with(self, policy: Policy, **options: Any) -> Session:
         """A new Session with that policy."""
-        return Session(policy, **self._options)
+        return Session(policy, **(self._options | options))
 
-    def use(self, bucket: Bucket, policy: Policy) -> None:
-        """From the next forward pass on, steps of that bucket run under that policy."""
+    def use(self, bucket: Bucket, policy: Policy, **options: Any) -> None:
+        """From the next forward pass on, steps of that bucket run under that policy, in a new Session."""
         if bucket.session is not None:
             self._steps += bucket.session.report().steps
-        bucket.session = self.session_with(policy)
+        bucket.session = self.session_with(policy, **options)
 
     def use_alike(self, bucket: Bucket, plan: Plan) -> None:
         """The same, under the plan of another shape."""
@@ -351,8 +355,8 @@ class Budgeted(Following):
         self._guards = [guard for guard in self._guards if guard.plan is not bucket.plan]
         if plan.is_empty:
             return plan
-        stores = self._options.get("stores") or {}
-        spill = "spill" if "spill" in stores else "host" if self.device == "cuda" else None
+        spill = "host" if self.device == "cuda" else plan.store if plan.stores else None
+        spill = "spill" if "spill" in (self._options.get("stores") or {}) else spill
         allocated = torch.cuda.memory_allocated if self.device == "cuda" else None
         self._guards.append(Guard(plan, budget, spill, allocated))
         return self._guards[-1]

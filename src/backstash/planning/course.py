@@ -2,7 +2,8 @@
 
 1. Of the first kind two steps are kept as they are. What is proven on first use is proven, the time of a plain step is
    taken, and it is seen how many backward passes make a step: as many as there are before the first value comes back.
-2. One step is surveyed (survey.py), which takes about twice as long. From then on there is a plan.
+2. One step is surveyed (survey.py), which takes about twice as long. If codecs with an error are allowed, one more step
+   measures what they do to the gradients (probing.py). From then on there is a plan.
 3. One step under the plan proves its recipes, and one is counted. If its peak is above the budget, the next plan leaves
    more room, and so on.
 4. Some more steps are timed.
@@ -27,6 +28,7 @@ from torch import Tensor
 from backstash.errors import BudgetError
 from backstash.planning.buckets import Bucket, growth
 from backstash.planning.plan import Plan, Planner
+from backstash.planning.probing import Probe
 from backstash.planning.profiling import profile_of
 from backstash.planning.survey import Births, KeepForSurvey, Stopwatch, Survey
 from backstash.planning.timeline import Timeline
@@ -46,6 +48,9 @@ MOST_PLANS = 5
 
 MOST_RECORDED = 24
 """How many steps are recorded at most, until one is of the kind that is asked for."""
+
+MOST_PROBED = 3
+"""How many steps are asked at most what rounding does to the gradients: a loss scale that overflows tells nothing."""
 
 PATIENCE = 6
 """After how many forward passes of other shapes a course ends, to begin again when its own shape comes."""
@@ -160,7 +165,7 @@ class Course:
         watch = Stopwatch()
 
         def watcher() -> Births:
-            surveys.append(Survey(watch))
+            surveys.append(Survey(owner.tries, watch))
             return surveys[-1]
 
         is_first = owner.buckets.largest() is None
@@ -183,12 +188,37 @@ class Course:
         others = [each for each in owner.buckets if each.planner is not None]
         if not self._seconds and others:  # of a shape that was not timed
             self._seconds = others[0].planner.profile.seconds * kept / max(1, others[0].plain_nbytes)
-        profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device)
+        squares: dict[str, float] = {}
+        if "bounded" in owner.tries:
+            yield from self._probe(surveys[-1], squares)
+        profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
         planned = {value.key for value in profile.values}
         profile = replace(profile, others=tuple(key for key in asked if key not in planned))
         bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=self._seconds)
         owner.profiled(profile)
-        bucket.planner = Planner(profile, owner.allow, owner.max_error)  # one search serves all plans
+        bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
+
+    def _probe(self, survey: Survey, squares: dict[str, float]) -> Waiting:
+        """Measures in a step what rounding does to the gradients, and adds it to ``squares``, by key (see Probe)."""
+        bucket, owner = self._bucket, self._owner
+        is_any, tried = owner.buckets.largest() is None, 0
+        owner.use(bucket, KeepForSurvey(cycles=1), overwrite_gradients=False)
+        for _ in range(MOST_RECORDED):
+            probe = Probe(survey.found)
+            owner.watch(probe.watcher)
+            with probe.waiting():
+                for _ in range(owner.period or 1):
+                    yield "cycle"
+            owner.watch(None)
+            is_own = is_any or owner.last is bucket
+            tried += is_own
+            squares |= probe.squares if is_own else {}
+            if squares or tried == MOST_PROBED:
+                break
+        if not squares and any(found.rounded for found in survey.found.values()):
+            why = "nothing is rounded, because what that does to the gradients could not be measured"
+            bucket.found = replace(bucket.found, trouble=why)
+            warnings.warn(f"a plan with codecs that have an error was asked for, but {why}.", stacklevel=2)
 
     def _plan_within(self) -> Waiting:
         """Makes a plan, counts a step under it, and makes another one as long as the budget is not kept."""

@@ -16,6 +16,7 @@ class Decision:
         choice, kind, held_nbytes, error, reason: name and facts of the choice, as in Choice.
         seconds: time that the choice adds to a step.
         has_room: whether its readers may hold it until they are done, because the peak lies elsewhere.
+        fetched_with: for a value that is moved, the keys of values with whose first reading it is asked for.
     """
 
     key: str
@@ -30,3 +31,4 @@ class Decision:
     error: float
     reason: str
     has_room: bool = False
+    fetched_with: tuple[str, ...] = ()

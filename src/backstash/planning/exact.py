@@ -40,7 +40,7 @@ class Solution:
         choices: for each value the index of one of its choices.
         peak_nbytes: the peak that the model predicts.
         seconds: the time of a step that the model predicts.
-        error: sum of the predicted errors of the choices.
+        error: predicted error of all choices together (Note: [errors add up] in peak.py).
     """
 
     choices: tuple[int, ...]
@@ -53,12 +53,12 @@ def solution(model: PeakModel, choices: Iterable[int]) -> Solution:
     """Returns the choices with what the model says of them."""
     chosen = tuple(int(choice) for choice in choices)
     found = model.evaluate(chosen)
-    error = float(model.errors[model.first[:-1] + np.array(chosen, np.int64)].sum())
+    error = float(np.sqrt(model.errors[model.first[:-1] + np.array(chosen, np.int64)].sum()))
     return Solution(chosen, found.peak_nbytes, found.seconds, error)
 
 
-def brute_force_all(model: PeakModel, max_error: float | None = None) -> list[Solution]:
-    """Returns all solutions, those whose errors are too large left out.
+def brute_force_all(model: PeakModel, error_limit: float | None = None) -> list[Solution]:
+    """Returns all solutions but those whose errors are too large, or that remake a value from one with an error.
 
     Raises:
         PlanError: there are more than :data:`COMBINATIONS` combinations.
@@ -68,29 +68,35 @@ def brute_force_all(model: PeakModel, max_error: float | None = None) -> list[So
         raise PlanError(
             f"brute force was asked for {count:.3g} combinations, but it tries at most {COMBINATIONS}. Use exact()."
         )
-    found = (solution(model, choices) for choices in product(*(range(count) for count in model.choice_counts.tolist())))
-    return [item for item in found if max_error is None or item.error <= max_error]
+    combinations = product(*(range(count) for count in model.choice_counts.tolist()))
+    found = (solution(model, each) for each in combinations if not model.remakes_what_has_an_error(each))
+    return [item for item in found if error_limit is None or item.error <= error_limit * (1 + 1e-9)]
 
 
-def brute_force(model: PeakModel, budget: int, max_error: float | None = None) -> Solution | None:
+def brute_force(model: PeakModel, budget: int, error_limit: float | None = None) -> Solution | None:
     """Returns the fastest solution within the budget by trying all combinations; None if there is none.
 
     Raises:
         PlanError: as for :func:`brute_force_all`.
     """
-    fitting = [found for found in brute_force_all(model, max_error) if found.peak_nbytes <= budget]
+    fitting = [found for found in brute_force_all(model, error_limit) if found.peak_nbytes <= budget]
     return min(fitting, key=lambda found: (found.seconds, found.peak_nbytes), default=None)
 
 
 def exact(
-    model: PeakModel, budget: int | None, max_error: float | None = None, *, time_limit: float = 60.0, gap: float = 1e-6
+    model: PeakModel,
+    budget: int | None,
+    error_limit: float | None = None,
+    *,
+    time_limit: float = 60.0,
+    gap: float = 1e-6,
 ) -> Solution | None:
     """Returns the fastest solution within the budget, by a mixed integer program; None if there is none.
 
     Args:
         model: the step.
         budget: bytes; None for the solution of the least peak, whatever its time.
-        max_error: the largest sum of the errors of all choices; None for any.
+        error_limit: the largest error of all choices together; None for any.
         time_limit: seconds after which the solver gives up.
         gap: how far from the optimum an answer may be, as a share of what the solution adds to a plain step; of the
             peak if ``budget`` is None.
@@ -99,10 +105,10 @@ def exact(
         PlanError: scipy is not installed, or the solver did not find the optimum in time.
     """
     program, limit = _Program(model), budget
-    found = program.solve(limit, max_error, time_limit, gap)
+    found = program.solve(limit, error_limit, time_limit, gap)
     while found is not None and budget is not None and limit is not None and found.peak_nbytes > budget:
         limit -= found.peak_nbytes - budget  # the solver's tolerance is some bytes
-        found = program.solve(limit, max_error, time_limit, gap)
+        found = program.solve(limit, error_limit, time_limit, gap)
     return found
 
 
@@ -153,6 +159,10 @@ class _Program:
                     self.needed[parent][position].append(column)
                 self.at[position][column] += float(model.workspace[row])
             self._row({self.choose[row]: -1.0} | dict.fromkeys(columns.values(), 1.0), 0.0, 0.0)
+            for parent in set(model.parents[row]):  # what has an error is not remade from
+                rough = [self.choose[other] for other in self._choices(parent) if model.has_error[other]]
+                if rough:
+                    self._row({self.choose[row]: 1.0} | dict.fromkeys(rough, 1.0), -np.inf, 1.0)
         for position, makes in self.make[value].items():
             mine = {column: 1.0 for _, column in makes}
             if position != first:  # it is made at a need
@@ -172,6 +182,8 @@ class _Program:
             if not model.remakes[row]:
                 self.held.append((column, born, last, nbytes))
                 self.at[born][column] += float(model.encode[row])
+                stretches = [(at, read - 1) for at, read in model.fetched[row] if at < read]
+                self.held += [(column, at, until, int(model.decode[row])) for at, until in stretches]
             for position in reads:
                 self.at[position][column] += float(model.decode[row])
             previous = last
@@ -211,7 +223,7 @@ class _Program:
             found[key] = max(found.get(key, 0), base)
         return [(dict(key), base) for key, base in found.items()]
 
-    def solve(self, budget: int | None, max_error: float | None, time_limit: float, gap: float) -> Solution | None:
+    def solve(self, budget: int | None, error_limit: float | None, time_limit: float, gap: float) -> Solution | None:
         """See :func:`exact`."""
         try:
             from scipy.optimize import Bounds, LinearConstraint, milp
@@ -229,9 +241,10 @@ class _Program:
             scaled = {column: nbytes / unit for column, nbytes in coefficients.items()}
             limit = (0.0 if budget is None else budget) - base
             rows.append((scaled | ({peak: -1.0} if budget is None else {}), -np.inf, limit / unit))
-        if max_error is not None:
-            errors = {column: error for column, error in zip(self.choose, model.errors.tolist(), strict=True) if error}
-            rows.append((errors, -np.inf, max_error))
+        if error_limit is not None:
+            shares = (model.errors / max(error_limit**2, 1e-30)).tolist()
+            squares = {column: min(share, 1e6) for column, share in zip(self.choose, shares, strict=True) if share}
+            rows.append((squares, -np.inf, 1.0))
         if budget is None:
             costs = np.append(np.zeros(peak), 1.0)
         elif costs.max(initial=0.0) > 0:

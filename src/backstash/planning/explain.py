@@ -31,6 +31,11 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.2f} ms"
 
 
+def share(error: float) -> str:
+    """Returns an error of gradients as a share of their length, or a dash for none."""
+    return f"{error:.1g}" if error else "-"
+
+
 def summary(plan: Plan) -> str:
     """Returns the plan in a sentence or two."""
     added = plan.seconds - plan.plain_seconds
@@ -41,6 +46,8 @@ def summary(plan: Plan) -> str:
         f"budget {size(plan.budget)}: predicted peak {size(plan.peak_nbytes)} (plain {size(plan.plain_peak_nbytes)}), "
         f"step {milliseconds(plan.seconds)}{share}; {ways}"
     )
+    if plan.error:
+        text += f"; gradients off by {plan.error:.2%} of their length (limit {plan.error_limit:.2%})"
     return f"{text}. The plain step fits, so nothing is done." if plan.is_empty else f"{text}."
 
 
@@ -54,7 +61,7 @@ _WORDS: tuple[tuple[Kind, str], ...] = (
 
 def explain(plan: Plan) -> str:
     """Returns a table of all values, and the totals of their modules, with repeated blocks in one row."""
-    head = ("value", "tensor", "what", "saved", "held", "adds", "why")
+    head = ("value", "tensor", "what", "saved", "held", "adds", "error", "why")
     rows = [_row(decision) for decision in plan.decisions]
     totals = ("modules", "values", "what", "saved", "held", "adds")
     return "\n".join((summary(plan), "", *table(head, rows), "", *table(totals, _modules(plan.decisions))))
@@ -91,7 +98,15 @@ def html(plan: Plan) -> str:
 def _row(decision: Decision) -> tuple[str, ...]:
     reason = decision.reason if len(decision.reason) <= WIDTH else decision.reason[: WIDTH - 3] + "..."
     sizes = size(decision.nbytes), size(decision.held_nbytes)
-    return decision.key, decision.spec, decision.choice, *sizes, milliseconds(decision.seconds), reason
+    return (
+        decision.key,
+        decision.spec,
+        decision.choice,
+        *sizes,
+        milliseconds(decision.seconds),
+        share(decision.error),
+        reason,
+    )
 
 
 def _modules(decisions: Iterable[Decision]) -> list[tuple[str, ...]]:

@@ -13,6 +13,11 @@ Note: [smooth peak]
     ``tau * log(sum(exp(live / tau)))``, whose gradient is a price per byte at each position, next to nothing far below
     the peak. The sum of what exceeds the level would not do: it counts a long plateau as much as all of its positions,
     and lets a single position rise for it.
+
+Note: [price of an error]
+    Where errors are limited, a choice with an error uses up a part of what all of them may have. A part of the limit
+    counts as seconds then, or the first choices on the way would use it up for little. What is reported is never
+    priced.
 """
 
 from __future__ import annotations
@@ -25,13 +30,11 @@ from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from backstash.planning.exact import Solution, brute_force_all, solution
+from backstash.planning.offers import Offers, Prices
 from backstash.planning.peak import Bytes, PeakModel
 from backstash.planning.search import Search
-
-Prices = NDArray[np.float64]
 
 SMALL = 2000
 """Problems of so few combinations are solved by trying all of them."""
@@ -39,6 +42,8 @@ DESCENT, IMPROVEMENT = 8_000_000, 5_000_000
 """How much is done at most to lower the peak, and then to improve what was found; about as many microseconds."""
 EFFORT = 80_000
 """How much is done to improve what was found, for each value."""
+LEAST = 12
+"""A step of fewer values is searched as one of so many."""
 LEVELS = 32
 """Levels at which faster solutions are looked for; they are closer to each other where the peak is low."""
 FINE = 0.0002
@@ -49,6 +54,8 @@ BLOCKS = 512
 """Positions are looked at in so many blocks, by the most bytes in each."""
 SOFTNESS = (0.003, 0.01, 0.03)
 """Tau of the smooth peak, as shares of the level."""
+PRICES = (0.3, 0.05, 0.01)
+"""What the whole of an error limit counts as in turn, as shares of the step's time (Note: [price of an error])."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +70,20 @@ class Found:
 _T = TypeVar("_T", Solution, Found)
 
 
-def frontier(model: PeakModel, max_error: float | None = None) -> list[Solution]:
+def frontier(model: PeakModel, error_limit: float | None = None) -> list[Solution]:
     """Returns solutions in the order of their peaks, each slower than the next. The last one keeps everything.
 
     Args:
         model: the step.
-        max_error: the largest sum of the errors of all choices; None for any.
+        error_limit: the largest error of all choices together; None for any.
     """
     if np.log(model.choice_counts).sum() <= np.log(SMALL):
-        return best(brute_force_all(model, max_error))
-    climb = _Climb(model, max_error)
+        return best(brute_force_all(model, error_limit))
+    climb = _Climb(model, error_limit)
     climb.descend()
     climb.improve()
     if len(model.nbytes) <= MANY:
-        even = _Climb(_evened(model), max_error)
+        even = _Climb(_evened(model), error_limit)
         even.descend()
         climb.take_over(even.pool)
         climb.improve()
@@ -92,57 +99,13 @@ def best(pool: list[_T]) -> list[_T]:
     return chosen
 
 
-class Offers:
-    """What each choice of each value would change, all of them at once.
-
-    Args:
-        model: the step.
-    """
-
-    def __init__(self, model: PeakModel) -> None:
-        self.model = model
-        pairs = [(row, parent) for row, parents in enumerate(model.parents) for parent in parents]
-        self._rows = np.array([row for row, _ in pairs], np.int64)
-        self._parents = np.array([parent for _, parent in pairs], np.int64)
-        self._reads = np.concatenate([[0], np.cumsum(model.read_counts)[:-1]]).astype(np.int64)
-
-    def make(self, search: Search, prices: Prices) -> tuple[Prices, Prices]:
-        """Returns for each row the priced bytes that it would free, and the seconds that it would add.
-
-        Exact but for two things: a parent's own parents, and what a value that is remade now would leave to its
-        parents. Who takes an offer looks at what it has really changed.
-
-        Args:
-            search: the solution to change.
-            prices: of a byte at each position.
-        """
-        model, value = self.model, self.model.value_of
-        sums = np.concatenate([[0.0], np.cumsum(prices)])
-        start = np.where(model.remakes, search.makes[value], model.born[value])
-        cost = model.held * (sums[search.last[value] + 1] - sums[start])
-        cost += (model.encode + model.workspace) * prices[start]
-        cost += model.decode * np.add.reduceat(prices[model.read_positions], self._reads)[value]
-        seconds = model.own_seconds - model.own_seconds[search.rows][value]
-        if len(self._rows):
-            parent, made = self._parents, search.makes[value[self._rows]]
-            row = search.rows[parent]
-            effect = model.held[row] * np.maximum(0.0, sums[made + 1] - sums[search.last[parent] + 1])
-            earlier = np.maximum(0.0, sums[search.makes[parent]] - sums[made])
-            effect += np.where(model.remakes[row], model.nbytes[parent] * earlier, 0.0)
-            effect += model.decode[row] * prices[made]
-            cost += np.bincount(self._rows, effect, len(cost))
-            seconds = seconds + np.bincount(self._rows, model.decode_seconds[row], len(cost))
-        freed: Prices = cost[search.rows][value] - cost
-        freed[search.rows] = 0.0
-        return freed, seconds
-
-
 class _Climb:
     """The search, with all that it has found so far in ``pool``."""
 
-    def __init__(self, model: PeakModel, max_error: float | None) -> None:
+    def __init__(self, model: PeakModel, error_limit: float | None) -> None:
         self.model = model
-        self.max_error = np.inf if max_error is None else max_error
+        self.limit = np.inf if error_limit is None else error_limit**2
+        self.price = 0.0  # seconds that the whole of the limit counts as (Note: [price of an error])
         self.offers = Offers(model)
         self.search = Search(model)
         self.pool: list[Found] = []
@@ -166,6 +129,7 @@ class _Climb:
         soft = SOFTNESS if count <= 400 else SOFTNESS[1:2]
         levels = 60 if count <= MANY else 30
         for number, share in enumerate(soft):
+            self._set_price(PRICES[number % len(PRICES)])
             self.end = DESCENT * (number + 1) / len(soft)
             self.search = Search(self.model)
             top = level = int(self.search.live.max())
@@ -189,7 +153,7 @@ class _Climb:
     def improve(self) -> None:
         """Draws stretches of the solutions anew: for a lower peak, for less time at each level, and between levels."""
         count = len(self.model.nbytes)
-        effort = min(IMPROVEMENT, EFFORT * count) if count <= MANY else IMPROVEMENT / 4
+        effort = min(IMPROVEMENT, EFFORT * max(count, LEAST)) if count <= MANY else IMPROVEMENT / 4
         self.work, self.end = 0.0, effort * 0.25
         lowest = min(self.pool, key=lambda found: found.peak_nbytes)
         trial = 0
@@ -216,6 +180,10 @@ class _Climb:
             self.end = effort * (0.65, 1.0)[turn]
             self._fill_gaps()
 
+    def _set_price(self, share: float) -> None:
+        has_limit = 0.0 < self.limit < np.inf and self.model.errors.any()
+        self.price = share * self.model.base_seconds if has_limit else 0.0
+
     def _fill_gaps(self) -> None:
         """Looks for solutions between neighbours whose times are far apart, the widest gap first."""
         tries: Counter[tuple[int, int]] = Counter()
@@ -238,6 +206,7 @@ class _Climb:
         """Draws a stretch anew, and returns the solution if it fits into the level and is faster than a known one."""
         self._shake()
         self.turn += 1
+        self._set_price(PRICES[self.turn % len(PRICES)])
         if self._lower(level, SOFTNESS[self.turn % 3], 1):
             self._relax(level)
             if self.search.seconds < known.seconds - 1e-9:
@@ -278,6 +247,9 @@ class _Climb:
                 return False
             prices = np.exp((search.live - search.live.max()) / tau)
             freed, seconds = self.offers.make(search, prices / prices.sum())
+            if self.price:
+                off = self.model.errors - self.model.errors[search.rows][value_of]
+                seconds = seconds + off * (self.price / self.limit)
             self.work += 300.0 + 0.1 * (len(freed) + len(prices))
             freed[refused] = 0.0
             tried = self._order(freed, np.maximum(seconds, 1e-6), batch)
@@ -291,7 +263,7 @@ class _Climb:
                 old = int(search.rows[value])
                 self._set(value, row)
                 now = self._smooth(tau)
-                if now < peak - 0.001 * tau and search.error <= self.max_error:
+                if now < peak - 0.001 * tau and search.keeps(self.limit):
                     peak = now
                     changed.add(value)
                     if len(changed) >= batch or int(search.live.max()) <= level:
@@ -330,7 +302,7 @@ class _Climb:
                     continue
                 before = search.seconds
                 self._set(value, row)
-                if search.seconds < before and int(search.live.max()) <= level and search.error <= self.max_error:
+                if search.seconds < before and int(search.live.max()) <= level and search.keeps(self.limit):
                     break
                 self._set(value, old)
 
@@ -350,7 +322,7 @@ class _Climb:
             old = int(self.search.rows[value])
             if row != old:
                 self._set(value, row)
-                if self.search.error > self.max_error:
+                if not self.search.keeps(self.limit):
                     self._set(value, old)
 
     def _stretch(self) -> list[int]:

@@ -24,7 +24,12 @@ class Growth:
     seconds: float
 
 
-def growth(profile: StepProfile, budget_nbytes: int, allow: str | Sequence[str] = ("lossless", "recompute")) -> Growth:
+def growth(
+    profile: StepProfile,
+    budget_nbytes: int,
+    allow: str | Sequence[str] = ("lossless", "recompute"),
+    error_limit: float | None = None,
+) -> Growth:
     """Estimates how many times as large the batch of a profiled step may be within a budget.
 
     Every byte that the step takes above what is held before it is taken to grow with the batch. What does not, such as
@@ -33,9 +38,9 @@ def growth(profile: StepProfile, budget_nbytes: int, allow: str | Sequence[str] 
     Args:
         profile: the step.
         budget_nbytes: the budget, in bytes above what is held before the step.
-        allow: what a plan may do, as for :func:`backstash.planning.plan.plan`.
+        allow, error_limit: what a plan may do, as for :func:`backstash.planning.plan.plan`.
     """
-    lowest = Planner(profile, allow).solutions[0]
+    lowest = Planner(profile, allow, error_limit).solutions[0]
     plain = budget_nbytes / max(1, profile.plain_peak_nbytes)
     seconds = lowest.seconds / profile.seconds if profile.seconds else 1.0
     return Growth(plain, max(plain, budget_nbytes / max(1, lowest.peak_nbytes)), seconds)

@@ -46,7 +46,8 @@ class Guard(Wrapper):
         self._allocated = allocated
         self._planned = {decision.key: decision.held_nbytes for decision in plan.decisions}
         self._others = frozenset(plan.others)
-        self._moved: set[str] = set()  # keys of values that go to the other store where they cannot be made again
+        # Keys of values that go to another store, by the plan or where they cannot be made again.
+        self._moved = {decision.key for decision in plan.decisions if decision.kind == "offload"}
         self._known: dict[str, tuple[SavedTensor, Action]] = {}
         self._at_start = 0
         self._usual: dict[str, int] = {}  # by key: bytes allocated since the step began, in the first step

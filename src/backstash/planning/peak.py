@@ -6,10 +6,18 @@ and each position at which a value is remade from it.
 * A value that is kept holds its bytes from its birth through its last need.
 * A value that is encoded, or moved to a store, holds ``held_nbytes`` for as long, and takes ``encode_nbytes`` more at
   its birth and ``decode_nbytes`` more at each of its needs. It is decoded once per need.
+* A value that is moved may be fetched before it is read. It takes ``decode_nbytes`` from that position on as well.
 * A value that is remade holds nothing in the forward pass. It is made once, at its first need, which takes
   ``workspace_nbytes`` more at that position, and holds its bytes from there through its last need. What it is made
   from is needed at that position, so a chain of remade values is made at a single position.
 * Everything at one position is added up, as if it were there at the same moment. So the model never says too little.
+* No value is remade from one that is stored with an error, because what is remade is proven to have the same bits.
+* The error of the gradients is the root of the sum of the squares of the choices' errors (Note: [errors add up]).
+
+Note: [errors add up]
+    To first order, the error of the gradients is the sum of what the rounding of each value causes. These roundings are
+    independent of each other and have a mean of zero, or nearly so. So the expected square of their sum is the sum of
+    their squares. The model holds the squares, which can be added up and subtracted.
 """
 
 from __future__ import annotations
@@ -52,6 +60,8 @@ class PeakModel:
     Attributes:
         order: the indices of all values, each before all that it may be remade from.
         parents: for each row, the values that this choice remakes from.
+        errors: for each row, the square of its error.
+        fetched: for each row, the stretches of positions, end excluded, in which its value is on its way back.
         base: bytes of everything else at each position.
         base_seconds: time of a step under a Session that keeps everything.
     """
@@ -82,7 +92,12 @@ class PeakModel:
         self.workspace = np.array([choice.workspace_nbytes for choice in rows], np.int64)
         self.decode_seconds = np.array([choice.decode_seconds for choice in rows], float)
         self.own_seconds = np.array([own_seconds(v.choices[c], len(v.reads)) for v, c in _numbered(profile)], float)
-        self.errors = np.array([choice.error for choice in rows], float)
+        self.errors = np.array([choice.error**2 for choice in rows], float)
+        self.has_error = [choice.error > 0.0 for choice in rows]
+        self.fetched = [
+            tuple(zip(value.choices[c].fetches, value.reads, strict=False)) for value, c in _numbered(profile)
+        ]
+        self.fetching = np.array([bool(stretches) for stretches in self.fetched], bool)
 
     def evaluate(self, choices: Sequence[int] | Bytes) -> Evaluation:
         """Returns what the step takes.
@@ -111,6 +126,9 @@ class PeakModel:
         seconds = self.base_seconds + float(self.own_seconds[rows].sum())
         decoded = self.decode[rows[self.read_values]]
         np.add.at(live, self.read_positions, decoded)
+        for value in np.flatnonzero(self.fetching[rows]).tolist():
+            for at, read in self.fetched[rows[value]]:
+                live[at:read] += self.decode[rows[value]]
         for value, position in extra:  # needs that are no reads, in which the value is decoded as well
             live[position] += self.decode[rows[value]]
             seconds += float(self.decode_seconds[rows[value]])
@@ -133,6 +151,11 @@ class PeakModel:
         np.logical_and.at(fits, self.read_values, live[self.read_positions] <= limit)
         found: list[bool] = fits.tolist()
         return found
+
+    def remakes_what_has_an_error(self, choices: Sequence[int] | Bytes) -> bool:
+        """Whether a value would be remade from one that is stored with an error, which no plan may do."""
+        rows = (self.first[:-1] + np.asarray(choices, np.int64)).tolist()
+        return any(self.has_error[rows[parent]] for row in rows if self.remakes[row] for parent in self.parents[row])
 
     def _lives(self, rows: Bytes) -> tuple[Bytes, Bytes, set[tuple[int, int]]]:
         """Returns where each value's bytes begin and end to be held, and the needs that are not reads."""

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from backstash import codecs
-from backstash.codecs.base import label
 from backstash.errors import BudgetError, PlanError
-from backstash.planning.acting import EXACT, LOSSLESS, action_of
-from backstash.planning.budget import check_error, parse_budget, restrict
+from backstash.planning.acting import LOSSLESS, action_of, fetches_of
+from backstash.planning.budget import limit_of_errors, parse_budget, restrict, with_choices
 from backstash.planning.decision import Decision
 from backstash.planning.exact import Solution, exact
 from backstash.planning.explain import diff, explain, html, size, summary
 from backstash.planning.greedy import frontier
+from backstash.planning.link import open_store
 from backstash.planning.peak import PeakModel, own_seconds
 from backstash.planning.problem import StepProfile
+from backstash.planning.rehearsing import Rehearsing
+from backstash.planning.rounding import codec_named
 from backstash.planning.sealed import plain, restore, seal, unseal
-from backstash.planning.timings import Timings
 from backstash.policies import Action, Keep, Policy
 from backstash.saved import Need, SavedTensor
 
-ROUNDING = 4 << 10
-"""Bytes that are added to a rehearsed peak, because steps differ by some small tensors, such as copies of indices."""
-
-VARIATION = 0.002
-"""Share of encoded bytes that is added as well: dropout makes more zeros in one step than in another."""
-
-REHEARSALS = 4
-"""How many solutions are tried in a step at most, for one budget."""
+TIGHTENINGS = 3
+"""How many times the limit on errors is lowered at most, if the measured error of a plan is above it."""
 
 SMALLEST = 16 << 10
 """Smaller tensors are kept, unless the plan does something with tensors that are smaller."""
@@ -53,7 +48,10 @@ class Plan(Policy):
         seconds: the time of a step that is predicted.
         plain_peak_nbytes, plain_seconds: peak and time of the plain step.
         allow: what was allowed.
-        max_error: the largest sum of errors that was allowed; None for any.
+        error_limit: the largest error that was allowed; 0.0 for exact gradients.
+        error: the predicted error of all gradients together, relative to their length: the root of the sum of the
+            squares of the values' errors, or what was measured in a rehearsal if that is more. 0.0 if the plan is
+            exact.
         decisions: what is done with each value.
         frontier: peak and time of the best plans at all budgets, in the order of their peaks. An empty plan, for which
             nothing had to be searched, has its own alone.
@@ -61,6 +59,7 @@ class Plan(Policy):
         device: type of the device whose memory is planned.
         others: as in StepProfile: keys that a plan is asked about and that are none of its values.
         cycles: as in StepProfile.
+        store, directory: as in StepProfile: where values are moved to.
     """
 
     budget: int
@@ -69,13 +68,16 @@ class Plan(Policy):
     plain_peak_nbytes: int
     plain_seconds: float
     allow: tuple[str, ...]
-    max_error: float | None
+    error_limit: float
+    error: float
     decisions: tuple[Decision, ...]
     frontier: tuple[tuple[int, float], ...]
     profile_fingerprint: str
     device: str
     others: tuple[str, ...] = ()
     cycles: int = 1
+    store: str = "host"
+    directory: str = ""
     _by_key: dict[str, Decision] = field(init=False, compare=False)
     _others: frozenset[str] = field(init=False, compare=False)
     _met: set[str] = field(init=False, compare=False, default_factory=set)
@@ -86,9 +88,8 @@ class Plan(Policy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_key", {decision.key: decision for decision in self.decisions})
         object.__setattr__(self, "_others", frozenset(self.others))
-        known = {*codecs.names(), *(label(codec) for codec in EXACT)}
         for decision in self.decisions:
-            if decision.kind == "encode" and decision.choice not in known:
+            if decision.kind == "encode" and codec_named(decision.choice) is None:
                 raise PlanError(
                     f"a Plan was asked to encode {decision.key!r} by {decision.choice!r}, but there is no such codec. "
                     f"Register it before the plan is made or read, or make the plan without it."
@@ -114,10 +115,17 @@ class Plan(Policy):
         """16 KiB, or less if the plan does something with smaller tensors."""
         return min([SMALLEST, *(decision.nbytes for decision in self.decisions if decision.kind != "keep")])
 
+    @cached_property
+    def fetches(self) -> dict[str, tuple[str, ...]] | None:  # type: ignore[override]  # read-only here
+        """By the key of a value, the keys of the moved values that are asked for when it is read first."""
+        return fetches_of(self.decisions)
+
     @property
-    def error(self) -> float:
-        """Sum of the predicted relative errors of the choices, which bounds that of all gradients together."""
-        return sum(decision.error for decision in self.decisions)
+    def stores(self) -> dict[str, Callable[[], Any]] | None:  # type: ignore[override]  # read-only here
+        """What opens the store that values are moved to, if any are and no Session has it anyway."""
+        if self.fetches is None or self.store == "host":
+            return None
+        return {self.store: lambda: open_store(self.store, self.directory)}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -151,7 +159,7 @@ class Plan(Policy):
         decision = self._by_key.get(saved.key)
         if decision is not None and decision.spec == str(saved.spec):
             self._met.add(saved.key)
-            return action_of(decision, saved, self.is_empty)
+            return action_of(decision, saved, self.store, self.is_empty)
         if self.is_empty:
             return Keep("the plan is empty, because the plain step fits")
         if saved.need is not Need.SHAPE and saved.key not in self._others:  # a plan lets go of what is a shape
@@ -169,19 +177,22 @@ class Plan(Policy):
         """Returns what keeps this plan's budget, beginning with this plan."""
         from backstash.planning.budgeted import Budgeted
 
-        return Budgeted(self.budget, self.allow, max_error=self.max_error, plan=self, device=self.device, **options)
+        known: dict[str, Any] = {"plan": self, "device": self.device, "offload_to": self.directory or None}
+        return Budgeted(self.budget, self.allow, error_limit=self.error_limit or None, **known, **options)
 
     def action_for(self, saved: SavedTensor) -> Action:
         """Returns what the plan says of the value with this key, whatever its shape."""
         decision = self._by_key.get(saved.key)
         if decision is not None:
-            return action_of(decision, saved, self.is_empty)
+            return action_of(decision, saved, self.store, self.is_empty)
         return Keep("the plan is empty, because the plain step fits") if self.is_empty else LOSSLESS.decide(saved)
 
     def united(self, other: Plan) -> Plan:
         """Returns this plan, with what another one says of the values that this one does not know."""
         more = tuple(decision for decision in other.decisions if decision.key not in self._by_key)
-        return replace(self, decisions=(*self.decisions, *more), others=tuple({*self.others, *other.others}))
+        error = math.hypot(self.error, *(decision.error for decision in more))
+        others = tuple({*self.others, *other.others})
+        return replace(self, decisions=(*self.decisions, *more), others=others, error=error)
 
     def has_room_for(self, key: str) -> bool:
         """Returns whether the plan's peak lies elsewhere than where the value is read."""
@@ -216,41 +227,31 @@ class Plan(Policy):
         return html(self)
 
 
-class Planner:
+class Planner(Rehearsing):
     """Makes plans of one profile for many budgets: the frontier is searched once.
 
     Args:
-        profile, allow, max_error: as for :func:`plan`.
-
-    Note: [rehearsed plans]
-        The model adds up what lies in one position as if it were there at the same moment, and knows nothing of what
-        kernels allocate in a different way when their input is remade. So a plan of a profile that was taken just now
-        is tried in a step of its own. The peak that this step reaches is the plan's predicted one. If it is above the
-        budget, a smaller solution is tried; if it is below, perhaps a faster one fits. Then the step is timed, in turns
-        with plain steps, and the time that it takes is the plan's predicted one.
+        profile, allow, error_limit: as for :func:`plan`.
     """
 
     def __init__(
         self,
         profile: StepProfile,
         allow: str | Sequence[str] = ("lossless", "recompute"),
-        max_error: float | None = 0.01,
+        error_limit: float | None = None,
     ) -> None:
         if not isinstance(profile, StepProfile):
             raise PlanError(
                 f"a plan was asked for of {profile!r:.80}, but that is no StepProfile. Pass what "
                 f"backstash.profile(step) has returned, or StepProfile.from_json(text)."
             )
-        check_error(max_error)
-        self.profile = profile
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
-        self.max_error = max_error
+        self.error_limit = limit_of_errors(error_limit, self.allow)
+        self.profile = profile = with_choices(profile, self.allow)
+        self._limit = self.error_limit  # for the search, which may have to aim lower
         self._allowed = restrict(profile, allow)
         self._model = PeakModel(self._allowed)
-        kept = (0,) * len(profile.values)
-        self._everything = Solution(kept, profile.plain_peak_nbytes, profile.seconds, 0.0)
-        self._rehearsed: dict[Solution, int] = {}
-        self._timings = Timings(profile)
+        super().__init__(profile, self.error_limit)
 
     @cached_property
     def solutions(self) -> tuple[Solution, ...]:
@@ -259,7 +260,7 @@ class Planner:
         The last one keeps everything. Its peak is that of the plain step, which was measured.
         """
         last = self._everything
-        found = frontier(self._model, self.max_error)
+        found = frontier(self._model, self._limit)
         return (*(each for each in found if any(each.choices) and each.peak_nbytes < last.peak_nbytes), last)
 
     def plan(self, budget: int | str, solver: Literal["greedy", "exact"] = "greedy") -> Plan:
@@ -271,13 +272,14 @@ class Planner:
             )
         if self._everything.peak_nbytes <= nbytes:
             return self._plan(nbytes, self._everything)
-        chosen = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), None)
-        if solver == "exact":
-            best = exact(self._model, nbytes, self.max_error)
-            chosen = best if best is not None and (chosen is None or best.seconds < chosen.seconds) else chosen
-        if self.profile.rehearse is not None:
-            chosen = self._rehearse(nbytes, chosen)
-        if chosen is not None:
+        chosen = self._choose(nbytes, solver)
+        for _ in range(TIGHTENINGS):
+            if chosen is None or self._error(chosen) <= self.error_limit:
+                break
+            self._limit *= 0.9 * chosen.error / self._error(chosen)
+            del self.solutions
+            chosen = self._choose(nbytes, solver)
+        if chosen is not None and self._error(chosen) <= self.error_limit:
             return self._plan(nbytes, chosen)
         lowest = self._lowest()
         least = self._rehearsed.get(lowest, lowest.peak_nbytes)
@@ -299,46 +301,25 @@ class Planner:
         found = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), self.solutions[0])
         return self._plan(max(nbytes, found.peak_nbytes), found)
 
-    def _rehearse(self, budget: int, first: Solution | None) -> Solution | None:
-        """The fastest solution that was seen to keep the budget, if any: ``first``, or the lowest, is tried first."""
-        distinct = {*self.solutions[:-1], *(() if first is None else (first,))}  # the last one is the plain step
-        candidates = sorted(distinct, key=lambda found: found.peak_nbytes)
-        trial = candidates[0] if first is None and candidates else first
-        for _ in range(REHEARSALS):
-            if trial is None or trial in self._rehearsed:
-                break
-            off = self._reached(trial) - trial.peak_nbytes  # others will be off by as much
-            fitting = [found for found in candidates if found.peak_nbytes + off <= budget]
-            trial = fitting[-1] if fitting else candidates[0]
-        if not any(reached <= budget for reached in self._rehearsed.values()):
-            self._lowest()  # solutions are off by different amounts, so perhaps one of the lowest fits
-        kept = [found for found, reached in self._rehearsed.items() if reached <= budget]
-        return self._timings.fastest(kept, lambda found: self._plan(found.peak_nbytes, found))
-
-    def _lowest(self) -> Solution:
-        """The solution with the least peak: the least that was seen, where plans can be tried in a step."""
-        if self.profile.rehearse is None:
-            return self.solutions[0]
-        seen = min((*self.solutions[:-1][:REHEARSALS], *self._rehearsed), key=self._reached, default=self._everything)
-        return seen if self._rehearsed.get(seen, 0) < self._everything.peak_nbytes else self._everything
-
-    def _reached(self, found: Solution) -> int:
-        assert self.profile.rehearse is not None
-        if found not in self._rehearsed:
-            tried = self._plan(found.peak_nbytes, found)
-            encoded = sum(decision.held_nbytes for decision in tried.decisions if decision.kind == "encode")
-            margin = ROUNDING + int(VARIATION * encoded)
-            self._rehearsed[found] = margin + max(self.profile.rehearse(tried))  # type: ignore[call-arg]  # no method
-        return self._rehearsed[found]
+    def _choose(self, nbytes: int, solver: str) -> Solution | None:
+        """Returns the fastest solution within a budget, rehearsed if that is possible; None if there is none."""
+        chosen = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), None)
+        if solver == "exact":
+            best = exact(self._model, nbytes, self._limit)
+            chosen = best if best is not None and (chosen is None or best.seconds < chosen.seconds) else chosen
+        if self.profile.rehearse is not None:
+            chosen = self._rehearse(nbytes, chosen)
+        return chosen
 
     def _plan(self, budget: int, found: Solution) -> Plan:
-        decisions = []
+        decisions, first = [], {value.reads[0]: value.key for value in reversed(self.profile.values)}
         roomy = self._model.has_room(found.choices, found.peak_nbytes)
         for value, index, has_room in zip(self._allowed.values, found.choices, roomy, strict=True):
             choice = value.choices[index]
             facts = value.key, value.module, value.op, value.spec, value.nbytes, choice.name, choice.kind
-            seconds = own_seconds(choice, len(value.reads))
-            decisions.append(Decision(*facts, choice.held_nbytes, seconds, choice.error, choice.reason, has_room))
+            costs = choice.held_nbytes, own_seconds(choice, len(value.reads)), choice.error, choice.reason
+            asked = tuple(first[at] for at in choice.fetches if at not in value.reads)
+            decisions.append(Decision(*facts, *costs, has_room, asked))
         seconds = self._timings.predict(budget, found)
         return Plan(
             budget,
@@ -347,13 +328,16 @@ class Planner:
             self.profile.plain_peak_nbytes,
             self.profile.seconds,
             self.allow,
-            self.max_error,
+            self.error_limit,
+            max(found.error, self._measured.get(found, 0.0)),
             tuple(decisions),
             self._timings.frontier(found, seconds, self.solutions if any(found.choices) else (found,)),
             self.profile.fingerprint(),
             self.profile.device,
             self.profile.others,
             self.profile.cycles,
+            self.profile.store,
+            self.profile.directory,
         )
 
 
@@ -362,7 +346,7 @@ def plan(
     budget: int | str,
     allow: str | Sequence[str] = ("lossless", "recompute"),
     *,
-    max_error: float | None = 0.01,
+    error_limit: float | None = None,
     solver: Literal["greedy", "exact"] = "greedy",
 ) -> Plan:
     """Returns the fastest plan whose peak stays within a budget.
@@ -376,8 +360,8 @@ def plan(
             ``"2GiB"``, ``"512 MiB"`` or ``"60%"``, which is of the plain step's peak.
         allow: what may be done with values: ``"lossless"`` (all exact codecs), ``"recompute"``, ``"offload"``,
             ``"bounded"`` (codecs with an error), and names of codecs.
-        max_error: the largest sum of the predicted errors of all values, relative to the gradients; None for any. A
-            sum, because it is a bound even if all errors point in the same direction.
+        error_limit: how far all gradients together may be off, as a share of their length, where a codec with an error
+            is allowed; 0.01 by default. Without one, gradients are exact.
         solver: ``"greedy"`` needs nothing but NumPy. ``"exact"`` looks for the best plan there is for this budget,
             which takes minutes for some hundred values, and needs ``backstash[planner]``.
 
@@ -385,4 +369,4 @@ def plan(
         BudgetError: no plan fits. The error names the smallest budget, and has the plan for it.
         PlanError: an argument means nothing.
     """
-    return Planner(profile, allow, max_error).plan(budget, solver)
+    return Planner(profile, allow, error_limit).plan(budget, solver)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from backstash.errors import PlanError
@@ -57,7 +57,10 @@ class Choice:
             such as parameters, is held anyway and does not count.
         workspace_nbytes: for a value that is remade, extra bytes at the position where it is remade, beside its own.
         seconds: for a value that is remade, time to remake it once from its parents.
-        error: predicted relative error of the gradients that are computed from the value; 0.0 if they are exact.
+        error: predicted relative error of all gradients together, if this value alone is held in this way: the length
+            of the error over that of the gradient. 0.0 if the choice is exact, and above it if the codec has a bound.
+        fetches: for a value that is moved, and for each of its reads, the position from which on it is on its way
+            back and takes ``decode_nbytes``; empty if it is asked for when it is read.
         reason: why this choice is offered, or what its numbers rest on; ``explain()`` shows it.
     """
 
@@ -72,12 +75,17 @@ class Choice:
     workspace_nbytes: int = 0
     seconds: float = 0.0
     error: float = 0.0
+    fetches: tuple[int, ...] = ()
     reason: str = ""
 
     @classmethod
     def keep(cls, nbytes: int) -> Choice:
         """Returns the choice to hold a value of ``nbytes`` as it is."""
         return cls("keep", "keep", nbytes)
+
+    def with_error(self, error: float) -> Choice:
+        """Returns the same choice with a predicted error."""
+        return replace(self, error=error)
 
     def flaw(self) -> str | None:
         """Returns what is wrong with the choice by itself, or None."""
@@ -93,6 +101,8 @@ class Choice:
             return "a value that is remade holds nothing, and is neither encoded nor decoded"
         if self.kind == "recompute" and (self.encode_seconds or self.decode_seconds):
             return "a value that is remade is neither encoded nor decoded"
+        if self.fetches and self.kind != "offload":
+            return "only a value that is moved is fetched"
         if self.kind == "keep" and any((*sizes[1:], *times)):
             return "to keep a value costs nothing but its bytes"
         return None
@@ -132,6 +142,10 @@ class PlannedValue:
             return f"its reads {self.reads} are not one or more ascending positions"
         if self.nbytes < 0 or not 0 <= self.born <= self.reads[0]:
             return f"it has {self.nbytes} bytes and is born at {self.born}, with its first read at {self.reads[0]}"
+        for choice in self.choices:
+            is_each = len(choice.fetches) in (0, len(self.reads))
+            if not is_each or any(at > read or at < 0 for at, read in zip(choice.fetches, self.reads, strict=False)):
+                return f"its choice {choice.name!r} is fetched at {choice.fetches}, but is read at {self.reads}"
         flaws = ((choice.name, choice.flaw()) for choice in self.choices)
         return next((f"its choice {name!r}: {flaw}" for name, flaw in flaws if flaw), None)
 
@@ -154,6 +168,13 @@ class StepProfile:
             They are no values to plan.
         cycles: how many forward and backward passes the step has, one after the other.
         session_seconds: what a Session adds to a step with its hooks, whatever it does with the values.
+        tries: the families of choices that were tried on the values (see budget.py).
+        store: name of the store that a value is moved to.
+        directory: folder of that store's file, if it is a disk store.
+        tries_more: takes the profile of the step once more with more families of choices, and returns it; None for a
+            profile that was read from a file. It is no part of the data.
+        off_by: runs the step under a policy, undoes it, and returns by how much the gradients are off, relative to
+            their length; None where that cannot be measured, and for a profile that was read from a file.
         rehearse: runs the step under a policy, undoes it, and returns the most bytes that were alive at each position;
             None for a profile that was read from a file. It is no part of the data.
         clock: as ``rehearse``: runs plain steps and steps under a policy in turns, and returns how many times as long
@@ -182,8 +203,13 @@ class StepProfile:
     others: tuple[str, ...] = ()
     cycles: int = 1
     session_seconds: float = 0.0
+    tries: tuple[str, ...] = ("lossless", "recompute", "offload", "bounded")
+    store: str = "host"
+    directory: str = ""
     rehearse: ClassVar[Callable[[Any], tuple[int, ...]] | None] = None
     clock: ClassVar[Callable[..., float] | None] = None
+    off_by: ClassVar[Callable[[Any], float | None] | None] = None
+    tries_more: ClassVar[Callable[..., StepProfile] | None] = None
 
     def __post_init__(self) -> None:
         flaw = self._flaw()

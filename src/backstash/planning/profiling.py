@@ -12,17 +12,21 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from backstash.capture import modules
 from backstash.errors import MeasureError
+from backstash.planning.budget import ALLOW, families
 from backstash.planning.events import memory_profiler, roots_of
+from backstash.planning.link import Link, measured
+from backstash.planning.moving import moved
+from backstash.planning.probing import Probe, with_errors
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.planning.record import record
 from backstash.planning.survey import Births, Found, KeepForSurvey, KeepForTiming, Silent, Survey
@@ -33,6 +37,8 @@ from backstash.saved import cycle_of
 from backstash.session import MIN_NBYTES, Session
 from backstash.stash.buffers import release
 
+T = TypeVar("T")
+
 FEWEST, ROUNDS, SECONDS = 3, 8, 2.0
 """Plain steps and steps under a Session are timed in turns: at least FEWEST of each, and then until there are ROUNDS of
 each or SECONDS are over."""
@@ -42,8 +48,10 @@ def profile(
     step: Callable[[], object],
     model: nn.Module | None = None,
     *,
+    allow: str | Sequence[str] = ("lossless", "recompute"),
     min_nbytes: int = MIN_NBYTES,
     device: str = "cpu",
+    offload_to: str | os.PathLike[str] | None = None,
 ) -> StepProfile:
     """Runs a training step a few times and returns what a planner has to know about it.
 
@@ -53,14 +61,19 @@ def profile(
         step: runs forward and backward, such as ``lambda: criterion(model(x), y).backward()``. An optimizer's step in
             it is undone in the parameters, but not in the optimizer's state.
         model: the model that it trains. Without it, the modules that the step calls outermost are taken.
+        allow: what plans may do, as for :func:`backstash.planning.plan.plan`. A plan may allow more, as long as the
+            profile is in the process that took it: what it lacks is measured then. ``"offload"`` takes about a second
+            to measure the link, and ``"bounded"`` some dozens of backward passes (probing.py).
         min_nbytes: smaller tensors are kept, and are not planned.
         device: the type of device whose memory is planned, ``"cpu"`` or ``"cuda"``.
+        offload_to: a folder on a local disk, to which values may be moved on CPU (see link.folder).
 
     Returns:
         The profile. Its bytes are counted above what is held before the step, with gradients there.
 
     Raises:
         MeasureError: the step ran no backward pass, or there is no such device.
+        PlanError: ``allow`` means nothing, or there is nowhere to move values to.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -71,6 +84,8 @@ def profile(
     """
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise MeasureError(f"profile was asked for device={device!r}, but it knows 'cpu', and 'cuda' where one is.")
+    tries = families(allow)
+    link = measured(device, offload_to) if "offload" in tries else None
     models = [model] if model is not None else _outermost(step)
     with _undone(models) as restore:
 
@@ -79,26 +94,32 @@ def profile(
             step()
 
         plain = record(once, None, device=device)
-        survey = Survey()
+        survey = Survey(tries)
         keep = KeepForSurvey()
         events = _recorded(once, Session(keep, model=model, min_nbytes=min_nbytes), survey)
         session = Session(KeepForTiming(), model=model, min_nbytes=min_nbytes)
         with session.watched_by(Silent()):
             seconds, keeping = _in_turns(step, restore, session)
-        found = profile_of(Timeline(events, device), survey, plain.peak_nbytes, seconds, models, device)
+        squares = _probed(once, survey, model, min_nbytes) if "bounded" in tries else {}
+        line = Timeline(events, device)
+        found = profile_of(line, survey, plain.peak_nbytes, seconds, models, device, link, squares)
         planned = {value.key for value in found.values}
         others = tuple(key for key in keep.asked if key not in planned)
         cycles = 1 + max((cycle_of(key) for key in keep.asked), default=0)
         found = replace(found, others=others, cycles=cycles, session_seconds=max(0.0, keeping - seconds))
 
-    def rehearse(policy: Policy) -> tuple[int, ...]:
+    def undone(use: Callable[[Callable[[], None]], T]) -> T:
         with _undone(models) as restore:
 
             def once() -> None:
                 restore()
                 step()
 
-            events = _recorded(once, Session(policy, model=model, min_nbytes=min_nbytes), Births())
+            return use(once)
+
+    def rehearse(policy: Policy) -> tuple[int, ...]:
+        session = Session(policy, model=model, min_nbytes=min_nbytes)
+        events = undone(lambda once: _recorded(once, session, Births()))
         return tuple(position.most_nbytes for position in Timeline(events, device).positions)
 
     def clock(policy: Policy) -> float:
@@ -106,9 +127,35 @@ def profile(
             plain, own = _in_turns(step, restore, Session(policy, model=model, min_nbytes=min_nbytes))
         return own / plain
 
-    object.__setattr__(found, "rehearse", rehearse)  # no field: a profile is data, and this is the way to more of it
-    object.__setattr__(found, "clock", clock)
+    def off_by(policy: Policy) -> float | None:
+        session = Session(policy, model=model, min_nbytes=min_nbytes, check=1, check_limit=1e30)
+        return undone(lambda once: _off_by(once, session))
+
+    def tries_more(more: tuple[str, ...]) -> StepProfile:
+        wanted = (*tries, *more)
+        return profile(step, model, allow=wanted, min_nbytes=min_nbytes, device=device, offload_to=offload_to)
+
+    ways = {"rehearse": rehearse, "clock": clock, "off_by": off_by, "tries_more": tries_more}
+    for name, way in ways.items():  # no fields: a profile is data, and these are the ways to more of it
+        object.__setattr__(found, name, way)
     return found
+
+
+def _off_by(step: Callable[[], None], session: Session) -> float | None:
+    """By how much a Session makes the gradients of a step wrong; None where that cannot be measured."""
+    with session:
+        step()
+    errors = [found.error for found in session.report().gradient_error]
+    return max((error for error in errors if error is not None), default=None)
+
+
+def _probed(step: Callable[[], None], survey: Survey, model: nn.Module | None, min_nbytes: int) -> dict[str, float]:
+    """What rounding each value does to the gradients (see probing.Probe), in a step of its own."""
+    probe = Probe(survey.found)
+    session = Session(KeepForSurvey(), model=model, min_nbytes=min_nbytes, overwrite_gradients=False)
+    with session.watched_by(probe.watcher), probe.waiting(), session:
+        step()
+    return probe.squares
 
 
 @contextmanager
@@ -202,7 +249,14 @@ def _recorded(step: Callable[[], None], session: Session, watcher: Births) -> li
 
 
 def profile_of(
-    line: Timeline, survey: Survey, peak_nbytes: int, seconds: float, models: list[nn.Module], device: str
+    line: Timeline,
+    survey: Survey,
+    peak_nbytes: int,
+    seconds: float,
+    models: list[nn.Module],
+    device: str,
+    link: Link | None = None,
+    squares: Mapping[str, float] | None = None,
 ) -> StepProfile:
     """The profile of a step that was surveyed.
 
@@ -213,6 +267,8 @@ def profile_of(
         seconds: time of a plain step.
         models: the modules whose parameters and gradients were held before the step.
         device: the type of the device whose memory is planned.
+        link: where values may be moved to; None for nowhere.
+        squares: what rounding does to the gradients, by the value's key (see probing.Probe).
 
     Raises:
         MeasureError: no autograd node ran in the step.
@@ -231,11 +287,15 @@ def profile_of(
     }
     index = {key: number for number, key in enumerate(found)}
     together = Counter(id(value.group) for value in found.values() if value.group is not None)
+    total = sum(each.seconds for each in line.positions) or 1.0
+    times = [each.seconds * seconds / total for each in line.positions]
+    moves = {} if link is None else moved(link, found, line, times, first)
     values = []
     for key, value in found.items():
         reads = tuple(sorted({read for read in line.reads[key] if read >= first}))
         born = min(line.born[key], reads[0])
         choices = [*value.choices, *_remade(value, survey, index, line, together[id(value.group)] or 1)]
+        choices += [*with_errors(value, (squares or {}).get(key)), *moves.get(key, ())]
         facts = value.facts
         values.append(
             PlannedValue(key, facts.fqn, facts.op, str(facts.spec), value.nbytes, born, reads, tuple(choices))
@@ -249,9 +309,8 @@ def profile_of(
         now += held[number]
         base.append(position.most_nbytes - now)
     module_of = {read: value.module for value in values for read in value.reads}
-    total = sum(each.seconds for each in line.positions) or 1.0
     positions = tuple(
-        Position(each.name or "let go", module_of.get(number, ""), each.is_backward, each.seconds * seconds / total)
+        Position(each.name or "let go", module_of.get(number, ""), each.is_backward, times[number])
         for number, each in enumerate(line.positions)
     )
     resident = sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for m in models for p in m.parameters())
@@ -264,6 +323,9 @@ def profile_of(
         machine=f"{platform.machine()}, {os.cpu_count()} processors, {torch.get_num_threads()} threads",
         device=device,
         versions={"torch": torch.__version__},
+        tries=tuple(word for word in ALLOW if word in {*survey.tries, "lossless", "recompute"}),
+        store="host" if link is None else link.store,
+        directory="" if link is None else link.directory,
     )
 
 

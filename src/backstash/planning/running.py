@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 from backstash.planning.budgeted import Budgeted
 from backstash.planning.problem import StepProfile
 
@@ -12,13 +15,20 @@ class ProfiledRun(Budgeted):
     Args:
         min_nbytes: smaller tensors are kept; 16 KiB by default.
         device: the type of the device whose memory counts; by default ``"cuda"`` where there is one.
+        allow, offload_to: as for :func:`backstash.planning.profiling.profile`.
 
     Attributes:
         profile: the profile of a step; None as long as there is none.
     """
 
-    def __init__(self, min_nbytes: int | None = None, device: str | None = None) -> None:
-        super().__init__("100%", min_nbytes=min_nbytes, device=device)
+    def __init__(
+        self,
+        min_nbytes: int | None = None,
+        device: str | None = None,
+        allow: str | Sequence[str] = ("lossless", "recompute"),
+        offload_to: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__("100%", allow, min_nbytes=min_nbytes, device=device, offload_to=offload_to)
         self.profile: StepProfile | None = None
 
     def profiled(self, profile: StepProfile) -> None:

@@ -23,7 +23,8 @@ class Search:
         rows: the row of each value's choice, as PeakModel numbers them. At first, all values are kept.
         live: bytes alive at each position.
         seconds: time of the step.
-        error: sum of the errors of the choices.
+        error: sum of the squares of the errors of the choices.
+        conflicts: how many values are remade from one that is stored with an error.
         makes: the first need of each value: where it would be made if it was remade.
         last: the last need of each value.
     """
@@ -33,6 +34,8 @@ class Search:
         self.rows: Bytes = model.first[:-1].copy()
         found = model.evaluate(self.rows - model.first[:-1])
         self.live, self.seconds, self.error = found.live, found.seconds, 0.0
+        self.conflicts = 0
+        self._remade_from = [0] * len(model.nbytes)  # how many values are remade from each
         self.makes, self.last = model.first_read.copy(), model.last_read.copy()
         self._reads = [frozenset(value.reads) for value in model.profile.values]
         self._needs: list[dict[int, int]] = [defaultdict(int) for _ in self._reads]  # children made there, by position
@@ -63,14 +66,17 @@ class Search:
         self._add(value, -1)
         self.seconds += float(model.own_seconds[row] - model.own_seconds[old])
         self.error += float(model.errors[row] - model.errors[old])
+        self.conflicts += (model.has_error[row] - model.has_error[old]) * self._remade_from[value]
         made = self._make[value]
         changes: dict[int, list[tuple[int, int]]] = {}  # by value: positions at which a child more or less is made
         if self._remakes[old]:
             for parent in model.parents[old]:
+                self._note_child(parent, -1)
                 changes.setdefault(parent, []).append((made, -1))
         self.rows[value] = self._row[value] = row
         if self._remakes[row]:
             for parent in model.parents[row]:
+                self._note_child(parent, 1)
                 changes.setdefault(parent, []).append((made, 1))
         self._add(value, 1)
         return 1 + self._propagate(changes)
@@ -102,10 +108,18 @@ class Search:
             self._add(value, 1)
         return count
 
+    def keeps(self, limit: float) -> bool:
+        """Whether nothing is remade from what has an error, and the sum of the squares of errors is within a limit."""
+        return not self.conflicts and self.error <= limit * (1 + 1e-9) + 1e-30  # sums are rounded
+
     def load(self, rows: Bytes) -> None:
         """Changes whatever differs from the given rows."""
         for value in np.flatnonzero(self.rows != rows).tolist():
             self.set(value, int(rows[value]))
+
+    def _note_child(self, parent: int, change: int) -> None:
+        self._remade_from[parent] += change
+        self.conflicts += change * self.model.has_error[self._row[parent]]
 
     def _add(self, value: int, sign: int) -> None:
         row, live = self._row[value], self.live
@@ -122,3 +136,5 @@ class Search:
             if decode:
                 for position in (*reads, *extra):
                     live[position] += sign * decode
+                for at, read in self.model.fetched[row]:
+                    live[at:read] += sign * decode

@@ -8,24 +8,27 @@ the profiler's record, and is left out of the step's own memory.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from backstash.backward import table
 from backstash.codecs import base
-from backstash.codecs.base import Codec, Encoded
+from backstash.codecs.base import Codec, Encoded, flat
 from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError
 from backstash.planning.events import note
 from backstash.planning.problem import Choice
+from backstash.planning.rounding import candidates, name_of, reason_of
 from backstash.policies import Action, Keep, Policy, Stash, get
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.calls import Group
+from backstash.stash.encode import misreads
 from backstash.stash.fused import has_form
 from backstash.stash.proving import equals, fetch_unguarded
 from backstash.stash.recipes import Recipe
@@ -109,6 +112,35 @@ class KeepForTiming(KeepForSurvey):
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """A choice with an error.
+
+    Attributes:
+        choice: what it takes; its error is yet to be measured.
+        noise: the length of the error of the value itself, over that of the value.
+    """
+
+    choice: Choice
+    noise: float
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """What it takes to move a value.
+
+    Attributes:
+        nbytes: bytes that are moved: of the smallest exact form that was found, or of the value as it is.
+        decode_nbytes: bytes on the device while it is read: what was moved, and what that is decoded into.
+        encode_seconds, decode_seconds: time to make that form of it and to decode it again, without the transfer.
+    """
+
+    nbytes: int
+    decode_nbytes: int
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
 @dataclass
 class Found:
     """What was found out about one value.
@@ -122,6 +154,8 @@ class Found:
         reason: why it cannot be remade, or what is repeated.
         section: number of the trial section in which it was remade, which tells the workspace.
         group: the call whose other tensors are remade with it, if it was saved inside of a function.
+        rounded: the choices with an error, the most exact first.
+        movable: what it takes to move it; None where that was not asked for.
     """
 
     facts: SavedTensor
@@ -132,6 +166,8 @@ class Found:
     reason: str = ""
     section: int = -1
     group: Group | None = None
+    rounded: list[Rounded] = field(default_factory=list)
+    movable: Movable | None = None
 
 
 class Births:
@@ -173,6 +209,8 @@ class Survey(Births):
     """Tries each value's choices as well.
 
     Args:
+        tries: words for the families of choices that are tried (see budget.py). Exact codecs, and to remake a value,
+            always are.
         watch: made before the record begins, so that its memory is not the step's. By default it is made now.
 
     Attributes:
@@ -180,7 +218,8 @@ class Survey(Births):
         keys: the keys of values by their ids.
     """
 
-    def __init__(self, watch: Stopwatch | None = None) -> None:
+    def __init__(self, tries: Collection[str] = (), watch: Stopwatch | None = None) -> None:
+        self.tries = frozenset(tries)
         self.found: dict[str, Found] = {}
         self.keys: dict[int, str] = {}
         self._alive: list[Value] = []  # so that ids stay their own
@@ -200,6 +239,10 @@ class Survey(Births):
         self.keys[id(value)] = value.key
         with no_torch_function(), torch.no_grad():
             self._try_codecs(value, facts, whole, found)
+            if "bounded" in self.tries:
+                self._try_rounding(value, facts, whole, found)
+            if "offload" in self.tries and facts.need is not Need.SHAPE:
+                found.movable = _movable(value, found)
             # Of a sign or an index a few bits are stored, and nothing begins from them.
             recipe = find_recipe() if facts.need is Need.VALUE else "backward reads few bits of it"
             if isinstance(recipe, Recipe):
@@ -215,12 +258,21 @@ class Survey(Births):
         readers = [saved.tensor for saved in value.saved() if saved.tensor is not None]
         for codec in action.codecs if isinstance(action, Stash) else ():
             if codec.accepts(TensorSpec.of(whole)) is None and codec.declines(whole) is None:
-                choice = self._try_codec(codec, whole, readers)
-                if choice is not None and choice.held_nbytes <= WORTHWHILE * found.nbytes:
-                    found.choices.append(choice)
+                tried = self._try_codec(codec, whole, readers)
+                if tried is not None and tried.choice.held_nbytes <= WORTHWHILE * found.nbytes:
+                    found.choices.append(tried.choice)
                     return  # a Stash takes the first codec that accepts
 
-    def _try_codec(self, codec: Codec, whole: Tensor, readers: list[SavedTensor]) -> Choice | None:
+    def _try_rounding(self, value: Value, facts: SavedTensor, whole: Tensor, found: Found) -> None:
+        members = [saved for saved in value.saved() if saved.tensor is not None]
+        readers = [saved.tensor for saved in members if saved.tensor is not None]
+        for codec in candidates(facts, readers):
+            refused = codec.accepts(TensorSpec.of(whole)) or misreads(codec, members) or codec.declines(whole)
+            tried = self._try_codec(codec, whole, readers) if refused is None else None
+            if tried is not None and tried.choice.held_nbytes < found.nbytes and math.isfinite(tried.noise):
+                found.rounded.append(tried)
+
+    def _try_codec(self, codec: Codec, whole: Tensor, readers: list[SavedTensor]) -> Rounded | None:
         with self._trial():
             try:
                 encoded = codec.encode(whole)
@@ -229,18 +281,21 @@ class Survey(Births):
             encode_seconds = self._watch.shortest(lambda: codec.encode(whole), whole)
             out = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
             decode_seconds = self._watch.shortest(lambda: codec.decode(encoded, out), whole)
+            noise = 0.0 if codec.bound is None else _noise(whole, out)
         forms = [table.FORMS.get(reader.op) for reader in readers]
         is_direct = all(form is not None and base.direct(codec, form) is not None for form in forms)
-        return Choice(
-            base.label(codec),
+        nbytes = whole.untyped_storage().nbytes()
+        choice = Choice(
+            base.label(codec) if codec.bound is None else name_of(codec),
             "encode",
             encoded.nbytes,
-            encode_nbytes=whole.untyped_storage().nbytes(),
-            decode_nbytes=0 if is_direct else whole.untyped_storage().nbytes(),
+            encode_nbytes=nbytes,
+            decode_nbytes=0 if is_direct else nbytes,
             encode_seconds=encode_seconds,
             decode_seconds=0.0 if is_direct else decode_seconds,
-            reason=f"{encoded.nbytes / max(1, whole.untyped_storage().nbytes()):.0%} of its bytes",
+            reason=reason_of(encoded.nbytes, nbytes, noise),
         )
+        return Rounded(choice, noise)
 
     def _try_recipe(self, recipe: Recipe, whole: Tensor, found: Found) -> None:
         found.parents = tuple(dict.fromkeys(recipe.leaves))
@@ -264,3 +319,20 @@ class Survey(Births):
             yield
         finally:
             note("tried")
+
+
+def _noise(whole: Tensor, rounded: Tensor) -> float:
+    """Returns the length of the error of a rounded tensor over that of the tensor, both of them dense."""
+    exact, off = flat(whole).float(), flat(rounded).float()
+    length = float(torch.linalg.vector_norm(exact))
+    return float(torch.linalg.vector_norm(off - exact)) / length if length else 0.0
+
+
+def _movable(value: Value, found: Found) -> Movable:
+    """Returns what it takes to move a value in the smallest exact form that was found."""
+    exact = found.choices[1] if len(found.choices) > 1 else None
+    if exact is not None:
+        decoded = exact.held_nbytes + exact.decode_nbytes
+        return Movable(exact.held_nbytes, decoded, exact.encode_seconds, exact.decode_seconds)
+    borrows = all(saved.builtin for saved in value.saved())  # others may write into it, and get a copy
+    return Movable(found.nbytes, found.nbytes if borrows else 2 * found.nbytes)

@@ -24,7 +24,8 @@ class Within:
         shapes: how many kinds of steps, by the shapes of their inputs, have a plan of their own.
         escalated: how many values were held in less than planned, because more than planned was held before them.
         retried: how many forward passes ran once more after an allocation had failed.
-        trouble: why there is no plan, or why the budget may not be kept; empty where all is well.
+        trouble: why there is no plan, or why the budget may not be kept, or why a plan does less than is allowed; empty
+            where all is well.
     """
 
     budget_nbytes: int = 0
@@ -49,6 +50,8 @@ class Within:
         if self.reached_nbytes:
             over = " (above the budget)" if self.reached_nbytes > self.budget_nbytes else ""
             parts.append(f"reached {amount(self.reached_nbytes)}{over}")
+        if self.plan.error:
+            parts.append(f"gradients predicted to be off by {self.plan.error:.2%} of their length")
         if self.seconds and self.plain_seconds:
             parts.append(f"step {self.seconds / self.plain_seconds:.2f} times plain's")
         if self.shapes > 1:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from functools import partial
 
 from backstash.policies import comet
-from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Rules, Slice, Stash, Wrapper
+from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash, Wrapper
 from backstash.policies.gist import Gist, gist, gist_lossless
 from backstash.policies.lossless import KeepAll, Lossless, lossless
 from backstash.policies.offload import Offload, offload
 from backstash.policies.published import Cdma, Layrub, Vdnn, VdnnDyn, cdma, layrub, vdnn
 from backstash.policies.quantized import Quantized, quantized
 from backstash.policies.registry import Description, describe, descriptions, get, names, register, require
+from backstash.policies.rules import Rules
 from backstash.policies.sliced import SlicedPeak, sliced
 
 __all__ = [

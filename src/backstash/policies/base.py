@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +26,6 @@ __all__ = [
     "Outcome",
     "Policy",
     "Recompute",
-    "Rules",
     "Slice",
     "Sources",
     "Stash",
@@ -69,6 +67,10 @@ class Policy(ABC):
         cycles: None, or whether keys tell several calls of a module in one step apart (Note: [calls apart] in
             capture/names.py): the number of forward and backward passes of a step, or 0 where it is not known and each
             ``with`` is a step. Paths then start from the module that is called outermost.
+        fetches: for a policy that knows when values are to come back from a store: by the key of a value, the keys of
+            those that are asked for when backward reads it first. None to learn the order in the first step.
+        stores: functions that open a store, by the store's name. A Session calls them, unless it is given a store of
+            that name.
 
     Example:
         >>> class KeepConvolutions(Policy):
@@ -83,6 +85,8 @@ class Policy(ABC):
     min_nbytes: int | None = 16 << 10
     ahead: int | None = None
     cycles: int | None = None
+    fetches: Mapping[str, tuple[str, ...]] | None = None
+    stores: Mapping[str, Callable[[], Any]] | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -191,6 +195,16 @@ class Wrapper(Policy):
         """As ``inner``."""
         return self.inner.cycles
 
+    @property
+    def fetches(self) -> Mapping[str, tuple[str, ...]] | None:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.fetches
+
+    @property
+    def stores(self) -> Mapping[str, Callable[[], Any]] | None:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.stores
+
     def decide(self, saved: SavedTensor) -> Action:
         """As ``inner``."""
         return self.inner.decide(saved)
@@ -279,6 +293,18 @@ class Adapted(Policy):
         cycles: int | None = self._own("cycles", Policy.cycles)
         return cycles
 
+    @property
+    def fetches(self) -> Mapping[str, tuple[str, ...]] | None:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        fetches: Mapping[str, tuple[str, ...]] | None = self._own("fetches", Policy.fetches)
+        return fetches
+
+    @property
+    def stores(self) -> Mapping[str, Callable[[], Any]] | None:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        stores: Mapping[str, Callable[[], Any]] | None = self._own("stores", Policy.stores)
+        return stores
+
     def decide(self, saved: SavedTensor) -> Action:
         """The object's."""
         action: Action = self.policy.decide(saved)
@@ -332,61 +358,3 @@ def adapt(policy: Any) -> Policy:
             f"that inherits from backstash.Policy, or one with these methods."
         )
     return policy if isinstance(policy, Policy) else Adapted(policy)
-
-
-@dataclass(frozen=True)
-class Rules(Wrapper):
-    """Actions by pattern. The first pattern that matches a tensor's key decides.
-
-    Args:
-        rules: (pattern, action) pairs. A pattern is matched against the whole ``SavedTensor.key`` as in a shell, with
-            regard to case (``"features.*/Relu*:result"``).
-        otherwise: the policy for every other tensor.
-
-    Raises:
-        TypeError: ``otherwise`` is not a policy.
-
-    Example:
-        >>> from backstash import policies
-        >>> rules = Rules((("classifier.*", Keep()),), otherwise=policies.get("lossless"))
-    """
-
-    rules: tuple[tuple[str, Action], ...]
-    otherwise: Policy
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "otherwise", adapt(self.otherwise))
-
-    @property
-    def inner(self) -> Policy:
-        """The policy ``otherwise``."""
-        return self.otherwise
-
-    @property
-    def is_fixed(self) -> bool:  # type: ignore[override]  # read-only here
-        """As ``otherwise``: patterns depend on the tensor's key alone."""
-        return self.otherwise.is_fixed
-
-    @property
-    def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
-        """Whether the action of a rule is Recompute, or ``otherwise`` recomputes."""
-        return any(isinstance(action, Recompute) for _, action in self.rules) or self.otherwise.recomputes
-
-    @property
-    def remakes_anything(self) -> bool:  # type: ignore[override]  # read-only here
-        """Whether the action of a rule is a Recompute of any producer, or ``otherwise`` has such actions."""
-        actions = (action for _, action in self.rules if isinstance(action, Recompute))
-        return any(action.any_producer for action in actions) or self.otherwise.remakes_anything
-
-    def decide(self, saved: SavedTensor) -> Action:
-        """Returns the action of the first pattern that matches, or else what ``otherwise`` decides."""
-        action = self._by_pattern(saved)
-        return self.otherwise.decide(saved) if action is None else action
-
-    def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
-        """Likewise; only the key of ``saved`` is matched."""
-        action = self._by_pattern(saved)
-        return self.otherwise.decide_together(saved, readers) if action is None else action
-
-    def _by_pattern(self, saved: SavedTensor) -> Action | None:
-        return next((action for pattern, action in self.rules if fnmatchcase(saved.key, pattern)), None)

@@ -100,13 +100,27 @@ class Quantized(Policy):
         """Returns two codecs: for a value, and for a value whose zeros and signs are read as well."""
         fine = max(self.bits, FINE_BITS)
         normalised = [reader.row for reader in values if reader.effect is Effect.NORMALISED]
-        group = math.gcd(GROUP, *(normalised or [reader.row for reader in values]))
-        is_aligned = group >= LEAST_GROUP
+        group = group_of(values)
+        is_aligned = group > 0
         is_fine = any(reader.effect is Effect.SENSITIVE for reader in values)
         bits = fine if is_fine or (normalised and not is_aligned) else self.bits
         # Signed gathers the elements that are not zero, and a group of these no longer lies within a row of the norm.
         among_zeros = fine if is_fine or normalised else self.bits
         return BlockQuant(bits, group if is_aligned else GROUP), Signed(BlockQuant(among_zeros))
+
+
+def group_of(values: Sequence[SavedTensor]) -> int:
+    """Returns how many neighbours may share a range, so that each group lies within one row of a norm that reads it.
+
+    Args:
+        values: those readers of a value that read it whole.
+
+    Returns:
+        0 if the rows cannot be divided into groups of 64 elements or more.
+    """
+    normalised = [reader.row for reader in values if reader.effect is Effect.NORMALISED]
+    group = math.gcd(GROUP, *(normalised or [reader.row for reader in values]))
+    return group if group >= LEAST_GROUP else 0
 
 
 def quantized(bits: int = 2) -> Quantized:

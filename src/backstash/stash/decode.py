@@ -148,7 +148,8 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
         encoded = planes(value, form)
         started = time.perf_counter()
         whole = view(encoded)
-        buffers.lend(owner, whole)
+        if form.tag is None or value.unread > 1:  # what has come from elsewhere is not held for longer than it is read
+            buffers.lend(owner, whole)
     else:
         assert form is not None
         # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).

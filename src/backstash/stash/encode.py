@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,7 @@ class Encoder:
         fresh = _unchanged(value)
         if not fresh:
             return
-        strongest = fresh[0] if len(fresh) == 1 else max(fresh, key=lambda saved: saved.need.value)
+        strongest = fresh[0] if len(fresh) == 1 else max(fresh, key=_strength)
         facts = strongest.tensor
         assert facts is not None and value.storage is not None
         if len(fresh) > 1:
@@ -74,7 +75,7 @@ class Encoder:
             if any(saved.spec.dtype is not facts.spec.dtype for saved in fresh if saved.spec):
                 self.keep(value, facts, "its storage is seen as different types")
                 return
-        whole = _whole(strongest, value.storage)
+        whole = whole_of(strongest, value.storage)
         if whole is None:
             self.keep(value, facts, "its storage is seen as different types")
             return
@@ -235,7 +236,7 @@ class Encoder:
                     f"{facts.spec}). Use a codec that preserves it, such as zvc, or Keep()."
                 )
             spec = TensorSpec.of(x)
-            refusal = codec.accepts(spec) or _misreads(codec, readers) or codec.declines(x)
+            refusal = codec.accepts(spec) or misreads(codec, readers) or codec.declines(x)
             if refusal is None:
                 try:
                     # Nobody else holds the memory, so it may become the plane: nothing is copied, nothing lives twice.
@@ -259,6 +260,14 @@ class Encoder:
         return form
 
 
+def _strength(saved: Saved) -> tuple[int, float]:
+    """Orders saved tensors by what is read of them, and equal ones by their nodes, the first node's on top.
+
+    So a value has the same key in each step, in whichever order its tensors were packed.
+    """
+    return saved.need.value, -math.inf if saved.node is None else -saved.node
+
+
 def _unchanged(value: Value) -> list[Saved]:
     """The saved tensors that view a value and were not changed since; notes the new version of those that were."""
     fresh = []
@@ -274,8 +283,11 @@ def _unchanged(value: Value) -> list[Saved]:
     return fresh
 
 
-def _whole(saved: Saved, storage: torch.UntypedStorage) -> Tensor | None:
-    """Everything in the storage of a saved tensor: the tensor itself where it fills it, else flat, [n]."""
+def whole_of(saved: Saved, storage: torch.UntypedStorage) -> Tensor | None:
+    """Returns everything in the storage of a saved tensor: the tensor itself if it fills the storage, else flat [n].
+
+    None if the storage is no whole number of its elements.
+    """
     dense, spec = saved.dense, saved.spec
     assert dense is not None and spec is not None
     itemsize, nbytes = spec.dtype.itemsize, storage.nbytes()
@@ -297,8 +309,8 @@ def without_error(action: Stash) -> Stash:
     return Stash(tuple(codec for codec in action.codecs if codec.bound is None), action.store)
 
 
-def _misreads(codec: Codec, readers: list[Saved]) -> str | None:
-    """Why a codec with an error does not do for everybody who reads the value; None where it does."""
+def misreads(codec: Codec, readers: list[Saved]) -> str | None:
+    """Returns why a codec with an error cannot serve every reader of a value, or None if it can."""
     if codec.bound is None:
         return None
     for reader in readers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from backstash.stash.buffers import Buffers
@@ -38,9 +39,11 @@ class Live:
         distrusted: keys of values whose recipes have failed after they had been proven, and these recipes as text.
     """
 
-    def __init__(self, ahead: int | None = None, overwrites: bool = True) -> None:
+    def __init__(
+        self, ahead: int | None = None, overwrites: bool = True, fetches: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
         self.buffers = Buffers()
-        self.prefetcher = Prefetcher(ahead)
+        self.prefetcher = Prefetcher(ahead, fetches)
         self.lock = threading.RLock()
         self.overwrites = overwrites
         self.stashed_nbytes = self.needed_nbytes = 0

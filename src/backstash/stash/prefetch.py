@@ -21,6 +21,8 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -51,10 +53,13 @@ class Prefetcher:
 
     Args:
         ahead: how many values may be under way, whatever their size; None: as many as fit into the window.
+        fetches: which values are asked for when a value is read first, by their keys, where that is planned. Nothing is
+            learned then, and nothing else is asked for.
     """
 
-    def __init__(self, ahead: int | None = None) -> None:
+    def __init__(self, ahead: int | None = None, fetches: Mapping[str, tuple[str, ...]] | None = None) -> None:
         self.ahead = ahead
+        self.fetches = fetches
         self._order: list[Tag] = []  # as the step before read them
         self._places: dict[Tag, list[int]] = {}  # where in that order
         self._milestones: dict[str, int] = {}  # how many had been read when a value on the device was, by key
@@ -66,6 +71,7 @@ class Prefetcher:
         self._read: list[Tag] = []
         self._passed: dict[str, int] = {}
         self._next = 0  # in the order
+        self._reached: set[str] = set()  # keys that were read, where it is planned what is fetched then
         self._under_way: dict[Tag, int] = {}  # bytes
         self._there: dict[Tag, int] = {}  # bytes of those that have come and will be read again, and of that being read
         self._largest = 0
@@ -86,6 +92,7 @@ class Prefetcher:
 
     def begin_backward(self) -> None:
         """Backward begins: what was read before, to prove that values can be made again, is of no order."""
+        self._reached.clear()
         self._read, self._passed, self._next = [], {}, 0
 
     def put(self, moved: Moved, key: str) -> None:
@@ -94,6 +101,18 @@ class Prefetcher:
         self._counts[key] += 1
         self._moved[moved.tag] = weakref.ref(moved)
         self._largest = max(self._largest, moved.ticket.nbytes)
+
+    def reach(self, key: str) -> None:
+        """Backward reads a value: ask for what is planned to be fetched now."""
+        if self.fetches is None or key in self._reached:
+            return
+        self._reached.add(key)
+        for wanted in self.fetches.get(key, ()):
+            for number in range(self._counts.get(wanted, 0)):
+                moved = self._alive((wanted, number))
+                if moved is not None:
+                    with suppress(torch.OutOfMemoryError):  # then it is fetched when it is read, and more is free
+                        moved.store.prefetch(moved.ticket)
 
     def passed(self, key: str, room: int) -> None:
         """Backward reads a value that is on the device. Takes ``room`` as :meth:`advance`."""
@@ -107,6 +126,9 @@ class Prefetcher:
         The next ones are asked for before it is waited for, but for a value that nobody has asked for yet: it must not
         queue behind them. Takes ``room`` as :meth:`advance`.
         """
+        if self.fetches is not None:
+            started = time.perf_counter()
+            return moved.store.get(moved.ticket), time.perf_counter() - started
         tag = moved.tag
         if tag is None or self._alive(tag) is not moved:  # of an older step
             tag = None
@@ -142,6 +164,8 @@ class Prefetcher:
         Returns:
             Whether ``reading`` will be read again soon.
         """
+        if self.fetches is not None:
+            return False
         for known in (self._under_way, self._there):
             for tag in [tag for tag in known if self._alive(tag) is None]:
                 del known[tag]

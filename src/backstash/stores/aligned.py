@@ -31,10 +31,20 @@ def round_up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
+def _counted(nbytes: int) -> Tensor:
+    """As :func:`aligned_memory`, in memory that torch has allocated. It has a storage of its own, from byte 0 on."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu").numpy()
+    start = -memory.ctypes.data % PAGE
+    return torch.frombuffer(memory[start : start + nbytes], dtype=torch.uint8)
+
+
 class MemoryPool:
     """Aligned memory to read into, which is used again when nobody holds it.
 
-    Page faults of fresh memory would cost a third of the speed of reading.
+    Page faults of fresh memory would cost a third of the speed of reading. The memory is torch's, so that it counts
+    among what a step has allocated.
 
     Args:
         limit: how many bytes of the memory used last are kept.
@@ -51,7 +61,7 @@ class MemoryPool:
             if fits and storage_use_count(storage._cdata) == 2:  # those of ``memory`` and of ``storage``
                 self._kept.append(self._kept.pop(i))
                 return memory[:nbytes]
-        memory = aligned_memory(nbytes)
+        memory = _counted(nbytes)
         self._kept.append((memory, memory.untyped_storage()))
         while sum(memory.numel() for memory, _ in self._kept) > self._limit:
             del self._kept[0]

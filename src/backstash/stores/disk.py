@@ -39,7 +39,7 @@ class DiskStore:
         directory: the folder of the file. It is created if it is missing.
         capacity: the most bytes that the file may hold, in whole pages; None for all that the disk has.
         in_flight: bytes of memory for blocks that are not written yet, and as many for values that were prefetched.
-            As many bytes of memory that was read into are kept, and used again.
+        reuse: bytes of memory that was read into that are kept, and used again; None for as many as ``in_flight``.
 
     Raises:
         StoreError: no file can be created in ``directory``.
@@ -56,7 +56,12 @@ class DiskStore:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], capacity: int | None = None, *, in_flight: int = 64 << 20
+        self,
+        directory: str | os.PathLike[str],
+        capacity: int | None = None,
+        *,
+        in_flight: int = 64 << 20,
+        reuse: int | None = None,
     ) -> None:
         if in_flight < 2 * BLOCK:
             raise ValueError(f"DiskStore was asked for in_flight={in_flight}, but it takes {2 * BLOCK} bytes or more.")
@@ -71,7 +76,7 @@ class DiskStore:
         self._staging: LifoQueue[Tensor] = LifoQueue()  # last in, first out: the memory used last is in the caches
         for _ in range(in_flight // BLOCK):
             self._staging.put(aligned_memory(BLOCK))
-        self._memory = MemoryPool(in_flight)
+        self._memory = MemoryPool(in_flight if reuse is None else reuse)
         self._writers = ThreadPoolExecutor(_THREADS, "backstash-write")
         self._readers = ThreadPoolExecutor(_THREADS, "backstash-read")
         self._failure: OSError | None = None

@@ -1,0 +1,171 @@
+"""Plans that move values to a disk: the same bits, the budget, times that are measured, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backstash as bs
+from backstash.errors import PlanError
+from backstash.planning import link
+from backstash.planning.link import Link, Speed
+from backstash.planning.plan import Planner
+from backstash.planning.problem import StepProfile
+from backstash.planning.profiling import profile
+
+FAST = Link("disk", "", Speed(0.0, 1e-10, 0.0), Speed(1e-4, 1e-10, 1.0), Speed(1e-4, 1e-10, 1.0))
+
+
+def network(extra: nn.Module | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)]
+    last = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks, *([extra] if extra else []), *last)
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A disk whose speed is not measured, in a folder of its own."""
+
+    def measured(device: str, offload_to: object = None) -> Link:
+        return Link(FAST.store, str(tmp_path), FAST.hand_over, FAST.out, FAST.back)
+
+    monkeypatch.setattr("backstash.planning.profiling.measured", measured)
+    return tmp_path
+
+
+def step(model: nn.Module, x: Tensor, session: bs.Session | None = None) -> list[Tensor]:
+    """The gradients of one step."""
+    model.zero_grad(set_to_none=True)
+    if session is None:
+        loss = model(x).square().sum()
+    else:
+        with session:
+            loss = model(x).square().sum()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("allow", [("offload",), ("offload", "lossless", "recompute")])
+def test_what_was_moved_comes_back_with_the_same_bits_within_the_budget(fast: Path, allow: tuple[str, ...]) -> None:
+    model, x = network(), torch.randn(4, 3, 96, 96)
+    plain = step(model, x)
+    found = profile(lambda: model(x).square().sum().backward(), model, allow=allow)
+    low = Planner(StepProfile.from_json(found.to_json()), allow).solutions[0].peak_nbytes
+    plan = bs.plan(found, low + (found.plain_peak_nbytes - low) // 5, allow=allow)
+    assert (plan.store, plan.directory, plan.error) == ("disk", str(fast), 0.0)
+    assert any(decision.kind == "offload" for decision in plan.decisions) and plan.fetches
+    session = bs.Session(bs.Plan.from_json(plan.to_json()), model=model)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(step(model, x, session), plain, strict=True))
+
+    def again() -> None:
+        with session:
+            loss = model(x).square().sum()
+        loss.backward()
+
+    assert bs.measure(again).peak_nbytes <= plan.budget
+    assert session.stores["disk"].usage().count == 0 and not list(fast.iterdir())
+
+
+class Breaks(nn.Module):
+    """Raises in its forward pass, or in backward, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            raise RuntimeError("broken")
+        if self.when == "backward":
+            x.register_hook(self._break)
+        return x
+
+    def _break(self, gradient: Tensor) -> None:
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_nothing_is_left_behind_by_a_step_that_breaks(fast: Path, when: str) -> None:
+    extra = Breaks()
+    model, x = network(extra), torch.randn(4, 3, 96, 96)
+    found = profile(lambda: model(x).square().sum().backward(), model, allow="offload")
+    planner = Planner(StepProfile.from_json(found.to_json()), "offload")
+    plan = planner.plan(planner.solutions[0].peak_nbytes)
+    del found, planner
+    gc.collect()
+    files, threads = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0, threading.active_count()
+    session = bs.Session(plan, model=model)
+    plain = step(model, x)
+    extra.when = when
+    with pytest.raises(RuntimeError, match="broken"):
+        step(model, x, session)
+    extra.when = ""
+    gc.collect()
+    assert session.stores["disk"].usage().count == 0
+    assert all(torch.equal(a, b) for a, b in zip(step(model, x, session), plain, strict=True))
+    del session
+    gc.collect()
+    assert not list(fast.iterdir())
+    if files:
+        assert len(os.listdir("/proc/self/fd")) <= files
+    for thread in threading.enumerate():
+        if thread.name.startswith("backstash-"):
+            thread.join(10)
+    assert threading.active_count() <= threads
+
+
+def test_the_disk_of_a_plan_may_be_given(fast: Path, tmp_path: Path) -> None:
+    model, x = network(), torch.randn(4, 3, 96, 96)
+    found = profile(lambda: model(x).square().sum().backward(), model, allow="offload")
+    planner = Planner(StepProfile.from_json(found.to_json()), "offload")
+    plan = planner.plan(planner.solutions[0].peak_nbytes)
+    with bs.stores.DiskStore(tmp_path / "mine") as store:
+        session = bs.Session(plan, model=model, stores={"disk": store})
+        assert session.stores["disk"] is store
+        step(model, x, session)
+        assert store.usage().peak_nbytes > 0
+
+
+def test_the_speed_of_a_disk_is_measured_once(tmp_path: Path) -> None:
+    found = link.measured("cpu", tmp_path)
+    assert found is link.measured("cpu", tmp_path)
+    assert (found.store, found.directory) == ("disk", str(tmp_path)) and not list(tmp_path.iterdir())
+    assert found.seconds_out(32 << 20, 0.0) > found.seconds_out(1 << 20, 0.0) > 0
+    assert found.seconds_back(32 << 20, 0.0) > 0
+
+
+def test_what_is_hidden_beside_computations_costs_nothing() -> None:
+    half = Speed(0.0, 1e-9, 0.5)
+    assert half.exposed(1000, 0.0) == pytest.approx(1e-6)
+    assert half.exposed(1000, 1.0) == pytest.approx(0.5e-6)
+    assert half.exposed(1000, 0.4e-6) == pytest.approx(0.8e-6)
+    assert FAST.seconds_out(link.STAGING, 1.0) == pytest.approx(link.STAGING * 1e-10)
+    more = link.STAGING + (1 << 20)  # what finds no room beside the step is waited for
+    assert FAST.seconds_out(more, 1.0) == pytest.approx(more * 1e-10 + (1 << 20) * 1e-10)
+
+
+def test_memory_is_no_place_to_move_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(link, "_file_system", lambda path: "tmpfs")
+    monkeypatch.delenv("BACKSTASH_OFFLOAD_TO", raising=False)
+    for offload_to in (None, tmp_path):
+        with pytest.raises(
+            PlanError, match=r"values are moved to a disk, but .* is in memory \(tmpfs\).* Name a folder"
+        ):
+            link.folder(offload_to)
+    with pytest.raises(PlanError, match="offloading was asked for"):
+        bs.profile(lambda: None, allow="offload")
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(PlanError, match="is no folder that can be written to"):
+        link.folder(file)
