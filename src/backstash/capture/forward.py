@@ -341,6 +341,7 @@ for _function in (
     Forward.assign_data,
     Forward.before_backward,
     Forward.made,
+    Forward.took,
     Forward.pack,
 ):
     hide_from_dynamo(_function, and_all_below=True)
