@@ -297,13 +297,13 @@ torch.manual_seed(0)
 layers = [nn.Sequential(nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)]
 model = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1))
 session = Budgeted("90%", min_nbytes=1024)
-x = torch.randn(64, 8)
+x, large = torch.randn(64, 8), torch.randn(1 << 20, 8)
 for number in range(6):
     session.step(model, x).square().mean().backward()
 used = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSize"))) << 10
 resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
 try:
-    session.step(model, torch.randn(1 << 20, 8)).square().mean().backward()
+    session.step(model, large).square().mean().backward()
 except RuntimeError as error:
     print(type(error).__name__, "can't allocate memory" in str(error), error.__notes__)
 """
