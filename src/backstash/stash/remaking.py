@@ -6,7 +6,7 @@ Note: [proven recipes]
     with fused kernels, or else call by call. A recipe that begins from bounded values has to come as near as their
     bounds allow. Where what it begins from is itself made again, calls were proven one by one, and fused kernels are
     tried when backward has made it for the first time. The proof is repeated now and then, on the numbers of another
-    step.
+    step; but not under a plan, whose budget has no room for it. There samples alone watch the bits of later steps.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Remaking:
         if action.any_producer and any(leaf.recipe is not None for leaf in begins_from):
             way, first_use = self._way_untried(place, recipe, whole, bounded)
         else:
-            way = self._way(place, recipe, whole, bounded)
+            way = self._way(place, recipe, whole, bounded, repeats=not action.any_producer)
         if not way:
             return f"{recipe} does not repeat itself {'within its bounds' if bounded else 'bit for bit'}"
         for leaf in begins_from:
@@ -166,26 +166,20 @@ class Remaking:
         likeness = recipe.likeness()
         facts = (likeness, spec, None, numeric_settings(device))
         known = place.proof
-        again = known is not None and known[0] == facts
-        if again:
-            assert known is not None
-            place.uses += 1
-            if known[1] != "fused" or place.uses % REPEAT:
-                return known[1], None
+        if known is not None and known[0] == facts:
+            return known[1], None
 
         def compare(made: Tensor) -> None:
             def prove() -> str:
                 return "fused" if proving.equals(recipe.run(fetch), made) else "plain"
 
             question = (place.facts.key, repr(likeness), spec, None)
-            way = proofs.ask("recipe", question, prove, device_type=device, again=again, counts=self._step.counts)
-            if not again:
-                place.uses = zlib.crc32(place.facts.key.encode()) % REPEAT
+            way = proofs.ask("recipe", question, prove, device_type=device, counts=self._step.counts)
             place.proof = facts, way
 
         return "plain", compare
 
-    def _way(self, place: Place, recipe: Recipe, whole: Tensor, bounded: bool) -> str:
+    def _way(self, place: Place, recipe: Recipe, whole: Tensor, bounded: bool, repeats: bool) -> str:
         """How the recipe makes the value: "fused", "plain", "within", or "" where it does not."""
         likeness = recipe.likeness()
         device = whole.device.type
@@ -193,12 +187,15 @@ class Remaking:
         known = place.proof
         if known is not None and known[0] == facts:
             place.uses += 1
-            if not known[1] or place.uses % REPEAT:
+            if not known[1] or not repeats or place.uses % REPEAT:
                 return known[1]
 
         def prove() -> str:
+            unheld = [leaf for leaf in recipe.leaves if leaf.remade is None]
             way = proving.prove_within(recipe.using_statistics(), whole) if bounded else proving.prove(recipe, whole)
-            self._live.buffers.clear()  # nothing is held of what the recipe begins from
+            for leaf in unheld:  # nothing is held of what the recipe begins from
+                leaf.hold(None)
+            self._live.buffers.clear()
             return way
 
         again = known is not None and known[0] == facts
