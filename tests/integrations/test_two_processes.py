@@ -27,6 +27,8 @@ from backstash.testing.bits import equal_bits
 
 pytestmark = pytest.mark.slow
 STEPS = 3
+BUDGETED_STEPS = 10
+"""A budget is kept from the fifth backward pass on."""
 Outcome = tuple[list[Tensor], Report | None]
 
 
@@ -59,10 +61,10 @@ def sharded(model: nn.Sequential) -> nn.Module:
 # -- a plain loop ------------------------------------------------------------------------------------------------------
 
 
-def loop(model: nn.Module) -> list[Tensor]:
+def loop(model: nn.Module, steps: int = STEPS) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         loss = loss_of(model(batch(step, dist.get_rank())))
         loss.backward()
         losses.append(loss.detach())
@@ -92,6 +94,21 @@ def plain_loops() -> dict[str, str]:
         for name, parallel in (("DDP", DistributedDataParallel), ("FSDP2", sharded))
         for before in (True, False)
     }
+
+
+def within_budgets() -> dict[str, str]:
+    """Each process profiles its own steps and has its own plan; neither waits for the other to do so."""
+    wrong = {}
+    for name, parallel in (("DDP", DistributedDataParallel), ("FSDP2", sharded)):
+        expected = loop(parallel(network()), BUDGETED_STEPS)  # type: ignore[arg-type]
+        model = bs.wrap(parallel(network()), budget="95%", min_nbytes=0)  # type: ignore[arg-type]
+        found = loop(model, BUDGETED_STEPS)
+        within = bs.integrations.loop.session_of(model).found
+        bs.unwrap(model)
+        same = all(equal_bits(*pair) for pair in zip(expected, found, strict=True))
+        planned = within.plan is not None and within.reached_nbytes > 0
+        wrong[name] = "" if same and planned else f"bits {'equal' if same else 'differ'}; {within}"
+    return wrong
 
 
 # -- frameworks --------------------------------------------------------------------------------------------------------
@@ -300,6 +317,7 @@ def with_huggingface() -> dict[str, str]:
 
 PROGRAMS = {
     "wrap": plain_loops,
+    "budget": within_budgets,
     "accelerate": with_accelerate,
     "lightning": with_lightning,
     "lightning.fabric": with_fabric,
@@ -309,7 +327,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("framework", PROGRAMS)
 def test_two_processes_give_the_same_bits(framework: str, tmp_path: Path) -> None:
-    if framework != "wrap":
+    if framework not in ("wrap", "budget"):
         pytest.importorskip(framework)
     for rank, found in enumerate(run_together(tmp_path, PROGRAMS[framework])):
         assert not any(found.values()), f"rank {rank}: {found}"
