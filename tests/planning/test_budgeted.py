@@ -24,10 +24,6 @@ from backstash.planning.budgeted import Budgeted
 from backstash.planning.plan import Plan
 from backstash.report.meter import CountedPeak
 
-SLACK = 32 << 10
-"""Which plan is made depends on measured times, and in a model this small transients of some KiB count. A plan that
-passes its budget is followed by one that leaves more room, for which these trainings are too short."""
-
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -86,7 +82,7 @@ def test_a_session_around_each_forward_pass_keeps_the_budget() -> None:
     found = session.found
     assert found.plan is not None and found.plan.unknown == () and not found.plan.is_empty
     assert {decision.key.split("/")[0] for decision in found.plan.decisions} >= {"1", "2", "4"}
-    assert 0 < found.reached_nbytes <= found.budget_nbytes + SLACK and found.budget_nbytes < found.plain_nbytes
+    assert 0 < found.reached_nbytes <= found.budget_nbytes < found.plain_nbytes
     session.close()
     assert_nothing_is_left()
     report = session.report()
@@ -117,14 +113,14 @@ def test_the_first_step_of_a_larger_shape_keeps_the_budget_and_is_never_run_plai
     assert first <= 1.05 * budget
     for _ in range(8):
         assert peak_of(session, model, 18) < plain
-    assert session.found.reached_nbytes <= budget + SLACK
+    assert session.found.reached_nbytes <= budget
     assert session.buckets.of(signature_of([torch.randn(8, 3, 18, 18)])).planner is None
 
 
 def test_accumulated_gradients_count() -> None:
     session = Budgeted("70%", min_nbytes=1024)
     assert_same([16] * 18, session, accumulate=3)
-    assert 0 < session.found.reached_nbytes <= session.found.budget_nbytes + SLACK
+    assert 0 < session.found.reached_nbytes <= session.found.budget_nbytes
 
 
 class Branching(nn.Module):

@@ -7,8 +7,9 @@ Note: [encode when orphaned]
     an op writes after saving are complete, and no pointer is ever looked up after its memory is gone.
 
     The count is looked at before a torch function runs: as many functions after the save as the program has held the
-    storage at the same place of an earlier step, and then whenever the value has become a quarter older. So a value
-    that is let go of as usual takes one look, and a program that keeps thousands of tensors pays for a few looks each.
+    storage at the same place of earlier steps. How many these are is found by bisection, one look a step: a value is
+    never decided on later than in the step before, and after some steps at once when it is let go of. Where nothing is
+    known yet, or the program holds it for longer than it did, it is looked at whenever it has become a quarter older.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ class Pending:
             if value is None or value.storage is None:  # its graph is gone, or it was decided on
                 continue
             if not self.decide_if_orphaned(value):
-                self._look_again(self.clock + max(1, (self.clock - value.born) // 4), look)
+                age = self.clock - value.born
+                later = age + max(1, age // 4)
+                if value.place is not None:
+                    later = value.place.still_held(age) or later
+                self._look_again(value.born + later, look)
 
     def look_at_all(self) -> None:
         """Decide about every pending value that nobody else holds."""
@@ -78,9 +83,7 @@ class Pending:
             return False
         del self._values[value.cdata]  # so it is decided about once
         if value.place is not None:
-            age = self.clock - value.born
-            # Perhaps it was let go of earlier than it was looked at: a little earlier next time.
-            value.place.delay = max(1, age - age // 8)
+            value.place.let_go(self.clock - value.born)
         if torch.is_grad_enabled():
             set_grad_mode(False)
             try:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from backstash.stash.roots import Root
 
 
+SETTLED = 16
+"""After how many such times it is found out anew whether the program lets go earlier, which no look can tell."""
+
+
 class Place:
     """What is known of the tensor that one node of the model saves under one role.
 
@@ -31,7 +35,10 @@ class Place:
             value.
         tolerance: how far elements that the recipe made within bounds could be off, with the policy's revision.
         uses: how often that proof was used.
-        delay: how many torch functions the program held the storage for, when this was found out last.
+        delay: how many torch functions after the save the storage is looked at first.
+        held, gone: the most functions after which it was seen to be held, and those after which it was seen to be let
+            go of, in the latest steps; 0 where that is not known.
+        settled: how many times it was let go of after exactly as many functions as were expected.
         root: whether its value is the root of others (Note: [exact roots] in roots.py); None where that is not known.
         made_seconds: how long the function took that made the value, if it can be repeated; 0.0 where that is unknown.
     """
@@ -43,10 +50,13 @@ class Place:
         "declined",
         "delay",
         "facts",
+        "gone",
+        "held",
         "made_seconds",
         "proof",
         "releases",
         "root",
+        "settled",
         "spared",
         "tolerance",
         "uses",
@@ -63,4 +73,22 @@ class Place:
         self.root: Root | None = None
         self.spared = self.uses = 0
         self.delay = 1
+        self.held = self.gone = self.settled = 0
         self.made_seconds = 0.0
+
+    def still_held(self, age: int) -> int:
+        """Notes that the program holds the storage so many functions after the save.
+
+        Returns:
+            The age at which it was let go of before, to be looked at next; 0 if that is not known, or was before.
+        """
+        self.held = max(self.held, age)
+        return self.gone if self.gone > age else 0
+
+    def let_go(self, age: int) -> None:
+        """Notes that the program has let go of the storage when it was looked at, so many functions after the save."""
+        self.settled = self.settled + 1 if age == self.gone == self.held + 1 else 0
+        if age <= self.held or self.settled == SETTLED:  # it was held for longer in an earlier step, or perhaps was
+            self.held = self.settled = 0
+        self.gone = age
+        self.delay = max(1, self.held + (age - self.held + 1) // 2)

@@ -1,0 +1,100 @@
+"""When a saved storage is looked at: at once when the program lets go of it, after some steps."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import backstash as bs
+from backstash.policies import Keep, Policy
+from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash.accounts import Account
+from backstash.stash.live import Live
+from backstash.stash.pending import Pending
+from backstash.stash.place import SETTLED, Place
+from backstash.stash.value import Saved, Value
+
+STEPS = 12
+
+
+def place() -> Place:
+    spec = TensorSpec.of(torch.zeros(2))
+    return Place(SavedTensor("relu/Relu#0:result", "Relu", "result", "relu", spec, Need.VALUE))
+
+
+def decided_after(known: Place, held: int) -> tuple[int, int]:
+    """How many functions after the save the value is decided on that the program holds for so many, and the looks."""
+    ages: list[int] = []
+    pending = Pending(lambda value: ages.append(pending.clock - value.born))
+    live = Live()
+    x: torch.Tensor | None = torch.zeros(64)
+    assert x is not None
+    saved = Saved(x, live)
+    value = Value(x.untyped_storage(), Account(None, 256, "kept"), live, known)  # type: ignore[arg-type]
+
+    value.members.append(weakref.ref(saved))
+    saved.value = value
+    pending.add(value)
+    looks = 0
+    for _ in range(1000):
+        pending.clock += 1
+        if pending.clock - value.born >= held:
+            x = None
+        due = pending.due.pop(pending.clock, None)
+        if due is not None:
+            looks += 1
+            pending.look_at(due)
+        if ages:
+            return ages[0], looks
+    raise AssertionError("the value was never decided on")
+
+
+@pytest.mark.parametrize("held", [1, 2, 3, 7, 20, 63, 200])
+def test_a_value_is_decided_on_at_once_after_some_steps_and_never_later_than_before(held: int) -> None:
+    known = place()
+    found = [decided_after(known, held) for _ in range(STEPS)]
+    ages = [age for age, _ in found]
+    assert ages == sorted(ages, reverse=True)
+    assert found[-1] == (held, 1)  # with a single look
+    assert all(looks <= 2 for _, looks in found[1:])
+
+
+def test_a_program_that_changes_is_followed() -> None:
+    known = place()
+    for held in (40, 90, 10, 41):
+        ages = [decided_after(known, held)[0] for _ in range(SETTLED + STEPS)]
+        assert ages[-1] == held
+        assert ages == sorted(ages, reverse=True)
+
+
+def test_the_stash_of_a_step_is_the_same_in_every_later_step() -> None:
+    """A value that is decided on late takes its place in the peak, so a plan's peak would differ from step to step."""
+
+    class Peaks(Policy):
+        def decide(self, saved: SavedTensor) -> Keep:
+            self.decided.append(saved.key)
+            return Keep()
+
+        def __init__(self) -> None:
+            self.decided: list[str] = []
+
+    policy = Peaks()
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(32, 32), *blocks)
+    session = bs.Session(policy, model=model, min_nbytes=0)
+    orders = []
+    for _ in range(STEPS):
+        policy.decided.clear()
+        with session:
+            first = model[0](torch.ones(64, 32))
+            x = first
+            for block in blocks:
+                x = block(x)
+            loss = (x + first).square().mean()
+            del first, x
+        loss.backward()
+        orders.append(list(policy.decided))
+    assert orders[-1] == orders[-2] == orders[-3]
