@@ -25,16 +25,17 @@ class DoubleConvolution(nn.Module):
 
 
 class UNet(nn.Module):
-    """Maps images [N, 3, H, W] to logits [N, classes, H, W]; H and W are multiples of 16.
+    """Maps images [N, 3, H, W] to logits [N, classes, H, W]; H and W are multiples of ``2 ** (levels - 1)``.
 
     Args:
         classes: logits of each pixel.
-        width: channels of the finest level; each of the four coarser levels has twice as many.
+        width: channels of the finest level; each coarser level has twice as many as the one before.
+        levels: how many levels there are.
     """
 
-    def __init__(self, classes: int = 4, width: int = 32) -> None:
+    def __init__(self, classes: int = 4, width: int = 32, levels: int = 5) -> None:
         super().__init__()
-        widths = [width << level for level in range(5)]
+        widths = [width << level for level in range(levels)]
         self.down = nn.ModuleList([DoubleConvolution(a, b) for a, b in zip([3, *widths], widths, strict=False)])
         pairs = list(pairwise(reversed(widths)))
         self.widen = nn.ModuleList([nn.ConvTranspose2d(a, b, 2, 2) for a, b in pairs])

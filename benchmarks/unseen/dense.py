@@ -3,50 +3,18 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.networks.unet import DoubleConvolution, UNet
 from benchmarks.unseen.program import Program, supervised
-
-
-def twice(a: int, b: int) -> nn.Sequential:
-    """Two convolutions with batch norm and a relu in place."""
-    first = nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True)
-    return nn.Sequential(*first, nn.Conv2d(b, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
-
-
-class UNet(nn.Module):
-    """Down with pooling, up with transposed convolutions, with what was on the way down beside it.
-
-    Args:
-        widths: channels of each level, the finest first.
-    """
-
-    def __init__(self, widths: tuple[int, ...], inputs: int = 3, outputs: int = 4) -> None:
-        super().__init__()
-        pairs = list(pairwise(widths))
-        self.down = nn.ModuleList([twice(a, b) for a, b in zip((inputs, *widths), widths, strict=False)])
-        self.widen = nn.ModuleList([nn.ConvTranspose2d(b, a, 2, 2) for a, b in reversed(pairs)])
-        self.up = nn.ModuleList([twice(2 * a, a) for a, _ in reversed(pairs)])
-        self.head = nn.Conv2d(widths[0], outputs, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for number, block in enumerate(self.down):
-            x = block(F.max_pool2d(x, 2) if number else x)
-            skips.append(x)
-        for widen, block, skip in zip(self.widen, self.up, reversed(skips[:-1]), strict=True):
-            x = block(torch.cat([skip, widen(x)], dim=1))
-        logits: Tensor = self.head(x)
-        return logits
 
 
 def unet() -> Program:
     """U-Net in two dimensions with a cross entropy for each pixel."""
-    model = UNet((16, 32, 64))
+    model = UNet(width=16, levels=3)
     images, labels = torch.randn(2, 3, 128, 128), torch.randint(4, (2, 128, 128))
     return supervised(model, lambda: F.cross_entropy(model(images), labels))
 
@@ -102,7 +70,7 @@ class DeepLab(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.Hardswish(inplace=True))
-        self.body = nn.Sequential(twice(32, 48), nn.MaxPool2d(3, 2, 1), twice(48, 64))
+        self.body = nn.Sequential(DoubleConvolution(32, 48), nn.MaxPool2d(3, 2, 1), DoubleConvolution(48, 64))
         self.rates = nn.ModuleList([nn.Conv2d(64, 32, 3, padding=rate, dilation=rate) for rate in (1, 6, 12)])
         self.mean, self.join = nn.Conv2d(64, 32, 1), nn.Conv2d(128, 64, 1)
         self.head = nn.Sequential(nn.BatchNorm2d(64), nn.ELU(), nn.Dropout2d(0.1), nn.Conv2d(64, 6, 1))

@@ -79,7 +79,7 @@ def bottlenecks() -> tuple[nn.Module, Forward]:
 
 
 @pytest.mark.parametrize("share", [0.75, pytest.param(0.65, marks=pytest.mark.slow)])
-def test_a_budget_below_what_torch_reaches_is_kept_with_the_same_bits(share: float) -> None:
+def test_a_budget_below_what_torch_reaches_is_met_within_four_percent_with_the_same_bits(share: float) -> None:
     model, forward = bottlenecks()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     expected, peak = plain(model, forward, fullgraph=True)

@@ -380,6 +380,7 @@ def test_a_budget_recomputes_and_rounds_only_as_far_as_it_must() -> None:
     estimated = [int(re.findall(r"a peak of (\d+)", note)[0]) for note in report.notes]
     found, report = step(policies.quantized(4), 1000)
     assert report.stash_nbytes < whole.stash_nbytes / 2
+    assert differences(model, plain, found) == []  # what is computed again lowers the peak as far as rounding does
     assert "No way was found to stay below the budget" in report.notes[0]
     found, report = step("lossless", 1000)
     assert differences(model, plain, found) == []

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+from torch import Tensor, nn
+
+import backstash as bs
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
 
 
@@ -52,3 +55,15 @@ def drawn_profile(seed: int, most_values: int = 6) -> StepProfile:
         for position in range(value.born, value.reads[-1] + 1):
             live[position] += value.nbytes
     return StepProfile(profile.positions, profile.base_nbytes, profile.values, max(live))
+
+
+def gradients_of(model: nn.Module, x: Tensor, session: bs.Session | None = None) -> list[Tensor]:
+    """The gradients of one real step."""
+    model.zero_grad(set_to_none=True)
+    if session is None:
+        loss = model(x).square().sum()
+    else:
+        with session:
+            loss = model(x).square().sum()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from step_problems import gradients_of
 from torch import Tensor, nn
 
 import backstash as bs
@@ -40,22 +41,10 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def step(model: nn.Module, x: Tensor, session: bs.Session | None = None) -> list[Tensor]:
-    """The gradients of one step."""
-    model.zero_grad(set_to_none=True)
-    if session is None:
-        loss = model(x).square().sum()
-    else:
-        with session:
-            loss = model(x).square().sum()
-    loss.backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
 @pytest.mark.parametrize("allow", [("offload",), ("offload", "lossless", "recompute")])
 def test_what_was_moved_comes_back_with_the_same_bits_within_the_budget(fast: Path, allow: tuple[str, ...]) -> None:
     model, x = network(), torch.randn(4, 3, 96, 96)
-    plain = step(model, x)
+    plain = gradients_of(model, x)
     found = profile(lambda: model(x).square().sum().backward(), model, allow=allow)
     low = Planner(StepProfile.from_json(found.to_json()), allow).solutions[0].peak_nbytes
     plan = bs.plan(found, low + (found.plain_peak_nbytes - low) // 5, allow=allow)
@@ -63,7 +52,7 @@ def test_what_was_moved_comes_back_with_the_same_bits_within_the_budget(fast: Pa
     assert any(decision.kind == "offload" for decision in plan.decisions) and plan.fetches
     session = bs.Session(bs.Plan.from_json(plan.to_json()), model=model)
     for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(step(model, x, session), plain, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(gradients_of(model, x, session), plain, strict=True))
 
     def again() -> None:
         with session:
@@ -103,14 +92,14 @@ def test_nothing_is_left_behind_by_a_step_that_breaks(fast: Path, when: str) -> 
     gc.collect()
     files, threads = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0, threading.active_count()
     session = bs.Session(plan, model=model)
-    plain = step(model, x)
+    plain = gradients_of(model, x)
     extra.when = when
     with pytest.raises(RuntimeError, match="broken"):
-        step(model, x, session)
+        gradients_of(model, x, session)
     extra.when = ""
     gc.collect()
     assert session.stores["disk"].usage().count == 0
-    assert all(torch.equal(a, b) for a, b in zip(step(model, x, session), plain, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients_of(model, x, session), plain, strict=True))
     del session
     gc.collect()
     assert not list(fast.iterdir())
@@ -130,7 +119,7 @@ def test_the_disk_of_a_plan_may_be_given(fast: Path, tmp_path: Path) -> None:
     with bs.stores.DiskStore(tmp_path / "mine") as store:
         session = bs.Session(plan, model=model, stores={"disk": store})
         assert session.stores["disk"] is store
-        step(model, x, session)
+        gradients_of(model, x, session)
         assert store.usage().peak_nbytes > 0
 
 

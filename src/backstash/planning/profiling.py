@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,8 +36,6 @@ from backstash.rewrites.state import State
 from backstash.saved import cycle_of
 from backstash.session import MIN_NBYTES, Session
 from backstash.stash.buffers import release
-
-T = TypeVar("T")
 
 FEWEST, ROUNDS, SECONDS = 3, 8, 2.0
 """Plain steps and steps under a Session are timed in turns: at least FEWEST of each, and then until there are ROUNDS of
@@ -87,12 +85,7 @@ def profile(
     tries = families(allow)
     link = measured(device, offload_to) if "offload" in tries else None
     models = [model] if model is not None else _outermost(step)
-    with _undone(models) as restore:
-
-        def once() -> None:
-            restore()
-            step()
-
+    with _undone(step, models) as (once, restore):
         plain = record(once, None, device=device)
         survey = Survey(tries)
         keep = KeepForSurvey()
@@ -108,28 +101,19 @@ def profile(
         cycles = 1 + max((cycle_of(key) for key in keep.asked), default=0)
         found = replace(found, others=others, cycles=cycles, session_seconds=max(0.0, keeping - seconds))
 
-    def undone(use: Callable[[Callable[[], None]], T]) -> T:
-        with _undone(models) as restore:
-
-            def once() -> None:
-                restore()
-                step()
-
-            return use(once)
-
     def rehearse(policy: Policy) -> tuple[int, ...]:
-        session = Session(policy, model=model, min_nbytes=min_nbytes)
-        events = undone(lambda once: _recorded(once, session, Births()))
+        with _undone(step, models) as (once, _):
+            events = _recorded(once, Session(policy, model=model, min_nbytes=min_nbytes), Births())
         return tuple(position.most_nbytes for position in Timeline(events, device).positions)
 
     def clock(policy: Policy) -> float:
-        with _undone(models) as restore:
+        with _undone(step, models) as (_, restore):
             plain, own = _in_turns(step, restore, Session(policy, model=model, min_nbytes=min_nbytes))
         return own / plain
 
     def off_by(policy: Policy) -> float | None:
-        session = Session(policy, model=model, min_nbytes=min_nbytes, check=1, check_limit=1e30)
-        return undone(lambda once: _off_by(once, session))
+        with _undone(step, models) as (once, _):
+            return _off_by(once, Session(policy, model=model, min_nbytes=min_nbytes, check=1, check_limit=1e30))
 
     def tries_more(more: tuple[str, ...]) -> StepProfile:
         wanted = (*tries, *more)
@@ -159,8 +143,14 @@ def _probed(step: Callable[[], None], survey: Survey, model: nn.Module | None, m
 
 
 @contextmanager
-def _undone(models: list[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Inside, steps may run; what they change is restored. Yields what restores all but the gradients in between."""
+def _undone(
+    step: Callable[[], object], models: list[nn.Module]
+) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """Inside, steps may run; what they change is restored.
+
+    Yields:
+        What restores all but the gradients and runs the step, and what only restores.
+    """
     with ExitStack() as undo:
         states = [State(each) for each in models]
         for state in states:
@@ -172,7 +162,11 @@ def _undone(models: list[nn.Module]) -> Iterator[Callable[[], None]]:
             for state in states:
                 state.restore()
 
-        yield restore
+        def once() -> None:
+            restore()
+            step()
+
+        yield once, restore
 
 
 def _outermost(step: Callable[[], object]) -> list[nn.Module]:
