@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_problems import drawn_profile
 
-from backstash.errors import PlanError
+import backstash as bs
+from backstash.errors import BudgetError, PlanError
 from backstash.planning import greedy
 from backstash.planning.budget import restrict
 from backstash.planning.exact import Solution, brute_force, exact
 from backstash.planning.greedy import frontier
 from backstash.planning.peak import PeakModel
-from backstash.planning.problem import StepProfile
+from backstash.planning.plan import Planner
+from backstash.planning.problem import Choice, StepProfile
+from benchmarks import networks
 from benchmarks.profiles import mobilenet, random_network, resnet, transformer, unet
 
 EXACT = ("lossless", "recompute")
@@ -163,3 +168,26 @@ def test_the_exact_solver_does_not_pass_a_feasible_answer_off_as_the_best() -> N
     model = PeakModel(restrict(mobilenet(3, 16, 2), EXACT))
     with pytest.raises(PlanError, match="Allow it more time, or use the greedy solver"):
         exact(model, None, time_limit=1e-3)
+
+
+@pytest.mark.slow
+def test_the_lowest_peak_is_reached_and_is_no_matter_of_how_long_things_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greedy, "EFFORT", greedy.EFFORT // 4)
+    torch.manual_seed(0)
+    model, images, draw = networks.resnet_cifar(20), torch.randn(36, 3, 32, 32), random.Random(0)
+    whole = bs.profile(lambda: model(images).sum().backward(), model)
+    profile = restrict(whole, EXACT)
+    planner = Planner(whole, EXACT)
+    with pytest.raises(BudgetError) as refused:
+        planner.plan(1)
+    assert refused.value.smallest_nbytes <= 1.02 * planner.solutions[0].peak_nbytes
+
+    def timed_anew(choice: Choice) -> Choice:
+        return replace(choice, seconds=choice.seconds * draw.uniform(0.5, 2.0))
+
+    def lowest() -> int:
+        values = (replace(v, choices=tuple(map(timed_anew, v.choices))) for v in profile.values)
+        return frontier(PeakModel(replace(profile, values=tuple(values))))[0].peak_nbytes
+
+    peaks = [lowest() for _ in range(3)]
+    assert max(peaks) <= 1.01 * min(peaks), peaks

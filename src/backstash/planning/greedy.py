@@ -83,9 +83,11 @@ def frontier(model: PeakModel, error_limit: float | None = None) -> list[Solutio
     climb.descend()
     climb.improve()
     if len(model.nbytes) <= MANY:
-        even = _Climb(_evened(model), error_limit)
-        even.descend()
-        climb.take_over(even.pool)
+        for other in (_evened(model), _timeless(model)):
+            beside = _Climb(other, error_limit)
+            beside.descend()
+            beside.lower_lowest()
+            climb.take_over(beside.pool)
         climb.improve()
     return best([solution(model, found.rows - model.first[:-1]) for found in best(climb.pool)])
 
@@ -152,19 +154,8 @@ class _Climb:
 
     def improve(self) -> None:
         """Draws stretches of the solutions anew: for a lower peak, for less time at each level, and between levels."""
-        count = len(self.model.nbytes)
-        effort = min(IMPROVEMENT, EFFORT * max(count, LEAST)) if count <= MANY else IMPROVEMENT / 4
-        self.work, self.end = 0.0, effort * 0.25
-        lowest = min(self.pool, key=lambda found: found.peak_nbytes)
-        trial = 0
-        while self.work < self.end:
-            self.search.load(lowest.rows)
-            self._shake()
-            share = SOFTNESS[trial % 3]
-            while self._lower(lowest.peak_nbytes - 1, share, 1):
-                lowest = self._note()
-            trial += 1
-        low, top = lowest.peak_nbytes, max(found.peak_nbytes for found in self.pool)
+        low, top = self.lower_lowest(), max(found.peak_nbytes for found in self.pool)
+        effort = self._effort()
         for turn in range(2):
             begun = self.work
             self.pool = best(self.pool)
@@ -179,6 +170,24 @@ class _Climb:
                     known = self._faster(level, known)
             self.end = effort * (0.65, 1.0)[turn]
             self._fill_gaps()
+
+    def lower_lowest(self) -> int:
+        """Draws stretches of the solution of the lowest peak anew for a lower one, and returns the lowest peak."""
+        self.work, self.end = 0.0, self._effort() * 0.25
+        lowest = min(self.pool, key=lambda found: found.peak_nbytes)
+        trial = 0
+        while self.work < self.end:
+            self.search.load(lowest.rows)
+            self._shake()
+            share = SOFTNESS[trial % 3]
+            while self._lower(lowest.peak_nbytes - 1, share, 1):
+                lowest = self._note()
+            trial += 1
+        return lowest.peak_nbytes
+
+    def _effort(self) -> float:
+        count = len(self.model.nbytes)
+        return min(IMPROVEMENT, EFFORT * max(count, LEAST)) if count <= MANY else IMPROVEMENT / 4
 
     def _set_price(self, share: float) -> None:
         has_limit = 0.0 < self.limit < np.inf and self.model.errors.any()
@@ -352,6 +361,17 @@ def _evened(model: PeakModel) -> PeakModel:
     if remakes.any():
         even.own_seconds = np.where(model.remakes, remakes.mean(), model.own_seconds)
     return even
+
+
+def _timeless(model: PeakModel) -> PeakModel:
+    """Returns the model of a step in which all choices are equally quick, and slower than to keep the value.
+
+    How low a peak gets is no matter of times, which differ from one profile of a step to the next.
+    """
+    timeless = copy(model)
+    timeless.own_seconds = np.where(model.own_seconds > 0, 1e-12, 0.0)
+    timeless.decode_seconds = np.zeros_like(model.decode_seconds)
+    return timeless
 
 
 def _alike(model: PeakModel) -> Bytes:

@@ -192,6 +192,8 @@ def shared(value: Value) -> Tensor:
             continue
         started = time.perf_counter()
         latest.begin_round()
+        assert latest.buffers is not None
+        latest.buffers.shrink(latest.buffers.nbytes)  # what nobody awaits: fresh memory is taken now, none of theirs
         whole = remake(latest, fresh=True)
         if latest.recipe.first_use is not None:
             latest.recipe.first_use(whole)
