@@ -132,9 +132,8 @@ class Session:
         self._contents = Contents(MIN_NBYTES if min_nbytes is None else min_nbytes, ParameterStorages())
         self._leaning = Leaning()
         self._pending = Pending(self._encode)
-        self._remaking = Remaking(
-            self.policy, self._live, self._leaning, check == "full", self._pending.decide_if_orphaned
-        )
+        decide_first, noting = self._pending.decide_if_orphaned, self._names.noting
+        self._remaking = Remaking(self.policy, self._live, self._leaning, check == "full", decide_first, noting)
         self._encoder = Encoder(self.policy, self.stores, self._live, self._remaking)
         self._forward = Forward(
             self.policy,

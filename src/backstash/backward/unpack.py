@@ -101,7 +101,8 @@ def _is_claimed(saved: Saved, nbytes: int, value: Value | None) -> bool:
     op = "" if saved.tensor is None else saved.tensor.op
     is_direct = value is not None and has_direct(value, table.FORMS.get(op))
     has_room = saved.live.has_room
-    if saved.value is not None and saved.value.has_room and not is_direct and op not in table.FASTER:
+    is_faster = op in table.FASTER and nbytes >= table.CHEAP_CLAIM
+    if saved.value is not None and saved.value.has_room and not is_direct and not is_faster:
         return accumulation.awaits_large_weight()
     return table.is_worth_a_claim(op, nbytes, is_direct, has_room) or accumulation.awaits_large_weight()
 

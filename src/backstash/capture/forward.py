@@ -23,7 +23,7 @@ from backstash.policies.base import Policy
 from backstash.saved import PLAIN, Need, SavedTensor, is_odd
 from backstash.stash import held, parameters, wrapped
 from backstash.stash.accounts import Account, Step
-from backstash.stash.calls import Group
+from backstash.stash.calls import CallPlace, Group
 from backstash.stash.contents import Contents, Inside
 from backstash.stash.decode import follow_original
 from backstash.stash.encode import Encoder
@@ -94,6 +94,7 @@ class Forward:
         self._assigned: list[Tensor] = []
         self._packed: list[tuple[int, Saved]] = []  # in the function in progress, with their order
         self._packed_before = 0
+        self._call_place: CallPlace | None = None  # of the function in progress
 
     def begin_step(self, step: Step) -> None:
         """The accounts of the step that begins."""
@@ -102,12 +103,14 @@ class Forward:
         self._shapes.clear()
         self._assigned.clear()
         self._steps += 1
+        self._names.noting().end_pass()
         self.is_timing = self._steps <= TIMED_STEPS
         self._made_in.clear()
 
     def clear(self) -> None:
-        """Forget what was seen of storages."""
+        """Forget what was seen of storages: the Session is left."""
         self._shapes.clear()
+        self._names.noting().end_pass()
 
     # -- what the observer tells ---------------------------------------------------------------------------------
 
@@ -168,6 +171,11 @@ class Forward:
                 follow_original(each)
         return result
 
+    def counts(self, function: Any) -> bool:
+        """Whether the call of a function that is about to run has to be noted (Note: [calls that count])."""
+        self._call_place = self._names.call_place(function)
+        return self._call_place is not None
+
     def made(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
     ) -> None:
@@ -177,7 +185,7 @@ class Forward:
                 if type(result) is Tensor:
                     self._contents.note_call(function, args, kwargs, result, random_state)
                 return
-            results = [result] if type(result) is Tensor else result
+            results, place = [result] if type(result) is Tensor else result, self._call_place
             # A batch norm is repeated without its running statistics, so it saves other tensors then.
             saved_inside = [] if function is F.batch_norm else self._saved_inside(args, kwargs, results)
             group = Group() if saved_inside else None
@@ -185,10 +193,11 @@ class Forward:
             for number, each in enumerate(results):
                 if type(each) is Tensor:
                     output = None if results[0] is result else number
-                    self._contents.note_call(function, args, kwargs, each, random_state, output, of_result)
+                    self._contents.note_call(function, args, kwargs, each, random_state, output, of_result, place)
             if group is not None:
                 for number, x in saved_inside:
-                    self._contents.note_call(function, args, kwargs, x, random_state, None, Inside(group, number))
+                    inside = Inside(group, number)
+                    self._contents.note_call(function, args, kwargs, x, random_state, None, inside, place)
 
     def _saved_inside(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any]
@@ -340,6 +349,7 @@ for _function in (
     Forward.before_side_effect,
     Forward.assign_data,
     Forward.before_backward,
+    Forward.counts,
     Forward.made,
     Forward.took,
     Forward.pack,

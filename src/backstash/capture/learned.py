@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from backstash.stash.accounts import Step
+from backstash.stash.noting import Noting
 
 if TYPE_CHECKING:
     from backstash.capture.names import KnownNode
@@ -59,6 +60,7 @@ class Learned:
 
     Attributes:
         nodes: what is known of the tensors that nodes save, by module path, type of node and number.
+        noting: what is known of the calls of functions.
         min_nbytes: tensors smaller than this are kept; None where this was not decided yet.
         saves_little: whether all that a step saves is so little that time counts more.
         counted: how many tensors the last step has saved, and their bytes.
@@ -68,6 +70,7 @@ class Learned:
 
     def __init__(self) -> None:
         self.nodes: dict[tuple[str, type, int], KnownNode] = {}
+        self.noting = Noting()
         self.min_nbytes: int | None = None
         self.saves_little = False
         self._chosen_of = 0  # bytes that the step has saved of which the size was chosen

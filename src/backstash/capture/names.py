@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from backstash import needs
 from backstash.capture.learned import Learned
 from backstash.saved import SavedTensor, TensorSpec
+from backstash.stash.calls import CallPlace
+from backstash.stash.noting import Noting
 from backstash.stash.place import Place
 from backstash.stash.value import Saved
 
@@ -37,13 +39,14 @@ MOST_NODES = 1 << 16
 
 
 class Frame:
-    """A module call in progress: its path, what keys call it, and how many nodes of each op it has made."""
+    """A module call in progress: its path, what keys call it, and how many nodes of each op and calls it has made."""
 
-    __slots__ = ("counts", "fqn", "label")
+    __slots__ = ("calls", "counts", "fqn", "label")
 
     def __init__(self, fqn: str, label: str) -> None:
         self.fqn, self.label = fqn, label
         self.counts: defaultdict[str, int] = defaultdict(int)
+        self.calls: defaultdict[Any, int] = defaultdict(int)
 
 
 class KnownNode:
@@ -108,6 +111,17 @@ class Names:
         self._found: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # by the module's id, which is faster
         self.learned = Learned()
 
+    def noting(self) -> Noting:
+        """What is known of the calls of the model."""
+        return self.learned.noting
+
+    def call_place(self, function: Any) -> CallPlace | None:
+        """The place of a call of a function that is about to run; None where the call need not be noted."""
+        frame = self.frames[-1]
+        number = frame.calls[function]
+        frame.calls[function] = number + 1
+        return self.learned.noting.place(frame.label, function, number)
+
     # -- modules -------------------------------------------------------------------------------------------------
 
     @property
@@ -162,6 +176,7 @@ class Names:
         self._calls.clear()
         outside = self.frames[0]
         outside.counts.clear()
+        outside.calls.clear()
         outside.label = f"+{cycle}" if cycle and self._cycles is not None else ""
 
     def leave_all(self) -> None:

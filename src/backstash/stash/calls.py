@@ -132,6 +132,21 @@ class Group:
         return found
 
 
+class CallPlace:
+    """Where in a model a function is called (Note: [calls that count] in noting.py).
+
+    Attributes:
+        is_used: whether a recipe has repeated the call in any pass.
+        passes: in how many passes it was noted.
+        latest: the number of the latest of these.
+    """
+
+    __slots__ = ("is_used", "latest", "passes")
+
+    def __init__(self) -> None:
+        self.is_used, self.passes, self.latest = False, 0, -1
+
+
 @dataclass(slots=True, unsafe_hash=True)
 class Call:
     """One call of a function that filled a whole storage.
@@ -152,6 +167,7 @@ class Call:
         needs_grad: for each input whether autograd followed it.
         is_cheap: whether any recomputing policy may repeat it (producers.py).
         is_proven: whether it was repeated on the spot and has made the same bits.
+        place: where in the model it is; None where all calls are noted.
     """
 
     name: str
@@ -170,6 +186,7 @@ class Call:
     needs_grad: tuple[bool, ...] = ()
     is_cheap: bool = True
     is_proven: bool = False
+    place: CallPlace | None = None
 
     def named_input(self, name: str) -> View | Held | None:
         """The tensor that was given as the keyword argument ``name``; None where none was, or not by its name."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from backstash.saved import TensorSpec, is_odd
 from backstash.stash import calls, repeating
-from backstash.stash.calls import Content, Group, Held, View
+from backstash.stash.calls import CallPlace, Content, Group, Held, View
 from backstash.stash.parameters import ParameterStorages
 
 SNAPSHOT_NBYTES = 1 << 20
@@ -72,6 +71,7 @@ class Contents:
         random_state: Tensor | None,
         output: int | None = None,
         inside: Inside | None = None,
+        place: CallPlace | None = None,
     ) -> None:
         """Remember how the content of the result's storage was made.
 
@@ -81,6 +81,7 @@ class Contents:
             random_state: the generator's state before it, where it draws from it.
             output: which of several results it is.
             inside: tells that the function has saved tensors inside, and which of them this is.
+            place: where in the model it was called.
         """
         if result.layout is not torch.strided or result.is_complex():
             return
@@ -98,8 +99,10 @@ class Contents:
             content.call = call
             return
         if inside is not None and not call.in_place:
-            call = replace(call, group=inside.group, saved=inside.number, needs_grad=_followed(tensors), is_cheap=False)
-        content.call = replace(call, is_proven=repeating.is_repeated(call, tensors, result))
+            call.group, call.saved, call.needs_grad = inside.group, inside.number, _followed(tensors)
+            call.is_cheap = False
+        call.is_proven, call.place = repeating.is_repeated(call, tensors, result), place
+        content.call = call
 
     def escape(self, x: Tensor, storage: torch.UntypedStorage) -> None:
         """Something may change the memory of ``x`` from now on without a new version: no recipe reads it."""

@@ -29,6 +29,7 @@ from backstash.stash.encode import has_error
 from backstash.stash.gains import gains
 from backstash.stash.leaning import Leaning
 from backstash.stash.live import Live
+from backstash.stash.noting import Noting
 from backstash.stash.place import Place
 from backstash.stash.recipes import Recipe, build
 from backstash.stash.sample import Sample
@@ -48,16 +49,24 @@ class Remaking:
         leaning: watches the leaves that the program may still change.
         full: whether samples are checksums.
         decide_first: decides about an older value that nobody holds, so that it is known how it is stored.
+        noting: returns what is known of the calls of the model.
     """
 
     def __init__(
-        self, policy: Policy, live: Live, leaning: Leaning, full: bool, decide_first: Callable[[Value], object]
+        self,
+        policy: Policy,
+        live: Live,
+        leaning: Leaning,
+        full: bool,
+        decide_first: Callable[[Value], object],
+        noting: Callable[[], Noting],
     ) -> None:
         self._policy = policy
         self._live = live
         self._leaning = leaning
         self._full = full
         self._decide_first = decide_first
+        self._noting = noting
         self._step = Step()
         self._number = 0
         self._own = object()  # bounds are this Session's own, and so are proofs within them
@@ -68,6 +77,14 @@ class Remaking:
 
     def recipe(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Recipe | str:
         """How to make ``whole`` again; else the reason why it cannot be."""
+        recipe = self._recipe(value, strongest, whole, action)
+        if isinstance(recipe, Recipe):
+            self._noting().use(value.key, recipe)
+        else:
+            self._noting().lack(value.key)
+        return recipe
+
+    def _recipe(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Recipe | str:
         content = value.content
         if content is None or content.version != strongest.version:
             return "what made it is not known"

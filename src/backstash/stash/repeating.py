@@ -4,7 +4,9 @@ Note: [proven calls]
     A recipe that begins from what is held can be tried as a whole when its value is let go of. A recipe that begins
     from values that are themselves remade cannot: trying it would make all of them again. So where any producer may be
     repeated, each call is repeated on the spot, when its arguments are at hand; recipes are then made of proven calls.
-    A call that works in place has overwritten what it has read, so both ways run on random numbers instead.
+    A call that works in place has overwritten what it has read, so both ways run on random numbers instead. The proof
+    is not repeated in later steps, where it would take memory that a budget has not planned for: there samples watch
+    the bits.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
             beside = repeat(call, call.function, before)
             return _equal_memory(beside, repeat(call, _in_place(call), before))
 
-    return proofs.ask("call", facts, prove, device_type=call.spec.device.type, repeat_every=256)
+    return proofs.ask("call", facts, prove, device_type=call.spec.device.type)
 
 
 def _in_place(call: Call) -> Callable[..., Any]:

@@ -1,0 +1,97 @@
+"""Which calls of a forward pass have to be noted, because a value is made again by them.
+
+Note: [calls that count]
+    Where any function may be repeated, to note a call takes some hundred microseconds: its arguments, the contents that
+    it has read, and the question whether it repeats itself. A plan makes few values again, and the same ones in each
+    step. So the calls of a model have places, as its saved tensors have: the path of the module, the function, and its
+    number in there. A call is noted no more if no recipe has used it in the first passes in which it was noted.
+
+    All that a recipe can lack by that is a call, and then its value is stored in another way. So bits never depend on
+    it, and bytes only in a pass that differs from those before: after such a pass every call is noted anew.
+"""
+
+from __future__ import annotations
+
+from backstash.stash.calls import CallPlace
+from backstash.stash.recipes import Recipe
+
+PASSES = 2
+"""In how many passes a call is noted at least before it is known that nothing is made by it."""
+
+MOST_PLACES = 20_000
+"""How many places are known at most; then all are forgotten."""
+
+MOST_SURPRISES = 8
+"""After so many passes that lacked a call, all calls are noted for good: the program's passes differ too much."""
+
+
+class Noting:
+    """What is known of the calls of one model under one policy."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, object, int], CallPlace] = {}
+        self._pass = 0
+        self._has_skipped = False  # in this pass
+        self._has_used = False  # else there is no policy that makes anything again, but one that asks whether it could
+        self._surprises = 0
+        self._failing: set[str] = set()  # keys of values that have no recipe although all calls were noted
+        self._revision: object | None = None
+
+    def end_pass(self) -> None:
+        """A forward pass is over."""
+        self._pass += 1
+        self._has_skipped = False
+
+    def place(self, label: str, function: object, number: int) -> CallPlace | None:
+        """Returns the place of a call that has to be noted; None for a call that nothing is made by.
+
+        Args:
+            label: of the call of the module that runs.
+            function: the function that is called.
+            number: how many calls of it there were before, in this call of the module.
+        """
+        index = label, function, number
+        place = self._places.get(index)
+        if place is None:
+            if len(self._places) >= MOST_PLACES:
+                self._forget()
+            place = self._places[index] = CallPlace()
+        elif place.is_used:
+            return place
+        elif place.passes >= PASSES and place.latest != self._pass and self._may_skip():
+            self._has_skipped = True
+            return None
+        if place.latest != self._pass:
+            place.latest = self._pass
+            place.passes += 1
+        return place
+
+    def use(self, key: str, recipe: Recipe) -> None:
+        """The value with that key is made again by a recipe: its calls count from now on."""
+        self._has_used = True
+        self._failing.discard(key)
+        _use(recipe)
+
+    def lack(self, key: str) -> None:
+        """The value with that key was to be made again, and has no recipe."""
+        if not self._has_skipped:
+            self._failing.add(key)
+        elif key not in self._failing:
+            self._surprises += 1
+            self._forget()
+
+    def _may_skip(self) -> bool:
+        return self._has_used and self._surprises < MOST_SURPRISES
+
+    def _forget(self) -> None:
+        self._places.clear()
+        self._failing.clear()
+        self._has_skipped = False
+
+
+def _use(recipe: Recipe) -> None:
+    if recipe.call.place is not None:
+        recipe.call.place.is_used = True
+    for given in recipe.inputs:
+        if isinstance(given, tuple):
+            _use(given[0])
