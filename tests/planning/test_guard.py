@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash.planning.guard import Guard
+from backstash.errors import PlanError
+from backstash.planning.guard import LOOK_AGAIN, Guard
 from backstash.stores.disk import DiskStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -135,3 +136,97 @@ def test_to_plan_anew_takes_a_plan() -> None:
         bs.Session("lossless", replan="auto")
     with pytest.raises(ValueError, match="replan='always'"):
         bs.Session("lossless", replan="always")  # type: ignore[arg-type]
+
+
+# -- Session(plan.guarded()) -----------------------------------------------------------------------------------------
+
+
+class Asked(Guard):
+    """Counts how often it is asked, and told what became of a value."""
+
+    asked = told = 0
+
+    def decide_together(self, saved: Any, readers: Any) -> Any:
+        self.asked += 1
+        return super().decide_together(saved, readers)
+
+    def observe(self, outcome: Any) -> None:
+        self.told += 1
+        super().observe(outcome)
+
+
+def rounds(model: nn.Module, policy: Any, steps: int, **options: Any) -> tuple[list[Tensor], list[Any]]:
+    """Gradients and reports of some steps under one Session."""
+    session, found, reports = bs.Session(policy, model=model, min_nbytes=1024, **options), [], []
+    for _ in range(steps):
+        model.zero_grad()
+        with session:
+            torch.manual_seed(1)
+            loss = model(torch.randn(8, 8, 16, 16) * 4)
+        loss.backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        reports.append(session.report())
+    return found, reports
+
+
+def test_a_guard_is_asked_once_as_long_as_steps_are_as_planned() -> None:
+    model, plan = planned()
+    guard = Asked(plan, plan.budget)
+    expected, _ = rounds(model, plan, 2)
+    first, _ = rounds(model, guard, 2)
+    asked, told = guard.asked, guard.told
+    assert asked > 0 and told > 0
+    rounds(model, guard, 8)
+    assert (guard.asked, guard.told, guard.escalated) == (asked, told, 0)
+    assert all(torch.equal(x, y) for x, y in zip(expected, first, strict=True))
+
+
+def test_what_is_held_in_less_stays_so_without_further_questions(tmp_path: Path) -> None:
+    model, plan = planned()
+    model.shift = 1.0
+    expected, _ = rounds(model, "keep", 8)
+    unguarded = rounds(model, plan, 1)[1][-1]
+    guard = Asked(plan, plan.budget, spill="spill")
+    with DiskStore(tmp_path) as store:
+        found, reports = rounds(model, guard, 8, stores={"spill": store})
+        asked, escalated = guard.asked, guard.escalated
+        rounds(model, guard, 3, stores={"spill": store})
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+    assert (guard.asked, guard.escalated) == (asked, escalated)
+    assert escalated > 0 and reports[-1].device_nbytes < unguarded.device_nbytes
+    assert len({report.device_nbytes for report in reports[2:]}) == 1
+
+
+def test_values_are_held_as_planned_again_when_that_fits(tmp_path: Path) -> None:
+    model, plan = planned()
+    guard = Asked(plan, plan.budget, spill="spill")
+    planned_nbytes = rounds(model, plan, 1)[1][-1].device_nbytes
+    with DiskStore(tmp_path) as store:
+        model.shift = 1.0
+        rounds(model, guard, 4, stores={"spill": store})
+        assert guard.escalated > 0
+        model.shift = -2.0
+        _, reports = rounds(model, guard, LOOK_AGAIN + 2, stores={"spill": store})
+    assert reports[-1].device_nbytes == planned_nbytes
+
+
+def test_the_report_says_what_was_planned_predicted_and_reached() -> None:
+    model, plan = planned()
+    _, reports = rounds(model, plan.guarded(), 3)
+    assert any(note.startswith("budget") and "no step held more than planned" in note for note in reports[-1].notes)
+    model.shift = 1.0
+    _, reports = rounds(model, plan.guarded(), 3)
+    assert any("above the plan" in note and "in less than planned" in note for note in reports[-1].notes)
+
+
+def test_a_guard_of_a_budget_that_its_plan_exceeds_is_refused() -> None:
+    _, plan = planned()
+    with pytest.raises(PlanError, match=r"a guard was asked for .* predicted to take .* Make a plan"):
+        plan.guarded(plan.peak_nbytes - 1)
+    with pytest.raises(PlanError):
+        plan.guarded("6 gigs")
+
+
+def test_a_plan_that_keeps_everything_needs_no_guard() -> None:
+    _, plan = planned("100%")
+    assert plan.is_empty and plan.guarded() is plan

@@ -30,6 +30,8 @@ METHODS = sorted(name for name, member in MEMBERS.items() if callable(member))
 VALUES: dict[str, tuple[Any, ...]] = {
     "is_fixed": (False, True),
     "revision": (None, object()),
+    "observes_changes": (False, True),
+    "notes": ((), ("a note",)),
     "recomputes": (True, False),
     "remakes_anything": (False, True),
     "min_nbytes": (0, 1 << 16),

@@ -7,18 +7,49 @@ Note: [guard]
     possible, else encoded, else moved away where there is a place for it. On a GPU the allocator is asked as well, so
     that workspaces and gradients which have grown count too. What comes last in a forward pass has nothing after it
     that could make room; the next step has, because its plan leaves as much free.
+
+Note: [quiet guard]
+    A step that is as planned should cost what it costs without a guard. So the guard has a revision: a Session asks it
+    once in each place of the model, and tells it of a value again only if that takes other bytes than before. What is
+    held above the plan is the sum over all values of what was told of them last, so it is known before a forward pass
+    begins. When it becomes too much, the revision changes, and every value that comes is asked about again. What was
+    held in less then stays so, until everything is asked anew after some steps: the numbers may be others by then.
+    Where an allocator is asked, or a step has values that the plan does not know, there is no revision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from backstash.codecs import Raw
+from backstash.errors import PlanError
+from backstash.planning.budget import parse_budget
+from backstash.planning.explain import size
 from backstash.planning.plan import Plan
 from backstash.policies import Action, Keep, Policy, Recompute, Stash, get
 from backstash.policies.actions import Outcome
 from backstash.policies.base import Wrapper
 from backstash.saved import Need, SavedTensor
+
+LOOK_AGAIN = 64
+"""After how many steps what was held in less than planned is held as planned again, to see whether it fits."""
+
+
+def guard(plan: Plan, budget: int | str | None = None, spill: str | None = None) -> Policy:
+    """Returns a Guard in front of a plan, or the plan itself if it keeps everything and fits: see Plan.guarded."""
+    nbytes = plan.budget if budget is None else parse_budget(budget, plan.plain_peak_nbytes)
+    if plan.peak_nbytes > nbytes:
+        raise PlanError(
+            f"a guard was asked for that keeps a step within {size(nbytes)}, but the plan is predicted to take "
+            f"{size(plan.peak_nbytes)}. Make a plan for that budget."
+        )
+    if plan.is_empty:
+        return plan
+    if spill is None:
+        spill = "host" if plan.device == "cuda" else plan.store if plan.stores else None
+    return Guard(plan, nbytes, spill, torch.cuda.memory_allocated if plan.device == "cuda" else None)
 
 
 class Guard(Wrapper):
@@ -31,16 +62,19 @@ class Guard(Wrapper):
         allocated: returns the bytes that are allocated on the device; None where nobody counts them.
 
     Attributes:
-        excess: bytes that are held now above what the plan says.
+        excess: bytes that are held above what the plan says, by what was told of each value last.
         most_excess: the most of them at the end of any forward pass.
-        escalated: how many values were held in less than planned so far.
+        escalated: how many times a value was decided to be held in less than planned.
     """
+
+    observes_changes = True
 
     def __init__(
         self, plan: Plan, budget_nbytes: int, spill: str | None = None, allocated: Callable[[], int] | None = None
     ) -> None:
         self.plan = plan
         self.excess = self.most_excess = self.escalated = 0
+        self._budget_nbytes = budget_nbytes
         self._room = max(0, budget_nbytes - plan.peak_nbytes)
         self._spill = spill
         self._allocated = allocated
@@ -49,6 +83,12 @@ class Guard(Wrapper):
         # Keys of values that go to another store, by the plan or where they cannot be made again.
         self._moved = {decision.key for decision in plan.decisions if decision.kind == "offload"}
         self._known: dict[str, tuple[SavedTensor, Action]] = {}
+        self._above: dict[str, int] = {}  # by key: bytes above the plan, as told last
+        self._in_less: set[str] = set()  # keys of values that are held in less than planned
+        self._revision: object | None = object() if allocated is None else None
+        self._is_over = False  # whether more is held than the budget leaves free
+        self._has_unknown = False  # values in this step that the plan does not know
+        self._steps = 0
         self._at_start = 0
         self._usual: dict[str, int] = {}  # by key: bytes allocated since the step began, in the first step
         self._is_first = True
@@ -68,6 +108,23 @@ class Guard(Wrapper):
         return False
 
     @property
+    def revision(self) -> object | None:  # type: ignore[override]  # read-only here
+        """Changes when values have to be asked about again (Note: [quiet guard])."""
+        return self._revision
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]  # read-only here
+        """What was planned, predicted and reached."""
+        most = max(self.most_excess, self.excess)
+        held = "at most that was reached, because no step held more than planned"
+        if most > 0:
+            held = f"at most {size(self.plan.peak_nbytes + most)} reached, {size(most)} of it above the plan"
+        less = f"; {self.escalated} values were held in less than planned" if self.escalated else ""
+        strange = self.plan.notice()
+        budget = f"budget {size(self._budget_nbytes)}, predicted peak {size(self.plan.peak_nbytes)}: {held}{less}"
+        return (budget, strange) if strange else (budget,)
+
+    @property
     def remakes_anything(self) -> bool:  # type: ignore[override]  # read-only here
         """Whether a value may be made again, by the plan or instead of what it says."""
         return self.plan.remakes_anything or "recompute" in self.plan.allow
@@ -78,9 +135,14 @@ class Guard(Wrapper):
         return self._room
 
     def begin_step(self) -> None:
-        """Nothing is held yet."""
+        """A step begins, of which is known what the last one has told."""
         self.most_excess = max(self.most_excess, self.excess)
-        self.excess = 0
+        self._steps += 1
+        if self._in_less and self._steps % LOOK_AGAIN == 0:
+            self._in_less.clear()
+            self._forget()
+        elif self._has_unknown or self._revision is None:
+            self._forget()  # each step is told anew
         self._is_first = self._is_first and not self._usual
         if self._allocated is not None:
             self._at_start = self._allocated()
@@ -90,9 +152,12 @@ class Guard(Wrapper):
         known = self._known.get(saved.key)
         if known is None or known[0] is not saved:
             self._known[saved.key] = known = saved, self.plan.decide(saved)
-        if max(self.excess, self._allocated_excess(saved.key)) <= self._room or saved.need is Need.SHAPE:
+        if saved.need is Need.SHAPE:
             return known[1]
-        return self._leaner(saved, known[1])
+        is_over = max(self.excess, self._allocated_excess(saved.key)) > self._room
+        if is_over or saved.key in self._in_less:
+            return self._leaner(saved, known[1])
+        return known[1]
 
     def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
         """The same."""
@@ -104,7 +169,21 @@ class Guard(Wrapper):
         if key in self._others:
             return
         is_moved = key in self._moved and outcome.codec is not None
-        self.excess += (0 if is_moved else outcome.nbytes) - self._planned.get(key, 0)
+        planned = self._planned.get(key)
+        self._has_unknown |= planned is None
+        above = (0 if is_moved else outcome.nbytes) - (planned or 0)
+        self.excess += above - self._above.get(key, 0)
+        self._above[key] = above
+        was_over, self._is_over = self._is_over, self.excess > self._room
+        if self._is_over and not was_over and self._revision is not None:
+            self._revision = object()
+
+    def _forget(self) -> None:
+        """Has every value asked about and told anew."""
+        self.excess, self._is_over, self._has_unknown = 0, False, False
+        self._above.clear()
+        if self._revision is not None:
+            self._revision = object()
 
     def _allocated_excess(self, key: str) -> int:
         if self._allocated is None:
@@ -119,6 +198,8 @@ class Guard(Wrapper):
         if isinstance(action, Recompute) or (isinstance(action, Stash) and action.store != "device"):
             return action
         self.escalated += 1
+        if self._revision is not None:
+            self._in_less.add(saved.key)
         stored = action if isinstance(action, Stash) else self._stored.decide(saved)
         otherwise = stored if isinstance(stored, (Keep, Stash)) else Keep()
         if self._spill is not None:

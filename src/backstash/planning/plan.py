@@ -180,6 +180,26 @@ class Plan(Policy):
         known: dict[str, Any] = {"plan": self, "device": self.device, "offload_to": self.directory or None}
         return Budgeted(self.budget, self.allow, error_limit=self.error_limit or None, **known, **options)
 
+    def guarded(self, budget: int | str | None = None, spill: str | None = None) -> Policy:
+        """Returns a policy that does what the plan says, and holds values in less when a step holds more than planned.
+
+        The numbers of another step may encode worse than those of the profiled one. ``Session(plan.guarded())`` sees
+        that, and costs what ``Session(plan)`` does in steps that are as planned (Note: [quiet guard] in guard.py). Its
+        report says what was planned, predicted and reached.
+
+        Args:
+            budget: the most bytes that a step may take above what is held before it, or a text as for :func:`plan`;
+                by default the plan's own budget.
+            spill: name of a store of the Session for what can be held in no other way. By default the host on a GPU,
+                and elsewhere the disk to which the plan moves values, if it moves any.
+
+        Raises:
+            PlanError: the budget means nothing, or the plan is predicted to exceed it.
+        """
+        from backstash.planning.guard import guard
+
+        return guard(self, budget, spill)
+
     def action_for(self, saved: SavedTensor) -> Action:
         """Returns what the plan says of the value with this key, whatever its shape."""
         decision = self._by_key.get(saved.key)

@@ -56,6 +56,9 @@ class Policy(ABC):
         revision: an object that stays the same for as long as a policy that is not fixed gives the same readers the
             same action; :meth:`trace` and :meth:`observe` need not be called meanwhile. None: the policy may answer
             otherwise at any time.
+        observes_changes: whether a policy with a revision is told, by :meth:`observe`, of each value that takes other
+            bytes than the last time under that revision.
+        notes: what a reader of a report should know of the step.
         recomputes: whether an action may be Recompute. If it is False, the Session saves itself the work of noting how
             values are computed.
         remakes_anything: whether an action may be Recompute(any_producer=True), for which the Session notes costly
@@ -80,6 +83,8 @@ class Policy(ABC):
 
     is_fixed: bool = False
     revision: object | None = None
+    observes_changes: bool = False
+    notes: tuple[str, ...] = ()
     recomputes: bool = True
     remakes_anything: bool = False
     min_nbytes: int | None = 16 << 10
@@ -169,6 +174,16 @@ class Wrapper(Policy):
     def revision(self) -> object | None:  # type: ignore[override]  # read-only here
         """As ``inner``."""
         return self.inner.revision
+
+    @property
+    def observes_changes(self) -> bool:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.observes_changes
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.notes
 
     @property
     def recomputes(self) -> bool:  # type: ignore[override]  # read-only here
@@ -263,6 +278,17 @@ class Adapted(Policy):
     def revision(self) -> object | None:  # type: ignore[override]  # read-only here
         """The object's, or the default."""
         found: object | None = self._own("revision", Policy.revision)
+        return found
+
+    @property
+    def observes_changes(self) -> bool:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        return bool(self._own("observes_changes", Policy.observes_changes))
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        found: tuple[str, ...] = self._own("notes", Policy.notes)
         return found
 
     @property

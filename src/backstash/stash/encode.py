@@ -209,14 +209,26 @@ class Encoder:
         if facts.need is Need.VALUE and not value.shares:
             live.will_need(account.saved_nbytes)
         account.encode_seconds += time.perf_counter() - started
-        if not self.is_fixed and self.policy.revision is None:
-            self.policy.observe(Outcome(facts, codec, nbytes))
+        self._tell(value, Outcome(facts, codec, nbytes))
 
     def keep(self, value: Value, facts: SavedTensor, reason: str) -> None:
         """Hold a value as it is."""
         value.account.codec, value.account.reason = "kept", reason
-        if not self.is_fixed and self.policy.revision is None:
-            self.policy.observe(Outcome(facts, None, value.account.stash_nbytes, reason))
+        self._tell(value, Outcome(facts, None, value.account.stash_nbytes, reason))
+
+    def _tell(self, value: Value, outcome: Outcome) -> None:
+        """Tells the policy what became of a value, if it wants to know."""
+        if self.is_fixed:
+            return
+        revision, place = self.policy.revision, value.place
+        if revision is not None:
+            if not self.policy.observes_changes:
+                return
+            if place is not None:
+                known, place.told = place.told, (revision, outcome.nbytes)
+                if known is not None and known[0] is revision and known[1] == outcome.nbytes:
+                    return
+        self.policy.observe(outcome)
 
     def form(self, x: Tensor, facts: SavedTensor, action: Stash, readers: list[Saved]) -> tuple[Form | None, str]:
         """Encode with the first codec of the action that takes ``x``; else None and the last reason."""

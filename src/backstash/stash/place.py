@@ -31,6 +31,7 @@ class Place:
         releases: whether the policy lets go of a tensor of which only the shape is read; None where it was not asked.
         declined: the action whose codecs have all declined the value, and why; None where one has taken it.
         spared: how many times that is taken for granted before the codecs look at the value again.
+        told: a policy's revision, and the bytes of the value that it was told of under it (Policy.observes_changes).
         proof: what the last proven recipe was like, with all settings that its bits depend on, and how it makes the
             value.
         tolerance: how far elements that the recipe made within bounds could be off, with the policy's revision.
@@ -58,6 +59,7 @@ class Place:
         "root",
         "settled",
         "spared",
+        "told",
         "tolerance",
         "uses",
     )
@@ -71,6 +73,7 @@ class Place:
         self.proof: tuple[tuple[object, ...], str] | None = None
         self.tolerance: tuple[object | None, float] | None = None
         self.root: Root | None = None
+        self.told: tuple[object, int] | None = None
         self.spared = self.uses = 0
         self.delay = 1
         self.held = self.gone = self.settled = 0
