@@ -25,6 +25,16 @@ LARGE = 1 << 20
 _pools: weakref.WeakSet[Buffers] = weakref.WeakSet()
 
 
+def new_memory(spec: TensorSpec) -> Tensor:
+    """Memory laid out like ``spec`` that no pool holds, contents undefined; on CPU in huge pages where it is large."""
+    nbytes = spec.nbytes
+    if spec.device.type != "cpu" or nbytes < LARGE:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    advise_huge(memory)
+    return torch.empty(0, dtype=spec.dtype, device="cpu").set_(memory.untyped_storage(), 0, spec.shape, spec.stride)  # type: ignore[call-overload]
+
+
 class _Buffer:
     __slots__ = ("cdata", "memory", "owner", "storage", "version", "whole")
 

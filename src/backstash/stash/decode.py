@@ -15,6 +15,7 @@ from backstash.codecs.direct import Direct, MaskBits, Readable
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.ops.backends import serving
 from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash.buffers import new_memory
 from backstash.stash.calls import Leaf
 from backstash.stash.value import Form, Saved, Value, version_of
 from backstash.torch_internals import in_backward
@@ -229,7 +230,7 @@ def remake(value: Value, fresh: bool = False) -> Tensor:
     recipe, form = value.recipe, value.form
     assert recipe is not None
     spec = recipe.call.spec
-    whole = recipe.run(fetch, None if fresh else lambda: _take(value, spec, spec.dtype))
+    whole = recipe.run(fetch, lambda: new_memory(spec) if fresh else _take(value, spec, spec.dtype))
     if form is not None:
         _apply(planes(value, form), whole)
     _check_sample(value, whole)
