@@ -121,6 +121,16 @@ class Policy(ABC):
         """
         return self.decide(saved)
 
+    def may_bound(self, readers: Sequence[SavedTensor]) -> bool:
+        """Whether :meth:`decide_together` may name an error bound for such a value in a later step; no by default.
+
+        A compiled graph asks it once, because it has to have the place for a bound from the first step on.
+
+        Args:
+            readers: all uses of the value.
+        """
+        return False
+
     def has_room_for(self, key: str) -> bool:
         """Whether the readers of the value with that key may hold it until they are done; no by default.
 
@@ -139,7 +149,9 @@ class Policy(ABC):
 
         Args:
             saved: the tensor's facts.
-            node: the autograd node, before its backward.
+            node: the autograd node, before its backward. In a compiled graph an object stands for it, whose class has
+                the name of the op; it has ``parameter``, the layer's weight, ``_saved_stride`` and its like for a
+                convolution, and ``register_hook()``.
             x: the tensor, detached. Only a copy of it may be held after the call.
         """
 
@@ -227,6 +239,10 @@ class Wrapper(Policy):
     def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
         """As ``inner``."""
         return self.inner.decide_together(saved, readers)
+
+    def may_bound(self, readers: Sequence[SavedTensor]) -> bool:
+        """As ``inner``."""
+        return self.inner.may_bound(readers)
 
     def has_room_for(self, key: str) -> bool:
         """As ``inner``."""
@@ -340,6 +356,11 @@ class Adapted(Policy):
         """The object's, or the default."""
         action: Action = self._own("decide_together", super().decide_together)(saved, readers)
         return action
+
+    def may_bound(self, readers: Sequence[SavedTensor]) -> bool:
+        """The object's, or the default."""
+        may_bound: bool = self._own("may_bound", super().may_bound)(readers)
+        return may_bound
 
     def has_room_for(self, key: str) -> bool:
         """The object's, or the default."""

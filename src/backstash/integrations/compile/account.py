@@ -41,15 +41,16 @@ class GraphAccount:
         return f"{text}. {self.note}" if self.note else text
 
 
-def report_of(policy: str, graphs: Sequence[GraphAccount], from_cache: int) -> Report:
+def report_of(policy: str, graphs: Sequence[GraphAccount], from_cache: int, more: Sequence[str] = ()) -> Report:
     """One report of all graphs that a partitioner has treated.
 
     Args:
         policy: repr of the policy.
         graphs: the accounts.
         from_cache: how many graphs torch has loaded from its cache on disk, which no partitioner has seen.
+        more: further notes.
     """
-    notes = [str(graph) for graph in graphs]
+    notes = [*(str(graph) for graph in graphs), *more]
     if from_cache:
         notes.append(
             f"{from_cache} graphs came from torch's cache on disk. They were treated when they were compiled, and are "

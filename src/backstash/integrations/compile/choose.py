@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from backstash.codecs import Szp
 from backstash.codecs.base import Codec, keeps, mask_of, serves
 from backstash.effects import neighbours
+from backstash.integrations.compile.bounding import Bounding
+from backstash.integrations.compile.bounds import szp_of
 from backstash.integrations.compile.effect import Found, effect_of
+from backstash.integrations.compile.graph_bounded import GraphSzp
 from backstash.integrations.compile.graph_codecs import Facts, GraphCodec, form_of
+from backstash.integrations.compile.layers import Layer
 from backstash.integrations.compile.ranges import limit_of
 from backstash.integrations.compile.reading import TESTS, Reader
 from backstash.integrations.compile.values import SavedValue, spec_of
@@ -29,12 +34,14 @@ class Choice:
         tests: comparisons of the backward graph that are computed in the forward graph instead, a bit per element.
         reason: why the value is kept.
         saved: the facts that the policy was asked about; None if it was not asked.
+        layers: the layers whose gradients the policy is shown when the graph runs.
     """
 
     codec: GraphCodec | None
     tests: tuple[fx.Node, ...] = ()
     reason: str = ""
     saved: SavedTensor | None = None
+    layers: tuple[Layer, ...] = ()
 
     @property
     def is_kept(self) -> bool:
@@ -49,7 +56,9 @@ class Choice:
         return f"{self.codec.label}+bits" if self.tests else self.codec.label
 
 
-def choose(value: SavedValue, key: str, policy: Policy, min_nbytes: int, gradients: set[fx.Node]) -> Choice:
+def choose(
+    value: SavedValue, key: str, policy: Policy, min_nbytes: int, gradients: set[fx.Node], bounding: Bounding
+) -> Choice:
     """The form that a policy gives a value, as far as there is one in a graph.
 
     Args:
@@ -58,6 +67,7 @@ def choose(value: SavedValue, key: str, policy: Policy, min_nbytes: int, gradien
         policy: is asked as a Session asks it.
         min_nbytes: smaller values are kept.
         gradients: the nodes of the backward graph that depend on an incoming gradient.
+        bounding: gives a value within a bound its place in the graph.
     """
     spec = value.spec()
     if value.refused:
@@ -71,8 +81,9 @@ def choose(value: SavedValue, key: str, policy: Policy, min_nbytes: int, gradien
     if all(reader.node.target in TESTS and reader.node not in gradients for reader in found):
         return _of_tests(found, spec)
     facts = [_saved(value, reader, key, spec, effects.get(reader)) for reader in found]
-    strongest = _strongest(facts)
-    action = policy.decide_together(strongest, facts)
+    asked, layers = bounding.named(found, facts)
+    strongest = _strongest(asked)
+    action = policy.decide_together(strongest, asked)
     if isinstance(action, Recompute):
         action = action.otherwise
     if isinstance(action, Keep):
@@ -84,21 +95,27 @@ def choose(value: SavedValue, key: str, policy: Policy, min_nbytes: int, gradien
             saved=strongest,
         )
     reasons: dict[str, list[str]] = {}
-    for codec in action.codecs:
-        form = _form(codec, value, strongest, facts)
+    # A policy that will name a bound later needs the place for it now.
+    codecs = action.codecs if not layers or szp_of(action) else (Szp(), *action.codecs)
+    for codec in codecs:
+        form = _form(codec, value, strongest, facts, bounding.form(strongest, asked, layers, value))
         if not isinstance(form, str):
-            return Choice(form, () if form.is_exact else _ordered(effects.values()), saved=strongest)
+            tests = () if form.is_exact else _ordered(effects.values())
+            seen = tuple(layers.values()) if isinstance(form, GraphSzp) else ()
+            return Choice(form, tests, saved=strongest, layers=seen)
         reasons.setdefault(form, []).append(codec.id)
     text = "; ".join(f"{', '.join(dict.fromkeys(ids))}: {why}" for why, ids in reasons.items())
     return Choice(None, reason=text or "the policy names no codec", saved=strongest)
 
 
-def _form(codec: Codec, value: SavedValue, strongest: SavedTensor, facts: Sequence[SavedTensor]) -> GraphCodec | str:
+def _form(
+    codec: Codec, value: SavedValue, strongest: SavedTensor, facts: Sequence[SavedTensor], bounded: GraphSzp
+) -> GraphCodec | str:
     """The graph's form of a codec, or why it does not serve every reader."""
     refused = codec.accepts(strongest.spec)
     if refused is not None:
         return refused
-    form = form_of(codec, Facts(strongest.spec.dtype, limit_of(value.base)))
+    form = bounded if isinstance(codec, Szp) else form_of(codec, Facts(strongest.spec.dtype, limit_of(value.base)))
     if isinstance(form, str):
         return form
     if form.nbytes(strongest.spec.shape, strongest.spec.dtype) >= strongest.spec.nbytes:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from backstash import policies
+from backstash.integrations.compile.bounding import BITS
 from backstash.integrations.compile.budget import parse_nbytes
 from backstash.integrations.compile.partitioner import Treatment
 from backstash.policies.base import Policy
@@ -39,6 +40,7 @@ def compile_options(
     *,
     budget: int | str | None = None,
     min_nbytes: int | None = None,
+    bounded_bits: int = 8,
     **options: Any,
 ) -> CompileOptions:
     """Options for ``torch.compile`` with which compiled graphs save what backward reads in the form a policy chooses.
@@ -49,6 +51,8 @@ def compile_options(
             chosen for each value whether it is saved, saved in another form, or computed again in the backward pass,
             so that the estimated peak stays below the budget; values are rounded only as far as the budget needs it.
         min_nbytes: smaller values are kept. By default the policy's number, or 16 KiB.
+        bounded_bits: 8 or 4, the bits of a code where the policy names an error bound, as ``comet`` does. Where they do
+            not suffice for the bound, steps are made coarser, and the report says so.
         options: other options of Inductor, by name.
 
     Returns:
@@ -57,14 +61,14 @@ def compile_options(
     Raises:
         UnknownNameError: no policy has that name.
         TypeError: ``policy`` is neither a name nor a policy.
-        ValueError: ``min_nbytes`` is negative, or ``budget`` is no number of bytes.
+        ValueError: ``min_nbytes`` is negative, ``budget`` is no number of bytes, or ``bounded_bits`` is another number.
 
     Example:
         >>> import torch
         >>> options = compile_options("lossless")
         >>> model = torch.compile(torch.nn.Linear(4, 4), options=options)  # compiled at its first call
     """
-    treatment = _treatment(policy, budget, min_nbytes, True)
+    treatment = _treatment(policy, budget, min_nbytes, bounded_bits, True)
     found = CompileOptions(custom_partitioner_fn=_partitioner_class()(treatment), **options)
     found.treatment = treatment
     return found
@@ -100,11 +104,12 @@ def compile_backend(
     *,
     budget: int | str | None = None,
     min_nbytes: int | None = None,
+    bounded_bits: int = 8,
 ) -> CompileBackend:
     """A backend for ``torch.compile(backend=...)`` that saves what backward reads in the form a policy chooses.
 
     Args:
-        policy, budget, min_nbytes: as for :func:`compile_options`.
+        policy, budget, min_nbytes, bounded_bits: as for :func:`compile_options`.
         inner: ``"aot_eager"``, which runs the graphs as they are, or ``"inductor"``.
 
     Raises:
@@ -115,7 +120,7 @@ def compile_backend(
             f"compile_backend was asked for inner={inner!r}, but it knows 'aot_eager' and 'inductor'. For another "
             f"backend, pass compile_backend(...).treatment.split as its partition_fn."
         )
-    treatment = _treatment(policy, budget, min_nbytes, inner == "inductor")
+    treatment = _treatment(policy, budget, min_nbytes, bounded_bits, inner == "inductor")
     if inner == "inductor":
         compiler = inductor_backend({"custom_partitioner_fn": _partitioner_class()(treatment)})
     else:
@@ -170,8 +175,15 @@ def patch_compile(policy: str | Policy = "lossless", **settings: Any) -> Iterato
         torch.compile = original
 
 
-def _treatment(policy: str | Policy, budget: int | str | None, min_nbytes: int | None, fuses: bool) -> Treatment:
+def _treatment(
+    policy: str | Policy, budget: int | str | None, min_nbytes: int | None, bounded_bits: int, fuses: bool
+) -> Treatment:
     found = policies.get(policy)
+    if bounded_bits not in BITS:
+        raise ValueError(
+            f"compile_options was asked for bounded_bits={bounded_bits!r}, but a code within a bound has "
+            f"{' or '.join(map(str, BITS))} bits in a graph. Outside of compiled regions widths follow the bound."
+        )
     if min_nbytes is not None and (not isinstance(min_nbytes, int) or min_nbytes < 0):
         raise ValueError(
             f"compile_options was asked for min_nbytes={min_nbytes!r}, but it takes a number of bytes from 0 on. Leave "
@@ -179,7 +191,7 @@ def _treatment(policy: str | Policy, budget: int | str | None, min_nbytes: int |
         )
     if min_nbytes is None:
         min_nbytes = MIN_NBYTES if found.min_nbytes is None else found.min_nbytes
-    return Treatment(found, min_nbytes, None if budget is None else parse_nbytes(budget), fuses)
+    return Treatment(found, min_nbytes, None if budget is None else parse_nbytes(budget), fuses, bounded_bits)
 
 
 @cache

@@ -15,6 +15,8 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.account import GraphAccount, report_of
+from backstash.integrations.compile.bounding import Bounding
+from backstash.integrations.compile.bounds import loop_of, moves_bounds
 from backstash.integrations.compile.budget import cheapest
 from backstash.integrations.compile.choose import Choice, choose
 from backstash.integrations.compile.effect import gradient_nodes
@@ -36,15 +38,20 @@ class Treatment:
         min_nbytes: smaller values are kept.
         budget: bytes at the peak of each graph, its inputs excluded; None for no budget.
         fuses: whether the compiler of the graphs fuses elementwise operators.
+        bounded_bits: bits of a code of a value that is held within a bound.
     """
 
-    def __init__(self, policy: Policy, min_nbytes: int, budget: int | None = None, fuses: bool = True) -> None:
+    def __init__(
+        self, policy: Policy, min_nbytes: int, budget: int | None = None, fuses: bool = True, bounded_bits: int = 8
+    ) -> None:
         self.policy = policy
         self.min_nbytes = min_nbytes
         self.budget = budget
         self.fuses = fuses
+        self.bounded_bits = bounded_bits
         self.graphs: list[GraphAccount] = []
         self._identity = self._fingerprint()
+        self.loop = loop_of(policy, self._identity.hex()[:16])
         self._hits = _cache_hits()
 
     def split(self, joint: fx.GraphModule, inputs: Any, **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -72,9 +79,10 @@ class Treatment:
     def plan(self, split: Split) -> list[tuple[SavedValue, Choice]]:
         """The form of each value that is saved."""
         gradients = gradient_nodes(split.backward.graph)
+        bounding = Bounding(self.policy, self.loop.name, _name(split), self.bounded_bits, split)
         plan, taken = [], set[fx.Node]()
         for value, key in zip(split.values(), self._keys(split), strict=True):
-            choice = choose(value, key, self.policy, self.min_nbytes, gradients)
+            choice = choose(value, key, self.policy, self.min_nbytes, gradients, bounding)
             # The outcome of a comparison that two values lead to is stored once.
             choice = replace(choice, tests=tuple(node for node in choice.tests if node not in taken))
             taken |= set(choice.tests)
@@ -108,7 +116,7 @@ class Treatment:
 
     def report(self) -> Report:
         """What became of the values of every graph that was split."""
-        return report_of(repr(self.policy), self.graphs, _cache_hits() - self._hits)
+        return report_of(repr(self.policy), self.graphs, _cache_hits() - self._hits, self.loop.notes())
 
     @property
     def identity(self) -> bytes:
@@ -116,10 +124,26 @@ class Treatment:
         return self._identity
 
     def _fingerprint(self) -> bytes:
-        text = f"{__version__} {sources()} {self.policy!r} {self.min_nbytes} {self.budget} {self.fuses}"
+        settings = self.min_nbytes, self.budget, self.fuses, self.bounded_bits
+        text = f"{__version__} {sources()} {self.policy!r} {settings}"
         if " at 0x" in text:  # an object's default repr says nothing about what it does
             text = str(uuid.uuid4())
+        if moves_bounds(self.policy):
+            # Graphs ask the policy while they run. Two that look alike must not be asked for each other; the first one
+            # of a process has the graphs of the first one of the process before.
+            _alike[text] += 1
+            text += f" number {_alike[text]}"
         return hashlib.sha256(text.encode()).digest()
+
+
+_alike: Counter[str] = Counter()
+"""How many policies that move bounds this process has had, by their fingerprint."""
+
+
+def _name(split: Split) -> str:
+    """A name for a graph that is the same in every process."""
+    nodes = " ".join(f"{node.name} {node.target}" for node in split.forward.graph.nodes)
+    return hashlib.sha256(nodes.encode()).hexdigest()[:12]
 
 
 @cache

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from backstash.integrations.compile.bounds import emit_gradients
 from backstash.integrations.compile.choose import Choice
 from backstash.integrations.compile.emit import GraphEmitter, Value
+from backstash.integrations.compile.graph_bounded import GraphSzp
 from backstash.integrations.compile.graph_codecs import Bits
 from backstash.integrations.compile.layout import in_memory_order, like_original, memory_order
 from backstash.integrations.compile.values import Member, SavedValue, Split, after_last_use, hint
@@ -51,6 +53,7 @@ def rewrite(split: Split, value: SavedValue, choice: Choice) -> int:
     )
     for member in members:
         split.backward.graph.erase_node(member.placeholder)
+    _show_gradients(split, value, choice)
     return sum(_nbytes(plane.meta["val"]) for plane in flat)
 
 
@@ -191,6 +194,16 @@ def _decode(
             view = _view(emit, ordered, member.node.meta["val"], value.tensor)
             member.placeholder.replace_all_uses_with(view)
             split.twins[view] = member.node
+
+
+def _show_gradients(split: Split, value: SavedValue, choice: Choice) -> None:
+    """Behind each layer whose gradients the policy is shown, a call that shows them."""
+    order = {node: place for place, node in enumerate(split.backward.graph.nodes)}
+    for number, layer in enumerate(choice.layers):
+        assert isinstance(choice.codec, GraphSzp)
+        last = max(layer.weight_gradient, layer.gradient, key=lambda node: order[node])
+        emit = GraphEmitter(split.backward.graph, last.next, value.fake_mode, {"autograd_backward": True})
+        emit_gradients(emit, layer, number, choice.codec.place)
 
 
 def _erase(node: fx.Node) -> None:

@@ -216,6 +216,11 @@ class Comet(Policy):
             return bounded
         return replace(exact, otherwise=bounded, within=self.allotment.within.get(saved.key, frozenset()))
 
+    def may_bound(self, readers: Sequence[SavedTensor]) -> bool:
+        """Whether layers are all that reads the value itself."""
+        values = [(reader.op, reader.role) for reader in readers if reader.need is Need.VALUE]
+        return bool(values) and self._readers.issuperset(values)
+
     def observe(self, outcome: Outcome) -> None:
         """In a collecting step, note the largest error of a value that will be remade."""
         key = outcome.saved.key

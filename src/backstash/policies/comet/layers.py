@@ -166,6 +166,9 @@ def layer_of(node: Any, x: Tensor) -> Linear:
 
 def weight_of(node: Any) -> nn.Parameter | None:
     """Returns the layer's weight, or None unless the weight's gradient goes to a parameter and nowhere else."""
+    known: nn.Parameter | None = getattr(node, "parameter", None)
+    if known is not None:  # of a compiled graph, where no autograd nodes follow
+        return known
     following, _ = node.next_functions[WEIGHTS[op_of(node)]]
     while following is not None and type(following).__name__ in ("TBackward0", "ToCopyBackward0"):
         following, _ = following.next_functions[0]
