@@ -72,6 +72,7 @@ ALLOWED: dict[str, set[str]] = {
         "torch_internals",
         "policies.base",
         "stash.ledger",
+        "stash.regions",
         "capture.modules",
         "version",
         "saved",

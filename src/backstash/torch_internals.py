@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -314,6 +315,16 @@ def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
     return dict(list_mode_options(mode, dynamic))
+
+
+@cache
+def offload_operators() -> Any:
+    """The namespace of ``offload``, ``reload`` and ``wait_tensor``, which move a tensor of an accelerator; or None."""
+    try:
+        from torch._functorch._activation_offloading import offload_ops  # noqa: F401  (it registers them)
+    except ImportError:
+        return None
+    return torch.ops.ao
 
 
 def compile_counters() -> Any:

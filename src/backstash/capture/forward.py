@@ -21,7 +21,7 @@ from backstash.capture.naming import find, weight_copies
 from backstash.capture.side_effects import SideEffect, affected
 from backstash.policies.base import Policy
 from backstash.saved import PLAIN, Need, SavedTensor, is_odd
-from backstash.stash import held, parameters, wrapped
+from backstash.stash import held, parameters, regions, wrapped
 from backstash.stash.accounts import Account, Step
 from backstash.stash.calls import CallPlace, Group
 from backstash.stash.contents import Contents, Inside
@@ -95,6 +95,8 @@ class Forward:
         self._packed: list[tuple[int, Saved]] = []  # in the function in progress, with their order
         self._packed_before = 0
         self._call_place: CallPlace | None = None  # of the function in progress
+        self._call: regions.Call | None = None  # of a compiled region, whose tensors autograd saves now
+        self._rows: dict[int, tuple[regions.Call, int]] = {}  # of its tensors that are not named yet
 
     def begin_step(self, step: Step) -> None:
         """The accounts of the step that begins."""
@@ -111,6 +113,15 @@ class Forward:
         """Forget what was seen of storages: the Session is left."""
         self._shapes.clear()
         self._names.noting().end_pass()
+        self._call = None
+        self._rows.clear()
+
+    def ran(self, region: regions.Region) -> None:
+        """A compiled region has run, and hands its tensors to autograd."""
+        with self._lock:
+            self._before_save()
+            self._call = regions.Call(region, len(self.step.accounts))
+            self.step.calls.append(self._call)
 
     # -- what the observer tells ---------------------------------------------------------------------------------
 
@@ -225,6 +236,11 @@ class Forward:
                 return held.hold(x)
             counted = self.counted
             counted[0] += 1
+            call, row = self._call, None
+            if call is not None:
+                row = call.next_row(x, self._names.frames[-1].fqn)
+                if call.is_over:
+                    self._call = None
             inner = x if type(x) in PLAIN else wrapped.inner_tensor(x)
             if inner is not None and inner.layout is torch.strided:
                 storage = inner.untyped_storage()
@@ -234,11 +250,12 @@ class Forward:
                     self.step.parameters[storage._cdata] = nbytes
                     return parameters.HeldParameter.of(x, inner)
                 if nbytes < self._contents.min_nbytes:
-                    self.step.small[storage._cdata] = nbytes
+                    if row is None:
+                        self.step.small[storage._cdata] = nbytes
                     return held.hold(x)
-            return self._pack_large(x, inner)
+            return self._pack_large(x, inner, None if call is None or row is None else (call, row))
 
-    def _pack_large(self, x: Tensor, inner: Tensor | None) -> Saved:
+    def _pack_large(self, x: Tensor, inner: Tensor | None, row: tuple[regions.Call, int] | None) -> Saved:
         with self._lock:
             self._before_save()
             saved = Saved(x if inner is None else inner, self._live)
@@ -248,6 +265,8 @@ class Forward:
             elif parameters.is_leaf_of_graph(x):
                 saved.dense = x
             self.unnamed.append(saved)
+            if row is not None:
+                self._rows[id(saved)] = row
             if self.remakes_anything:
                 self._packed.append((self.counted[0] - 1 - self._packed_before, saved))
             # Outside any torch function (a custom Function, an extension's op), or inside backward, which is one long
@@ -301,6 +320,7 @@ class Forward:
         storage = dense.untyped_storage()
         cdata = storage._cdata
         value = self._pending.get(cdata)
+        row = self._rows.pop(id(saved), None) if self._rows else None
         if facts.need is Need.SHAPE and self._encoder.releases_shape(place):
             if value is not None:
                 value.account.share(facts)
@@ -317,6 +337,9 @@ class Forward:
             account.stash_nbytes, account.codec = nbytes, "kept"
             account.reason = "held by the program, kept by reference"
             self._live.add(nbytes)
+            if row is not None:
+                account.is_of_region = True
+                row[0].holds(row[1], account)
             value = Value(storage, account, self._live, place)
             self._pending.add(value)
             if self.is_timing:
@@ -353,5 +376,6 @@ for _function in (
     Forward.made,
     Forward.took,
     Forward.pack,
+    Forward.ran,
 ):
     hide_from_dynamo(_function, and_all_below=True)

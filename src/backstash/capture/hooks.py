@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backstash.capture import modules, observer, transforms
 from backstash.errors import SessionError
+from backstash.stash import regions
 from backstash.torch_internals import (
     current_function_mode,
     pop_saved_tensor_hooks,
@@ -44,6 +45,7 @@ class Hooks:
             installed.callback(self._stop)
             self.observe()
             installed.callback(modules.listen(of_modules))
+            installed.callback(regions.listen(None if of_functions is None else of_functions.ran))
             self._installed = installed.pop_all()
 
     def remove(self) -> None:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from backstash.capture.side_effects import SideEffect, has_inplace_argument, side_effect_of
 from backstash.stash import calls, producers
+from backstash.stash.regions import Region
 from backstash.torch_internals import functorch_level, hide_from_dynamo, no_torch_function, seen_inside
 
 
@@ -45,6 +46,9 @@ class Listener(Protocol):
 
     def assign_data(self, x: Tensor, assign: Callable[[], Any]) -> Any:
         """``x.data`` is about to be assigned; returns what ``assign``, which does it, returns."""
+
+    def ran(self, region: Region) -> None:
+        """A compiled region has run, and autograd is about to save its tensors."""
 
     def before_backward(self) -> None:
         """The backward pass is about to begin."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from backstash.proofs import Counts
 from backstash.saved import Effect, SavedTensor
 from backstash.stash.ledger import Entry
+from backstash.stash.regions import Call
 
 
 class Account:
@@ -15,6 +16,7 @@ class Account:
         shared_by: facts of the other saved tensors that view the storage.
         saved_nbytes, stash_nbytes, codec, reason, encode_seconds, decode_seconds, decodes, store, stall_seconds,
             remake_seconds: as in Entry.
+        is_of_region: whether a row of a compiled region has it.
     """
 
     __slots__ = (
@@ -23,6 +25,7 @@ class Account:
         "decodes",
         "encode_seconds",
         "facts",
+        "is_of_region",
         "reason",
         "remake_seconds",
         "saved_nbytes",
@@ -41,6 +44,7 @@ class Account:
         self.encode_seconds = self.decode_seconds = self.stall_seconds = 0.0
         self.decodes = 0
         self.remake_seconds = 0.0
+        self.is_of_region = False
 
     @property
     def device_nbytes(self) -> int:
@@ -83,6 +87,7 @@ class Step:
 
     Attributes:
         accounts: of the storages that were saved, in order.
+        calls: of compiled regions, in order.
         small: bytes of storages that were too small to be looked at, by their addresses.
         parameters: bytes of parameters and buffers that were saved, by storage or by saved tensor.
         counts: of the proofs of this step.
@@ -91,6 +96,7 @@ class Step:
 
     def __init__(self) -> None:
         self.accounts: list[Account] = []
+        self.calls: list[Call] = []
         self.small: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
         self.counts = Counts()
@@ -120,7 +126,7 @@ class Step:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was saved but parameters."""
-        return not self.accounts and not self.small
+        return not self.accounts and not self.small and not self.calls
 
     def notes(self, is_idle: bool, kept_below: int | None, elsewhere: bool) -> tuple[str, ...]:
         """What a reader of the step's report should know before the numbers.
@@ -148,11 +154,18 @@ class Step:
                 "nothing was saved: no forward pass with grad mode ran inside the Session, on the thread that "
                 "entered it, outside of compiled functions"
             )
+        notes += dict.fromkeys(f"compiled {call.region.note}" for call in self.calls)
         return tuple(notes)
 
     def rows(self) -> tuple[Entry, ...]:
         """What a report shows; it does not change later."""
-        rows = [account.row() for account in self.accounts]
+        rows: list[Entry] = []
+        calls = list(self.calls)
+        for number in range(len(self.accounts) + 1):
+            while calls and calls[0].place == number:
+                rows += calls.pop(0).rows()
+            if number < len(self.accounts) and not self.accounts[number].is_of_region:
+                rows.append(self.accounts[number].row())
         small = self.small_nbytes
         if small:
             rows.append(Entry("(below min_nbytes)", "", "", small, small, reason="small"))

@@ -54,7 +54,8 @@ def report_of(policy: str, graphs: Sequence[GraphAccount], from_cache: int, more
     if from_cache:
         notes.append(
             f"{from_cache} graphs came from torch's cache on disk. They were treated when they were compiled, and are "
-            f"not listed here: clear the cache, or set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, to see them."
+            f"not listed here: a Session around the model lists them, and so does a run with "
+            f"TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
         )
     if not graphs and not from_cache:
         notes.append("no graph with a backward pass has been compiled yet: run the model's forward pass first")

@@ -15,6 +15,7 @@ from backstash.integrations.compile.bounds import szp_of
 from backstash.integrations.compile.effect import Found, effect_of
 from backstash.integrations.compile.graph_bounded import GraphSzp
 from backstash.integrations.compile.graph_codecs import Facts, GraphCodec, form_of
+from backstash.integrations.compile.graph_offload import offloaded
 from backstash.integrations.compile.layers import Layer
 from backstash.integrations.compile.ranges import limit_of
 from backstash.integrations.compile.reading import TESTS, Reader
@@ -89,11 +90,8 @@ def choose(
     if isinstance(action, Keep):
         return Choice(None, reason=action.reason, saved=strongest)
     if action.store != "device":
-        return Choice(
-            None,
-            reason=f"a graph cannot reach the store {action.store!r}: leave the region uncompiled",
-            saved=strongest,
-        )
+        moved = offloaded(action.store, spec.device)
+        return Choice(None, reason=moved, saved=strongest) if isinstance(moved, str) else Choice(moved, saved=strongest)
     reasons: dict[str, list[str]] = {}
     # A policy that will name a bound later needs the place for it now.
     codecs = action.codecs if not layers or szp_of(action) else (Szp(), *action.codecs)

@@ -15,12 +15,14 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.account import GraphAccount, report_of
+from backstash.integrations.compile.announce import emit_account, rows_of
 from backstash.integrations.compile.bounding import Bounding
 from backstash.integrations.compile.bounds import loop_of, moves_bounds
 from backstash.integrations.compile.budget import cheapest
 from backstash.integrations.compile.choose import Choice, choose
 from backstash.integrations.compile.effect import gradient_nodes
-from backstash.integrations.compile.rewrite import rewrite
+from backstash.integrations.compile.graph_offload import HOST, Offloaded
+from backstash.integrations.compile.rewrite import planes_nbytes, rewrite
 from backstash.integrations.compile.values import SavedValue, Split, spec_of
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Entry, Report
@@ -92,11 +94,20 @@ class Treatment:
     def carry_out(self, name: str, split: Split, plan: list[tuple[SavedValue, Choice]], note: str = "") -> GraphAccount:
         """Gives every saved value its form, and accounts for it."""
         keys = self._keys(split)
-        rows = [self._row(split, f"{name}/{key}", *item) for key, item in zip(keys, plan, strict=True)]
+        planes: dict[int, list[fx.Node]] = {}
+        for number, (value, choice) in enumerate(plan):
+            if not choice.is_kept:
+                planes[number] = rewrite(split, value, choice)
+        rows = [
+            self._row(f"{name}/{key}", *item, planes.get(number))
+            for number, (key, item) in enumerate(zip(keys, plan, strict=True))
+        ]
+        account = GraphAccount(name, tuple(rows), _input_nbytes(split), note)
+        emit_account(split, account, rows_of([value for value, _ in plan], planes))
         for module in (split.forward, split.backward):
             module.graph.lint()
             module.recompile()
-        return GraphAccount(name, tuple(rows), _input_nbytes(split), note)
+        return account
 
     def _keys(self, split: Split) -> list[str]:
         counts, keys = Counter[str](), []
@@ -106,13 +117,14 @@ class Treatment:
             counts[key] += 1
         return keys
 
-    def _row(self, split: Split, key: str, value: SavedValue, choice: Choice) -> Entry:
+    def _row(self, key: str, value: SavedValue, choice: Choice, planes: list[fx.Node] | None) -> Entry:
         spec = value.spec()
         need = "VALUE" if choice.saved is None else choice.saved.need.name
         others = [member.node.name for member in value.members[1:]]
-        held = spec.nbytes if choice.is_kept else rewrite(split, value, choice)
+        held = spec.nbytes if planes is None else planes_nbytes(planes)
         name = f"{key}:{value.base.name}"
-        return Entry(name, need, str(spec), spec.nbytes, held, choice.label, choice.reason, others)
+        store = HOST if isinstance(choice.codec, Offloaded) else "device"
+        return Entry(name, need, str(spec), spec.nbytes, held, choice.label, choice.reason, others, store=store)
 
     def report(self) -> Report:
         """What became of the values of every graph that was split."""

@@ -27,7 +27,7 @@ UNCHECKED = "saved_tensor_with_no_vc_check"
 """The mark of tensors at the end of the results, whose version autograd does not compare."""
 
 
-def rewrite(split: Split, value: SavedValue, choice: Choice) -> int:
+def rewrite(split: Split, value: SavedValue, choice: Choice) -> list[fx.Node]:
     """Carries a choice out on both graphs.
 
     Args:
@@ -36,7 +36,7 @@ def rewrite(split: Split, value: SavedValue, choice: Choice) -> int:
         choice: its form; the value is not kept.
 
     Returns:
-        Bytes of the planes, with hints in the place of symbols.
+        The planes in the forward graph.
     """
     planes, tests = _encode(split, value, choice)
     members = value.members
@@ -54,11 +54,16 @@ def rewrite(split: Split, value: SavedValue, choice: Choice) -> int:
     for member in members:
         split.backward.graph.erase_node(member.placeholder)
     _show_gradients(split, value, choice)
-    return sum(_nbytes(plane.meta["val"]) for plane in flat)
+    return flat
 
 
 def _test_nodes(tests: Sequence[tuple[fx.Node, fx.Node]]) -> list[fx.Node]:
     return [node for node, _ in tests]
+
+
+def planes_nbytes(planes: Sequence[fx.Node]) -> int:
+    """Bytes of planes, with hints in the place of symbols."""
+    return sum(_nbytes(plane.meta["val"]) for plane in planes)
 
 
 def _nbytes(x: torch.Tensor) -> int:

@@ -1,0 +1,97 @@
+"""A treated graph says what it saves each time it runs, so that a Session around it accounts for it.
+
+The account is part of the graph, as text. So a graph that torch has loaded from its cache on disk, which no partitioner
+has seen in this process, says it as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from backstash.integrations.compile.account import GraphAccount
+from backstash.integrations.compile.emit import GraphEmitter
+from backstash.integrations.compile.rewrite import UNCHECKED
+from backstash.integrations.compile.values import SavedValue, Split, is_tensor
+from backstash.stash.ledger import Entry
+from backstash.stash.regions import Region, Saved, announce, is_listened_to
+from backstash.torch_internals import hide_from_dynamo
+
+_LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
+# It writes nothing. That it says so keeps compilers from removing it.
+_LIBRARY.define("ran(Tensor(a!) ticket, str name, str account) -> ()")
+_ops: Any = torch.ops.backstash_graph
+
+_regions: dict[str, Region] = {}
+_FIELDS = ("key", "need", "spec", "saved_nbytes", "stash_nbytes", "codec", "reason", "shared_by", "store")
+
+
+def emit_account(split: Split, account: GraphAccount, of_row: dict[fx.Node, int]) -> None:
+    """Puts a call in front of the forward graph's results that announces the graph's account.
+
+    Args:
+        split: the graphs, treated. Nothing is added to a forward graph that saves nothing of its own.
+        account: what became of the values.
+        of_row: for each saved result the number of its value's row; inputs have none.
+    """
+    results = [node for node in split.results[split.outputs :] if is_tensor(node)]
+    own = [node for node in results if node.op != "placeholder"]
+    if not own:
+        return
+    saved = [
+        [str(node.meta["val"].dtype).removeprefix("torch."), _sizes(node), of_row.get(node)]
+        for node in results
+        if not node.meta.get(UNCHECKED)
+    ]
+    rows = [[getattr(row, name) for name in _FIELDS] for row in account.rows]
+    text = json.dumps([account.name, rows, saved, str(account)])
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    (output,) = split.forward.graph.find_nodes(op="output")
+    value = own[0].meta["val"]
+    emit = GraphEmitter(split.forward.graph, output, value.fake_mode)
+    ticket = emit(torch.ops.aten.full.default, [1], 0, dtype=torch.uint8, device=value.device, pin_memory=False)
+    emit(_ops.ran.default, ticket, name, text)
+
+
+def rows_of(values: list[SavedValue], planes: dict[int, list[fx.Node]]) -> dict[fx.Node, int]:
+    """The number of the row of each saved result.
+
+    Args:
+        values: in the order of the rows.
+        planes: by the number of a row, what is saved in the place of its value; nothing where it is kept.
+    """
+    found: dict[fx.Node, int] = {}
+    for number, value in enumerate(values):
+        nodes = planes.get(number, [member.node for member in value.members])
+        found |= dict.fromkeys(nodes, number)
+    return found
+
+
+def read_account(text: str) -> Region:
+    """The region that a graph announces with this text."""
+    name, rows, saved, note = json.loads(text)
+    entries = tuple(Entry(**dict(zip(_FIELDS, row, strict=True))) for row in rows)
+    tensors = tuple(Saved(getattr(torch, dtype), tuple(sizes), row) for dtype, sizes, row in saved)
+    return Region(name, entries, tensors, note)
+
+
+def _sizes(node: fx.Node) -> list[int | None]:
+    return [size if isinstance(size, int) else None for size in node.meta["val"].shape]
+
+
+def _ran(ticket: Tensor, name: str, account: str) -> None:
+    if not is_listened_to():
+        return
+    region = _regions.get(name)
+    if region is None:
+        region = _regions[name] = read_account(account)
+    announce(region)
+
+
+hide_from_dynamo(_ran, and_all_below=True)
+_LIBRARY.impl("ran", _ran, "CompositeExplicitAutograd")
+torch.library.register_fake("backstash_graph::ran", lambda *_: None, lib=_LIBRARY)
