@@ -43,6 +43,7 @@ def compare(
     steps: int = 1,
     min_nbytes: int = 0,
     backend: str = "aot_eager",
+    budget: int | None = None,
     **settings: Any,
 ) -> CompileBackend:
     """Checks that a treated model's gradients have the bits of the same model's compiled without treatment.
@@ -50,7 +51,7 @@ def compare(
     Args:
         model: the model.
         forward: a step's loss.
-        policy, min_nbytes: as for compile_backend.
+        policy, min_nbytes, budget: as for compile_backend.
         steps: how many steps are compared.
         backend: the inner backend.
         settings: further arguments of torch.compile.
@@ -65,7 +66,7 @@ def compare(
     expected = [gradients(model, forward, plain) for _ in range(steps)]
     model.load_state_dict(state)
     torch._dynamo.reset()
-    ours = compile_backend(policy, backend, min_nbytes=min_nbytes)
+    ours = compile_backend(policy, backend, budget=budget, min_nbytes=min_nbytes)
     treated = torch.compile(model, backend=ours, **settings)
     for step in range(steps):
         assert differences(model, expected[step], gradients(model, forward, treated)) == [], f"step {step}"

@@ -44,11 +44,7 @@ def mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(config)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, bert, vit, mixtral])
-def test_gradients_have_the_bits_of_compiled_plain(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
-    model = make().train()
-
+def loss_of(make: Callable[[], nn.Module]) -> Callable[[Any], Tensor]:
     def forward(compiled: Any) -> Tensor:
         if make is vit:
             found = compiled(pixel_values=torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 16, 16))
@@ -56,6 +52,23 @@ def test_gradients_have_the_bits_of_compiled_plain(make: Callable[[], nn.Module]
             found = compiled(input_ids=TOKENS)
         return found.logits.float().square().sum()  # type: ignore[no-any-return]
 
+    return forward
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, bert, vit])
+def test_a_budget_leaves_the_bits_as_they_are(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, forward = make().train(), loss_of(make)
+    whole = compare(model, forward, "keep").report()
+    report = compare(model, forward, budget=1000).report()
+    assert report.stash_nbytes < 0.7 * whole.stash_nbytes
+    assert "operators computed again" in report.notes[0]
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, bert, vit, mixtral])
+def test_gradients_have_the_bits_of_compiled_plain(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, forward = make().train(), loss_of(make)
     # A mixture of experts may break the graph where it routes tokens.
     report = compare(model, forward, fullgraph=make is not mixtral).report()
     assert report.rows

@@ -112,6 +112,8 @@ class Checkpointed(nn.Module):
 def test_a_checkpoint_inside() -> None:
     torch.manual_seed(0)
     compare(Checkpointed(), loss_of(torch.randn(8, 16)))
+    report = compare(Checkpointed(), loss_of(torch.randn(8, 16)), budget=1000).report()
+    assert "a checkpoint inside says already what is computed again" in report.notes[0]
 
 
 @pytest.mark.slow

@@ -152,8 +152,8 @@ def _starts(partition: Partition, planned: Planner, fuses: bool) -> tuple[list[_
         held, rounded = {}, {}
         for value, choice in planned(split):
             name = value.base.name
-            held[name] = held_nbytes(value, choice if _is_exact(choice) else _kept(choice))
-            if not _is_exact(choice):
+            held[name] = held_nbytes(value, choice if is_exact(choice) else _kept(choice))
+            if not is_exact(choice):
                 rounded[name] = held_nbytes(value, choice)
         starts.append(_Start(settings, names, held, rounded))
     return starts, Joint(asked[-1][0], split.outputs, fuses) if starts else None
@@ -227,14 +227,15 @@ def _carried_out(joint: Joint, found: Found, starts: list[_Start], partition: Pa
     rounded = {joint.nodes[number].name for number in found.rounded}
     plan, saved = [], {}
     for value, choice in planned(split):
-        is_wanted = _is_exact(choice) or value.base.name in rounded
+        is_wanted = is_exact(choice) or value.base.name in rounded
         plan.append((value, choice if is_wanted else _kept(choice)))
         if value.base.name in numbers:
             saved[numbers[value.base.name]] = held_nbytes(*plan[-1])
     return Chosen(split, plan, Lifetimes(joint).estimate(saved))
 
 
-def _is_exact(choice: Choice) -> bool:
+def is_exact(choice: Choice) -> bool:
+    """Whether the form of a value keeps gradients' bits."""
     return choice.codec is None or choice.codec.is_exact
 
 

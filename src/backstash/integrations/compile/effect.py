@@ -158,6 +158,8 @@ class _Walk:
             return UNKNOWN if node in self._gradients else self.follow(node, state)
         if name == "aten::mul":
             return self._product(node, value, named, state)
+        if name == "prims::fma":
+            return self._multiply_add(node, value, state)
         if name in AFFINE and not (name == "aten::div" and argument == "other"):
             return self._affine(node, value, named, state)
         if name == "aten::pow" and named.get("exponent") in (2, 3):
@@ -180,6 +182,15 @@ class _Walk:
             is_whole = value.meta["val"].numel() == node.meta["val"].numel()
             return Found(state.effect, state.statistics) if is_whole else UNKNOWN
         return self._affine(node, value, named, state)
+
+    def _multiply_add(self, node: fx.Node, value: fx.Node, state: _State) -> Found:
+        """A product of the first two arguments plus the third one."""
+        first, second, added = node.args
+        if value is added:
+            return UNKNOWN if node in self._gradients else self.follow(node, _State(True, True))
+        found = self._product(node, value, {"self": first, "other": second}, state)
+        # Of what is added to a product without a gradient it is not known whether it has the same error.
+        return found if second in self._gradients or first in self._gradients else worse(found, Found(Effect.SENSITIVE))
 
     def _affine(self, node: fx.Node, value: fx.Node, named: dict[str, Any], state: _State) -> Found:
         other = named.get("other") if named.get("self") is value else named.get("self")

@@ -18,15 +18,16 @@ from backstash.integrations.compile.account import GraphAccount, report_of
 from backstash.integrations.compile.announce import emit_account, rows_of
 from backstash.integrations.compile.bounding import Bounding
 from backstash.integrations.compile.bounds import loop_of, moves_bounds
-from backstash.integrations.compile.budget import cheapest
+from backstash.integrations.compile.budget import Partition, Plan, cheapest, held_nbytes, is_exact
 from backstash.integrations.compile.choose import Choice, choose
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.graph_offload import HOST, Offloaded
 from backstash.integrations.compile.rewrite import planes_nbytes, rewrite
+from backstash.integrations.compile.substitutes import substitutes
 from backstash.integrations.compile.values import SavedValue, Split, spec_of
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Entry, Report
-from backstash.torch_internals import SavedValues, compile_counters, min_cut_partition
+from backstash.torch_internals import SavedValues, asks_what_to_save, compile_counters, min_cut_partition
 from backstash.version import __version__
 
 log = logging.getLogger("backstash.compile")
@@ -68,6 +69,8 @@ class Treatment:
         if self.budget is None or any("recompute" in node.meta for node in joint.graph.nodes):
             split = Split(*partition({}))
             plan = self.plan(split)
+            if self.budget is None and not any("recompute" in node.meta for node in joint.graph.nodes):
+                split, plan = self._with_substitutes(partition, split, plan)
             if self.budget is not None:
                 note = "budget: not kept, because a checkpoint inside says already what is computed again"
         else:
@@ -77,6 +80,24 @@ class Treatment:
         self.graphs.append(self.carry_out(name, split, plan, note))
         log.info("%s", self.graphs[-1])
         return split.forward, split.backward
+
+    def _with_substitutes(self, partition: Partition, split: Split, plan: Plan) -> tuple[Split, Plan]:
+        """Saves other values where the policy cannot round what torch saves, if that takes fewer bytes."""
+        if not asks_what_to_save() or all(is_exact(choice) for _, choice in plan):
+            return split, plan
+        kept = [value for value, choice in plan if choice.is_kept and choice.saved is not None]
+        names = substitutes(split, kept, gradient_nodes(split.backward.graph))
+        if not names:
+            return split, plan
+
+        def swap(graph: fx.Graph, saved: list[fx.Node]) -> list[fx.Node]:
+            nodes = {node.name: node for node in graph.nodes}
+            return list(dict.fromkeys(nodes.get(names.get(node.name, ""), node) for node in saved))
+
+        other = Split(*partition({}, swap))
+        others = self.plan(other)
+        before, after = (sum(held_nbytes(*item) for item in each) for each in (plan, others))
+        return (other, others) if after < before else (split, plan)
 
     def plan(self, split: Split) -> list[tuple[SavedValue, Choice]]:
         """The form of each value that is saved."""
