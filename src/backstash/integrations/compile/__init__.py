@@ -5,10 +5,10 @@ it (``partitioner.py``), lists what the forward graph saves (``values.py``), fin
 value (``reading.py``, ``effect.py``, ``ranges.py``), asks the policy (``choose.py``) and puts the encoding into the one
 graph and the decoding into the other (``rewrite.py``), as calls of aten operators (``graph_codecs.py``,
 ``graph_rounding.py``, ``graph_bounded.py``, ``graph_offload.py``, ``layout.py``, ``emit.py``). ``substitutes.py`` finds
-what is saved in the place of values that cannot be rounded. Error bounds come from outside of the graph (``bounding.py``,
-``bounds.py``, ``layers.py``), and ``announce.py`` tells a Session around what the graph saves. Under a budget, ``budget.py`` chooses what the
-forward graph saves: ``joint.py`` reads the joint graph, ``lifetimes.py`` knows its memory, ``search.py`` searches.
-``account.py`` has the report, ``options.py`` what users call.
+what is saved in the place of values that cannot be rounded. Error bounds come from outside of the graph
+(``bounding.py``, ``bounds.py``, ``layers.py``), and ``announce.py`` tells a Session around what the graph saves. Under
+a budget, ``budget.py`` chooses what the forward graph saves: ``joint.py`` reads the joint graph, ``lifetimes.py`` knows
+its memory, ``search.py`` searches. ``account.py`` has the report, ``options.py`` what users call.
 """
 
 from backstash.integrations.compile.options import (
