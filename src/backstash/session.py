@@ -244,6 +244,8 @@ class Session:
                 step.counts.proven,
                 step.counts.repeated,
                 tuple(self._live.monitor.found) if self._live.monitor is not None else (),
+                named=step.named,
+                recognised=step.recognised,
             )
 
     @contextmanager
@@ -327,9 +329,8 @@ class Session:
             self._learn()
         self._encoder.begin_step()
         self._live.unpacked = False
-        self._live.stashed_nbytes = self._live.needed_nbytes = (
-            0  # there is room for nothing before backward has freed something
-        )
+        # There is room for nothing before backward has freed something.
+        self._live.stashed_nbytes = self._live.needed_nbytes = 0
         self._steps += 1
         self.policy.begin_step()
         if self._live.monitor is not None:

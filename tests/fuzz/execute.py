@@ -56,11 +56,21 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one program: a failure, or that it was skipped as plain torch does not repeat itself."""
+    """What came of one program: a failure, or that it was skipped as plain torch does not repeat itself.
+
+    Attributes:
+        failure: how the outcomes differ; None where they do not.
+        skipped: whether plain torch does not repeat itself.
+        plain_error: type of the error that plain torch raised, if any.
+        named: how many saved tensors the last Session has looked at in its last step.
+        recognised: how many of these it has recognised from earlier steps.
+    """
 
     failure: Failure | None = None
     skipped: bool = False
     plain_error: str = ""
+    named: int = 0
+    recognised: int = 0
 
 
 @dataclass
@@ -101,7 +111,10 @@ def check(program: Program, policy: Policy | None = None) -> Result:
     failure = _compare(plain, under_session) or _left_over(under_session, sessions)
     plain_error = "" if plain.error is None else type(plain.error).__name__
     if failure is None:
-        return Result(plain_error=plain_error)
+        if not sessions:
+            return Result(plain_error=plain_error)
+        report = sessions[-1].report()
+        return Result(plain_error=plain_error, named=report.named, recognised=report.recognised)
     again = [_run(function, nullcontext) for _ in range(2)]
     if any(_compare(plain, other) for other in again):
         return Result(skipped=True, plain_error=plain_error)

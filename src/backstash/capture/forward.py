@@ -290,7 +290,7 @@ class Forward:
             is_autocast = any_autocast()
             for node, found in find(result, wanted):
                 copies = weight_copies(node) if is_autocast else ()
-                places = self._names.places(node, found)
+                places, is_known = self._names.places(node, found)
                 for (role, saved), place in zip(found, places, strict=True):
                     original = saved.original() if saved.original is not None else None
                     if original is not None and original.grad_fn is node:
@@ -299,6 +299,8 @@ class Forward:
                     if copies and role in ("weight", "mat2") and sorted(place.facts.spec.shape) in copies:
                         self.step.parameters[id(saved)] = place.facts.spec.nbytes
                         continue
+                    self.step.named += 1
+                    self.step.recognised += is_known
                     builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
                     dense = saved.dense if builtin and self._is_watched else None
                     self._take(saved, place, builtin)
@@ -308,7 +310,10 @@ class Forward:
                     if builtin:
                         saved.node, saved.claimable = node._sequence_nr(), place.claimable
             for saved in wanted.values():
-                self._take(saved, self._names.unknown_place(saved), False)
+                place, is_known = self._names.unknown_place(saved)
+                self.step.named += 1
+                self.step.recognised += is_known
+                self._take(saved, place, False)
 
     def _take(self, saved: Saved, place: Place, builtin: bool) -> None:
         """Account for a named tensor, and queue its storage for encoding unless backward reads nothing of it."""

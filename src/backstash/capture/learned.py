@@ -69,7 +69,7 @@ class Learned:
     """
 
     def __init__(self) -> None:
-        self.nodes: dict[tuple[str, type, int], KnownNode] = {}
+        self.nodes: dict[tuple[str, type, int], tuple[KnownNode, ...]] = {}
         self.noting = Noting()
         self.min_nbytes: int | None = None
         self.saves_little = False

@@ -5,7 +5,8 @@ Note: [known nodes]
     this call of the module has made before, and the formula's name for the tensor. What the needs table says of it
     depends on the node's type, on scalars that the node has saved, and on the specs of what it has saved. So for each
     module path, node type and number the answers are kept together with all that they depend on: the roles, the specs,
-    and the scalars that the table has asked for. They are used again if every one of these is found equal.
+    and the scalars that the table has asked for. They are used again if every one of these is found equal. A module
+    that is called on several sizes, or steps that take turns, have several answers for one number.
 
 Note: [calls apart]
     A module may be called several times in a step, and a step may have several forward and backward passes in turn: in
@@ -21,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,12 @@ from backstash.stash.value import Saved
 
 MOST_NODES = 1 << 16
 """Nodes of which something is remembered; beyond that everything is learned anew."""
+
+MOST_VARIANTS = 8
+"""How many different nodes are remembered of one place and number; beyond that the oldest is forgotten.
+
+There are several where a module is called more than once in a step, or where steps take turns.
+"""
 
 
 class Frame:
@@ -54,7 +61,7 @@ class KnownNode:
 
     __slots__ = ("asked", "places", "roles")
 
-    def __init__(self, roles: tuple[str, ...], places: list[Place], asked: list[tuple[str, Any]]) -> None:
+    def __init__(self, roles: tuple[str, ...], places: list[Place], asked: tuple[tuple[str, Any], ...]) -> None:
         self.roles, self.places, self.asked = roles, places, asked
 
     def fits(self, node: Any, roles: tuple[str, ...], found: list[tuple[str, Saved]]) -> bool:
@@ -64,7 +71,19 @@ class KnownNode:
         for place, (_, saved) in zip(self.places, found, strict=True):
             if not saved.looks_like(place.facts.spec):
                 return False
-        return not self.asked or all(getattr(node, name, None) == scalar for name, scalar in self.asked)
+        return not self.asked or all(_scalar(node, name) == scalar for name, scalar in self.asked)
+
+
+class _Result(NamedTuple):
+    """What may be asked about a result of a node's function."""
+
+    shape: tuple[int, ...]
+
+
+def _scalar(node: Any, name: str) -> Any:
+    """An attribute of a node, None where it has none. Of its results' metadata, which torch makes anew, the shapes."""
+    found: Any = getattr(node, name, None)
+    return tuple([_Result(tuple(each.shape)) for each in found]) if name == "_input_metadata" else found
 
 
 class _Asked:
@@ -72,15 +91,20 @@ class _Asked:
 
     def __init__(self, node: Any) -> None:
         self._node = node
-        self._noted: list[tuple[str, Any]] = []
-        self._comparable = True
+        self._noted: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        scalar = getattr(self._node, name)
-        self._noted.append((name, scalar))
-        if not isinstance(scalar, (bool, int, float, str, tuple, list, type(None))):
-            self._comparable = False
-        return scalar
+        if name not in self._noted:
+            getattr(self._node, name)  # or the error is the node's own
+            self._noted[name] = _scalar(self._node, name)
+        return self._noted[name]
+
+
+def _is_comparable(scalar: Any) -> bool:
+    """Whether equal scalars of two nodes compare as equal."""
+    if isinstance(scalar, (tuple, list)):
+        return all(_is_comparable(each) for each in scalar)
+    return isinstance(scalar, (bool, int, float, str, type(None)))
 
 
 class Names:
@@ -108,6 +132,7 @@ class Names:
         self._has_whole_steps = cycles == 0  # in one ``with`` each
         self.frames = [Frame("", "")]
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._root: weakref.ref[nn.Module] | None = None
         self._found: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # by the module's id, which is faster
         self.learned = Learned()
 
@@ -133,6 +158,10 @@ class Names:
         """A module's forward begins."""
         found = self._found.get(id(module))
         if found is None or found[0]() is not module:
+            if module not in self._paths and self._root is not None:  # it was put into the model since
+                root, self._root = self._root(), None  # once a call: a model may make modules while it runs
+                if root is not None:
+                    self._learn_paths(root)
             if module not in self._paths:
                 self._learn_paths(module, prefix=type(module).__name__)
             self._found[id(module)] = found = weakref.ref(module), self._paths[module]
@@ -152,6 +181,7 @@ class Names:
 
     def enter_root(self, module: nn.Module) -> None:
         """A module is called outermost: paths below it start there."""
+        self._root = weakref.ref(module)
         if module not in self._paths:
             self._learn_paths(module)
 
@@ -197,12 +227,15 @@ class Names:
 
     # -- saved tensors -------------------------------------------------------------------------------------------
 
-    def places(self, node: Any, found: list[tuple[str, Saved]]) -> list[Place]:
+    def places(self, node: Any, found: list[tuple[str, Saved]]) -> tuple[list[Place], bool]:
         """The places at which a node has saved tensors; gives each of these its spec.
 
         Args:
             node: the autograd node.
             found: the roles and the tensors, plain and strided.
+
+        Returns:
+            The places, and whether they are those of an earlier step (Note: [known nodes]).
         """
         op = needs.op_of(node)
         frame = self.frames[-1]
@@ -211,11 +244,11 @@ class Names:
         frame.counts[op] = number + 1
         roles = tuple([role for role, _ in found])
         index = frame.label, type(node), number
-        known = self.learned.nodes.get(index)
-        if known is not None and known.fits(node, roles, found):
-            for place, (_, saved) in zip(known.places, found, strict=True):
-                saved.spec = place.facts.spec
-            return known.places
+        for known in self.learned.nodes.get(index, ()):
+            if known.fits(node, roles, found):
+                for place, (_, saved) in zip(known.places, found, strict=True):
+                    saved.spec = place.facts.spec
+                return known.places, True
         specs = {}
         for role, saved in found:
             assert saved.dense is not None
@@ -230,22 +263,32 @@ class Names:
                 reading = saved.wrapping.reading(reading)
             claimable = builtin and saved.wrapping is None and self._can_claim(op, role, saved.spec)
             places.append(Place(_facts(frame, op, number, role, saved.spec, reading), claimable))
-        if asked._comparable and all(saved.wrapping is None for _, saved in found):
-            nodes = self.learned.nodes
-            if len(nodes) >= MOST_NODES:
-                nodes.clear()
-            nodes[index] = KnownNode(roles, places, asked._noted)
-        return places
+        if _is_comparable(tuple(asked._noted.values())) and all(saved.wrapping is None for _, saved in found):
+            self._remember(index, KnownNode(roles, places, tuple(asked._noted.items())))
+        return places, False
 
-    def unknown_place(self, saved: Saved) -> Place:
-        """The place of a tensor of which no node was found that has saved it."""
+    def unknown_place(self, saved: Saved) -> tuple[Place, bool]:
+        """The place of a tensor of which no node was found that has saved it, and whether it is an earlier step's."""
         assert saved.dense is not None
         frame = self.frames[-1]
         self._is_fresh = False
         number = frame.counts["?"]
         frame.counts["?"] = number + 1
         saved.spec = TensorSpec.of(saved.dense)
-        return Place(_facts(frame, "?", number, "saved", saved.spec, needs.VALUE))
+        index = frame.label, type(None), number
+        for known in self.learned.nodes.get(index, ()):
+            if known.places[0].facts.spec == saved.spec:
+                return known.places[0], True
+        place = Place(_facts(frame, "?", number, "saved", saved.spec, needs.VALUE))
+        if saved.wrapping is None:
+            self._remember(index, KnownNode(("saved",), [place], ()))
+        return place, False
+
+    def _remember(self, index: tuple[str, type, int], node: KnownNode) -> None:
+        nodes = self.learned.nodes
+        if len(nodes) >= MOST_NODES:
+            nodes.clear()
+        nodes[index] = (node, *nodes.get(index, ())[: MOST_VARIANTS - 1])
 
 
 def _facts(frame: Frame, op: str, number: int, role: str, spec: TensorSpec, reading: needs.Reading) -> SavedTensor:

@@ -91,6 +91,8 @@ class Step:
         small: bytes of storages that were too small to be looked at, by their addresses.
         parameters: bytes of parameters and buffers that were saved, by storage or by saved tensor.
         counts: of the proofs of this step.
+        named: how many saved tensors were named.
+        recognised: how many of these were named as in an earlier step, and treated so.
         is_whole: whether the Session was not left by an error in this step; else nothing is learned of it.
     """
 
@@ -100,6 +102,7 @@ class Step:
         self.small: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
         self.counts = Counts()
+        self.named = self.recognised = 0
         self.is_whole = True
 
     def open(self, facts: SavedTensor, saved_nbytes: int, codec: str) -> Account:

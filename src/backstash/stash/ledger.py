@@ -146,6 +146,9 @@ class Report:
         repeated_proofs: recipes that were compared once more.
         gradient_error: how far off the policy made the gradient, for each backward pass of a checked step.
         measured: peaks and times that somebody has measured and put here; a Session measures neither.
+        named: saved tensors that were looked at in this step: neither small nor parameters.
+        recognised: those of them that were found to be what they were in an earlier step, so that their names, needs
+            and treatment were not worked out again. In a step like an earlier one these are all.
 
     Printed, a report is a :meth:`summary`. All values are in :meth:`table`, :meth:`to_json` and :meth:`to_html`.
     """
@@ -161,6 +164,8 @@ class Report:
     repeated_proofs: int = 0
     gradient_error: tuple[GradientError, ...] = ()
     measured: Measured | None = None
+    named: int = 0
+    recognised: int = 0
 
     @property
     def saved_nbytes(self) -> int:
@@ -247,6 +252,8 @@ class Report:
                 "stall_seconds",
                 "proofs",
                 "repeated_proofs",
+                "named",
+                "recognised",
             )
         }
         totals["ratio"] = self.ratio if math.isfinite(self.ratio) else None
@@ -278,6 +285,8 @@ class Report:
             found["repeated_proofs"],
             tuple(GradientError(**error) for error in found["gradient_error"]),
             measured,
+            found["named"],
+            found["recognised"],
         )
 
     def headline(self) -> str:
@@ -314,6 +323,11 @@ class Report:
             *(
                 [f"recipes: {self.proofs} proven for the first time in this step, {self.repeated_proofs} once more"]
                 if self.proofs or self.repeated_proofs
+                else []
+            ),
+            *(
+                [f"recognised from earlier steps: {self.recognised} of {self.named} saved tensors"]
+                if self.named
                 else []
             ),
             *([f"waited {ms(self.stall_seconds)} for other stores"] if stalled else []),
