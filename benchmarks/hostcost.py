@@ -171,7 +171,7 @@ CASES: dict[str, Callable[[], Loss]] = {
     "ViT 12 x 192": _vit,
     "100-layer MLP": _mlp,
     "LSTM, 64 steps": _lstm,
-    **{f"held {number}": partial(_held, number) for number in (500, 1000, 2000, 4000)},
+    **{f"held {number}": partial(_held, number) for number in (500, 1000, 2000, 4000, 20000)},
 }
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,3 +73,68 @@ def test_decodes_do_not_grow_with_the_readers_of_one_storage(reader: object, mon
         got, decodes = run(Session(policy, min_nbytes=0))
         assert torch.equal(expected, got)
         assert decodes <= 12
+
+
+class Chain(nn.Module):
+    """Runs layers one after the other; the program keeps all that they return, or nothing of it."""
+
+    def __init__(self, number: int, keeps: bool) -> None:
+        super().__init__()
+        self.number, self.keeps = number, keeps
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for number in range(self.number):
+            x = (torch.relu, torch.tanh)[number % 2](self.layer(x))
+            if self.keeps:
+                kept.append(x)
+        return torch.stack(kept).sum() if kept else x.sum()
+
+
+def calls_of(run: Callable[[], object]) -> int:
+    """How many functions are called, of Python and of C; the time that they take is nobody's business here."""
+    number = 0
+
+    def count(frame: Any, event: str, argument: object) -> None:
+        nonlocal number
+        number += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return number
+
+
+def calls_per_layer(number: int, keeps: bool, policy: str) -> float:
+    """Function calls of a step under a Session that has seen two steps like it, above plain PyTorch's, per layer."""
+    model, x = Chain(number, keeps), torch.randn(2, 4)
+    session = Session(policy, min_nbytes=0)
+
+    def plain() -> None:
+        model(x).backward()
+
+    def under_session() -> None:
+        with session:
+            loss = model(x)
+        loss.backward()
+
+    for _ in range(2):
+        under_session()
+    return (calls_of(under_session) - calls_of(plain)) / number
+
+
+@pytest.mark.parametrize("policy", ["keep", "lossless_stored", "lossless"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_work_per_saved_tensor_does_not_grow_with_their_number(keeps: bool, policy: str) -> None:
+    few, many = (calls_per_layer(number, keeps, policy) for number in (50, 400))
+    assert 0 < many < 1.1 * few + 10  # a few more for each doubling, where the program keeps everything
+
+
+@pytest.mark.slow
+def test_work_per_saved_tensor_is_the_same_at_twenty_thousand() -> None:
+    few, many = (calls_per_layer(number, True, "lossless") for number in (500, 6700))  # three are saved of each layer
+    assert 0 < many < 1.1 * few + 10

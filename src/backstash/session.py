@@ -268,7 +268,7 @@ class Session:
         if self._names.is_outside:
             with no_torch_function():
                 self._enter_root(module if self._names.model is None else self._names.model)
-        self._names.enter(module)
+        self._names.enter(None if self._is_idle else module)
 
     def leave_module(self) -> None:
         """It has returned or raised."""
@@ -279,7 +279,6 @@ class Session:
         self._elsewhere = True
 
     def _enter_root(self, module: nn.Module) -> None:
-        self._names.enter_root(module)
         if not self._is_bound:
             self._is_bound = True
             self._names.learned = learned.learned_of(module, self._settings)
@@ -294,6 +293,7 @@ class Session:
             else:
                 self._hooks.observe()
         if not self._is_idle:
+            self._names.enter_root(module)
             self._contents.parameters.enter(module)
 
     def _may_idle(self) -> bool:

@@ -154,8 +154,11 @@ class Names:
         """Whether no module is running."""
         return len(self.frames) == 1
 
-    def enter(self, module: nn.Module) -> None:
-        """A module's forward begins."""
+    def enter(self, module: nn.Module | None) -> None:
+        """A module's forward begins; None where nothing will be named in it."""
+        if module is None:
+            self.frames.append(self.frames[0])
+            return
         found = self._found.get(id(module))
         if found is None or found[0]() is not module:
             if module not in self._paths and self._root is not None:  # it was put into the model since

@@ -72,19 +72,22 @@ class Live:
     @property
     def saved(self) -> int:
         """How many saved tensors autograd holds."""
-        self._add_up()
+        if self._losses:
+            self._add_up()
         return self._saved
 
     @property
     def nbytes(self) -> int:
         """Bytes that values take on the device."""
-        self._add_up()
+        if self._losses:
+            self._add_up()
         return self._nbytes
 
     @property
     def remade_nbytes(self) -> int:
         """Bytes of values that were remade and are held for their next reader."""
-        self._add_up()
+        if self._losses:
+            self._add_up()
         return self._remade_nbytes
 
     @property

@@ -99,6 +99,13 @@ def name_of(function: Callable[..., Any]) -> str:
     return known if known is not None else str(getattr(function, "__name__", function)).strip("_")
 
 
+@functools.lru_cache(maxsize=4096)
+def may_draw(function: Callable[..., Any]) -> bool:
+    """Whether some calls of a function draw from a generator; :func:`draws` tells which, and takes longer."""
+    name = name_of(function)
+    return name in _DROPOUTS or name in _NOISE or name in _RECURRENT or name == "scaled_dot_product_attention"
+
+
 def draws(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws from the generator of its first argument's device."""
     name = name_of(function)
