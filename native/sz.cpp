@@ -26,6 +26,7 @@ constexpr int kSzMaxSymbols = 2 + kSzWindow;
 constexpr int kSzFew = 256;  // so few symbols' entries are looked up in registers
 constexpr int64_t kSzRun = 256;
 constexpr int64_t kSzChunksAtOnce = 8;
+constexpr int64_t kSzAtOnce = 4;  // so many chunks are decoded in turns
 
 // How a tensor is divided, in elements.
 struct SzBlocks {
@@ -44,13 +45,15 @@ struct SzSymbols {
     int count;               // symbols
     uint32_t escape_begin;   // slots of the escape: from here on, `escape_size` of them
     uint32_t escape_size;
-    bool narrow;             // every code, without its low bits, fits a byte
+    int field;               // bits of the largest frequency - 1
+    bool packed;             // every code, without its low bits, fits beside two such fields
     // Encoding: frequency << 16 | begin of its slots; 0 for a symbol that does not occur.
     uint32_t entries[kSzMaxSymbols];
     // The same of the first symbols, apart; of a symbol that does not occur, the escape's.
     alignas(64) uint16_t frequencies[kSzFew];
     alignas(64) uint16_t begins[kSzFew];
-    // Decoding, by slot: frequency - 1 | place among the symbol's slots << 12 | code without its low bits << 24.
+    // Decoding, by slot: frequency - 1, above it the place among the symbol's slots, above it the code without its low
+    // bits, if it fits.
     uint32_t slots[kSzTotal];
     int32_t codes[kSzTotal];  // by slot: the code, its low bits 0
 };
@@ -62,7 +65,11 @@ inline bool make_symbols(const int16_t* table, int64_t count, int64_t base, int 
     symbols.base = int32_t(base);
     symbols.low = low;
     symbols.count = int(count);
-    symbols.narrow = base >= -128 && base + count - 3 <= 127;
+    int most = 1;
+    for (int s = 0; s < int(count); ++s) most = std::max(most, int(table[s]));
+    symbols.field = std::min(kSzPrecision, 32 - __builtin_clz(unsigned(most - 1) | 1));
+    const int64_t room = int64_t(1) << (31 - 2 * symbols.field);
+    symbols.packed = base >= -room && base + count - 3 < room;
     int begin = 0;
     for (int s = 0; s < int(count); ++s) {
         const int frequency = table[s];
@@ -70,7 +77,8 @@ inline bool make_symbols(const int16_t* table, int64_t count, int64_t base, int 
         symbols.entries[s] = frequency ? uint32_t(frequency) << 16 | uint32_t(begin) : 0;
         const int32_t code = s < 2 ? 0 : int32_t(base) + s - 2;
         for (int i = 0; i < frequency; ++i) {
-            symbols.slots[begin + i] = uint32_t(frequency - 1) | uint32_t(i) << 12 | uint32_t(code) << 24;
+            symbols.slots[begin + i] = uint32_t(frequency - 1) | uint32_t(i) << symbols.field |
+                                       uint32_t(code) << (2 * symbols.field);
             symbols.codes[begin + i] = int32_t(uint32_t(code) << low);
         }
         if (s == 1) {
@@ -148,6 +156,7 @@ struct SzDecodeJob {
 // What a thread works in.
 struct SzScratch {
     alignas(64) int32_t codes[kSzChunk + kSzLanes];
+    int32_t above[kSzChunk + kSzLanes];  // what the elements of the next row are predicted from
     uint8_t outliers[kSzChunk];
     // Fewer than a chunk of float32 has, and then one more step of all lanes: what is longer is not kept.
     uint16_t words[2 * kSzChunk + 8 * kSzLanes];
@@ -156,14 +165,14 @@ struct SzScratch {
 // The memory in which the calling thread works, of two chunks; null where there is none. It is kept for the next call:
 // to touch fresh memory of this size costs as much as a fifth of the work in it.
 inline SzScratch* sz_scratch() {
-    thread_local const std::unique_ptr<SzScratch[]> scratch(new (std::nothrow) SzScratch[2]);
+    thread_local const std::unique_ptr<SzScratch[]> scratch(new (std::nothrow) SzScratch[kSzAtOnce]);
     return scratch.get();
 }
 
 // How many chunks a thread takes at a time: pairs where there are enough.
 inline int64_t sz_at_once(int64_t chunks, int threads) {
     const int64_t fair = chunks / (4 * std::max(threads, 1));
-    return std::clamp<int64_t>(fair / 2 * 2, 2, kSzChunksAtOnce);
+    return std::clamp<int64_t>(fair / kSzAtOnce * kSzAtOnce, kSzAtOnce, kSzChunksAtOnce);
 }
 
 // The part of each plane that a chunk has.

@@ -86,6 +86,7 @@ struct SzDecoding {
 
 #if defined(BS_AVX512)
 #include "sz_avx512.h"
+#include "sz_rows_avx512.h"
 constexpr bool kSzWide = true;  // numbers are quantised and dequantised in registers, and two chunks coded at a time
 #else
 constexpr bool kSzWide = false;
@@ -104,8 +105,9 @@ __attribute__((noinline)) int64_t quantise(const SzQuantiseJob& given, int64_t b
         for (; first + 16 <= n; first += 16) {
             __mmask16 marks = 0;
             __m512i found;
-            if (!grid.easy || __builtin_expect(!easily_quantised(grid, from + first, found), 0))
-                found = quantised(grid, from + first, marks);
+            const __m512 values = _mm512_loadu_ps(from + first);
+            if (!grid.easy || __builtin_expect(!easily_quantised(grid, values, found), 0))
+                found = quantised(grid, values, marks);
             _mm512_storeu_si512(codes + first, found);
             _mm_storeu_si128(reinterpret_cast<__m128i*>(outliers + first), _mm_maskz_set1_epi8(marks, 1));
             count += __builtin_popcount(marks);
@@ -275,8 +277,8 @@ inline const uint16_t* decode_step(const SzSymbols& symbols, int32_t* codes, int
     uint32_t slots[kSzLanes];
     for (int i = 0; i < count; ++i) {
         slots[i] = states[i] & (kSzTotal - 1);
-        const uint32_t slot = symbols.slots[slots[i]];
-        states[i] = ((slot & 0xfff) + 1) * (states[i] >> kSzPrecision) + (slot >> 12 & 0xfff);
+        const uint32_t slot = symbols.slots[slots[i]], field = (1u << symbols.field) - 1;
+        states[i] = ((slot & field) + 1) * (states[i] >> kSzPrecision) + (slot >> symbols.field & field);
         codes[i] = symbols.codes[slots[i]];
     }
     from = refill(states, count, begin, from);
@@ -329,6 +331,23 @@ inline bool decode_steps(const SzSymbols& symbols, int64_t steps, SzDecoding* gi
 }
 #endif
 
+// The codes of n elements with their neighbours subtracted. Returns how many outliers there are.
+template <class E>
+inline int64_t predicted(const SzEncodeJob& job, int64_t begin, int64_t n, SzScratch& scratch) {
+#if defined(BS_AVX512)
+    if (std::is_same_v<E, Element<float>> && goes_by_rows(job.axes, job.blocks)) {
+        std::memset(scratch.outliers, 0, size_t(n));
+        const int64_t outliers = quantise_rows(job.quantise, begin, n, job.axes, job.blocks, scratch.codes,
+                                               scratch.outliers, scratch.above);
+        predict(scratch.codes, n, job.axes & 4, job.blocks);
+        return outliers;
+    }
+#endif
+    const int64_t outliers = quantise<E>(job.quantise, begin, n, scratch.codes, scratch.outliers);
+    predict(scratch.codes, n, job.axes, job.blocks);
+    return outliers;
+}
+
 // As many bytes as n elements have, in words, are too many beside the outliers.
 inline int64_t most_words(int64_t n, int64_t width, int64_t outliers) {
     return (n * width - outliers * (2 + width) - 1) / 2;
@@ -349,8 +368,8 @@ inline void encode_words(const SzEncodeJob& job, int64_t begin, int64_t n, SzScr
         for (uint32_t& state : states[c]) state = kSzLeast;
         int32_t* codes = scratch[c].codes;
         const int64_t from = predicts ? 0 : tail;
-        outliers[c] = quantise<E>(job.quantise, begin + c * n + from, n - from, codes, scratch[c].outliers + from);
-        if (predicts) predict(codes, n, job.axes, job.blocks);
+        outliers[c] = predicts ? predicted<E>(job, begin + c * n, n, scratch[c])
+                               : quantise<E>(job.quantise, begin + c * n + from, n - from, codes, scratch[c].outliers + from);
         uint16_t* to = scratch[c].words + kSzStates;
         to = encode_step(*job.symbols, codes + tail - from, int(n - tail), states[c], to);
         const int64_t most = std::max(most_words(n, width, outliers[c]), kSzStates + 4 * kSzLanes);
@@ -388,10 +407,12 @@ struct SzWords {
     int64_t count;
 };
 
-// The codes of chunks, each of n elements; where `direct`, what they mean, to `out`.
-template <bool direct, int chunks>
+// The codes of chunks, each of n elements; where `direct`, what they mean, to `out`. `ready(c, count)` is told how many
+// codes of a chunk there are, while the last ones are in the first-level cache.
+template <bool direct, int chunks, class Ready>
 inline bool decode_words(const SzSymbols& symbols, SzScratch* scratch, float* const* out, int64_t n,
-                         const SzWords* words, double step, double offset) {
+                         const SzWords* words, double step, double offset, Ready ready) {
+    constexpr int64_t at_once = 128 / chunks;
     uint32_t states[chunks][kSzLanes];
     SzDecoding given[chunks];
     const int64_t steps = n / kSzLanes, tail = steps * kSzLanes;
@@ -399,7 +420,16 @@ inline bool decode_words(const SzSymbols& symbols, SzScratch* scratch, float* co
         std::memcpy(states[c], words[c].words, sizeof states[c]);
         given[c] = {scratch[c].codes, out[c], states[c], words[c].words + kSzStates, words[c].words + words[c].count};
     }
-    if (!decode_steps<direct, chunks>(symbols, steps, given, step, offset)) return false;
+    for (int64_t done = 0; done < steps;) {
+        const int64_t part = std::min(at_once, steps - done);
+        if (!decode_steps<direct, chunks>(symbols, part, given, step, offset)) return false;
+        done += part;
+        for (int c = 0; c < chunks; ++c) {
+            given[c].codes += part * kSzLanes;
+            given[c].out += direct ? part * kSzLanes : 0;
+            ready(c, done * kSzLanes);
+        }
+    }
     bool right = true;
     for (int c = 0; c < chunks; ++c) {
         int32_t* codes = scratch[c].codes + tail;
@@ -407,6 +437,7 @@ inline bool decode_words(const SzSymbols& symbols, SzScratch* scratch, float* co
         right &= from == given[c].begin;
         for (const uint32_t state : states[c]) right &= state == kSzLeast;
         for (int64_t i = 0; direct && i < n - tail; ++i) out[c][tail + i] = float((double(codes[i]) + offset) * step);
+        ready(c, n);
     }
     return right;
 }
@@ -505,17 +536,30 @@ inline bool decode_as(const SzDecodeJob& job, const SzSpan* spans, typename E::U
     float* floats[chunks] = {};
     for (int c = 0; c < chunks; ++c)
         words[c] = {job.stream + spans[c].begin[0], spans[c].end[0] - spans[c].begin[0]};
-    bool direct = false, decoded = false;
-    if constexpr (kSzWide && std::is_same_v<U, float>) {
-        direct = job.axes == 0;
-        for (int c = 0; direct && c < chunks; ++c) floats[c] = out + c * n;
-        if (direct)
-            decoded = decode_words<true, chunks>(*job.symbols, scratch, floats, n, words, job.step, job.offset);
+    const auto nothing = [](int, int64_t) {};
+    bool written = false, decoded = false;
+#if defined(BS_AVX512)
+    if constexpr (std::is_same_v<U, float>) {
+        for (int c = 0; c < chunks; ++c) floats[c] = out + c * n;
+        if (job.axes == 0) {
+            written = true;
+            decoded = decode_words<true, chunks>(*job.symbols, scratch, floats, n, words, job.step, job.offset, nothing);
+        } else if (job.axes < 4 && goes_by_rows(job.axes, job.blocks)) {
+            written = true;
+            int64_t rows[chunks] = {};
+            const auto restored = [&](int c, int64_t ready) {
+                rows[c] = restore_rows(scratch[c].codes, rows[c], ready, n, job.axes, job.blocks, job.step, job.offset,
+                                       scratch[c].above, floats[c]);
+            };
+            decoded = decode_words<false, chunks>(*job.symbols, scratch, floats, n, words, job.step, job.offset, restored);
+        }
     }
-    if (!direct) decoded = decode_words<false, chunks>(*job.symbols, scratch, floats, n, words, job.step, job.offset);
+#endif
+    if (!written)
+        decoded = decode_words<false, chunks>(*job.symbols, scratch, floats, n, words, job.step, job.offset, nothing);
     if (!decoded) return false;
     for (int c = 0; c < chunks; ++c) {
-        if (!direct) {
+        if (!written) {
             restore(scratch[c].codes, n, job.axes, job.blocks);
             dequantise<E>(scratch[c].codes, n, job.step, job.offset, out + c * n);
         }
@@ -534,7 +578,7 @@ inline int64_t decode_chunks(const SzDecodeJob& job, int64_t begin, int64_t end,
         using E = decltype(element);
         using U = typename E::U;
         for (int64_t chunk = begin; chunk < end;) {
-            SzSpan spans[2];
+            SzSpan spans[kSzAtOnce];
             U* out = static_cast<U*>(job.out) + chunk * job.blocks.chunk;
             if (!span_of(job.index, chunk, job.blocks, job.n, sizes, spans[0])) return 1;
             if (spans[0].dense) {
@@ -543,13 +587,16 @@ inline int64_t decode_chunks(const SzDecodeJob& job, int64_t begin, int64_t end,
                 ++chunk;
                 continue;
             }
-            const bool pair = kSzWide && chunk + 2 <= end &&
-                              span_of(job.index, chunk + 1, job.blocks, job.n, sizes, spans[1]) && !spans[1].dense &&
-                              spans[1].elements == spans[0].elements;
-            const bool decoded =
-                pair ? decode_as<E, 2>(job, spans, out, scratch) : decode_as<E, 1>(job, spans, out, scratch);
+            const int64_t most = kSzWide ? std::min(kSzAtOnce, end - chunk) : 1;
+            int64_t count = 1;
+            while (count < most && span_of(job.index, chunk + count, job.blocks, job.n, sizes, spans[count]) &&
+                   !spans[count].dense && spans[count].elements == spans[0].elements)
+                ++count;
+            if (count == 3) count = 2;
+            const auto decode = count == 4 ? decode_as<E, 4> : count == 2 ? decode_as<E, 2> : decode_as<E, 1>;
+            const bool decoded = decode(job, spans, out, scratch);
             if (!decoded) return 1;
-            chunk += 1 + pair;
+            chunk += count;
         }
         return 0;
     });
