@@ -162,17 +162,17 @@ struct SzScratch {
     uint16_t words[2 * kSzChunk + 8 * kSzLanes];
 };
 
-// The memory in which the calling thread works, of two chunks; null where there is none. It is kept for the next call:
+// The memory in which the calling thread works, of four chunks; null where there is none. It is kept for the next call:
 // to touch fresh memory of this size costs as much as a fifth of the work in it.
 inline SzScratch* sz_scratch() {
     thread_local const std::unique_ptr<SzScratch[]> scratch(new (std::nothrow) SzScratch[kSzAtOnce]);
     return scratch.get();
 }
 
-// How many chunks a thread takes at a time: pairs where there are enough.
+// How many chunks a thread takes at a time: four or eight where there are enough for all threads, else a pair.
 inline int64_t sz_at_once(int64_t chunks, int threads) {
     const int64_t fair = chunks / (4 * std::max(threads, 1));
-    return std::clamp<int64_t>(fair / kSzAtOnce * kSzAtOnce, kSzAtOnce, kSzChunksAtOnce);
+    return fair < kSzAtOnce ? 2 : std::min(fair / kSzAtOnce * kSzAtOnce, kSzChunksAtOnce);
 }
 
 // The part of each plane that a chunk has.

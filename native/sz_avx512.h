@@ -2,8 +2,8 @@
 // they do, inside the namespace for AVX-512.
 //
 // A step waits for the one before it: a gather and a product, or a division, take a few dozen cycles from end to end,
-// in which a processor could have begun several of them. So two chunks, which do not depend on each other, take their
-// steps in turn. A gather takes longer than all the rest of an encoder's step, so small tables are kept in registers.
+// in which a processor could have begun several of them. So chunks, which do not depend on each other, take their steps
+// in turns: two when they are encoded, four when they are decoded. A gather takes longer than all the rest of an encoder's step, so small tables are kept in registers.
 
 // Writes the lower half of the states in the mask to `to`, in order, and over up to 31 words more.
 inline uint16_t* give(__mmask16 first, __mmask16 second, const __m512i* states, uint16_t* to) {

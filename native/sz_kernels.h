@@ -87,7 +87,7 @@ struct SzDecoding {
 #if defined(BS_AVX512)
 #include "sz_avx512.h"
 #include "sz_rows_avx512.h"
-constexpr bool kSzWide = true;  // numbers are quantised and dequantised in registers, and two chunks coded at a time
+constexpr bool kSzWide = true;  // numbers are quantised and dequantised in registers, and several chunks coded in turns
 #else
 constexpr bool kSzWide = false;
 #endif
@@ -485,7 +485,7 @@ inline bool encode_as(const SzEncodeJob& job, int64_t chunk, SzScratch* scratch,
     return kept;
 }
 
-// Encodes chunks [begin, end), in `scratch` of two.
+// Encodes chunks [begin, end), in `scratch`.
 inline bool encode_chunks(const SzEncodeJob& job, int64_t begin, int64_t end, SzScratch* scratch, SzPiece* pieces) {
     return with_element(job.quantise.type, [&](auto element) {
         using E = decltype(element);
@@ -571,7 +571,7 @@ inline bool decode_as(const SzDecodeJob& job, const SzSpan* spans, typename E::U
     return true;
 }
 
-// Decodes chunks [begin, end), in `scratch` of two. Returns how many are damaged, as far as it has come.
+// Decodes chunks [begin, end), in `scratch`. Returns how many are damaged, as far as it has come.
 inline int64_t decode_chunks(const SzDecodeJob& job, int64_t begin, int64_t end, const int64_t* sizes,
                              SzScratch* scratch) {
     return with_element(job.type, [&](auto element) {

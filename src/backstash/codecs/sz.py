@@ -25,7 +25,7 @@ class KeptModel:
 
     To survey a tensor and to make a table takes half a millisecond, whatever the tensor's size; to encode a mebibyte
     takes less. The tensors of one place hardly change from step to step, and a table that is not the best one takes a
-    few bits more and decodes to the same numbers. So the table is used again until a tensor takes more than 3 % more
+    few bits more and decodes to the same numbers. So the table is used again until a tensor takes more than 5 % more
     bits than the one that it was made for, or 10 % less, and made again then.
 
     Used by one codec at a time: give each place its own.
@@ -46,7 +46,7 @@ class KeptModel:
 
     def strays(self, bits: float) -> bool:
         """Whether a tensor takes so much more that it is better encoded again. Forgets a model that is off."""
-        if not 0.9 * self._bits <= bits <= 1.03 * self._bits:
+        if not 0.9 * self._bits <= bits <= 1.05 * self._bits:
             self._about = None
         return bits > 1.1 * self._bits
 
