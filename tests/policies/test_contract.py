@@ -21,7 +21,7 @@ from backstash import policies
 from backstash.planning.buckets import Alike
 from backstash.planning.guard import Guard
 from backstash.policies import Keep, KeepAll, Lossless, Offload, Policy, Rules, Stash, Wrapper
-from backstash.policies.base import Adapted, adapt
+from backstash.policies.adapted import Adapted, adapt
 
 SOURCE = Path(bs.__file__).parent
 

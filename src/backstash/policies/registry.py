@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from backstash.errors import UnknownNameError
-from backstash.policies.base import Policy, adapt, is_policy
+from backstash.policies.adapted import adapt, is_policy
+from backstash.policies.base import Policy
 
 
 @dataclass(frozen=True)

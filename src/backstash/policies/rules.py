@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from backstash.policies.base import Action, Policy, Recompute, Wrapper, adapt
+from backstash.policies.adapted import adapt
+from backstash.policies.base import Action, Policy, Recompute, Wrapper
 from backstash.saved import SavedTensor
 
 

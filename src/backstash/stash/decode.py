@@ -21,7 +21,7 @@ from backstash.stash.value import Form, Saved, Value, version_of
 from backstash.torch_internals import in_backward
 
 APPLIED = 1 << 17
-"""Elements of a remade value that a mask is applied to at a time on CPU, a multiple of 8: half a mebibyte of float32."""
+"""Elements of a remade value that a mask is applied to at a time on CPU, a multiple of 8: 512 KiB of float32."""
 
 SMALL = 1 << 18
 """Bytes below which what was decoded for one of several readers is held for the others: it is in no pool of buffers."""

@@ -24,7 +24,8 @@ from backstash.codecs.base import flat
 from backstash.integrations.compile.emit import Emitter, Value
 from backstash.integrations.compile.layers import KINDS, ROLES, Hook, Layer
 from backstash.integrations.compile.layout import inverse
-from backstash.policies.base import Adapted, Outcome, Policy, Recompute, Stash, Wrapper
+from backstash.policies.adapted import Adapted
+from backstash.policies.base import Outcome, Policy, Recompute, Stash, Wrapper
 from backstash.saved import Effect, Need, SavedTensor, TensorSpec
 from backstash.torch_internals import hide_from_dynamo
 
