@@ -43,7 +43,8 @@ class Policy(ABC):
     :meth:`decide_together` and :meth:`observe`, in this order.
 
     An object that does not inherit from this class, but has ``decide()`` and ``observe()``, serves as well (see
-    :func:`backstash.policies.adapted.adapt`). A policy that holds another policy has to forward every member to it: inherit from :class:`Wrapper`.
+    :func:`backstash.policies.adapted.adapt`). A policy that holds another policy has to forward every member to it:
+    inherit from :class:`Wrapper`.
 
     Attributes:
         is_fixed: whether :meth:`decide` depends on the facts of the tensor alone, and every other method does nothing.

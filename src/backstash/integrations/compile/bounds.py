@@ -263,7 +263,7 @@ class Loop:
 
         Inductor copies the weights of convolutions to another memory format. A copy is recognised by its numbers.
         """
-        optimizer = getattr(self.policy, "optimizer", None)
+        optimizer = getattr(_innermost(self.policy), "optimizer", None)
         reference = bounded.parameters.get(layer)
         known = None if reference is None else reference()
         if known is not None or optimizer is None:
@@ -298,10 +298,14 @@ def loop_of(policy: Policy, name: str) -> Loop:
 
 def moves_bounds(policy: Policy) -> bool:
     """Whether a policy says of any value that it may name another bound later."""
+    return getattr(type(_innermost(policy)), "may_bound", Policy.may_bound) is not Policy.may_bound
+
+
+def _innermost(policy: Policy) -> object:
+    """What the user has made: the policy in all wrappers, or the object that was adapted."""
     while isinstance(policy, Wrapper):
         policy = policy.inner
-    given = policy.policy if isinstance(policy, Adapted) else policy
-    return getattr(type(given), "may_bound", Policy.may_bound) is not Policy.may_bound
+    return policy.policy if isinstance(policy, Adapted) else policy
 
 
 def szp_of(action: Any) -> Szp | None:
