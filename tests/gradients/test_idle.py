@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from backstash import Session
 from backstash.capture import learned
 from backstash.capture.learned import LARGEST, LITTLE, LOOK_AGAIN, SMALLEST, SMALLEST_OF_LITTLE, Learned
+from backstash.capture.names import Names
 from backstash.errors import SavedTensorFreedError
 
 MIB = 1 << 20
@@ -164,6 +165,26 @@ def test_an_idle_session_that_is_entered_again_installs_two_hooks_and_nothing_el
     with session:
         inside = hooks_installed()
     assert len(inside) == len(before) + 1  # the saved-tensor hooks
+
+
+def test_a_new_session_with_nothing_to_do_does_not_look_at_the_models_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(model: nn.Module) -> Session:
+        model.zero_grad()
+        with Session("keep") as session:
+            loss = model(torch.ones(8, 64)).sum()
+        loss.backward()
+        return session
+
+    def fail(names: Names, module: nn.Module, prefix: str = "") -> None:
+        raise AssertionError(f"the paths of {module} were looked for")
+
+    model = network()
+    for _ in range(2):
+        train(model)
+    expected = gradients_of(model)
+    monkeypatch.setattr(Names, "_learn_paths", fail)
+    assert train(model)._is_idle
+    assert not differences(expected, gradients_of(model))
 
 
 def test_an_idle_session_inside_a_long_with_looks_again_when_the_steps_change() -> None:
