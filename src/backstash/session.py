@@ -232,7 +232,7 @@ class Session:
                 peak_nbytes = max(peak_nbytes, self._names.learned.peak_nbytes)
             saves_little = self._chooses_min_nbytes and self._names.learned.saves_little
             notes = step.notes(self._is_idle, self.min_nbytes if saves_little else None, self._elsewhere)
-            notes += self.policy.notes
+            notes = (*notes, *self.policy.notes)
             return Report(
                 repr(self.policy),
                 self._steps,
