@@ -53,7 +53,7 @@ def emit_account(split: Split, account: GraphAccount, of_row: dict[fx.Node, int]
     (output,) = split.forward.graph.find_nodes(op="output")
     value = own[0].meta["val"]
     emit = GraphEmitter(split.forward.graph, output, value.fake_mode)
-    ticket = emit(torch.ops.aten.full.default, [1], 0, dtype=torch.uint8, device=value.device, pin_memory=False)
+    ticket = emit(torch.ops.aten.full.default, [1], 0, dtype=torch.int32, device=value.device, pin_memory=False)
     emit(_ops.ran.default, ticket, name, text)
 
 
