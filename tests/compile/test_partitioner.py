@@ -76,8 +76,8 @@ def test_the_stash_counted_by_a_session_around_is_what_the_report_says(model: nn
         loss = loss_of(images())(compiled)
     loss.backward()
     seen, said = session.report(), ours.report()
-    saved = sum(row.saved_nbytes for row in seen.rows if "Pow" not in row.key)  # the loss is not compiled
-    assert saved + seen.parameter_nbytes == said.stash_nbytes + said.parameter_nbytes
+    stash = sum(row.stash_nbytes for row in seen.rows if "Pow" not in row.key)  # the loss is not compiled
+    assert stash + seen.parameter_nbytes == said.stash_nbytes + said.parameter_nbytes
 
 
 def test_channels_last(model: nn.Module) -> None:
