@@ -113,6 +113,7 @@ class Forward:
         """Forget what was seen of storages: the Session is left."""
         self._shapes.clear()
         self._names.noting().end_pass()
+        self._packed, self._call_place = [], None
         self._call = None
         self._rows.clear()
 
@@ -128,7 +129,7 @@ class Forward:
     def before_function(self) -> None:
         """A torch function is about to run: encode what nobody holds any more."""
         if self.remakes_anything and self.depth == 0:
-            self._packed, self._packed_before = [], self.counted[0]
+            self._packed, self._packed_before, self._call_place = [], self.counted[0], None
         pending = self._pending
         pending.clock = clock = pending.clock + 1
         due = pending.due.pop(clock, None)
@@ -267,7 +268,7 @@ class Forward:
             self.unnamed.append(saved)
             if row is not None:
                 self._rows[id(saved)] = row
-            if self.remakes_anything:
+            if self._call_place is not None:  # else nobody asks for it, and it would be held until the next function
                 self._packed.append((self.counted[0] - 1 - self._packed_before, saved))
             # Outside any torch function (a custom Function, an extension's op), or inside backward, which is one long
             # torch function: what a reentrant checkpoint recomputes must not wait for its end.
