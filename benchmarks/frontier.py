@@ -371,7 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [case for case in wanted if case.name not in done and case.absent() is None]
     for index, case in enumerate(chosen):
         part = deadline.part(case.share / sum(other.share for other in chosen[index:]))
-        networks.append(plain(measure(case, Effort(asked.rounds, part), asked.budgets, asked.compile)))
+        measured = plain(measure(case, Effort(asked.rounds, part), asked.budgets, asked.compile))
+        networks.append({**measured, "commit": results.machine.commit})  # a file that is resumed may have several
         results.write(networks=networks)
         print(show(networks[-1:]), flush=True)
         if asked.json is not None:

@@ -90,7 +90,8 @@ def machine_line(kind: str) -> str:
         return "The same on every machine."
     version = machine.get("torch") or machine["packages"]["torch"]
     commit = f", commit `{machine['commit'][:12]}`" if machine.get("commit") else ""
-    cores = f"{machine['cores']} cores" + ("" if machine["threads"] == machine["cores"] else ", 1 thread")
+    threads = "" if machine["threads"] == machine["cores"] else ", 1 thread"
+    cores = f"{machine['cores']} core{'s' if machine['cores'] > 1 else ''}{threads}"
     return f"{machine['cpu']}, {cores}, torch {version}, {started(results)[:10]}{commit}."
 
 

@@ -377,8 +377,10 @@ def frontier() -> str:
     """Peaks and times of plans beside checkpoints, with charts; a notice until it has been measured."""
     if _FRONTIER not in kinds():
         return "Not measured yet. The command is `python -m benchmarks.frontier`."
-    parts = [machine_line(_FRONTIER)]
-    for network in load(_FRONTIER)["networks"]:
+    networks = load(_FRONTIER)["networks"]
+    commits = [f"{case_title(each['case'])} at `{each['commit'][:12]}`" for each in networks if each.get("commit")]
+    parts = [machine_line(_FRONTIER), *([f"By network: {'; '.join(commits)}."] if commits else [])]
+    for network in networks:
         with suppress(FileNotFoundError):
             path = picture(_FRONTIER, network["case"]["name"])
             parts.append(f"![Peak against time: {case_title(network['case'])}](results:{path.name})")
@@ -393,7 +395,7 @@ def frontier() -> str:
             summary(row["times_plain"]),
             "" if row["predicted_times_plain"] is None else f"{row['predicted_times_plain']:.2f}",
         )
-        for network in load(_FRONTIER)["networks"]
+        for network in networks
         for row in network["rows"]
     ]
     header = ("network", "how", "budget, MiB", "predicted", "peak", "resident", "step, times plain's", "predicted")

@@ -31,7 +31,7 @@ from backstash.planning.buckets import Alike, Bucket, Buckets, Signature, growth
 from backstash.planning.budget import families, limit_of_errors, parse_budget
 from backstash.planning.course import Course
 from backstash.planning.following import Following
-from backstash.planning.guard import Guard
+from backstash.planning.guard import Guard, in_front_of
 from backstash.planning.link import measured
 from backstash.planning.plan import Plan
 from backstash.planning.problem import StepProfile
@@ -353,13 +353,10 @@ class Budgeted(Following):
     def guarded(self, bucket: Bucket, plan: Plan, budget: int) -> Policy:
         """The policy for a plan of that bucket: the plan itself where nothing is left to be held in less."""
         self._guards = [guard for guard in self._guards if guard.plan is not bucket.plan]
-        if plan.is_empty:
-            return plan
-        spill = "host" if self.device == "cuda" else plan.store if plan.stores else None
-        spill = "spill" if "spill" in (self._options.get("stores") or {}) else spill
-        allocated = torch.cuda.memory_allocated if self.device == "cuda" else None
-        self._guards.append(Guard(plan, budget, spill, allocated))
-        return self._guards[-1]
+        policy = in_front_of(plan, budget, "spill" if "spill" in (self._options.get("stores") or {}) else None)
+        if isinstance(policy, Guard):
+            self._guards.append(policy)
+        return policy
 
     def _guarded(self, plan: Plan) -> Policy:
         if not isinstance(plan, Plan):

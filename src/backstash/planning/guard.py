@@ -45,6 +45,17 @@ def guard(plan: Plan, budget: int | str | None = None, spill: str | None = None)
             f"a guard was asked for that keeps a step within {size(nbytes)}, but the plan is predicted to take "
             f"{size(plan.peak_nbytes)}. Make a plan for that budget."
         )
+    return in_front_of(plan, nbytes, spill)
+
+
+def in_front_of(plan: Plan, nbytes: int, spill: str | None = None) -> Guard | Plan:
+    """Returns a Guard that keeps a step within so many bytes if that can be done, or a plan that keeps everything.
+
+    Args:
+        plan: the plan.
+        nbytes: the most bytes that a step may take.
+        spill: as for Plan.guarded.
+    """
     if plan.is_empty:
         return plan
     if spill is None:

@@ -30,9 +30,14 @@ def new_memory(spec: TensorSpec) -> Tensor:
     nbytes = spec.nbytes
     if spec.device.type != "cpu" or nbytes < LARGE:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    storage = _bytes_in_huge_pages(nbytes).untyped_storage()
+    return torch.empty(0, dtype=spec.dtype, device="cpu").set_(storage, 0, spec.shape, spec.stride)  # type: ignore[call-overload]
+
+
+def _bytes_in_huge_pages(nbytes: int) -> Tensor:
     memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     advise_huge(memory)
-    return torch.empty(0, dtype=spec.dtype, device="cpu").set_(memory.untyped_storage(), 0, spec.shape, spec.stride)  # type: ignore[call-overload]
+    return memory
 
 
 class _Buffer:
@@ -98,9 +103,7 @@ class Buffers:
             buffer = min(fitting, key=lambda b: (b.awaited, b.memory.numel()))
         else:
             self.clear()
-            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            advise_huge(memory)
-            buffer = _Buffer(memory)
+            buffer = _Buffer(_bytes_in_huge_pages(nbytes))
             self._buffers.append(buffer)
         buffer.owner = buffer.whole = None
         # set_ and not a view: a view of another dtype holds one more tensor on the storage, and so its use count up.

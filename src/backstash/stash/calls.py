@@ -202,7 +202,7 @@ class Call:
 
 def random_state(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """What has to be noted before ``function`` runs: the generator's state, where it will draw from it."""
-    if not producers.may_draw(function) or not producers.draws(function, args, kwargs):
+    if not producers.draws(function, args, kwargs):
         return None
     given = args[0] if args else kwargs.get("query", kwargs.get("input"))
     if not isinstance(given, Tensor):
@@ -247,7 +247,7 @@ def call_of(
             aliases += 1
             if not args or x is not args[0]:
                 return None
-    if before is None and producers.may_draw(function) and producers.draws(function, args, kwargs):
+    if before is None and producers.draws(function, args, kwargs):
         return None
     if aliases != in_place:
         return None  # a view, a conversion that had nothing to do, or a positional inplace=True

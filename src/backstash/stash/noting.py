@@ -35,7 +35,6 @@ class Noting:
         self._has_used = False  # else there is no policy that makes anything again, but one that asks whether it could
         self._surprises = 0
         self._failing: set[str] = set()  # keys of values that have no recipe although all calls were noted
-        self._revision: object | None = None
 
     def end_pass(self) -> None:
         """A forward pass is over."""

@@ -99,21 +99,23 @@ def name_of(function: Callable[..., Any]) -> str:
     return known if known is not None else str(getattr(function, "__name__", function)).strip("_")
 
 
-@functools.lru_cache(maxsize=4096)
-def may_draw(function: Callable[..., Any]) -> bool:
-    """Whether some calls of a function draw from a generator; :func:`draws` tells which, and takes longer."""
-    name = name_of(function)
-    return name in _DROPOUTS or name in _NOISE or name in _RECURRENT or name == "scaled_dot_product_attention"
-
-
 def draws(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws from the generator of its first argument's device."""
+    if not _may_draw(function):
+        return False
     name = name_of(function)
     if name in _DROPOUTS or name in _NOISE:
         return True
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     return name in _RECURRENT and any(isinstance(arg, float) and arg > 0 for arg in args)  # dropout between layers
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_draw(function: Callable[..., Any]) -> bool:
+    """Whether any call of a function draws: most never do, which is asked of every call."""
+    name = name_of(function)
+    return name in _DROPOUTS or name in _NOISE or name in _RECURRENT or name == "scaled_dot_product_attention"
 
 
 def may_change_state(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -61,9 +61,6 @@ class Region:
 class Held(Protocol):
     """What a Session holds for one storage: stash.accounts.Account."""
 
-    saved_nbytes: int
-    stash_nbytes: int
-
     def row(self) -> Entry:
         """As a report shows it."""
 

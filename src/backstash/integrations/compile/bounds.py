@@ -181,7 +181,6 @@ class Loop:
         self.name = name
         self.values: dict[tuple[str, str], Bounded] = {}
         self._met: set[tuple[str, str]] = set()
-        self._steps = 0
 
     def step(self, x: Tensor, weights: Sequence[Tensor], graph: str, value: str) -> Tensor:
         """The step of a value's codes, float32 [1]; 0 for the finest that there is.
@@ -195,9 +194,8 @@ class Loop:
         bounded = self.values.get(place)
         if bounded is None:
             bounded = self.values[place] = Bounded(Facts.read(value, TensorSpec.of(x)))
-        if place in self._met or not self._steps:
+        if place in self._met or not self._met:
             self._met.clear()
-            self._steps += 1
             self.policy.begin_step()
         self._met.add(place)
         self._watch(bounded, x, weights)
