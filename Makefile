@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard native/*) setup.py pyproject.toml constraints.txt
+SOURCES := $(wildcard native/* native/python/*) setup.py pyproject.toml constraints.txt
 
 COMPILING := Installing backstash: its C++ kernels are compiled, which takes a minute or two on two processors.
 
@@ -10,7 +10,12 @@ COMPILING := Installing backstash: its C++ kernels are compiled, which takes a m
 PYTEST := -m pytest -q -n 2 --dist worksteal --durations=10
 REFERENCE_TESTS := $(addprefix tests/gradients/test_,consumers.py factors.py random_programs.py models.py)
 
-.PHONY: demo test test-all test-rest test-slow test-reference lint bench figures docs wheel clean
+# Another version of torch has an environment of its own, in build: see test-torch.
+TORCH ?=
+OTHER := build/torch-$(TORCH)
+TESTS ?= tests
+
+.PHONY: demo test test-all test-rest test-slow test-reference test-torch lint bench figures docs wheel clean
 
 demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
@@ -34,6 +39,10 @@ test-rest: test-slow test-reference
 test-reference: export BACKSTASH_KERNELS = reference
 test-reference: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m "not slow" $(REFERENCE_TESTS) -k "not test_network or resnet18 or vgg_small"
+
+# The tests that are not slow, with another torch: `make test-torch TORCH=2.11.0`, and TESTS=tests/compile for a part.
+test-torch: $(OTHER)/.dev
+	$(OTHER)/bin/python $(PYTEST) -m "not slow" $(TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -76,6 +85,18 @@ $(VENV)/.demo: $(VENV)/.torch $(SOURCES)
 $(VENV)/.dev: $(VENV)/.torch $(SOURCES)
 	@echo "$(COMPILING)"
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[cli,plot,dev]'
+	touch $@
+
+# Everything is as in constraints.txt but torch, and triton, of which every torch needs its own version.
+$(OTHER)/.dev: $(SOURCES)
+	@test -n "$(TORCH)" || { echo "Which torch? For example: make test-torch TORCH=2.11.0"; exit 2; }
+	$(PYTHON) -m venv $(OTHER)
+	grep -v -e '^torch==' -e '^triton==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check 'setuptools>=70.1' wheel
+	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt torch==$(TORCH) numpy
+	@echo "$(COMPILING)"
+	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation -c $(OTHER)/constraints.txt \
+		torch==$(TORCH) -e '.[cli,plot,dev]'
 	touch $@
 
 # The site reads docstrings from the sources and imports nothing: neither torch nor the kernels are needed.

@@ -1,7 +1,11 @@
 """Compiles native/*.cpp to src/backstash/ops/cpu/libbackstash_native.so: the build step that pyproject.toml cannot say.
 
-The step is optional. If there is no C++ compiler, or if it fails, the install goes on without the library and prints a
-notice; backstash then uses its reference kernels. To compile in place, for development: python setup.py build_native
+And native/python/held.cpp to src/backstash/stash/_held.abi3.so, a module of Python. It uses the limited API of Python
+3.11, so it fits every later Python too, as the library does, which is called through ctypes.
+
+The step is optional. If there is no C++ compiler, or if it fails, the install goes on without what it could not compile
+and prints a notice; backstash then uses its references in Python. To compile in place, for development:
+python setup.py build_native
 
 Each source file is compiled on its own, as many at a time as there are processors (MAX_JOBS sets another number).
 """
@@ -11,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +32,7 @@ except ImportError:  # setuptools < 70.1
 ROOT = Path(__file__).parent
 NATIVE = ROOT / "native"
 LIBRARY = "backstash/ops/cpu/libbackstash_native.so"
+MODULE = "backstash/stash/_held.abi3.so"
 # Nobody reads the flags that a division by zero sets: without them GCC makes vector code of more loops, as clang does.
 # A product and a sum are rounded one by one, as torch does: without the flag GCC would fuse them where it can.
 FLAGS = ("-O3", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC")
@@ -95,6 +101,24 @@ def compile_native(target: Path) -> str | None:
     return problem
 
 
+def compile_module(target: Path) -> str | None:
+    """Compiles the module of Python to ``target``. Returns None, or why there is none now (and then not an old one)."""
+    problem = "no C++ compiler was found (CXX, g++, clang++)"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []  # Python itself has the symbols
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        fresh = Path(scratch) / target.name
+        for compiler in compilers():
+            command = [*compiler, *FLAGS, "-fvisibility=hidden", f"-I{sysconfig.get_path('include')}", "-shared"]
+            failure = run([*command, *undefined, str(NATIVE / "python" / "held.cpp"), "-o", str(fresh)])
+            if failure is None:
+                os.replace(fresh, target)
+                return None
+            problem = failure
+    target.unlink(missing_ok=True)
+    return problem
+
+
 class BuildNative(Command):
     """Compile native/*.cpp: in place for an editable install or on its own, else into build_lib."""
 
@@ -108,25 +132,32 @@ class BuildNative(Command):
     def finalize_options(self) -> None:
         self.set_undefined_options("build_py", ("build_lib", "build_lib"))
 
-    def target(self) -> Path:
+    def target(self, file: str = LIBRARY) -> Path:
         in_place = self.editable_mode or "build_native" in self.distribution.commands
-        return (ROOT / "src" if in_place else Path(self.build_lib)) / LIBRARY
+        return (ROOT / "src" if in_place else Path(self.build_lib)) / file
 
     def run(self) -> None:
         problem = compile_native(self.target())
         if problem is not None:
             say(f"NOTICE: installing without the native CPU kernels, because {problem}")
             say("It works without them, on slow reference kernels. Install g++ and install again to get them.")
+        problem = compile_module(self.target(MODULE))
+        if problem is not None:
+            say(f"NOTICE: installing without the compiled hooks, because {problem}")
+            say("It works without them, in a microsecond or two more for each saved tensor.")
 
     def get_source_files(self) -> list[str]:
-        return [str(path.relative_to(ROOT)) for path in sorted(NATIVE.glob("*")) if path.suffix in (".cpp", ".h")]
+        return [str(path.relative_to(ROOT)) for path in sorted(NATIVE.rglob("*")) if path.suffix in (".cpp", ".h")]
 
     def get_outputs(self) -> list[str]:
-        built = str(Path(self.build_lib) / LIBRARY)
-        return [built] if self.target().exists() else []
+        return [str(Path(self.build_lib) / file) for file in (LIBRARY, MODULE) if self.target(file).exists()]
 
     def get_output_mapping(self) -> dict[str, str]:
-        return dict.fromkeys(self.get_outputs(), f"src/{LIBRARY}") if self.editable_mode else {}
+        if not self.editable_mode:
+            return {}
+        return {
+            str(Path(self.build_lib) / file): f"src/{file}" for file in (LIBRARY, MODULE) if self.target(file).exists()
+        }
 
 
 class Build(build):
@@ -136,11 +167,12 @@ class Build(build):
 
 
 class BdistWheel(bdist_wheel):
-    """Builds a wheel for this platform if it holds the library, else for any; the library fits every Python."""
+    """Builds a wheel for this platform if it holds what was compiled, else for any; that fits every Python."""
 
     def run(self) -> None:
         self.run_command("build")
-        native = self.get_finalized_command("build_native").target().exists()
+        build_native = self.get_finalized_command("build_native")
+        native = any(build_native.target(file).exists() for file in (LIBRARY, MODULE))
         self.root_is_pure = not native
         self.distribution.has_ext_modules = lambda: native  # so that the files are filed as platform-dependent, too
         super().run()

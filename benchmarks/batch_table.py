@@ -1,10 +1,10 @@
 """The largest batch whose training step fits a budget: plain PyTorch's and each stage's, and how fast they train.
 
 What a step takes is its counted peak and, twice, its parameters: themselves and their gradients. Every activation is as
-large as the batch, so the peak is a straight line over it. The line is drawn through steps of a few small batches, the
-largest batch is where it crosses the budget, and a real step of that batch is counted: where it takes more than the
-budget the batch is made smaller and counted again, so that what is reported has been run. Each stage is timed in turns
-with plain PyTorch, each at its own largest batch, so stages can be measured in runs of their own.
+large as the batch, so the peak is nearly a straight line over it. The line is drawn through steps of a few small
+batches, the largest batch is where it crosses the budget, and a real step of that batch is counted: where it takes more
+than the budget the batch is made smaller and counted again, so that what is reported has been run. Each stage is timed
+in turns with plain PyTorch, each at its own largest batch, so stages can be measured in runs of their own.
 """
 
 from __future__ import annotations
@@ -195,9 +195,12 @@ def _largest(question: Question, peer: StepPeer) -> _Found:
     for batch in question.small:
         peaks[batch], taken[batch] = _count(question, peer, batch)
     slope, fixed = line(taken)
+    if slope <= 0:  # a Session did more for the larger tensors
+        slope, fixed = taken[max(taken)] / max(taken), 0.0
     error = max(abs(slope * batch + fixed - nbytes) / nbytes for batch, nbytes in taken.items())
     predicted = math.floor((question.budget_nbytes - fixed) / slope)
-    batch, fits, too_many = max(1, predicted), 0, math.inf
+    fits = max((batch for batch in question.small if taken[batch] <= question.budget_nbytes), default=0)
+    batch, too_many = max(fits + 1, predicted), math.inf
     while fits < batch < too_many:
         _, taken[batch] = _count(question, peer, batch)
         left = question.budget_nbytes - taken[batch]

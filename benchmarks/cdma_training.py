@@ -63,6 +63,19 @@ class Density:
     nbytes: int
 
 
+def fitting(name: str, size: int) -> int:
+    """The least height and width of images, in steps of 16 from ``size``, that the poolings leave something of."""
+    with torch.device("meta"):
+        model = NETWORKS[name]()
+        for pixels in range(size, size + 256, 16):
+            try:
+                model(torch.empty(2, 1, pixels, pixels))
+            except RuntimeError:  # torch says that the output size is too small
+                continue
+            return pixels
+    raise ValueError(f"{name} takes no images of {size} to {size + 240} pixels. Ask for larger ones by --size.")
+
+
 def densities(model: nn.Module, images: Tensor, step: int) -> list[Density]:
     """One forward pass in training mode, without a change of the model."""
     found: list[Density] = []
@@ -131,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20000, help="of each network (default: 20000)")
     parser.add_argument("--every", type=int, default=500, help="steps between two looks (default: 500)")
     parser.add_argument("--batch", type=int, default=32, help="images of a step (default: 32)")
-    parser.add_argument("--size", type=int, default=64, help="their height and width (default: 64)")
+    parser.add_argument("--size", type=int, default=64, help="their height and width, at least (default: 64)")
     parser.add_argument("--images", type=int, default=60000, help="training images (default: 60000)")
     parser.add_argument("--rate", type=float, default=0.01, help="learning rate (default: 0.01)")
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's files (default: where Debian puts them)")
@@ -145,18 +158,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{asked.batch} of {asked.images} images of {asked.size} pixels, but it takes one of each at least."
         )
     results = Results("cdma_training", asked.json, arguments, resume=asked.resume)
-    data = datasets.load(None, asked.size, asked.data, max(asked.images, MEASURED))
-    schedule = Schedule(asked.steps, (1,), asked.batch, asked.images, asked.images, asked.size, asked.rate)
     trained: list[dict[str, object]] = list(results.found.get("networks", []))
     for name in asked.networks:
         if name in {one["network"] for one in trained}:
             continue
+        size = fitting(name, asked.size)
+        data = datasets.load(None, size, asked.data, max(asked.images, MEASURED))
+        schedule = Schedule(asked.steps, (1,), asked.batch, asked.images, asked.images, size, asked.rate)
         training = follow(name, data, schedule, asked.every, States(asked.states), asked.resume)
         accuracy = right(training.model, data, asked.batch) / len(data.test_labels)
         trained.append(
             {
                 "network": name,
                 "data": data.name,
+                "size": size,
                 "steps": training.done,
                 "accuracy": accuracy,
                 "resumed": training.resumed,

@@ -151,6 +151,9 @@ class Training:
         step_seconds: mean time of a step.
         overhead: a step's time over the plain one's, in the same turn; None for the plain one.
         mean_overhead: all steps' time over the plain ones', with those that collect statistics.
+        ordinary: as ``overhead``, of the steps alone that neither collect statistics nor follow one that does. Here one
+            step in a few collects, in long trainings one in a hundred, and one in a thousand in COMET's.
+        collection: what the others take beyond an ordinary step, in plain steps for each collection; None without any.
         parts: what the stash is made of, the largest first.
         predicted: measured over predicted deviation of weight gradients, of each sampled layer and collection.
         wanted: measured over wanted deviation.
@@ -174,6 +177,8 @@ class Training:
     predicted: Summary | None = None
     wanted: Summary | None = None
     cosine: float | None = None
+    ordinary: Summary | None = None
+    collection: float | None = None
 
 
 @dataclass(frozen=True)
@@ -282,6 +287,7 @@ def outcome(run: _Run, plain: _Run, data: Dataset, schedule: Schedule, seed: int
     records = policy.history if isinstance(policy, Comet) else ()
     measured = [(one, one.measured) for one in records if one.measured]
     pairs = list(zip(run.seconds, plain.seconds, strict=True))[every:-1] or [(1.0, 1.0)]  # bounded; plain without hooks
+    ordinary, collection = _ordinary([own / of_plain for own, of_plain in pairs], {one.step - every for one in records})
     peak = run.peak(data.train_images[: schedule.batch], data.train_labels[: schedule.batch])
     return Training(
         run.variant,
@@ -301,7 +307,25 @@ def outcome(run: _Run, plain: _Run, data: Dataset, schedule: Schedule, seed: int
         _summary(number / one.predicted for one, number in measured if one.predicted),
         _summary(number / one.target for one, number in measured if one.target),
         min((one.cosine for one, _ in measured if one.cosine is not None), default=None),
+        None if run is plain else ordinary,
+        collection,
     )
+
+
+def _ordinary(overheads: Sequence[float], collected: set[int]) -> tuple[Summary | None, float | None]:
+    """See Training.ordinary and Training.collection.
+
+    Args:
+        overheads: of each step.
+        collected: numbers of the steps that collect, the first of ``overheads`` being 1; others are not among these.
+    """
+    others = {number for one in collected for number in (one, one + 1)}
+    ordinary = _summary(overhead for number, overhead in enumerate(overheads, 1) if number not in others)
+    begun = [number for number in collected if 1 <= number < len(overheads)]
+    if ordinary is None or not begun:
+        return ordinary, None
+    taken = [overheads[number - 1] for number in {number for one in begun for number in (one, one + 1)}]
+    return ordinary, sum(overhead - ordinary.median for overhead in taken) / len(begun)
 
 
 def _summary(numbers: Iterable[float]) -> Summary | None:
@@ -390,7 +414,7 @@ def show(trainings: Sequence[Training]) -> str:
     plain = {one.seed: one for one in trainings if one.variant == "plain"}
     header = (
         *("variant", "conv inputs", "norm inputs", "stash", "peak", "accuracy %", "vs plain", "min", "max", "loss"),
-        *("step", "mean step", "sigma/predicted", "sigma/wanted", "least cosine"),
+        *("step", "mean step", "ordinary step", "collection", "sigma/predicted", "sigma/wanted", "least cosine"),
     )
     lines = []
     for variant in dict.fromkeys(one.variant for one in trainings):
@@ -412,6 +436,8 @@ def show(trainings: Sequence[Training]) -> str:
                 f"{statistics.fmean(one.loss for one in group):.3f}",
                 _mean(one.overhead.median if one.overhead else 1.0 for one in group),
                 _mean(one.mean_overhead for one in group),
+                _mean(one.ordinary.median if one.ordinary else 1.0 for one in group),
+                _mean(one.collection for one in group),
                 _mean(one.predicted.median for one in group if one.predicted),
                 _mean(one.wanted.median for one in group if one.wanted),
                 f"{min(cosines):.4f}" if cosines else "",
@@ -449,7 +475,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--network", choices=sorted(NETWORKS), default="small_vgg", help="default: small_vgg")
     parser.add_argument("--variants", help=f"comma-separated, plain is always one (default: {','.join(VARIANTS)})")
     parser.add_argument("--seeds", type=int, help="how many (default: 3, of the large networks 1)")
-    parser.add_argument("--size", type=int, help="of the images; 16 steps of 8 then, for times and peaks only")
+    parser.add_argument("--size", type=int, help="of the images; 24 steps of 8 then, for times and peaks only")
     parser.add_argument("--quick", action="store_true", help="a few steps on small images: shows that everything runs")
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's files (default: where Debian puts them)")
     asked = parser.parse_args(arguments)
@@ -464,7 +490,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         schedule = replace(schedule, seeds=tuple(range(1, asked.seeds + 1)))
     every = EVERY
     if asked.size is not None:
-        schedule, every = replace(schedule, size=asked.size, batch=8, steps=16, train_images=128, test_images=64), 4
+        schedule, every = replace(schedule, size=asked.size, batch=8, steps=24, train_images=192, test_images=64), 8
     data = datasets.load(None, schedule.size, asked.data, max(schedule.train_images, schedule.test_images))
     data = replace(
         data, test_images=data.test_images[: schedule.test_images], test_labels=data.test_labels[: schedule.test_images]

@@ -6,7 +6,8 @@ For each case, in this order:
    candidates must have the bits of compiled plain's; otherwise the run says so and fails, and its table shows it.
 2. Saved bytes: between forward and backward, every distinct memory that autograd holds, parameters excluded.
 3. The counted peak of a step (report.meter.CountedPeak): every byte that torch allocates, above those before the step.
-4. The rounds: each candidate's step once per round, each round in another order; median and quartiles.
+4. The rounds: each candidate's step once per round, each round in another order; median and quartiles. "compiled,
+   again" is compiled plain once more: its times over compiled plain's say how far times of equal work lie apart.
 
 Torch's own candidates are compiled plain, and compiled with ``activation_memory_budget`` at three settings. With
 ``--frontier`` there are many more budgets, of torch and of ours: see :mod:`benchmarks.compile_frontier`.
@@ -30,10 +31,11 @@ from torch._functorch import config as functorch
 import backstash
 from backstash import Session, policies
 from backstash.report.meter import CountedPeak
-from benchmarks.cases import SEED, Case, Workload, build
+from benchmarks.cases import SEED, Case, Workload
 from benchmarks.machine import load
 from benchmarks.results import Results
-from benchmarks.rounds import Effort, Summary, interleave, spread, summarise, table
+from benchmarks.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
+from benchmarks.steptime import build
 
 FORMAT = 1
 """Version of the JSON's layout."""
@@ -43,9 +45,14 @@ CASES = (
     Case("resnet18", "resnet18", 8, 112),
     Case("gpt2", "gpt2", 2, 256, needs="transformers"),
     Case("resnet50", "resnet50", 8, 224),
+    Case("vit_b16", "vit_b16", 4, 224, needs="transformers"),
     Case("gpt2-50257_words", "gpt2_words", 2, 512, needs="transformers"),
 )
 DEFAULT = ("resnet_cifar20", "resnet18", "gpt2")
+
+AGAIN = "compiled, again"
+LEAST_ROUNDS = 5
+"""Of fewer rounds a table says that they are few."""
 
 BUDGETS = (0.5, 0.3, 0.1)
 """Settings of torch's activation_memory_budget."""
@@ -109,6 +116,7 @@ def candidates() -> list[Candidate]:
     fp8 = policies.gist("float8_e4m3fn")
     return [
         Candidate("compiled", options={}),
+        Candidate(AGAIN, options={}),
         Candidate("eager", is_exact=False),
         Candidate("eager, lossless", is_exact=False, context=lambda: session),
         *torch_budgets,
@@ -198,19 +206,18 @@ def measure(case: Case, effort: Effort, only: Sequence[str] = ()) -> list[Row]:
     Args:
         case: the case.
         effort: how many rounds.
-        only: names of candidates to measure beside compiled plain; all if empty.
-
+        only: names of candidates to measure beside compiled plain and itself again; all if empty.
     """
-    state = {name: value.clone() for name, value in build(case, "cpu").model.state_dict().items()}
+    state = {name: value.clone() for name, value in build(case).model.state_dict().items()}
     runners: list[Runner] = []
     facts: dict[str, tuple[int, int, float]] = {}
     exact: list[Tensor] = []
     waiting = candidates()
     while waiting:
         candidate = waiting.pop(0)
-        if runners and only and candidate.name not in only:
+        if runners and only and candidate.name not in (AGAIN, *only):
             continue
-        runner = Runner(candidate, build(case, "cpu"))
+        runner = Runner(candidate, build(case))
         runner.workload.model.load_state_dict(state)
         gradients = runner.gradients()
         exact = exact or gradients
@@ -265,11 +272,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="may be repeated")
     parser.add_argument("--only", action="append", default=[], help="a candidate's name; may be repeated")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=None,
+        help="the whole run, shared by the cases: rounds stop when a case's time is over; a frontier's candidates do",
+    )
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--frontier", action="store_true", help="budgets of ours beside those of torch")
     parser.add_argument("--resume", action="store_true", help="with --frontier: leave out what the file has")
     parser.add_argument("--remark", default="", help="what a reader should know of the machine")
     asked = parser.parse_args(arguments)
+    deadline = None if asked.seconds is None else Deadline.after(asked.seconds)
     chosen = [case for case in CASES if case.name in (asked.case or DEFAULT)]
     results = Results(
         "compile", asked.json, arguments, format=FORMAT, resume=asked.resume, cases=chosen, remark=asked.remark
@@ -277,16 +291,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.frontier:
         from benchmarks import compile_frontier  # it imports this module
 
-        return compile_frontier.run(chosen, Effort(asked.rounds), asked.only, results)
+        return compile_frontier.run(chosen, Effort(asked.rounds, deadline), asked.only, results)
     measured: list[dict[str, Any]] = []
-    for case in chosen:
+    for number, case in enumerate(chosen):
         absent = case.absent()
         print(f"\n{case}" if absent is None else f"\n{case}: skipped, {absent}", flush=True)
         if absent is None:
             before = load()
-            rows = measure(case, Effort(asked.rounds), asked.only)
+            part = None if deadline is None else deadline.part(1 / (len(chosen) - number))
+            rows = measure(case, Effort(asked.rounds, part), asked.only)
             measured.append({"case": case, "rows": rows, "load_before": before, "load_after": load()})
             print(lines(rows), flush=True)
+            if rows[0].seconds.count < min(LEAST_ROUNDS, asked.rounds):
+                print(f"only {rows[0].seconds.count} rounds fitted into the time: times are rough", flush=True)
         results.write(measured=measured)
     exact = {candidate.name for candidate in candidates() if candidate.is_exact}
     off = [row.candidate for found in measured for row in found["rows"] if row.candidate in exact and row.error]

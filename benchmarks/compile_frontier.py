@@ -1,13 +1,15 @@
 """Peak against time of compiled models: our budgets beside torch's ``activation_memory_budget``.
 
 ``python -m benchmarks.compile --frontier --case NAME --json FILE [--resume]``. Each candidate is compiled once and then
-measured beside compiled plain, step by step in turns, so that a point's time is a ratio of neighbours. The file is
-written after every candidate; with ``--resume`` those that it has are left out.
+measured beside compiled plain, step by step in turns, so that a point's time is a ratio of neighbours; among them is
+compiled plain itself. The file is written after every candidate; with ``--resume`` those that it has are left out, and
+with ``--seconds`` no candidate is begun that would end too late.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,21 +18,23 @@ import torch
 import backstash
 from backstash import policies
 from benchmarks import compile as compiled
-from benchmarks.cases import Case, build
+from benchmarks.cases import Case
 from benchmarks.compile import Candidate, Row, Runner, error
 from benchmarks.results import Results
 from benchmarks.rounds import Effort, interleave, summarise, table
+from benchmarks.steptime import build
 
 TORCH = tuple(step / 10 for step in range(1, 11))
 """Settings of activation_memory_budget."""
 
 EXACT = (0.9, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35)
-ROUNDED = (0.6, 0.5, 0.4, 0.3)
+ROUNDED = (0.5, 0.4, 0.35, 0.27)
 """Budgets of ours, as shares of compiled plain's counted peak: with exact forms alone, and with 4 bits."""
 
 
 def points(peak_nbytes: int) -> Iterator[Candidate]:
-    """The candidates but for compiled plain, those of torch and ours in turns, so that a part of a run shows both."""
+    """The candidates but for the first, those of torch and ours in turns, so that a part of a run shows both."""
+    yield Candidate(compiled.AGAIN, options={})
     setting = "activation_memory_budget"
     torchs = [Candidate(f"{setting} {share}", False, {}, {setting: share}) for share in TORCH]
     exact = [
@@ -58,34 +62,39 @@ def measure(case: Case, effort: Effort, only: Sequence[str], known: Sequence[dic
 
     Args:
         case: the case.
-        effort: how many rounds for each candidate.
-        only: names of candidates; all if empty.
+        effort: how many rounds for each candidate. No candidate is begun after the deadline, or so shortly before it
+            that it would take longer than the longest so far.
+        only: names of candidates to measure beside compiled plain and itself again; all if empty.
         known: rows of an earlier run.
     """
-    state = {name: value.clone() for name, value in build(case, "cpu").model.state_dict().items()}
+    state = {name: value.clone() for name, value in build(case).model.state_dict().items()}
     plain = _runner(Candidate("compiled", options={}), case, state)
-    exact = plain.gradients()
+    exact, rounds, longest = plain.gradients(), Effort(effort.rounds), 0.0
     saved, peak = plain.saved_nbytes(), plain.peak_nbytes()
     found = {row["candidate"] for row in known}
     if "compiled" not in found:
-        alone = summarise(interleave({"compiled": plain.step}, effort)["compiled"])
+        alone = summarise(interleave({"compiled": plain.step}, rounds)["compiled"])
         yield Row("compiled", saved, peak, alone, summarise([1.0]), 0.0, plain.compile_seconds, "")
     for candidate in points(peak):
-        if candidate.name in found or (only and candidate.name not in only):
+        if candidate.name in found or (only and candidate.name not in (compiled.AGAIN, *only)):
             continue
+        if effort.deadline is not None and effort.deadline.left() < longest:
+            return
+        started = time.monotonic()
         runner = _runner(candidate, case, state)
         off = error(runner.gradients(), exact)
         held, highest = runner.saved_nbytes(), runner.peak_nbytes()
-        times = interleave({"plain": plain.step, "its": runner.step}, effort)
+        times = interleave({"plain": plain.step, "its": runner.step}, rounds)
         over = summarise([mine / its for mine, its in zip(times["its"], times["plain"], strict=True)])
         seconds = summarise(times["its"])
         yield Row(candidate.name, held, highest, seconds, over, off, runner.compile_seconds, runner.note())
         del runner
         gc.collect()
+        longest = max(longest, time.monotonic() - started)
 
 
 def _runner(candidate: Candidate, case: Case, state: dict[str, torch.Tensor]) -> Runner:
-    workload = build(case, "cpu")
+    workload = build(case)
     workload.model.load_state_dict(state)
     return Runner(candidate, workload)
 

@@ -216,10 +216,11 @@ def others(workload: Workload, compile: bool) -> dict[str, Candidate]:
     return found
 
 
-def plans(workload: Workload, checkpoint_nbytes: int, budgets: int) -> Planned:
-    """Plans for budgets down to the smallest one, and for the least peak of the checkpoints."""
+def plans(workload: Workload, checkpoint_nbytes: int, budgets: int, also: Sequence[str] = ()) -> Planned:
+    """Plans for budgets down to the smallest one, and for the least peak of the checkpoints, 0 if there are none."""
     started = time.perf_counter()
-    profile = bs.profile(lambda: workload.loss().backward(), workload.model)
+    allow = ("lossless", "recompute", *also)
+    profile = bs.profile(lambda: workload.loss().backward(), workload.model, allow=allow)
     profiled = time.perf_counter()
     planner = Planner(profile)
     smallest = _smallest(planner)
@@ -231,7 +232,7 @@ def plans(workload: Workload, checkpoint_nbytes: int, budgets: int) -> Planned:
         found[f"plan, {name}"] = _candidate(planner.plan(nbytes), "ours")
     if checkpoint_nbytes >= smallest:
         found["plan, the checkpoints' least peak"] = _candidate(planner.plan(checkpoint_nbytes), "ours")
-    for family in ("bounded", "offload"):
+    for family in also:
         if _offers(profile, family):
             wider = Planner(profile, ("lossless", "recompute", family))
             least = _smallest(wider)
@@ -283,8 +284,17 @@ def resident(workload: Workload, candidate: Candidate) -> int | None:
     return None if after is None else after - before
 
 
-def measure(case: Case, effort: Effort, budgets: int = BUDGETS, compile: bool = False) -> Measured:
+def measure(
+    case: Case, effort: Effort, budgets: int = BUDGETS, compile: bool = False, also: Sequence[str] = ()
+) -> Measured:
     """Measures all candidates on one network.
+
+    Args:
+        case: the network and its batch.
+        effort: how many rounds.
+        budgets: for how many budgets there are plans.
+        compile: whether to compile it as well.
+        also: what plans of their own may do beside exact forms and making again: "bounded", "offload".
 
     Raises:
         GateError: an exact candidate has other gradients than plain PyTorch.
@@ -293,7 +303,7 @@ def measure(case: Case, effort: Effort, budgets: int = BUDGETS, compile: bool = 
     workload = build(case)
     compared = others(workload, compile)
     checkpoints = [peak(workload, one) for one in compared.values() if one.family in ("checkpoint", "selective")]
-    planned = plans(workload, min(checkpoints), budgets)
+    planned = plans(workload, min(checkpoints, default=0), budgets, also)
     compared |= planned.candidates
     steptime.gate(workload, {name: one for name, one in compared.items() if one.is_exact})
     peaks = {name: peak(workload, candidate) for name, candidate in compared.items()}
@@ -360,6 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of each network, at most (default: 5)")
     parser.add_argument("--budgets", type=int, default=BUDGETS, help=f"for how many plans (default: {BUDGETS})")
     parser.add_argument("--compile", action="store_true", help="torch.compile as well, which takes minutes to compile")
+    parser.add_argument("--also", action="append", choices=("bounded", "offload"), help="plans with these as well")
     names = [case.name for case in CASES]
     parser.add_argument("--only", action="append", choices=names, help="this network (may be given several times)")
     asked = parser.parse_args(arguments)
@@ -371,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [case for case in wanted if case.name not in done and case.absent() is None]
     for index, case in enumerate(chosen):
         part = deadline.part(case.share / sum(other.share for other in chosen[index:]))
-        measured = plain(measure(case, Effort(asked.rounds, part), asked.budgets, asked.compile))
+        measured = plain(measure(case, Effort(asked.rounds, part), asked.budgets, asked.compile, asked.also or ()))
         networks.append({**measured, "commit": results.machine.commit})  # a file that is resumed may have several
         results.write(networks=networks)
         print(show(networks[-1:]), flush=True)

@@ -30,7 +30,7 @@ COMPILED_BUDGETS = (1.0, 0.5, 0.2)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a user would put checkpoints around: the entries of the longest lists of equal modules."""
+    """The blocks that a user would put checkpoints around: the entries of lists of equal modules, stages apart."""
     return [block for found in _lists_of(model) for block in found]
 
 
@@ -43,7 +43,12 @@ def _lists_of(model: nn.Module) -> list[list[nn.Module]]:
         is_list = isinstance(module, lists_of) and len(module) >= 2
         if is_list and all(type(child) in repeated and len(list(child.modules())) > 3 for child in module.children()):
             lists.append(list(module.children()))
-    return lists
+    inner = [block for found in lists for block in found]
+    return [
+        found
+        for found in lists
+        if not any(block in stage.modules() for stage in found for block in inner if block is not stage)
+    ]
 
 
 def chains_of(model: nn.Module) -> list[list[Block]]:

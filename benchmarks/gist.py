@@ -152,7 +152,7 @@ QUICK_TRAINING = Schedule(steps=2, batch=4, size=28)
 
 GIB = 2**30
 DEEP = tuple(
-    Question(f"resnet{3 * sum(blocks) + 2}", 32, 512 << 20, (24, 40), blocks, 16)
+    Question(f"resnet{3 * sum(blocks) + 2}", 32, 512 << 20, (48, 80), blocks, 16)
     for blocks in ((3, 27, 136, 3), (3, 46, 231, 3), (3, 66, 328, 3), (3, 83, 416, 3))
 )
 """ResNets of 509 to 1,517 layers, with the deepest one's share of blocks in each stage. They have a quarter of the
@@ -541,19 +541,17 @@ def _deep(
 ) -> Iterator[list[BatchTable]]:
     """Yields all tables whenever a stage was measured, those of an earlier run among them."""
     questions = QUICK_DEEP if asked.quick else DEEP
-    peers: tuple[StepPeer, ...] = (
-        Plain(),
-        *(stage for stage in stages if stage.name in DEEP_STAGES),
-        SmallestPlan("plan"),
-    )
+    peers: tuple[StepPeer, ...] = (Plain(), *(stage for stage in stages if stage.name in DEEP_STAGES))
     found = dict(known)
-    for index, question in enumerate(questions):
-        part = deadline.part(1 / (len(questions) - index))
+    # Plans come last: each batch that is tried has one of its own, which takes as long as many steps.
+    turns = [(question, these) for these in (peers, (*peers, SmallestPlan("plan"))) for question in questions]
+    for index, (question, these) in enumerate(turns):
+        part = deadline.part(1 / (len(turns) - index))
 
         def effort(stages_left: int, part: Deadline = part) -> Effort:
             return Effort(1 if asked.quick else 3, part.part(1 / stages_left))
 
-        for result in batch_table.measure(question, peers, effort, known.get(question.network)):
+        for result in batch_table.measure(question, these, effort, found.get(question.network)):
             found[question.network] = result
             yield list(found.values())
         print(batch_table.show(found[question.network]), end="\n\n", flush=True)

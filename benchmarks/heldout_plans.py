@@ -173,15 +173,15 @@ def differing(plain: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple
     return tuple(sorted(other | (plain.keys() ^ found.keys())))
 
 
-def plans(planner: Planner, plain_nbytes: int) -> list[tuple[Row, bs.Plan | None]]:
-    """The plans for all budgets; a row without a plan for a budget that was refused.
+def plans(planner: Planner, plain_nbytes: int, shares: Sequence[float] = SHARES) -> list[tuple[Row, bs.Plan | None]]:
+    """The plans for these shares of plain's peak and for the smallest budget; no plan for a share that was refused.
 
     Raises:
         AssertionError: one byte was enough.
         BudgetError: there is no plan for the smallest budget that a refusal has named.
     """
     found: list[tuple[Row, bs.Plan | None]] = []
-    for share in SHARES:
+    for share in shares:
         nbytes = int(share * plain_nbytes)
         try:
             found.append((Row(f"{share:.0%}", nbytes), planner.plan(nbytes)))

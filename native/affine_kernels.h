@@ -80,3 +80,21 @@ void affine_rows(const AffineJob& job, int64_t begin, int64_t end) {
     const bool rectifies = job.lo == 0.0f && job.hi == __builtin_inff();
     rectifies ? affine_with(job, begin, end, Rectify{}) : affine_with(job, begin, end, Clamp{job.lo, job.hi});
 }
+
+// Zero where a bit of the mask is clear; elsewhere no less than the smallest normal number. NaN stays.
+void keep_masked(const uint8_t* mask, int64_t n, float* out) {
+    constexpr float least = 0x1p-126f;
+    int64_t i = 0;
+#if defined(BS_AVX512)
+    for (; i + 16 <= n; i += 16) {
+        uint16_t bits;
+        __builtin_memcpy(&bits, mask + i / 8, sizeof bits);
+        const __m512 kept = _mm512_maskz_max_ps(bits, _mm512_set1_ps(least), _mm512_loadu_ps(out + i));
+        _mm512_storeu_ps(out + i, kept);
+    }
+#endif
+    for (; i < n; ++i) {
+        const float value = out[i] < least ? least : out[i];
+        out[i] = mask[i / 8] >> (i % 8) & 1 ? value : 0.0f;
+    }
+}

@@ -23,7 +23,7 @@ Isa best() {
                       __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512vbmi2");
+                        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
     return avx512 ? Isa::Avx512 : avx2 ? Isa::Avx2 : Isa::Scalar;
 #else
     return Isa::Scalar;
@@ -50,7 +50,7 @@ Isa isa() { return chosen; }
 BS_EXPORT int bs_isa() { return int(bs::chosen); }
 
 // The number of the interface to the Python bindings (INTERFACE in library.py): one more whenever a signature changes.
-BS_EXPORT int bs_interface() { return 1; }
+BS_EXPORT int bs_interface() { return 2; }
 
 // Caps the instruction set (for tests; not while a kernel runs). Returns what serves now, which may be less.
 BS_EXPORT int bs_set_isa(int cap) {

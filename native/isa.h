@@ -16,9 +16,9 @@
 
 #define BS_EXPORT extern "C" __attribute__((visibility("default")))
 
-// F16C came before AVX2 on every CPU, so it is not asked for (FMA is: a CPU may lack it); VBMI2 is what compresses 16-bit elements.
+// F16C came before AVX2 on every CPU, so it is not asked for (FMA is: a CPU may lack it); VBMI2 is what compresses 16-bit elements, and whoever has it has VBMI.
 #define BS_FEATURES_AVX2 "avx,avx2,bmi,bmi2,popcnt,f16c,fma"
-#define BS_FEATURES_AVX512 BS_FEATURES_AVX2 ",avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2"
+#define BS_FEATURES_AVX512 BS_FEATURES_AVX2 ",avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2"
 
 #define BS_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)

@@ -18,12 +18,14 @@ namespace bs {
 
 // As in ops/sz.py.
 constexpr int64_t kSzChunk = 1 << 16;
-constexpr int kSzLanes = 32, kSzPrecision = 12, kSzTotal = 1 << kSzPrecision, kSzWindow = 2048, kSzMaxLow = 12;
-constexpr uint32_t kSzLeast = 1 << 16;
+constexpr int kSzLanes = 32, kSzPrecision = 8, kSzTotal = 1 << kSzPrecision, kSzWindow = 2048, kSzMaxLow = 12;
+constexpr int kSzMaxSymbols = 32, kSzMaxWidth = 7, kSzWidthShift = 9, kSzNear = 128, kSzFarWidth = 3;
+constexpr int kSzStateBits = 31;  // of the largest state; of the smallest one 16
+constexpr uint32_t kSzLeast = 1 << 15;
 constexpr int64_t kSzStates = 2 * kSzLanes;  // words
 constexpr int kSzBins = 2 + kSzWindow + 1;
-constexpr int kSzMaxSymbols = 2 + kSzWindow;
-constexpr int kSzFew = 256;  // so few symbols' entries are looked up in registers
+constexpr int kSzCodeBits = 23;  // LIMIT
+constexpr uint32_t kSzEscape = 1 << 19;  // in an escape's entries
 constexpr int64_t kSzRun = 256;
 constexpr int64_t kSzChunksAtOnce = 8;
 constexpr int64_t kSzAtOnce = 4;  // so many chunks are decoded in turns
@@ -39,60 +41,97 @@ inline bool valid(const SzBlocks& blocks) {
 }
 
 // How codes become symbols, and what coders need of each symbol.
+//
+// Encoding: `of_code` has the symbol of each code in the window. A vector kernel has 256 of them in four registers: `near`
+// are the symbols of the codes from -kSzNear on, and `far` those of all codes, of which 2^kSzFarWidth have one there.
+// An entry has, from bit 0 on, the begin of its slots plus a correction of the quotient (16 bits), the width (3), whether it
+// is the escape (1), how far the product with the reciprocal is shifted (4), and the frequency - 1 (8).
+//
+// Decoding: `of_slot` has the symbol of each slot. Its entry has the frequency - 1 and the begin of its slots (8 bits each),
+// the width (3), whether it is the escape (1), and the first of its codes (12, signed).
 struct SzSymbols {
-    int32_t base;
     int low;
-    int count;               // symbols
-    uint32_t escape_begin;   // slots of the escape: from here on, `escape_size` of them
-    uint32_t escape_size;
-    int field;               // bits of the largest frequency - 1
-    bool packed;             // every code, without its low bits, fits beside two such fields
-    // Encoding: frequency << 16 | begin of its slots; 0 for a symbol that does not occur.
-    uint32_t entries[kSzMaxSymbols];
-    // The same of the first symbols, apart; of a symbol that does not occur, the escape's.
-    alignas(64) uint16_t frequencies[kSzFew];
-    alignas(64) uint16_t begins[kSzFew];
-    // Decoding, by slot: frequency - 1, above it the place among the symbol's slots, above it the code without its low
-    // bits, if it fits.
-    uint32_t slots[kSzTotal];
-    int32_t codes[kSzTotal];  // by slot: the code, its low bits 0
+    int count;  // symbols
+    alignas(64) uint8_t near[2 * kSzNear];
+    alignas(64) uint8_t far[kSzWindow >> kSzFarWidth];
+    alignas(64) uint8_t of_slot[kSzTotal];
+    alignas(64) uint32_t entries[kSzMaxSymbols];
+    alignas(64) uint32_t reciprocals[kSzMaxSymbols];
+    alignas(64) uint32_t decoding[kSzMaxSymbols];
+    uint8_t of_code[kSzWindow];
 };
 
-// False where the frequencies are none.
-inline bool make_symbols(const int16_t* table, int64_t count, int64_t base, int low, SzSymbols& symbols) {
-    constexpr int64_t widest = int64_t(1) << 18;
-    if (count < 2 || count > kSzMaxSymbols || low < 0 || low > kSzMaxLow || base < -widest || base > widest) return false;
-    symbols.base = int32_t(base);
-    symbols.low = low;
-    symbols.count = int(count);
-    int most = 1;
-    for (int s = 0; s < int(count); ++s) most = std::max(most, int(table[s]));
-    symbols.field = std::min(kSzPrecision, 32 - __builtin_clz(unsigned(most - 1) | 1));
-    const int64_t room = int64_t(1) << (31 - 2 * symbols.field);
-    symbols.packed = base >= -room && base + count - 3 < room;
-    int begin = 0;
+// What a table says. False where it says nothing that could be decoded.
+struct SzTable {
+    int frequency[kSzMaxSymbols], width[kSzMaxSymbols], start[kSzMaxSymbols];
+};
+
+inline bool read_table(const int16_t* table, int64_t count, int64_t base, int low, SzTable& read) {
+    if (count < 2 || count > kSzMaxSymbols || low < 0 || low > kSzMaxLow) return false;
+    if (base < -kSzWindow / 2 || base > kSzWindow / 2) return false;
+    int begin = 0, start = int(base);
     for (int s = 0; s < int(count); ++s) {
-        const int frequency = table[s];
-        if (frequency < 0 || frequency > kSzTotal - begin) return false;
-        symbols.entries[s] = frequency ? uint32_t(frequency) << 16 | uint32_t(begin) : 0;
-        const int32_t code = s < 2 ? 0 : int32_t(base) + s - 2;
-        for (int i = 0; i < frequency; ++i) {
-            symbols.slots[begin + i] = uint32_t(frequency - 1) | uint32_t(i) << symbols.field |
-                                       uint32_t(code) << (2 * symbols.field);
-            symbols.codes[begin + i] = int32_t(uint32_t(code) << low);
-        }
-        if (s == 1) {
-            symbols.escape_begin = uint32_t(begin);
-            symbols.escape_size = uint32_t(frequency);
-        }
+        const int width = table[s] >> kSzWidthShift, frequency = table[s] & ((1 << kSzWidthShift) - 1);
+        if (table[s] < 0 || width > (s < 2 ? 0 : kSzMaxWidth) || frequency > kSzTotal - begin) return false;
+        read.frequency[s] = frequency;
+        read.width[s] = width;
+        read.start[s] = s < 2 ? 0 : start;
+        start += s < 2 ? 0 : 1 << width;
         begin += frequency;
     }
-    for (int s = 0; s < std::min(int(count), kSzFew); ++s) {
-        const uint32_t entry = symbols.entries[s] ? symbols.entries[s] : symbols.entries[1];
-        symbols.frequencies[s] = uint16_t(entry >> 16);
-        symbols.begins[s] = uint16_t(entry);
+    return begin == kSzTotal && start <= kSzWindow / 2 && read.frequency[1] > 0;
+}
+
+inline bool make_decoding(const int16_t* table, int64_t count, int64_t base, int low, SzSymbols& symbols) {
+    SzTable read;
+    if (!read_table(table, count, base, low, read)) return false;
+    symbols.low = low;
+    symbols.count = int(count);
+    int begin = 0;
+    for (int s = 0; s < int(count); ++s) {
+        std::memset(symbols.of_slot + begin, s, size_t(read.frequency[s]));
+        symbols.decoding[s] = uint32_t(read.frequency[s] - 1) & 0xff | uint32_t(begin & 0xff) << 8 |
+                              uint32_t(read.width[s]) << 16 | (s == 1 ? kSzEscape : 0) | uint32_t(read.start[s]) << 20;
+        begin += read.frequency[s];
     }
-    return begin == kSzTotal;
+    return true;
+}
+
+// The quotient of a state, which is below 2^31, and a frequency f is the upper half of the state's product with `reciprocal`
+// = ceil(2^(31 + shift) / f), shifted to the right by shift - 1, where 2^shift is the first power of two that is not less
+// than f (Alverson, 1991). Of 1 there is no such number: the state less 1 is found, and the entry corrects it.
+inline bool make_encoding(const int16_t* table, int64_t count, int64_t base, int low, SzSymbols& symbols) {
+    SzTable read;
+    if (!read_table(table, count, base, low, read)) return false;
+    symbols.low = low;
+    symbols.count = int(count);
+    std::memset(symbols.of_code, 1, sizeof symbols.of_code);
+    int begin = 0;
+    for (int s = 0; s < int(count); ++s) {
+        const int frequency = read.frequency[s], width = read.width[s];
+        if (frequency == 0) continue;  // its codes become escapes
+        int shift = 0;
+        while (1 << shift < frequency) ++shift;
+        const bool one = frequency == 1;
+        const uint32_t correction = one ? (1u << (kSzPrecision + width)) - 1 : 0;
+        symbols.reciprocals[s] =
+            one ? ~0u : uint32_t(((uint64_t(1) << (31 + shift)) + uint64_t(frequency) - 1) / uint64_t(frequency));
+        symbols.entries[s] = (uint32_t(begin) + correction) | uint32_t(width) << 16 | (s == 1 ? kSzEscape : 0) |
+                             uint32_t(one ? 0 : shift - 1) << 20 | uint32_t(frequency - 1) << 24;
+        begin += frequency;
+        if (s < 2) continue;
+        const int at = read.start[s] + kSzWindow / 2;
+        const bool is_near = read.start[s] >= -kSzNear && read.start[s] < kSzNear;
+        if (at & ((1 << width) - 1) || (!is_near && width < kSzFarWidth)) return false;
+        std::memset(symbols.of_code + at, s, size_t(1) << width);
+    }
+    if (read.frequency[0] == 0) {
+        symbols.entries[0] = symbols.entries[1];
+        symbols.reciprocals[0] = symbols.reciprocals[1];
+    }
+    std::memcpy(symbols.near, symbols.of_code + kSzWindow / 2 - kSzNear, sizeof symbols.near);
+    for (size_t i = 0; i < sizeof symbols.far; ++i) symbols.far[i] = symbols.of_code[i << kSzFarWidth];
+    return true;
 }
 
 // Two numbers per 16-bit word add up here: see reference.sz._sum.
@@ -244,7 +283,7 @@ BS_EXPORT void* bs_sz_encode(const void* x, int64_t n, int type, const int16_t* 
                              int threads) {
     const bs::SzBlocks divided{blocks[0], blocks[1], blocks[2], blocks[3]};
     std::unique_ptr<bs::SzSymbols> made(new (std::nothrow) bs::SzSymbols());
-    if (!made || !bs::valid(divided) || !bs::make_symbols(table, symbols, base, low, *made) || !made->entries[1])
+    if (!made || !bs::valid(divided) || !bs::make_encoding(table, symbols, base, low, *made))
         return nullptr;
     const bs::SzEncodeJob job{
         {x, bs::Float(type), step, bound, offset, bs::inverse_of(step)}, n, axes, divided, made.get()};
@@ -310,7 +349,7 @@ BS_EXPORT int bs_sz_decode(const uint16_t* stream, int64_t words, const int16_t*
                            void* out, int64_t n, int type, int threads) {
     const bs::SzBlocks divided{blocks[0], blocks[1], blocks[2], blocks[3]};
     std::unique_ptr<bs::SzSymbols> made(new (std::nothrow) bs::SzSymbols());
-    if (!made || !bs::valid(divided) || !bs::make_symbols(table, symbols, base, low, *made)) return -1;
+    if (!made || !bs::valid(divided) || !bs::make_decoding(table, symbols, base, low, *made)) return -1;
     if (uint64_t(index[0]) != bs::check_of(-1, bs::weigh(reinterpret_cast<const uint16_t*>(table), symbols), 0, 0))
         return -1;
     const int64_t chunks = (n + divided.chunk - 1) / divided.chunk, sizes[3] = {words, outliers, stored};

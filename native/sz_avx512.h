@@ -1,9 +1,10 @@
 // The steps of all 32 coders in two registers. Included by sz_kernels.h, whose encode_step and decode_step say what
 // they do, inside the namespace for AVX-512.
 //
-// A step waits for the one before it: a gather and a product, or a division, take a few dozen cycles from end to end,
-// in which a processor could have begun several of them. So chunks, which do not depend on each other, take their steps
-// in turns: two when they are encoded, four when they are decoded. A gather takes longer than all the rest of an encoder's step, so small tables are kept in registers.
+// A step waits for the one before it: look-ups and products take a few dozen cycles from end to end, in which a processor
+// could have begun several of them. So chunks, which do not depend on each other, take their steps in turns: two when
+// they are encoded, four when they are decoded. A gather would take longer than all the rest of a step, so tables have no
+// more entries than registers hold.
 
 // Writes the lower half of the states in the mask to `to`, in order, and over up to 31 words more.
 inline uint16_t* give(__mmask16 first, __mmask16 second, const __m512i* states, uint16_t* to) {
@@ -32,20 +33,37 @@ inline const uint16_t* take(__m512i* states, const uint16_t* begin, const uint16
     return from;
 }
 
-// state / frequency * 4,096 + state % frequency, where the quotient is below 2^20.
-//
-// The processor's reciprocal is off by its share of 2^-14 at most, and after a step of Newton's by 2^-28. That step
-// aims at less by a share of 2^-21, so that with four roundings, of 2^-24 each, the estimate is never above the
-// quotient, and less than 1 below it. So its whole part is the quotient's or one less.
-inline __m512i divided(__m512i state, __m512i frequency) {
-    const __m512 divisor = _mm512_cvtepi32_ps(frequency), near = _mm512_rcp14_ps(divisor);
-    const __m512 reciprocal =
-        _mm512_mul_ps(near, _mm512_fnmadd_ps(divisor, near, _mm512_set1_ps(2.0f - 0x1p-21f)));
-    const __m512i quotient = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_cvtepu32_ps(state), reciprocal));
-    const __m512i rest = _mm512_sub_epi32(state, _mm512_mullo_epi32(quotient, frequency));
-    const __m512i found = _mm512_add_epi32(_mm512_slli_epi32(quotient, kSzPrecision), rest);
-    const __mmask16 more = _mm512_cmpge_epi32_mask(rest, frequency);
-    return _mm512_mask_add_epi32(found, more, found, _mm512_sub_epi32(_mm512_set1_epi32(kSzTotal), frequency));
+// The upper halves of products of 32 bits each.
+inline __m512i upper_products(__m512i a, __m512i b) {
+    const __m512i even = _mm512_mul_epu32(a, b);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
+    return _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
+}
+
+// Four registers of bytes, of which each lane of `index`, below 256, chooses one.
+struct SzBytes {
+    explicit SzBytes(const uint8_t* table) {
+        for (int i = 0; i < 4; ++i) part[i] = _mm512_load_si512(table + 64 * i);
+    }
+    __m512i operator[](__m512i index) const {
+        constexpr __mmask64 lowest = 0x1111111111111111;
+        const __m512i first = _mm512_maskz_permutex2var_epi8(lowest, part[0], index, part[1]);
+        const __m512i second = _mm512_maskz_permutex2var_epi8(lowest, part[2], index, part[3]);
+        return _mm512_mask_mov_epi32(first, _mm512_test_epi32_mask(index, _mm512_set1_epi32(128)), second);
+    }
+    __m512i part[4];
+};
+
+// The same of 32 numbers of 32 bits.
+struct SzNumbers {
+    explicit SzNumbers(const uint32_t* table) : part{_mm512_load_si512(table), _mm512_load_si512(table + 16)} {}
+    __m512i operator[](__m512i index) const { return _mm512_permutex2var_epi32(part[0], index, part[1]); }
+    __m512i part[2];
+};
+
+// Which entries are an escape's.
+inline __mmask16 escapes_of(__m512i entries) {
+    return _mm512_test_epi32_mask(entries, _mm512_set1_epi32(int(kSzEscape)));
 }
 
 // What quantise_one needs, in registers.
@@ -84,7 +102,7 @@ inline bool easily_quantised(const SzGrid& grid, __m512 values, __m512i& codes) 
 // As quantise_one, of 16 numbers. `outliers` are marked by bits.
 inline __m512i quantised(const SzGrid& grid, __m512 values, __mmask16& outliers) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    const __m512d limit = _mm512_set1_pd(1 << 27);
+    const __m512d limit = _mm512_set1_pd(1 << kSzCodeBits);
     const __m256 halves[2] = {_mm512_castps512_ps256(values), _mm512_extractf32x8_ps(values, 1)};
     __m256i code[2];
     __mmask8 outlier[2];
@@ -103,65 +121,17 @@ inline __m512i quantised(const SzGrid& grid, __m512 values, __mmask16& outliers)
     return _mm512_inserti64x4(_mm512_castsi256_si512(code[0]), code[1], 1);
 }
 
-// The entries of 32 symbols, out of `tables` times 64 of them.
-template <int tables>
-inline __m512i entries_of(const uint16_t* table, __m512i symbols) {
-    __m512i found[tables];
-#pragma GCC unroll 4
-    for (int t = 0; t < tables; ++t)
-        found[t] = _mm512_permutex2var_epi16(_mm512_load_si512(table + 64 * t), symbols,
-                                             _mm512_load_si512(table + 64 * t + 32));
-    if (tables == 1) return found[0];
-    const __mmask32 odd = _mm512_test_epi16_mask(symbols, _mm512_set1_epi16(64));
-    const __m512i first = _mm512_mask_mov_epi16(found[0], odd, found[1 % tables]);
-    if (tables == 2) return first;
-    const __mmask32 second = _mm512_test_epi16_mask(symbols, _mm512_set1_epi16(128));
-    return _mm512_mask_mov_epi16(first, second, _mm512_mask_mov_epi16(found[2 % tables], odd, found[3 % tables]));
-}
-
-// What a step needs of its 32 symbols, in two registers.
-struct SzEntries {
-    __m512i frequency[2], begin[2];
-    __mmask32 escapes;
-};
-
-// `tables` is 0 where there are too many symbols for registers.
-template <int tables>
-inline SzEntries look_up(const SzSymbols& symbols, const __m512i* symbol) {
-    SzEntries entries;
-    if constexpr (tables > 0) {
-        const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(symbol[0])),
-                                               _mm512_cvtepi32_epi16(symbol[1]), 1);
-        const __m512i frequencies = entries_of<tables>(symbols.frequencies, all);
-        const __m512i begins = entries_of<tables>(symbols.begins, all);
-        // No other symbol's slots begin where the escape's do.
-        entries.escapes = _mm512_cmpeq_epi16_mask(begins, _mm512_set1_epi16(int16_t(symbols.escape_begin)));
-        entries.frequency[0] = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(frequencies));
-        entries.frequency[1] = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(frequencies, 1));
-        entries.begin[0] = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(begins));
-        entries.begin[1] = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(begins, 1));
-        return entries;
-    }
-    const __m512i escape = _mm512_set1_epi32(int(symbols.entries[1]));
-    __mmask16 escapes[2];
-#pragma GCC unroll 2
-    for (int k = 0; k < 2; ++k) {
-        __m512i entry = _mm512_i32gather_epi32(symbol[k], symbols.entries, 4);
-        entry = _mm512_mask_mov_epi32(entry, _mm512_testn_epi32_mask(entry, entry), escape);
-        escapes[k] = _mm512_cmpeq_epi32_mask(entry, escape);
-        entries.frequency[k] = _mm512_srli_epi32(entry, 16);
-        entries.begin[k] = _mm512_and_si512(entry, _mm512_set1_epi32(0xffff));
-    }
-    entries.escapes = _mm512_kunpackw(escapes[1], escapes[0]);
-    return entries;
-}
-
-template <bool has_low, int tables, int chunks>
+template <bool has_low, int chunks>
 inline bool encode_steps_of(const SzSymbols& symbols, int64_t steps, SzEncoding* given) {
-    const __m512i base = _mm512_set1_epi32(symbols.base), window = _mm512_set1_epi32(symbols.count - 2);
-    const __m512i one = _mm512_set1_epi32(1), two = _mm512_set1_epi32(2);
+    const __m512i half = _mm512_set1_epi32(kSzWindow / 2), window = _mm512_set1_epi32(kSzWindow);
+    const __m512i near_half = _mm512_set1_epi32(kSzNear), near_window = _mm512_set1_epi32(2 * kSzNear);
+    const __m512i one = _mm512_set1_epi32(1), ones = _mm512_set1_epi32(-1), three_bits = _mm512_set1_epi32(7);
     const __m512i low_mask = _mm512_set1_epi32((1 << symbols.low) - 1);
-    const __m128i low = _mm_cvtsi32_si128(symbols.low), high = _mm_cvtsi32_si128(32 - symbols.low);
+    const __m128i low = _mm_cvtsi32_si128(symbols.low), high = _mm_cvtsi32_si128(kSzStateBits - symbols.low);
+    const __m512i room = _mm512_set1_epi32(kSzStateBits - kSzPrecision), precision = _mm512_set1_epi32(kSzPrecision);
+    const __m512i escape = _mm512_set1_epi32(int(kSzEscape));
+    const SzBytes near(symbols.near), far(symbols.far);
+    const SzNumbers entries(symbols.entries), reciprocals(symbols.reciprocals);
     __m512i states[chunks][2];
     uint16_t* to[chunks];
     for (int c = 0; c < chunks; ++c) {
@@ -172,29 +142,41 @@ inline bool encode_steps_of(const SzSymbols& symbols, int64_t steps, SzEncoding*
     for (int64_t step = steps - 1; step >= 0; --step) {
         for (int c = 0; c < chunks; ++c) fits &= to[c] <= given[c].limit;
         if (!fits) return false;
-        SzEntries entries[chunks];
-        __m512i code[chunks][2];
+        __m512i code[chunks][2], place[chunks][2], entry[chunks][2], reciprocal[chunks][2];
+        __m512i any = _mm512_setzero_si512();
         __mmask16 plain[chunks][2];
 #pragma GCC unroll 4
         for (int c = 0; c < chunks; ++c) {
             const int32_t* at = given[c].codes + step * kSzLanes;
-            __m512i symbol[2];
-            __mmask16 some[2];
 #pragma GCC unroll 2
             for (int k = 0; k < 2; ++k) {
                 code[c][k] = _mm512_loadu_si512(at + 16 * k);
-                const __m512i high_bits = has_low ? _mm512_sra_epi32(code[c][k], low) : code[c][k];
-                const __m512i index = _mm512_sub_epi32(high_bits, base);
-                const __mmask16 inside = _mm512_cmplt_epu32_mask(index, window);
-                some[k] = _mm512_test_epi32_mask(code[c][k], code[c][k]);
-                symbol[k] = _mm512_maskz_mov_epi32(some[k], _mm512_mask_add_epi32(one, inside, index, two));
+                place[c][k] = has_low ? _mm512_sra_epi32(code[c][k], low) : code[c][k];
+                const __m512i index = _mm512_add_epi32(place[c][k], near_half);
+                const __mmask16 is_near = _mm512_cmplt_epu32_mask(index, near_window);
+                __m512i symbol = near[_mm512_maskz_mov_epi32(is_near, index)];
+                if (__builtin_expect(is_near != 0xffff, 0)) {
+                    const __m512i other = _mm512_add_epi32(place[c][k], half);
+                    const __mmask16 inside = _mm512_cmplt_epu32_mask(other, window);
+                    const __m512i found = far[_mm512_srli_epi32(_mm512_maskz_mov_epi32(inside, other), kSzFarWidth)];
+                    symbol = _mm512_mask_mov_epi32(_mm512_mask_mov_epi32(one, inside, found), is_near, symbol);
+                }
+                const __mmask16 some = _mm512_test_epi32_mask(code[c][k], code[c][k]);
+                symbol = _mm512_maskz_mov_epi32(some, symbol);
+                entry[c][k] = entries[symbol];
+                reciprocal[c][k] = reciprocals[symbol];
+                any = _mm512_or_si512(any, entry[c][k]);
+                if (has_low) plain[c][k] = _mm512_mask_testn_epi32_mask(some, entry[c][k], escape);
             }
-            entries[c] = look_up<tables>(symbols, symbol);
-            plain[c][0] = __mmask16(some[0] & ~entries[c].escapes);
-            plain[c][1] = __mmask16(some[1] & ~(entries[c].escapes >> 16));
-            for (unsigned rest = entries[c].escapes; __builtin_expect(rest != 0, 0); rest &= rest - 1) {
-                std::memcpy(to[c], at + __builtin_ctz(rest), 4);
-                to[c] += 2;
+        }
+        if (__builtin_expect(escapes_of(any) != 0, 0)) {
+            for (int c = 0; c < chunks; ++c) {
+                const int32_t* at = given[c].codes + step * kSzLanes;
+                unsigned rest = _mm512_kunpackw(escapes_of(entry[c][1]), escapes_of(entry[c][0]));
+                for (; rest != 0; rest &= rest - 1) {
+                    std::memcpy(to[c], at + __builtin_ctz(rest), 4);
+                    to[c] += 2;
+                }
             }
         }
         if (has_low) {
@@ -215,14 +197,29 @@ inline bool encode_steps_of(const SzSymbols& symbols, int64_t steps, SzEncoding*
         }
 #pragma GCC unroll 4
         for (int c = 0; c < chunks; ++c) {
-            const __m512i* frequency = entries[c].frequency;
+            __m512i frequency[2], width[2];
             __mmask16 full[2];
-            for (int k = 0; k < 2; ++k)
-                full[k] = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(states[c][k], 32 - kSzPrecision), frequency[k]);
-            to[c] = give(full[0], full[1], states[c], to[c]);
+#pragma GCC unroll 2
             for (int k = 0; k < 2; ++k) {
-                states[c][k] = _mm512_mask_srli_epi32(states[c][k], full[k], states[c][k], 16);
-                states[c][k] = _mm512_add_epi32(divided(states[c][k], frequency[k]), entries[c].begin[k]);
+                frequency[k] = _mm512_add_epi32(_mm512_srli_epi32(entry[c][k], 24), one);
+                width[k] = _mm512_and_si512(_mm512_srli_epi32(entry[c][k], 16), three_bits);
+                const __m512i most = _mm512_sllv_epi32(frequency[k], _mm512_sub_epi32(room, width[k]));
+                full[k] = _mm512_cmpge_epu32_mask(states[c][k], most);
+            }
+            to[c] = give(full[0], full[1], states[c], to[c]);
+#pragma GCC unroll 2
+            for (int k = 0; k < 2; ++k) {
+                const __m512i state = _mm512_mask_srli_epi32(states[c][k], full[k], states[c][k], 16);
+                const __m512i shift = _mm512_and_si512(_mm512_srli_epi32(entry[c][k], 20), _mm512_set1_epi32(15));
+                const __m512i product = upper_products(state, reciprocal[c][k]);
+                const __m512i quotient = _mm512_srlv_epi32(product, shift);
+                // An escape's width is 0, and so is that of the code 0: they have no place.
+                const __m512i in_bucket = _mm512_andnot_si512(_mm512_sllv_epi32(ones, width[k]), place[c][k]);
+                const __m512i rest = _mm512_sub_epi32(state, _mm512_mullo_epi32(quotient, frequency[k]));
+                const __m512i slot = _mm512_add_epi32(rest, _mm512_maskz_mov_epi16(0x55555555, entry[c][k]));
+                const __m512i below = _mm512_add_epi32(slot, _mm512_slli_epi32(in_bucket, kSzPrecision));
+                const __m512i above = _mm512_sllv_epi32(quotient, _mm512_add_epi32(width[k], precision));
+                states[c][k] = _mm512_add_epi32(above, below);
             }
         }
     }
@@ -234,27 +231,42 @@ inline bool encode_steps_of(const SzSymbols& symbols, int64_t steps, SzEncoding*
     return fits;
 }
 
+// What codes mean. Where `easy`, a float32 has all digits of the step, and so of a code and an offset, as codes are below
+// 2^23. Then a product of these two has all digits in double precision, and a product in single precision is rounded as
+// that one is.
+struct SzMeaning {
+    SzMeaning(double step, double offset)
+        : easy(double(float(step)) == step),
+          single_step(_mm512_set1_ps(float(step))),
+          single_offset(_mm512_set1_ps(float(offset))),
+          step(_mm512_set1_pd(step)),
+          offset(_mm512_set1_pd(offset)) {}
+    bool easy;
+    __m512 single_step, single_offset;
+    __m512d step, offset;
+};
+
 // 16 codes as the numbers that they mean.
-inline __m512 dequantised(__m512i codes, __m512d step, __m512d offset) {
+template <bool easy>
+inline __m512 dequantised(__m512i codes, const SzMeaning& meaning) {
+    if (easy) return _mm512_mul_ps(_mm512_add_ps(_mm512_cvtepi32_ps(codes), meaning.single_offset), meaning.single_step);
     const __m512d first = _mm512_cvtepi32_pd(_mm512_castsi512_si256(codes));
     const __m512d second = _mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(codes, 1));
-    const __m256 a = _mm512_cvtpd_ps(_mm512_mul_pd(_mm512_add_pd(first, offset), step));
-    const __m256 b = _mm512_cvtpd_ps(_mm512_mul_pd(_mm512_add_pd(second, offset), step));
+    const __m256 a = _mm512_cvtpd_ps(_mm512_mul_pd(_mm512_add_pd(first, meaning.offset), meaning.step));
+    const __m256 b = _mm512_cvtpd_ps(_mm512_mul_pd(_mm512_add_pd(second, meaning.offset), meaning.step));
     return _mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1);
 }
 
-template <bool packed, bool has_low, bool direct, int chunks>
+template <bool has_low, bool direct, bool easy, int chunks>
 inline bool decode_steps_of(const SzSymbols& symbols, int64_t steps, SzDecoding* given, double step_size,
                             double offset) {
     const __m512i slot_mask = _mm512_set1_epi32(kSzTotal - 1), one = _mm512_set1_epi32(1);
-    const __m512i field_mask = _mm512_set1_epi32((1 << symbols.field) - 1);
-    const __m128i field = _mm_cvtsi32_si128(symbols.field), two_fields = _mm_cvtsi32_si128(2 * symbols.field);
-    const __m512i escape_begin = _mm512_set1_epi32(int(symbols.escape_begin));
-    const __m512i escape_size = _mm512_set1_epi32(int(symbols.escape_size));
-    const __m512i escape_end = _mm512_add_epi32(escape_begin, escape_size);
+    const __m512i ones = _mm512_set1_epi32(-1), byte = _mm512_set1_epi32(0xff), three_bits = _mm512_set1_epi32(7);
     const __m512i low_mask = _mm512_set1_epi32((1 << symbols.low) - 1);
     const __m128i low = _mm_cvtsi32_si128(symbols.low);
-    const __m512d factor = _mm512_set1_pd(step_size), added = _mm512_set1_pd(offset);
+    const SzMeaning meaning(step_size, offset);
+    const SzBytes of_slot(symbols.of_slot);
+    const SzNumbers entries(symbols.decoding);
     __m512i states[chunks][2];
     const uint16_t* from[chunks];
     for (int c = 0; c < chunks; ++c) {
@@ -262,23 +274,28 @@ inline bool decode_steps_of(const SzSymbols& symbols, int64_t steps, SzDecoding*
         from[c] = given[c].from;
     }
     for (int64_t step = 0; step < steps; ++step) {
-        __m512i slot[chunks][2], code[chunks][2];
-        __mmask16 plain[chunks][2], escapes[chunks][2];
+        __m512i code[chunks][2], entry[chunks][2], any = _mm512_setzero_si512();
+        __mmask16 plain[chunks][2];
 #pragma GCC unroll 4
         for (int c = 0; c < chunks; ++c)
 #pragma GCC unroll 2
             for (int k = 0; k < 2; ++k) {
-                slot[c][k] = _mm512_and_si512(states[c][k], slot_mask);
-                const __m512i found = _mm512_i32gather_epi32(slot[c][k], symbols.slots, 4);
-                const __m512i frequency = _mm512_add_epi32(_mm512_and_si512(found, field_mask), one);
-                const __m512i place = _mm512_and_si512(_mm512_srl_epi32(found, field), field_mask);
-                const __m512i quotient = _mm512_srli_epi32(states[c][k], kSzPrecision);
-                states[c][k] = _mm512_add_epi32(_mm512_mullo_epi32(frequency, quotient), place);
-                if (!packed) code[c][k] = _mm512_i32gather_epi32(slot[c][k], symbols.codes, 4);
-                else code[c][k] = _mm512_sra_epi32(found, two_fields);
-                if (packed && has_low) code[c][k] = _mm512_sll_epi32(code[c][k], low);
-                escapes[c][k] = _mm512_cmplt_epu32_mask(_mm512_sub_epi32(slot[c][k], escape_begin), escape_size);
-                plain[c][k] = _mm512_cmpge_epu32_mask(slot[c][k], escape_end);
+                const __m512i slot = _mm512_and_si512(states[c][k], slot_mask);
+                const __m512i symbol = of_slot[slot], found = entries[symbol];
+                const __m512i above = _mm512_srli_epi32(states[c][k], kSzPrecision);
+                const __m512i width = _mm512_and_si512(_mm512_srli_epi32(found, 16), three_bits);
+                const __m512i quotient = _mm512_srlv_epi32(above, width);
+                const __m512i most = _mm512_mullo_epi32(_mm512_and_si512(found, byte), quotient);
+                const __m512i begin = _mm512_and_si512(_mm512_srli_epi32(found, 8), byte);
+                const __m512i place = _mm512_andnot_si512(_mm512_sllv_epi32(ones, width), above);
+                states[c][k] = _mm512_add_epi32(_mm512_add_epi32(most, quotient), _mm512_sub_epi32(slot, begin));
+                code[c][k] = _mm512_add_epi32(_mm512_srai_epi32(found, 20), place);
+                if (has_low) {
+                    code[c][k] = _mm512_sll_epi32(code[c][k], low);
+                    plain[c][k] = _mm512_cmpgt_epi32_mask(symbol, one);
+                }
+                entry[c][k] = found;
+                any = _mm512_or_si512(any, found);
             }
 #pragma GCC unroll 4
         for (int c = 0; c < chunks; ++c) {
@@ -297,14 +314,15 @@ inline bool decode_steps_of(const SzSymbols& symbols, int64_t steps, SzDecoding*
                 if (from[c] == nullptr) return false;
             }
         }
+        const int64_t at = step * kSzLanes;
 #pragma GCC unroll 4
-        for (int c = 0; c < chunks; ++c) {
-            const int64_t at = step * kSzLanes;
-            unsigned rest = _mm512_kunpackw(escapes[c][1], escapes[c][0]);
+        for (int c = 0; c < chunks; ++c)
             for (int k = 0; k < 2; ++k)
-                if (direct) _mm512_storeu_ps(given[c].out + at + 16 * k, dequantised(code[c][k], factor, added));
+                if (direct) _mm512_storeu_ps(given[c].out + at + 16 * k, dequantised<easy>(code[c][k], meaning));
                 else _mm512_storeu_si512(given[c].codes + at + 16 * k, code[c][k]);
-            if (__builtin_expect(rest == 0, 1)) continue;
+        if (__builtin_expect(escapes_of(any) == 0, 1)) continue;
+        for (int c = 0; c < chunks; ++c) {
+            unsigned rest = _mm512_kunpackw(escapes_of(entry[c][1]), escapes_of(entry[c][0]));
             const int words = 2 * __builtin_popcount(rest);
             if (from[c] - given[c].begin < words) return false;
             from[c] -= words;
@@ -324,26 +342,21 @@ inline bool decode_steps_of(const SzSymbols& symbols, int64_t steps, SzDecoding*
     return true;
 }
 
-template <bool has_low, int chunks>
-inline bool encode_steps_with(const SzSymbols& symbols, int64_t steps, SzEncoding* given) {
-    if (symbols.count <= 64) return encode_steps_of<has_low, 1, chunks>(symbols, steps, given);
-    if (symbols.count <= 128) return encode_steps_of<has_low, 2, chunks>(symbols, steps, given);
-    if (symbols.count <= kSzFew) return encode_steps_of<has_low, 4, chunks>(symbols, steps, given);
-    return encode_steps_of<has_low, 0, chunks>(symbols, steps, given);
-}
-
 template <int chunks>
 inline bool encode_steps(const SzSymbols& symbols, int64_t steps, SzEncoding* given) {
-    const auto encode = symbols.low ? encode_steps_with<true, chunks> : encode_steps_with<false, chunks>;
-    return encode(symbols, steps, given);
+    return symbols.low ? encode_steps_of<true, chunks>(symbols, steps, given)
+                       : encode_steps_of<false, chunks>(symbols, steps, given);
+}
+
+template <bool direct, bool easy, int chunks>
+inline bool decode_steps_as(const SzSymbols& symbols, int64_t steps, SzDecoding* given, double step, double offset) {
+    return symbols.low ? decode_steps_of<true, direct, easy, chunks>(symbols, steps, given, step, offset)
+                       : decode_steps_of<false, direct, easy, chunks>(symbols, steps, given, step, offset);
 }
 
 template <bool direct, int chunks>
 inline bool decode_steps(const SzSymbols& symbols, int64_t steps, SzDecoding* given, double step, double offset) {
-    const auto decode =
-        symbols.low ? (symbols.packed ? decode_steps_of<true, true, direct, chunks>
-                                      : decode_steps_of<false, true, direct, chunks>)
-                    : (symbols.packed ? decode_steps_of<true, false, direct, chunks>
-                                      : decode_steps_of<false, false, direct, chunks>);
-    return decode(symbols, steps, given, step, offset);
+    const bool easy = direct && SzMeaning(step, offset).easy;
+    return easy ? decode_steps_as<direct, true, chunks>(symbols, steps, given, step, offset)
+                : decode_steps_as<direct, false, chunks>(symbols, steps, given, step, offset);
 }

@@ -60,7 +60,7 @@ inline void extremes(const void* x, Float type, int64_t begin, int64_t end, floa
 // The code of an element, 0 for an outlier, and whether it is one.
 template <class E>
 inline int32_t quantise_one(const SzQuantiseJob& job, typename E::U x, bool& outlier) {
-    constexpr double limit = 1 << 27;
+    constexpr double limit = 1 << kSzCodeBits;
     const double value = double(E::widen(x)), scaled = value * job.inverse - job.offset;
     const double code = __builtin_rint(__builtin_fabs(scaled) < limit ? scaled : 0.0);
     const double made = double(E::widen(E::narrow(float((code + job.offset) * job.step))));
@@ -223,36 +223,36 @@ inline void survey(const SzQuantiseJob& job, const SzBlocks& blocks, int low, in
 
 // Codes of the first `count` lanes to words, which go to `to`; at most four for each lane, and one more is written over.
 inline uint16_t* encode_step(const SzSymbols& symbols, const int32_t* codes, int count, uint32_t* states, uint16_t* to) {
-    uint32_t entries[kSzLanes];
-    bool plain[kSzLanes];  // neither 0 nor an escape
+    uint32_t chosen[kSzLanes];
+    const int low = symbols.low;
     for (int i = 0; i < count; ++i) {
-        const uint32_t index = uint32_t((codes[i] >> symbols.low) - symbols.base);
-        const bool inside = index < uint32_t(symbols.count - 2);
-        const uint32_t entry = symbols.entries[codes[i] == 0 ? 0 : inside ? 2 + index : 1];
-        entries[i] = entry ? entry : symbols.entries[1];
-        plain[i] = codes[i] != 0 && inside && entry;
-        if (!plain[i] && entries[i] == symbols.entries[1]) {  // no other symbol's slots begin where its do
+        const uint32_t index = uint32_t((codes[i] >> low) + kSzWindow / 2);
+        const uint32_t other = index < uint32_t(kSzWindow) ? symbols.of_code[index] : 1;
+        chosen[i] = codes[i] != 0 ? other : symbols.entries[0] == symbols.entries[1] ? 1 : 0;
+        if (chosen[i] == 1) {
             *to++ = uint16_t(codes[i]);
             *to++ = uint16_t(codes[i] >> 16);
         }
     }
-    if (symbols.low) {
-        const int low = symbols.low;
+    if (low) {
         for (int i = 0; i < count; ++i) {
-            const bool full = plain[i] && states[i] >> (32 - low) != 0;
+            const bool full = chosen[i] >= 2 && states[i] >> (kSzStateBits - low) != 0;
             *to = uint16_t(states[i]);
             to += full;
             const uint32_t state = full ? states[i] >> 16 : states[i];
-            states[i] = plain[i] ? state << low | (uint32_t(codes[i]) & ((1u << low) - 1)) : state;
+            states[i] = chosen[i] >= 2 ? state << low | (uint32_t(codes[i]) & ((1u << low) - 1)) : state;
         }
     }
     for (int i = 0; i < count; ++i) {
-        const uint32_t frequency = entries[i] >> 16, begin = entries[i] & 0xffff;
-        const bool full = states[i] >> (32 - kSzPrecision) >= frequency;
+        const uint32_t entry = symbols.entries[chosen[i]], frequency = (entry >> 24) + 1, width = entry >> 16 & 7;
+        const bool full = states[i] >= frequency << (kSzStateBits - kSzPrecision - width);
         *to = uint16_t(states[i]);
         to += full;
         const uint32_t state = full ? states[i] >> 16 : states[i];
-        states[i] = (state / frequency << kSzPrecision) + state % frequency + begin;
+        const uint32_t quotient = uint32_t(uint64_t(state) * symbols.reciprocals[chosen[i]] >> 32) >> (entry >> 20 & 15);
+        const uint32_t place = uint32_t(chosen[i] >= 2 ? codes[i] >> low : 0) & ((1u << width) - 1);
+        states[i] = (quotient << (kSzPrecision + width)) + (place << kSzPrecision) + (state - quotient * frequency) +
+                    (entry & 0xffff);
     }
     return to;
 }
@@ -274,31 +274,32 @@ inline const uint16_t* refill(uint32_t* states, int count, const uint16_t* begin
 // The inverse of encode_step. Returns where what is left of the words ends, null where there are too few.
 inline const uint16_t* decode_step(const SzSymbols& symbols, int32_t* codes, int count, uint32_t* states,
                                    const uint16_t* begin, const uint16_t* from) {
-    uint32_t slots[kSzLanes];
+    uint32_t chosen[kSzLanes];
+    const int low = symbols.low;
+    int escapes = 0;
     for (int i = 0; i < count; ++i) {
-        slots[i] = states[i] & (kSzTotal - 1);
-        const uint32_t slot = symbols.slots[slots[i]], field = (1u << symbols.field) - 1;
-        states[i] = ((slot & field) + 1) * (states[i] >> kSzPrecision) + (slot >> symbols.field & field);
-        codes[i] = symbols.codes[slots[i]];
+        const uint32_t slot = states[i] & (kSzTotal - 1), above = states[i] >> kSzPrecision;
+        chosen[i] = symbols.of_slot[slot];
+        const uint32_t entry = symbols.decoding[chosen[i]], width = entry >> 16 & 7;
+        states[i] = ((entry & 0xff) + 1) * (above >> width) + slot - (entry >> 8 & 0xff);
+        codes[i] = int32_t(uint32_t((int32_t(entry) >> 20) + int32_t(above & ((1u << width) - 1))) << low);
+        codes[i] = chosen[i] >= 2 ? codes[i] : 0;
+        escapes += chosen[i] == 1;
     }
     from = refill(states, count, begin, from);
     if (from == nullptr) return nullptr;
-    if (symbols.low) {
-        const uint32_t low_mask = (1u << symbols.low) - 1;
+    if (low) {
         for (int i = 0; i < count; ++i) {
-            const bool plain = slots[i] >= symbols.escape_begin + symbols.escape_size;
-            codes[i] |= plain ? int32_t(states[i] & low_mask) : 0;
-            states[i] = plain ? states[i] >> symbols.low : states[i];
+            codes[i] |= chosen[i] >= 2 ? int32_t(states[i] & ((1u << low) - 1)) : 0;
+            states[i] = chosen[i] >= 2 ? states[i] >> low : states[i];
         }
         from = refill(states, count, begin, from);
         if (from == nullptr) return nullptr;
     }
-    int escapes = 0;
-    for (int i = 0; i < count; ++i) escapes += slots[i] - symbols.escape_begin < symbols.escape_size;
     if (escapes == 0) return from;
     if (from - begin < 2 * escapes) return nullptr;
     for (int i = count - 1; i >= 0; --i) {
-        if (slots[i] - symbols.escape_begin >= symbols.escape_size) continue;
+        if (chosen[i] != 1) continue;
         from -= 2;
         codes[i] = int32_t(uint32_t(from[0]) | uint32_t(from[1]) << 16);
     }

@@ -60,19 +60,22 @@ inline int64_t quantise_rows(const SzQuantiseJob& job, int64_t begin, int64_t n,
 
 // The sums of lanes 0 to k in lane k.
 inline __m512i running_sums(__m512i v) {
-    const __m512i zero = _mm512_setzero_si512();
-    v = _mm512_add_epi32(v, _mm512_alignr_epi32(v, zero, 15));
-    v = _mm512_add_epi32(v, _mm512_alignr_epi32(v, zero, 14));
-    v = _mm512_add_epi32(v, _mm512_alignr_epi32(v, zero, 12));
-    return _mm512_add_epi32(v, _mm512_alignr_epi32(v, zero, 8));
+    // First within four lanes each, then the last sum of the four lanes before, and of the eight lanes before those.
+    const __m512i last_before = _mm512_set_epi32(11, 11, 11, 11, 7, 7, 7, 7, 3, 3, 3, 3, 0, 0, 0, 0);
+    const __m512i of_half = _mm512_set1_epi32(7), of_first = _mm512_set1_epi32(3);
+    const __m512i before = _mm512_mask_mov_epi32(of_half, 0x0fff, of_first);
+    v = _mm512_add_epi32(v, _mm512_bslli_epi128(v, 4));
+    v = _mm512_add_epi32(v, _mm512_bslli_epi128(v, 8));
+    v = _mm512_add_epi32(v, _mm512_maskz_permutexvar_epi32(0xfff0, last_before, v));
+    return _mm512_add_epi32(v, _mm512_maskz_permutexvar_epi32(0xff00, before, v));
 }
 
 // The inverse, of the rows from `row` on that have all of their codes among the first `ready` of n. Up to 15 codes
 // behind them are read. Returns where the first row begins that is left.
-template <bool left, bool up>
+template <bool left, bool up, bool easy>
 inline int64_t restore_rows_as(const int32_t* codes, int64_t row, int64_t ready, int64_t n, const SzBlocks& blocks,
                                double step, double offset, int32_t* above, float* out) {
-    const __m512d factor = _mm512_set1_pd(step), added = _mm512_set1_pd(offset);
+    const SzMeaning meaning(step, offset);
     const __m512i last = _mm512_set1_epi32(15);
     int64_t in_plane = row % blocks.plane;
     while (row < ready) {
@@ -83,14 +86,15 @@ inline int64_t restore_rows_as(const int32_t* codes, int64_t row, int64_t ready,
         for (int64_t i = 0; i < length; i += 16) {
             __m512i code = _mm512_loadu_si512(codes + row + i);
             if (left) {
-                code = _mm512_add_epi32(running_sums(code), sum);
-                sum = _mm512_permutexvar_epi32(last, code);
+                const __m512i sums = running_sums(code);
+                code = _mm512_add_epi32(sums, sum);
+                sum = _mm512_add_epi32(sum, _mm512_permutexvar_epi32(last, sums));  // the next one waits for this addition only
             }
             if (up) {
                 code = _mm512_add_epi32(code, _mm512_loadu_si512(above + i));
                 _mm512_storeu_si512(above + i, code);
             }
-            const __m512 values = dequantised(code, factor, added);
+            const __m512 values = dequantised<easy>(code, meaning);
             if (__builtin_expect(row + i + 16 <= n, 1)) _mm512_storeu_ps(out + row + i, values);
             else _mm512_mask_storeu_ps(out + row + i, first_of(length - i), values);
         }
@@ -100,9 +104,14 @@ inline int64_t restore_rows_as(const int32_t* codes, int64_t row, int64_t ready,
     return row;
 }
 
+template <bool easy>
+inline auto restoring(int axes) {
+    return axes & 1 ? (axes & 2 ? restore_rows_as<true, true, easy> : restore_rows_as<true, false, easy>)
+                    : restore_rows_as<false, true, easy>;
+}
+
 inline int64_t restore_rows(const int32_t* codes, int64_t row, int64_t ready, int64_t n, int axes,
                             const SzBlocks& blocks, double step, double offset, int32_t* above, float* out) {
-    const auto restore = axes & 1 ? (axes & 2 ? restore_rows_as<true, true> : restore_rows_as<true, false>)
-                                  : restore_rows_as<false, true>;
+    const auto restore = SzMeaning(step, offset).easy ? restoring<true>(axes) : restoring<false>(axes);
     return restore(codes, row, ready, n, blocks, step, offset, above, out);
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -177,3 +179,51 @@ def test_an_error_in_a_proof_leaves_no_answer() -> None:
         proofs.ask("op", (), fail)
     assert len(proofs) == 0
     assert proofs.ask("op", (), lambda: True)
+
+
+def test_answers_travel_to_a_process_of_the_same_environment() -> None:
+    one, other, proof = Proofs(), Proofs(), Proof()
+    assert one.ask("call", (torch.relu, (2, 3)), proof)
+    assert not one.ask("call", (torch.tanh, (2, 3)), Proof(False))
+    assert one.ask("recipe", ("a",), lambda: "fused") == "fused"
+    other.believe(one.travelling())
+    never = Proof()
+    assert other.ask("call", (torch.relu, (2, 3)), never)
+    assert not other.ask("call", (torch.tanh, (2, 3)), never)
+    assert other.ask("recipe", ("a",), lambda: "plain") == "fused"
+    assert (never.runs, other.counts.proven) == (0, 0)
+    assert other.travelling() == one.travelling()
+    assert other.ask("call", (torch.relu, (2, 3)), never, again=True)
+    assert never.runs == 1
+    other.forget()
+    assert other.travelling() == {}
+
+
+def test_what_another_process_cannot_name_does_not_travel() -> None:
+    proofs = Proofs()
+    proofs.ask("recipe", (object(),), lambda: "fused")
+    proofs.ask("op", (), Proof())
+    assert proofs.travelling() == {}
+
+
+def test_no_more_answers_are_believed_than_are_kept() -> None:
+    proofs = Proofs(capacity=2)
+    proofs.believe({"True": ["a", "b", "c"]})
+    assert proofs.travelling() == {"True": ["b", "c"]}
+
+
+@pytest.mark.slow
+def test_questions_have_the_same_names_in_another_process() -> None:
+    program = (
+        "import torch, torch.nn.functional as F\n"
+        "from backstash.proofs import Proofs, environment\n"
+        "from backstash.saved import TensorSpec\n"
+        "torch.set_num_threads(1)\n"
+        "proofs, spec = Proofs(), TensorSpec.of(torch.empty(2, 3))\n"
+        "for function in (F.relu, torch.conv2d, torch.Tensor.add, torch.nn.functional.gelu):\n"
+        "    proofs.ask('call', (function, repr((function, {'a': 1})), (spec,)), lambda: True)\n"
+        "print(environment(), proofs.travelling())"
+    )
+    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True) for _ in range(2)]
+    assert runs[0].stdout == runs[1].stdout != "", runs[0].stderr
+    assert runs[0].stdout.count("', '") == 3

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.published import claims, frameworks, offloading, papers, steps, trainings
+from benchmarks.published import claims, compiled_models, frameworks, offloading, papers, steps, trainings
 from benchmarks.published.results import FOLDER, ROOT, kinds, load, newest, started, table
 
 _TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- end -->)", re.DOTALL)
@@ -17,11 +17,13 @@ _FILE = re.compile(r"(<!-- file: (?P<name>[\w-]+) -->)(?P<old>[^\n]*?)(<!-- /fil
 _LINK = re.compile(r"\(results:([^)]+)\)")
 
 _ABOUT = {
+    "allocator": "resident peaks and times under each allocator, plans too: `backstash bench allocator`",
     "bench": "ratios of networks, speed of codecs on real tensors, times and peaks of steps: `backstash bench run`",
     "cdma": "bytes that would cross a link, by codec: `backstash bench cdma`",
     "comet": "ratios, accuracy and time under bounds that follow the gradients: `backstash bench comet`",
     "comet-error": "whole errors of weight gradients, predicted and measured: `python -m benchmarks.comet_error`",
     "compile": "compiled graphs, plain and treated: bytes saved, peaks, times: `python -m benchmarks.compile`",
+    "compile-frontier": "compiled graphs under budgets: peaks and times: `python -m benchmarks.compile --frontier`",
     "density": "the share of zeros from which CSR is smaller than a bit mask: `backstash bench density`",
     "disk": "speed of the disk store beside dd: `backstash bench disk`",
     "examples": "the examples with and without backstash: `python -m benchmarks.examples`",
@@ -44,6 +46,8 @@ _ABOUT = {
     "steps": "times of steps, plain and under a policy: `backstash bench run`",
     "steptime": "times of steps of full networks under a Session: `backstash bench steptime`",
     "sz": "ratio and speed of the error-bounded coder, beside others: `backstash bench sz_table`",
+    "zoo": "models of torchvision and timm beside plain PyTorch: `python -m benchmarks.zoo`",
+    "zoo-transformers": "architectures of transformers beside plain PyTorch: `python -m benchmarks.zoo`",
 }
 
 
@@ -72,6 +76,7 @@ def tables() -> Mapping[str, Callable[[], str]]:
         **offloading.TABLES,
         **papers.TABLES,
         **claims.TABLES,
+        **compiled_models.TABLES,
         **frameworks.TABLES,
         **trainings.TABLES,
         "files": files,

@@ -1,10 +1,10 @@
-"""Tables of frameworks: families of transformers, the examples, and how long a Session is open."""
+"""Tables of frameworks and libraries: families of transformers, models of torchvision and timm, the examples."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.published.results import load, machine_line, mib, table
+from benchmarks.published.results import kinds, load, machine_line, mib, table
 
 
 def _bits(row: Any, *names: str) -> str:
@@ -71,4 +71,63 @@ def examples() -> str:
     return f"{machine_line('examples-cpu')}\n\n{table(header, rows)}"
 
 
-TABLES = {"families": families, "session-window": session_window, "examples": examples}
+_ZOO, _ARCHITECTURES = "zoo-cpu", "zoo-transformers-cpu"
+
+
+def zoo() -> str:
+    """Each model of torchvision and timm beside plain PyTorch; a notice until they were judged."""
+    if _ZOO not in kinds():
+        return _NOT_JUDGED
+    models, rows = load(_ZOO)["models"], []
+    for model in models:
+        plans = _plans(model)
+        reached = [mib(plans[budget]["reached_nbytes"]) if budget in plans else "-" for budget in ("60%", "smallest")]
+        peaks = [mib(nbytes) if nbytes else "-" for nbytes in (model["plain_nbytes"], model["lossless_nbytes"])]
+        compiled, bits = model["compiled"] or "-", "**differ**" if _differs(model) else "same"
+        rows.append((model["library"], model["model"], *peaks, *reached, compiled, bits))
+    header = ("library", "model", "plain, MiB", "lossless", "plan, 60 %", "smallest plan", "compiled", "bits")
+    return f"{_summary(models)} {machine_line(_ZOO)}\n\n{table(header, rows)}"
+
+
+def zoo_transformers() -> str:
+    """The architectures of transformers beside plain PyTorch, by name; a notice until they were judged."""
+    if _ARCHITECTURES not in kinds():
+        return _NOT_JUDGED
+    models = load(_ARCHITECTURES)["models"]
+    names = ", ".join(f"**{model['model']} differs**" if _differs(model) else model["model"] for model in models)
+    compiled = sum(bool(model["compiled"]) for model in models)
+    about = f"{_summary(models)} {compiled} were compiled as well. {machine_line(_ARCHITECTURES)}"
+    return f"{about}\n\n{names}."
+
+
+_NOT_JUDGED = "Not measured yet. The command is `python -m benchmarks.zoo`."
+
+
+def _plans(model: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """A model's plans by their budgets, but for those that there is no plan for."""
+    return {row["budget"]: row for row in model["rows"] if row["reached_nbytes"] is not None}
+
+
+def _differs(model: dict[str, Any]) -> bool:
+    checks = model["differing"]
+    return checks is None or any(checks.values()) or any(row["differing"] for row in _plans(model).values())
+
+
+def _summary(models: list[dict[str, Any]]) -> str:
+    plans = [row for model in models for row in _plans(model).values()]
+    kept = sum(row["reached_nbytes"] <= row["budget_nbytes"] for row in plans)
+    off = max((abs(row["predicted_nbytes"] - row["reached_nbytes"]) for row in plans), default=0)
+    equal = sum(not _differs(model) for model in models)
+    return (
+        f"{equal} of {len(models)} models have the same bits everywhere. {kept} of {len(plans)} plans "
+        f"kept their budgets; predicted peaks are off by {off / 1024:.0f} KiB at most."
+    )
+
+
+TABLES = {
+    "families": families,
+    "session-window": session_window,
+    "examples": examples,
+    "zoo": zoo,
+    "zoo-transformers": zoo_transformers,
+}

@@ -117,6 +117,17 @@ def _step(group: list[Any]) -> str:
     return f"{statistics.fmean(training['overhead']['median'] for training in group):.2f}{few}"
 
 
+def _prices(group: list[Any]) -> tuple[str, str, str]:
+    """The time of an ordinary step, what a collection adds, and the mean step with one collection in a hundred."""
+    ordinary = statistics.fmean(training["ordinary"]["median"] for training in group)
+    few = f" {MARK}" if min(training["ordinary"]["count"] for training in group) < ENOUGH else ""
+    collections = [training["collection"] for training in group if training["collection"] is not None]
+    if not collections:
+        return f"{ordinary:.2f}{few}", "-", f"{ordinary:.2f}{few}"
+    added = statistics.fmean(collections)
+    return f"{ordinary:.2f}{few}", f"{added:.2f}", f"{ordinary + added / 100:.2f}{few}"
+
+
 def comet(kind: str) -> str:
     """Ratios, accuracy and times of one network's trainings."""
     results = load(kind)
@@ -169,9 +180,12 @@ def comet_224() -> str:
                 ratios = (
                     _mean(training[field] for training in group) for field in ("conv_ratio", "norm_ratio", "ratio")
                 )
-                rows.append((name, variant, *ratios, f"{peak / group[0]['peak_nbytes']:.2f}", _step(group)))
+                rows.append((name, variant, *ratios, f"{peak / group[0]['peak_nbytes']:.2f}", *_prices(group)))
                 name = ""
-    header = ("network", "policy", "convolutions' inputs", "batch norms'", "all", "peak", "step")
+    header = (
+        *("network", "policy", "convolutions' inputs", "batch norms'", "all", "peak"),
+        *("ordinary step", "a collection, plain steps", "with one in 100 steps"),
+    )
     return f"{machine_line('comet-224-resnet50-cpu')}\n\n{table(header, rows)}"
 
 

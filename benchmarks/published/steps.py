@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from statistics import median
 from typing import Any
 
 from benchmarks.published.results import (
@@ -19,6 +20,7 @@ from benchmarks.published.results import (
     started,
     summary,
     table,
+    title,
 )
 
 _ORDER = ("vgg16", "alexnet", "resnet50", "gpt2_words", "resnet18", "gpt2")
@@ -306,22 +308,28 @@ def _against_compiled(row: Mapping[str, Any]) -> str:
 
 
 def compiled() -> str:
-    """Bytes saved and peaks of compiled graphs; a notice until they have been measured."""
+    """Bytes saved, peaks and times of compiled graphs; a notice until they have been measured.
+
+    A file with a remark has no times worth showing: the remark says why.
+    """
     if _COMPILE not in kinds():
         return "Not measured yet. The command is `python -m benchmarks.compile`."
     found = load(_COMPILE)
+    timed = not found["remark"]
     rows = [
         (
             case_title(measured["case"]),
             row["candidate"],
             f"{row['saved_nbytes'] / 2**20:.1f}",
             f"{row['peak_nbytes'] / 2**20:.1f}",
+            *([summary(row["times_plain"])] if timed else []),
             _against_compiled(row),
         )
         for measured in found["measured"]
         for row in measured["rows"]
     ]
-    header = ("network", "", "MiB after forward", "MiB at the peak", "gradient, from compiled plain")
+    times = ["step, times compiled plain's"] if timed else []
+    header = ("network", "", "MiB after forward", "MiB at the peak", *times, "gradient, from compiled plain")
     path = newest(_COMPILE)
     remark = f" {found['remark']}" if found["remark"] else ""
     return f"[{path.name}](results:{path.name}). {machine_line(_COMPILE)}{remark}\n\n{table(header, rows)}"
@@ -367,6 +375,26 @@ def planner() -> str:
         "that the plan adds to a step, greedy / exact. `?`: the exact solver did not end in two minutes."
     )
     return f"[{path.name}](results:{path.name}). {machine_line(_PLANNER)} {about}\n\n{table(header, rows)}"
+
+
+_ALLOCATOR = "allocator-cpu"
+
+
+def allocators() -> str:
+    """Counted and resident peaks of whole processes under each allocator, as far as that has been measured."""
+    rows = []
+    for case, found in load(_ALLOCATOR)["cases"].items():
+        first = f"{title(case)}, batch {load(_ALLOCATOR)['batch']}"
+        settings = list(dict.fromkeys(row["setting"] for row in found))
+        for candidate in dict.fromkeys(row["candidate"] for row in found):
+            own = {row["setting"]: row for row in found if row["candidate"] == candidate}
+            held = [mib(median(own[setting]["resident_nbytes"])) for setting in settings]
+            counted = mib(median(own[settings[0]]["peak_nbytes"]))
+            rows.append((first, candidate, counted, *held))
+            first = ""
+    names = ["glibc" if setting == "default" else setting for setting in settings]
+    header = ("network", "candidate", "counted peak, MiB", *(f"process, {name}, MiB" for name in names))
+    return f"{machine_line(_ALLOCATOR)}\n\n{table(header, rows)}"
 
 
 _FRONTIER = "frontier-cpu"
@@ -441,6 +469,7 @@ def plans() -> str:
 
 
 TABLES = {
+    "allocators": allocators,
     "plans": plans,
     "frontier": frontier,
     "compiled": compiled,

@@ -19,6 +19,7 @@ import torch
 
 from backstash import effects
 from backstash.saved import Effect, Mask, Need, PoolWindow, TensorSpec, Test
+from backstash.torch_internals import clamp_passes_bounds
 
 MaskBuilder = Callable[[Any], Mask | None]
 WindowBuilder = Callable[[Any, TensorSpec, TensorSpec], PoolWindow | None]
@@ -152,16 +153,39 @@ def _closed(low: float | None, high: float | None) -> Mask | None:
     return None if inside is None else Mask(Test.CLOSED, low, high, if_set=inside, if_clear=math.nan)
 
 
+def _open(low: float | None, high: float | None) -> Mask | None:
+    """The mask of ``low < x < high``, where an infinite bound is outside as well; otherwise like :func:`_closed`."""
+    if low is None or high is None or not low < high:
+        return None
+    if math.isfinite(low) and math.isfinite(high):
+        inside = low / 2 + high / 2
+    else:  # the stand-in only has to be on the right side of the finite bound, and a number of small dtypes
+        inside = low + abs(low) + 1.0 if math.isfinite(low) else high - abs(high) - 1.0 if math.isfinite(high) else 0.0
+    return Mask(Test.INSIDE, low, high, if_set=inside, if_clear=math.nan) if low < inside < high else None
+
+
+def _above(low: float | None) -> Mask | None:
+    if low is None or not math.isfinite(low):
+        return None
+    return Mask(Test.GT, low, if_set=math.inf, if_clear=math.nan)
+
+
 def _clamp(node: Any) -> Mask | None:
-    return _closed(_scalar(node._saved_min, -math.inf), _scalar(node._saved_max, math.inf))
+    if clamp_passes_bounds:
+        return _closed(_scalar(node._saved_min, -math.inf), _scalar(node._saved_max, math.inf))
+    if node._saved_max is None:
+        return _clamp_min(node)
+    # No test of a mask is "below a bound", -inf included.
+    return None if node._saved_min is None else _open(_scalar(node._saved_min, 0.0), _scalar(node._saved_max, 0.0))
 
 
 def _clamp_min(node: Any) -> Mask | None:
-    return _closed(_scalar(node._saved_min, -math.inf), math.inf)
+    low = _scalar(node._saved_min, -math.inf)
+    return _closed(low, math.inf) if clamp_passes_bounds else _above(low)
 
 
 def _clamp_max(node: Any) -> Mask | None:
-    return _closed(-math.inf, _scalar(node._saved_max, math.inf))
+    return _closed(-math.inf, _scalar(node._saved_max, math.inf)) if clamp_passes_bounds else None
 
 
 def _abs(node: Any) -> Mask | None:

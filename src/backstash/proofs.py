@@ -8,23 +8,48 @@ Note: [what a proof depends on]
     An answer holds for the operation, its arguments and layouts, the type of the device, the number of threads, and
     torch's settings of precision and determinism. The caller names the first three; :meth:`Proofs.ask` adds the rest
     by itself. A program that changes a setting in the middle of a run is answered by a new proof.
+
+Note: [proofs that travel]
+    A proof holds the value and what the shortcut makes of it at the same time. The first step of a plan that was read
+    from a file has no room for that. So the file brings the answers of the process that has made the plan, and they are
+    believed where all is equal that they depend on: torch, this package, the processor, and the variables that choose
+    its kernels. Elsewhere everything is proven anew. A recipe that is believed is still compared, by a checksum of its
+    whole value, when it is used for the first time.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
+import re
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from backstash.torch_internals import numeric_settings
+from backstash.version import __version__
 
 Answer = TypeVar("Answer", bool, str)
 
 CAPACITY = 4096
 """How many answers are kept. One takes about half a kilobyte, and a network of 1,000 layers asks for fewer."""
+
+TRAVELLING = frozenset({"call", "recipe", "mm by rows", "batch norm", "layer norm", "group norm"})
+"""The operations whose answers travel with a plan: their proofs take some MiB, or as much as a step's values."""
+
+_CHOOSING = ("ATEN_", "BACKSTASH_", "CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NVIDIA_", "ONEDNN_")
+"""How the names of environment variables begin that choose among a library's kernels."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_OBJECT = re.compile(r"(?<!type) object at 0x")
 
 
 @dataclass(slots=True)
@@ -62,7 +87,8 @@ class Proofs:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
         self.counts = Counts()
-        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+        self._known: OrderedDict[tuple[object, ...], _Known] = OrderedDict()
+        self._believed: dict[str, bool | str] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -104,6 +130,10 @@ class Proofs:
                 due = repeat_every and known.answer and (known.uses + known.phase) % repeat_every == 0
                 if not due and not again:
                     return known.answer  # type: ignore[return-value]
+            believed = self._believed.get(_portable(key)) if self._believed and not again else None
+            if known is None and believed is not None:
+                self._keep(key, believed)
+                return believed  # type: ignore[return-value]
         answer = prove()
         with self._lock:
             for each in (self.counts, counts) if counts is not None else (self.counts,):
@@ -114,15 +144,65 @@ class Proofs:
             if known is not None:
                 known.answer = answer
             else:
-                self._known[key] = _Known(answer, zlib.crc32(repr((operation, facts)).encode()))
-                if len(self._known) > self.capacity:
-                    self._known.popitem(last=False)
+                self._keep(key, answer)
         return answer
 
     def forget(self) -> None:
         """Forgets every answer, so that each is proven again."""
         with self._lock:
             self._known.clear()
+            self._believed.clear()
+
+    def travelling(self) -> dict[str, list[str]]:
+        """Returns what another process may believe (Note: [proofs that travel]): by answer, names of questions."""
+        with self._lock:
+            answers = {**self._believed, **{_portable(key): known.answer for key, known in self._known.items()}}
+        answers.pop("", None)
+        found: dict[str, list[str]] = {}
+        for name, answer in sorted(answers.items()):
+            found.setdefault(answer if isinstance(answer, str) else str(answer), []).append(name)
+        return found
+
+    def believe(self, answers: Mapping[str, Sequence[str]]) -> None:
+        """Takes the answers that :meth:`travelling` has returned in a process of the same :func:`environment`."""
+        with self._lock:
+            for answer, names in answers.items():
+                meant: bool | str = answer == "True" if answer in ("True", "False") else answer
+                self._believed.update(dict.fromkeys(names, meant))
+            while len(self._believed) > self.capacity:
+                del self._believed[next(iter(self._believed))]
+
+    def _keep(self, key: tuple[object, ...], answer: bool | str) -> None:
+        self._known[key] = _Known(answer, zlib.crc32(repr(key[:2]).encode()))
+        if len(self._known) > self.capacity:
+            self._known.popitem(last=False)
+
+
+def _portable(key: tuple[object, ...]) -> str:
+    """A name of a question that is the same in each process; empty for a question that has no such name."""
+    if key[0] not in TRAVELLING:
+        return ""
+    text = repr(key)
+    if _OBJECT.search(text):  # something of this process only
+        return ""
+    return hashlib.sha256(_ADDRESS.sub("", text).encode()).hexdigest()[:16]
+
+
+@cache
+def environment() -> str:
+    """A hash of all that a proof depends on and that does not change within a process."""
+    processor = Path("/proc/cpuinfo")
+    facts = [__version__, torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()]
+    facts += [platform.machine(), str(os.cpu_count())]
+    kernels = sorted(Path(__file__).parent.glob("ops/*/*.so"))
+    facts += [f"{path.name}: {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in kernels]
+    if processor.is_file():
+        lines = processor.read_text(errors="replace").splitlines()
+        facts += sorted({line for line in lines if line.startswith(("model name", "flags", "stepping", "Features"))})
+    if torch.cuda.is_available():
+        facts += [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    facts += sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_CHOOSING))
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 proofs = Proofs()

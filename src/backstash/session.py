@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Literal
 
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from backstash import policies
 from backstash.arguments import check_arguments, replanned
-from backstash.backward import install, table
+from backstash.backward import accumulation, install, linear, table
 from backstash.backward.unpack import unpack
 from backstash.capture import hooks, learned
 from backstash.capture.forward import Forward
@@ -135,17 +136,12 @@ class Session:
         decide_first, noting = self._pending.decide_if_orphaned, self._names.noting
         self._remaking = Remaking(self.policy, self._live, self._leaning, check == "full", decide_first, noting)
         self._encoder = Encoder(self.policy, self.stores, self._live, self._remaking)
-        self._forward = Forward(
-            self.policy,
-            self._names,
-            self._live,
-            self._contents,
-            self._leaning,
-            self._pending,
-            self._encoder,
-            self._before_save,
-        )
+        rooms = self._contents, self._leaning, self._pending, self._encoder
+        self._forward = Forward(self.policy, self._names, self._live, *rooms, self._before_save)
         self._steps = 0
+        self._holding = held.Holding(self._forward.counted, self._before_hold)
+        self._reading = held.Reading(self._unpack, linear.claim_input, accumulation.LINEAR)
+        self._hold, self._read = partial(held.hold_quickly, self._holding), partial(held.read_quickly, self._reading)
         self._elsewhere = False
         self._lock = self._live.lock
         self._settings = f"{self.policy!r} {min_nbytes} {check}"
@@ -171,7 +167,7 @@ class Session:
         self._names.enter_session()
         self._is_idle = self._may_idle()
         if self._is_idle:
-            self._hooks = hooks.Hooks(self._hold, self._unpack)
+            self._hooks = hooks.Hooks(self._hold, self._read)
         else:
             self._hooks = hooks.Hooks(self._pack, self._unpack, self, self._forward)
         return self
@@ -187,7 +183,7 @@ class Session:
             if error is None:
                 last.callback(self._learn)
             else:
-                self._forward.step.is_whole, self._forward.counted = False, [0, 0]
+                self._forward.step.is_whole, self._forward.counted[:] = False, (0, 0)
             last.callback(self._finish)
             installed, self._hooks = self._hooks, None
             if installed is not None:
@@ -219,6 +215,11 @@ class Session:
         """Whether it is noted how values are made, so that they can be made again."""
         return self._forward.recomputes
 
+    @property
+    def is_innermost(self) -> bool:
+        """Whether it is open, and no other hooks of autograd were installed inside it."""
+        return self._hooks is not None and self._hooks.are_innermost
+
     def report(self) -> Report:
         """The accounts of the last step that saved anything."""
         if self._replanned is not None:
@@ -231,8 +232,7 @@ class Session:
                 step = self._names.learned.step
                 peak_nbytes = max(peak_nbytes, self._names.learned.peak_nbytes)
             saves_little = self._chooses_min_nbytes and self._names.learned.saves_little
-            notes = step.notes(self._is_idle, self.min_nbytes if saves_little else None, self._elsewhere)
-            notes = (*notes, *self.policy.notes)
+            own_notes = step.notes(self._is_idle, self.min_nbytes if saves_little else None, self._elsewhere)
             return Report(
                 repr(self.policy),
                 self._steps,
@@ -240,7 +240,7 @@ class Session:
                 sum(step.parameters.values()),
                 peak_nbytes,
                 self._peak,
-                notes,
+                (*own_notes, *self.policy.notes),
                 step.counts.proven,
                 step.counts.repeated,
                 tuple(self._live.monitor.found) if self._live.monitor is not None else (),
@@ -252,6 +252,7 @@ class Session:
     def watched_by(self, watcher: Watcher) -> Iterator[None]:
         """Inside this context, ``watcher`` is told what the Session does with memory."""
         before, self._live.watcher = self._live.watcher, watcher
+        self._reading.is_simple = False
         try:
             yield
         finally:
@@ -310,7 +311,7 @@ class Session:
         """A step is over, or the Session is left: note what it may spare the next one."""
         known, step, encoder = self._names.learned, self._forward.step, self._encoder
         counted = self._forward.counted[0], self._forward.counted[1]
-        self._forward.counted = [0, 0]
+        self._forward.counted[:] = 0, 0
         if self._is_idle:
             known.end_idle_step(counted)
             return
@@ -328,7 +329,7 @@ class Session:
         if self._forward.counted[0]:  # and the Session was not left since
             self._learn()
         self._encoder.begin_step()
-        self._live.unpacked = False
+        self._live.unpacked = self._reading.is_simple = False
         # There is room for nothing before backward has freed something.
         self._live.stashed_nbytes = self._live.needed_nbytes = 0
         self._steps += 1
@@ -344,20 +345,15 @@ class Session:
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
-    def _hold(self, x: Tensor) -> held.Packed:
-        """The pack hook of a Session that is idle."""
-        with no_torch_function():
-            if self._steps == 0:
-                self._steps = 1
-            elif self._live.unpacked and not in_backward():
-                self._learn()
-                self._live.unpacked = False
-                self._steps += 1
-            counted = self._forward.counted
-            counted[0] += 1
-            if x.layout is torch.strided:
-                counted[1] += x.nbytes
-            return held.hold(x)
+    def _before_hold(self) -> None:
+        """A tensor is about to be held by a Session that is idle: a step begins if it is the first one."""
+        if self._live.unpacked and in_backward():
+            return
+        if self._steps == 0 or self._live.unpacked:
+            self._learn()
+            self._steps += 1
+        self._live.unpacked = self._reading.is_simple = False
+        self._holding.before = None
 
     def _pack(self, x: Tensor) -> held.Packed:
         return self._hold(x) if self._is_idle else self._forward.pack(x)
@@ -381,6 +377,8 @@ class Session:
     # -- unpack --------------------------------------------------------------------------------------------------
 
     def _unpack(self, packed: held.Packed) -> Tensor:
+        if self._reading.is_simple and type(packed) is tuple:
+            return self._read(packed)
         with no_torch_function():
             if not self._live.unpacked and in_backward():  # and not a look at grad_fn._saved_*
                 self._begin_backward()
@@ -391,10 +389,12 @@ class Session:
         with self._lock:
             self._pending.look_at_all()
             live.unpacked = True
+            self._holding.before = self._before_hold
+            self._reading.is_simple = live.watcher is None and live.monitor is None
             live.stashed_nbytes = live.nbytes
             live.prefetcher.begin_backward()
             live.prefetcher.advance(live.below_peak)
 
 
-for _function in (Session._pack, Session._hold, Session._unpack):
+for _function in (Session._pack, Session._before_hold, Session._unpack):
     hide_from_dynamo(_function, and_all_below=True)

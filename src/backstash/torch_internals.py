@@ -7,6 +7,7 @@ AttributeError in the middle of a training step.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -25,7 +26,7 @@ def _find(path: str) -> Any:
         if found is None:
             raise ImportError(
                 f"backstash needs torch.{path}, which torch {torch.__version__} does not have. backstash is tested "
-                f"with torch 2.11 to 2.13: install one of these, or a newer backstash."
+                f"with torch 2.11 to 2.14: install one of these, or a newer backstash."
             )
     return found
 
@@ -62,6 +63,9 @@ set_grad_mode: Callable[[bool], None] = _find("_C._set_grad_enabled")
 
 no_torch_function: Any = _find("_C.DisableTorchFunction")
 """A context in which nobody sees the torch functions that are called."""
+
+count_function_modes: Callable[[], int] = _find("_C._len_torch_function_stack")
+"""How many TorchFunctionModes are active on this thread."""
 
 current_function_mode: Callable[[], Any] = _find("overrides._get_current_function_mode")
 """The innermost TorchFunctionMode that is active; None where there is none."""
@@ -146,6 +150,14 @@ def without_native_warnings() -> Iterator[None]:
         level.value = before
 
 
+@contextmanager
+def starting_profiler() -> Iterator[None]:
+    """Inside, a profiler starts without torch 2.11's warning that events of earlier cycles are lost. Ours have one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+        yield
+
+
 def in_backward() -> bool:
     """Whether autograd runs a node on this thread: what is packed then belongs to the step in progress."""
     return running_node() is not None
@@ -196,6 +208,16 @@ def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
+
+def _passes_bounds() -> bool:
+    with no_torch_function(), _find("_C._DisableTorchDispatch")(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, device="cpu", requires_grad=True)
+        (gradient,) = torch.autograd.grad(x.clamp_min(0.0), x)
+        return bool(gradient)
+
+
+clamp_passes_bounds: bool = _passes_bounds()
+"""Whether clamp hands the gradient on where its input equals a bound. Torch does until 2.13, and no more in 2.14."""
 
 _mkldnn_enabled: Callable[[], bool] = _find("_C._get_mkldnn_enabled")
 _mkldnn_deterministic: Callable[[], bool] = _find("_C._get_mkldnn_deterministic")
@@ -289,6 +311,12 @@ def asks_what_to_save() -> bool:
     return hasattr(partitioners, _CHOICE)
 
 
+def view_with_version(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """A view that has the version of its base, also inside an operator of ours, where torch leaves versions out."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.view(sizes)
+
+
 def aot_eager_backend(partition: Callable[..., Any]) -> Callable[..., Any]:
     """The backend ``aot_eager`` with another partitioner. Imports Dynamo."""
     from torch._dynamo.backends.common import aot_autograd
@@ -308,6 +336,13 @@ def inductor_backend(patches: dict[str, Any]) -> Callable[..., Any]:
         return compile_fx(graph, inputs, config_patches=patches | keywords.pop("options", {}), **keywords)
 
     return backend
+
+
+def adds_products_by_library() -> bool:
+    """Whether Inductor computes a product and its sum with another value by ``addmm`` of torch. Imports Inductor."""
+    from torch._inductor import config
+
+    return bool(config.pattern_matcher and not config.max_autotune and not config.max_autotune_gemm)
 
 
 def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 
 from backstash.codecs import Encoded, Raw
 from backstash.errors import StoreError
-from benchmarks import cdma
+from benchmarks import cdma, cdma_training
 
 
 def test_it_weighs_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,3 +36,11 @@ def test_a_value_is_weighed_as_the_policy_would_send_it() -> None:
     assert scale.sent["zvc"] == (1 << 15) + (1 << 13) + 8 * 16 + 4000  # values, mask, offsets; dense ones as they are
     with pytest.raises(StoreError, match="it holds none"):
         scale.get(scale.put(dense))
+
+
+def test_each_network_gets_images_that_its_poolings_leave_something_of() -> None:
+    assert {name: cdma_training.fitting(name, 64) for name in cdma_training.NETWORKS if name in ("nin", "vgg16")} == {
+        "nin": 80,
+        "vgg16": 64,
+    }
+    assert all(cdma_training.fitting(name, 224) == 224 for name in cdma_training.NETWORKS)

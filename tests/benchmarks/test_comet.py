@@ -35,6 +35,17 @@ def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert all(variant in shown for variant in comet.VARIANTS)
 
 
+def test_steps_that_collect_are_told_apart() -> None:
+    overheads = [1.1, 1.1, 1.6, 1.2, 1.1, 1.1, 1.1, 1.9]
+    ordinary, collection = comet._ordinary(overheads, {-3, 3, 8})
+    assert ordinary is not None and (ordinary.count, ordinary.median) == (5, pytest.approx(1.1))
+    assert collection == pytest.approx(0.6)  # that of the last step has not come to its end
+    ordinary, collection = comet._ordinary(overheads, {3, 4})
+    assert ordinary is not None and ordinary.count == 5 and collection == pytest.approx((0.5 + 0.1 + 0.0) / 2)
+    assert comet._ordinary(overheads, set())[1] is None
+    assert comet._ordinary([1.5], {1}) == (None, None)
+
+
 @pytest.mark.parametrize("network", ["alexnet", "vgg16", "resnet18", "resnet50"])
 def test_the_papers_networks_are_there(network: str) -> None:
     model = comet.NETWORKS[network]()

@@ -31,5 +31,5 @@ def test_the_fastest_that_needs_no_more_is_beside_each_of_torch() -> None:
 
 def test_points_have_names_of_their_own_and_budgets_below_the_peak() -> None:
     found = list(points(1 << 30))
-    assert len({candidate.name for candidate in found}) == len(found) == len(TORCH) + len(EXACT) + len(ROUNDED)
+    assert len({candidate.name for candidate in found}) == len(found) == 1 + len(TORCH) + len(EXACT) + len(ROUNDED)
     assert {candidate.is_exact for candidate in found if candidate.name.startswith("lossless")} == {True}

@@ -36,6 +36,31 @@ def test_the_blocks_of_a_network_are_its_repeated_modules() -> None:
     assert len(frontier_ways.blocks_of(UNet(width=4))) == 9
 
 
+class Stage(nn.Module):
+    """Blocks that are called one after the other, behind a layer of the stage's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_of_stages_of_blocks_the_blocks_are_recomputed_also_when_backward_runs_outside() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Stage() for _ in range(4))), torch.randn(2, 4, 8)
+    assert [len(chain) for chain in frontier_ways.chains_of(model)] == [2, 2, 2, 2]
+    for way in frontier_ways.ways(model).values():
+        with way():
+            loss = model(x).square().mean()
+        loss.backward()
+
+
 def gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
     model.zero_grad()
     torch.manual_seed(0)

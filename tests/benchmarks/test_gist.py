@@ -214,6 +214,18 @@ def test_a_batch_that_takes_more_than_predicted_is_made_smaller(monkeypatch: pyt
     assert (found.predicted, found.batch, found.step_nbytes) == (20, 17, 295)
 
 
+def test_a_peak_that_a_larger_batch_lowers_ends_in_a_batch_that_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def count(question: Question, peer: Any, batch: int) -> tuple[int, float]:
+        counted.append(batch)
+        return 0, 10.0 * batch if batch < 30 else 4.0 * batch
+
+    monkeypatch.setattr(batch_table, "_count", count)
+    found = batch_table._largest(Question("any", 32, 402, small=(24, 40)), Plain())
+    assert (found.batch, found.step_nbytes) == (100, 400) and min(counted) == 24
+
+
 def test_a_budget_that_nothing_fits_is_refused() -> None:
     with pytest.raises(ValueError, match=r"resnet_cifar20 in 1.0 MiB was asked for; plain takes .* larger budget"):
         next(batch_table.measure(Question("resnet_cifar20", 32, 2**20, small=(1, 2)), (Plain(),), lambda _: Effort(1)))
@@ -251,7 +263,7 @@ def test_an_unknown_benchmark_names_the_known_ones() -> None:
     result = CliRunner().invoke(commands.app, ["bench", "speed"])
     assert result.exit_code == 2
     known = "gist, run, peak, kernels, density, gist_accuracy, allocator, disk, layrub, cdma, comet, nodes, hostcost"
-    known += ", steptime, frontier, heldout_plans, planner, compile, families, sz_table"
+    known += ", steptime, frontier, heldout_plans, planner, compile, families, sz_table, zoo"
     assert result.stderr == f"backstash: benchmark 'speed' was asked for, but there are {known}.\n"
     root = Path(benching.__file__).parents[3]
     assert all((root / "benchmarks" / f"{name}.py").is_file() for name in benching.BENCHES)

@@ -88,6 +88,18 @@ def test_another_bound_dtype_or_shape_is_surveyed(codec: Sz, x: Tensor, monkeypa
     assert torch.equal(decoded, codec.decode(codec.encode(x)))
 
 
+@pytest.mark.parametrize("error", [0.045, 0.06, 0.07])
+def test_a_bound_of_about_that_size_is_not_surveyed(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptModel()
+    Sz(0.05, kept=kept).encode(noise(0))
+    made = surveys(monkeypatch)
+    encoded = Sz(error, kept=kept).encode(noise(1))
+    assert len(made) == 0
+    fresh = Sz(error).encode(noise(1))
+    assert torch.equal(Sz(error).decode(encoded), Sz(error).decode(fresh))
+    assert encoded.nbytes < 1.03 * fresh.nbytes
+
+
 def test_the_gathered_values_of_a_relu_have_one_model_whatever_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     made = surveys(monkeypatch)
     codec = Signed(Sz(0.05, nonzero=True, kept=KeptModel()))

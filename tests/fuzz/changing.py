@@ -196,7 +196,9 @@ _BETWEEN_STEPS = [
         weight_layout='if variant == "B":\n    linear.weight.data = linear.weight.data.t().contiguous().t()',
         swap_weights="linear.weight, head.weight = head.weight, linear.weight",
         tie_weights="head.weight = linear.weight",
-        new_weight="linear.weight = nn.Parameter(linear.weight.detach() * 0.5)",
+        # The optimizer has to know it: its gradient's graph (create_graph) would keep it alive, and be kept by it.
+        new_weight="linear.weight = nn.Parameter(linear.weight.detach() * 0.5)\n"
+        'optimizer.add_param_group({"params": [linear.weight]})',
         late_scale_hook="if step == 2:\n    scale.register_hook(lambda g: g * 2)",
     ),
     Kind(

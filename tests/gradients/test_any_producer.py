@@ -228,7 +228,7 @@ class Normed(nn.Module):
         return last
 
 
-def test_fused_kernels_are_tried_when_a_chain_is_made_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_are_tried_alone_when_a_chain_is_made_first(monkeypatch: pytest.MonkeyPatch) -> None:
     if not backends.serves("affine", "cpu"):
         pytest.skip("there is no fused kernel")
     ways: list[bool] = []
@@ -244,7 +244,8 @@ def test_fused_kernels_are_tried_when_a_chain_is_made_for_the_first_time(monkeyp
     session = Session(Remake(), min_nbytes=64)
     proofs.forget()
     trained(lambda: model, x, session, steps=1)
-    assert {*ways} == {False, True}  # both ways, to compare them
+    assert ways
+    assert all(ways)  # the other way would take as much memory again
     ways.clear()
     assert not differences(trained(lambda: model, x, None, steps=1), trained(lambda: model, x, session, steps=1))
     assert ways
@@ -256,13 +257,18 @@ def test_a_fused_kernel_that_makes_other_bits_is_not_used(monkeypatch: pytest.Mo
 
     def wrong(*args: Any) -> Tensor | None:
         made = original(*args)
+        runs.append(made is not None)
         return None if made is None else made + 1.0
 
+    runs: list[bool] = []
     monkeypatch.setattr(fused, "affine", wrong)
     proofs.forget()
     model, x = Normed(), torch.randn(2, 3, 12, 12)
     session = Session(Remake(), min_nbytes=64)
     assert not differences(trained(lambda: model, x, None), trained(lambda: model, x, session))
+    tried = len(runs)
+    assert not differences(trained(lambda: model, x, None), trained(lambda: model, x, session))
+    assert len(runs) == tried > 0
     proofs.forget()
 
 

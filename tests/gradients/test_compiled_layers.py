@@ -79,7 +79,8 @@ def test_a_layer_compiled_on_its_own_gives_the_same_bits(kind: str, backend: str
     for policy in ("keep", "lossless"):
         assert not differences(expected, step(model, Session(policy, min_nbytes=0)))
     once = compiled()
-    assert (kind == "torch's own") == (once == {} == plain)  # torch does not compile these, and neither does a Session
+    assert (once == {}) == (plain == {})  # torch compiles no layers of its own before 2.14, and neither does a Session
+    assert plain or kind == "torch's own"
     session = Session("lossless", min_nbytes=0)
     for context in (session, session, Session("keep"), Session("lossless", min_nbytes=0)):
         assert not differences(expected, step(model, context))

@@ -62,6 +62,7 @@ def no_allocators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(allocator, "_FOLDERS", (str(tmp_path),))
     monkeypatch.setattr(allocator, "_has_gpu", lambda: False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="none"))  # no folder of this processor's libraries
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     return tmp_path
 
@@ -69,7 +70,6 @@ def no_allocators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_the_best_allocator_that_is_installed_is_chosen(no_allocators: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = no_allocators
-    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="none"))
     assert allocator.choose("auto") is None and "libtcmalloc-minimal4" in str(allocator.advice())
     library(folder, "libmimalloc.so.2")
     assert allocator.choose("auto") is None  # it would page every large block in again
@@ -102,7 +102,6 @@ def test_the_linker_s_list_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_allocator_that_is_not_there_is_refused(no_allocators: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="none"))
     with pytest.raises(AllocatorError, match="this system has no libjemalloc.so.2. Install it .*apt install libjem"):
         allocator.choose("jemalloc")
     with pytest.raises(AllocatorError, match="that file does not exist. Give one of auto, system, tcmalloc"):

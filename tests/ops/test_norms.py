@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from native_checks import cpu, generator, isas_and, native_test, reference, same
 from torch import Tensor
 
+from backstash.errors import DamagedPlanesError
 from backstash.ops.layout import Activation, images
 from backstash.ops.reference.norms import fused
 
@@ -84,6 +85,33 @@ def test_affine_has_the_bits_of_torchs_activation(name: str, isa: str) -> None:
             ops.affine(x, zeros, ones, None, -zeros, residual, *NOTHING, *images(x), plain)
             ops.affine(x, zeros, ones, None, -zeros, residual, *activation, *images(x), out)
             assert same(out.flatten(), function(plain).flatten()), ops
+
+
+@native_test
+@pytest.mark.parametrize(("isa", "shape"), isas_and([*SHAPES, (2, 3, 56, 56), (40, 48, 7, 7)]), indirect=["isa"])
+def test_affine_with_a_mask_is_a_pass_of_its_own(shape: tuple[int, ...], isa: str) -> None:
+    mean, invstd, weight, bias = (numbers(shape[1], seed=i) for i in range(4))
+    mask = torch.randint(256, (-(-math.prod(shape) // 8),), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    for layout in (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,):
+        x, residual = (numbers(*shape, seed=i).contiguous(memory_format=layout) for i in (7, 8))
+        residual[:1].mul_(math.nan)
+        for given in ((weight, bias, residual, *RELU), (None, None, None, *NOTHING)):
+            plain, got, again = (torch.empty_like(x) for _ in range(3))
+            cpu.affine(x, mean, invstd.abs(), *given, *images(x), plain)
+            elements = plain.as_strided((plain.numel(),), (1,))
+            reference.mask_select(elements.clamp(min=2.0**-126), mask, elements)
+            for ops, to in ((cpu, got), (reference, again)):
+                ops.affine(x, mean, invstd.abs(), *given, *images(x), to, mask)
+                assert same(to.flatten(), plain.flatten()), (layout, ops)
+
+
+@native_test
+def test_affine_with_a_mask_of_another_size_is_refused() -> None:
+    x, ones = torch.zeros(2, 3, 4, 4), torch.ones(3)
+    for ops in (cpu, reference):
+        with pytest.raises(DamagedPlanesError):
+            mask = torch.zeros(11, dtype=torch.uint8)
+            ops.affine(x, ones, ones, None, None, None, *NOTHING, *images(x), torch.empty_like(x), mask)
 
 
 @native_test

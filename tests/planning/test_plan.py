@@ -268,6 +268,25 @@ def test_what_a_plan_does_not_know_is_lossless_and_said_once() -> None:
     assert "2 of them are not those of its profile" in found.notice()
 
 
+def test_what_was_decided_serves_a_value_of_another_shape() -> None:
+    smaller, larger = (replace(CONV, spec=TensorSpec.of(torch.empty(n))) for n in (3, 500))
+    other_dtype = replace(CONV, spec=TensorSpec.of(torch.empty(4, dtype=torch.bfloat16)))
+    lossless = Recompute(Stash((Binary(), Zvc(0.02))))
+    with pytest.warns(UserWarning, match="is done if it can be, else what the policy lossless says"):
+        assert isinstance(one(CONV, "keep", "keep").decide(smaller), Keep)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert one(CONV, "keep", "keep").decide(larger) == lossless
+        assert one(CONV, "zvc", "encode").decide(larger) == Stash((Binary(), Zvc(0.02)))
+        remade = one(CONV, "recompute", "recompute")
+        assert remade.decide(larger) == Recompute(Stash((Binary(), Zvc(0.02))), any_producer=True)
+        assert remade.decide(other_dtype) == one(CONV, "keep", "keep").decide(other_dtype)
+        rounded = one(CONV, "zvc", "encode")
+        rounded = replace(rounded, decisions=(replace(rounded.decisions[0], error=0.1), *rounded.decisions[1:]))
+        assert rounded.decide(smaller) == lossless
+    assert remade.unknown == (CONV.key,)
+
+
 def test_a_plan_for_another_model_says_so() -> None:
     found = one(RELU, "zvc", "encode")
     with pytest.warns(UserWarning, match="knows no such value"):

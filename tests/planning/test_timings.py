@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from step_problems import drawn_profile
 from torch import Tensor, nn, randn
 
+from backstash.planning import profiling
 from backstash.planning.peak import evaluate
 from backstash.planning.plan import Plan, Planner
-from backstash.planning.problem import StepProfile
+from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.planning.profiling import profile
+from backstash.planning.timings import NOISE
+from backstash.planning.usual import like_lossless
 from benchmarks.profiles import resnet
 
 FACTORS = {90: 1.05, 80: 1.2, 70: 1.1, 60: 1.3}
 """How long steps within shares of plain's peak are said to take; the second and third are out of order."""
 
 
-def rehearsed(factors: list[float]) -> tuple[StepProfile, list[Plan]]:
-    """A step whose peaks are as predicted, and whose plans take these times one after the other; and those plans."""
+def rehearsed(factors: list[float], usual: float = 9.0) -> tuple[StepProfile, list[Plan]]:
+    """A step whose peaks are as predicted, and whose plans take these times one after the other; and those plans.
+
+    What the policy lossless does takes the time ``usual`` and is not among the plans.
+    """
     found = resnet((2,))
     asked: list[Plan] = []
+    same = [value.choices[index].name for value, index in zip(found.values, like_lossless(found), strict=True)]
 
     def reached(plan: Plan) -> tuple[int, ...]:
         kinds = {decision.key: decision.choice for decision in plan.decisions}
@@ -30,6 +38,8 @@ def rehearsed(factors: list[float]) -> tuple[StepProfile, list[Plan]]:
         return (evaluate(found, chosen).peak_nbytes,)
 
     def clock(plan: Plan) -> float:
+        if [decision.choice for decision in plan.decisions] == same:
+            return usual
         asked.append(plan)
         return factors[len(asked) - 1]
 
@@ -57,6 +67,28 @@ def test_no_plan_for_a_larger_budget_is_said_to_be_slower(order: tuple[int, ...]
     plans = {share: planner.plan(f"{share}%") for share in order}
     assert all(plans[a].seconds <= plans[b].seconds for a, b in pairwise(sorted(plans, reverse=True)))
     assert all(plan.seconds > found.seconds for plan in plans.values())
+
+
+def test_what_lossless_does_is_taken_where_its_step_is_faster_by_more_than_noise() -> None:
+    for factor in (1.3, 1.19, 1.1):
+        found, asked = rehearsed([1.2], factor)
+        usual = like_lossless(found)
+        plan = Planner(found).plan(int(1.01 * evaluate(found, usual).peak_nbytes))
+        is_usual = plan.decisions != asked[0].decisions
+        assert is_usual is (factor * (1.0 + NOISE) < 1.2)
+        assert plan.seconds == pytest.approx((factor if is_usual else 1.2) * found.seconds)
+        assert all(a[0] < b[0] and a[1] > b[1] for a, b in pairwise(plan.frontier))
+        assert (evaluate(found, usual).peak_nbytes, plan.seconds) in plan.frontier or not is_usual
+
+
+def test_what_lossless_does_takes_bits_cheap_calls_and_exact_codecs() -> None:
+    keep, bits, zvc = Choice.keep(8), Choice("bitmask", "encode", 1), Choice("zvc", "encode", 4)
+    cheap, costly = (Choice("recompute", "recompute", 0, reason=reason) for reason in ("relu(batch_norm)", "conv2d"))
+    rounded = Choice("fewbit", "encode", 1, error=0.1)
+    offered = [(keep, zvc, cheap), (keep, costly, zvc), (keep, cheap, bits), (keep, costly), (keep, rounded), (keep,)]
+    values = [PlannedValue(str(n), "", "Relu", "", 8, 0, (1,), each) for n, each in enumerate(offered)]
+    positions = Position("relu", "", False, 1.0), Position("ReluBackward0", "", True, 1.0)
+    assert like_lossless(StepProfile(positions, (8, 8), tuple(values), 64)) == (2, 2, 2, 0, 0, 0)
 
 
 def test_a_step_that_seems_to_be_faster_than_plain_is_noise() -> None:
@@ -88,3 +120,24 @@ def test_a_profile_has_the_times_of_real_steps() -> None:
     before = [parameter.grad for parameter in model.parameters()]
     assert found.clock(Planner(replace(found)).plan("90%")) > 0.0
     assert [parameter.grad for parameter in model.parameters()] == before == [None] * 6
+
+
+def test_each_step_is_timed_behind_one_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[str] = []
+
+    class Context:
+        inside = False
+
+        def __enter__(self) -> None:
+            self.inside = True
+
+        def __exit__(self, *error: object) -> None:
+            self.inside = False
+
+    context: Any = Context()
+    clock = iter(range(1000))
+    monkeypatch.setattr(profiling, "_now", lambda: next(clock))
+    monkeypatch.setattr(profiling, "SECONDS", 0.0)
+    found = profiling._in_turns(lambda: kinds.append("own" if context.inside else "plain"), lambda: None, context)
+    assert kinds == ["own", *(["plain", "plain", "own", "own"] * profiling.FEWEST)]
+    assert found == (1, 1)

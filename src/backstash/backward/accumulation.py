@@ -17,6 +17,7 @@ Note: [deferred gradients]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ CHUNK = 8 << 20
 
 ROWS = 64
 """A slice has a multiple of this many rows."""
+
+WIDEST = 16
+"""Bytes of an element of the widest type, complex128."""
 
 LINEAR = ("AddmmBackward0", "MmBackward0")
 """Nodes of linear layers."""
@@ -193,8 +197,8 @@ def _destination(a: Tensor, b: Tensor) -> Tensor | None:
 def awaits_large_weight() -> bool:
     """Whether the running node is a linear layer's that computes the gradient of a large weight with a ``.grad``."""
     node = running_node()
-    if node is None or type(node).__name__ not in LINEAR:
-        return False
+    if node is None or type(node).__name__ not in LINEAR or math.prod(node._saved_mat2_sym_sizes) < LARGE // WIDEST:
+        return False  # in a fraction of the time that the rest takes
     following = node.next_functions[-1][0]
     leaf = following.next_functions[0][0] if type(following).__name__ == "TBackward0" else None
     weight = getattr(leaf, "variable", None)

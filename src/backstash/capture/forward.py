@@ -101,7 +101,7 @@ class Forward:
     def begin_step(self, step: Step) -> None:
         """The accounts of the step that begins."""
         self.step = step
-        self.counted = [0, 0]
+        self.counted[:] = 0, 0
         self._shapes.clear()
         self._assigned.clear()
         self._steps += 1
@@ -195,7 +195,8 @@ class Forward:
         with self._lock:
             if not self.remakes_anything:
                 if type(result) is Tensor:
-                    self._contents.note_call(function, args, kwargs, result, random_state)
+                    place = self._call_place
+                    self._contents.note_call(function, args, kwargs, result, random_state, place=place)
                 return
             results, place = [result] if type(result) is Tensor else result, self._call_place
             # A batch norm is repeated without its running statistics, so it saves other tensors then.
@@ -268,7 +269,8 @@ class Forward:
             self.unnamed.append(saved)
             if row is not None:
                 self._rows[id(saved)] = row
-            if self._call_place is not None:  # else nobody asks for it, and it would be held until the next function
+            # Else nobody asks for it, and it would be held until the next function.
+            if self._call_place is not None and self.remakes_anything:
                 self._packed.append((self.counted[0] - 1 - self._packed_before, saved))
             # Outside any torch function (a custom Function, an extension's op), or inside backward, which is one long
             # torch function: what a reentrant checkpoint recomputes must not wait for its end.

@@ -52,10 +52,15 @@ class Hooks:
         """Take everything away."""
         self._installed.close()
 
+    @property
+    def are_innermost(self) -> bool:
+        """Whether autograd calls these saved-tensor hooks, and not others that were installed later."""
+        top = saved_tensor_hooks(True)
+        return top is not None and top[0] is self._pack
+
     def step_aside(self) -> bool:
         """Take the saved-tensor hooks away if they are the innermost; returns whether they were."""
-        top = saved_tensor_hooks(True)
-        if top is None or top[0] is not self._pack:
+        if not self.are_innermost:
             return False
         pop_saved_tensor_hooks()
         return True

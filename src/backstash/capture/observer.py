@@ -57,7 +57,7 @@ class Listener(Protocol):
         """A torch function that autograd recorded has returned, or raised (then the result is None)."""
 
     def counts(self, function: Any) -> bool:
-        """Whether it wants to know of a call that is about to run, where it wants to know of more than cheap ones."""
+        """Whether it wants to know of a call that is about to run."""
 
     def made(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
@@ -113,8 +113,7 @@ class Observer(TorchFunctionMode):
                 with self:  # what happens inside is seen as if the program had called it
                     return kind.inside(*args, **kwargs)
             noted = kind.is_repeatable and not producers.may_change_state(func, args, kwargs)
-        if noted and listener.remakes_anything:
-            noted = listener.counts(func)
+        noted = noted and listener.counts(func)
         before = calls.random_state(func, args, kwargs) if noted else None
         listener.depth += 1
         result = None

@@ -34,6 +34,7 @@ BENCHES = {
     "compile": "what compiled graphs save, beside activation_memory_budget",
     "families": "fourteen families of transformers, with and without a Session",
     "sz_table": "ratio and speed of the error-bounded coder, beside others",
+    "zoo": "models of torchvision and timm: bits, plans and compiled steps beside plain PyTorch",
 }
 """The programs in the repository's folder benchmarks, by module, and what each measures."""
 

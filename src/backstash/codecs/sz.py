@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -23,32 +23,43 @@ _ops = torch.ops.backstash
 class KeptModel:
     """The model of the last tensor of one place, for the tensors that the next steps save there.
 
-    To survey a tensor and to make a table takes half a millisecond, whatever the tensor's size; to encode a mebibyte
-    takes less. The tensors of one place hardly change from step to step, and a table that is not the best one takes a
-    few bits more and decodes to the same numbers. So the table is used again until a tensor takes more than 5 % more
-    bits than the one that it was made for, or 10 % less, and made again then.
+    To survey a tensor and to make a table takes a millisecond, whatever the tensor's size; to encode a mebibyte takes
+    less. The tensors of one place hardly change from step to step, and a table that is not the best one takes a few
+    bits more and decodes to the same numbers. So the table is used again, also with another bound of about that size,
+    until a tensor takes other bits than were expected: numbers that are 20 % larger take a quarter of a bit more each,
+    and a table that was made for them would save a twentieth of a bit. Then the next tensor gets a table of its own,
+    and one that takes more than 30 % more is encoded again at once.
 
     Used by one codec at a time: give each place its own.
     """
 
     def __init__(self) -> None:
         self._about: object = None
+        self._error = 0.0
         self._model: sz.Model | None = None
         self._bits = 0.0
 
-    def get(self, about: object) -> sz.Model | None:
-        """Returns the model if it was kept for tensors that are equal in what ``about`` says."""
-        return self._model if self._about == about else None
+    def get(self, about: object, error: float) -> sz.Model | None:
+        """Returns the model if it was kept for tensors that are equal in what ``about`` says, and for such a bound."""
+        model = self._model
+        if model is None or self._about != about or not self._error / _NEAR <= error <= self._error * _NEAR:
+            return None
+        return model if error == self._error else replace(model, step=sz.single(min(2 * error, _MAX)))
 
-    def keep(self, about: object, model: sz.Model, bits: float) -> None:
+    def keep(self, about: object, error: float, model: sz.Model, bits: float) -> None:
         """Keeps a model, and the bits that an element took with it."""
-        self._about, self._model, self._bits = about, model, bits
+        self._about, self._error, self._model, self._bits = about, error, model, bits
 
-    def strays(self, bits: float) -> bool:
+    def strays(self, error: float, bits: float) -> bool:
         """Whether a tensor takes so much more that it is better encoded again. Forgets a model that is off."""
-        if not 0.9 * self._bits <= bits <= 1.05 * self._bits:
-            self._about = None
-        return bits > 1.1 * self._bits
+        expected = max(self._bits + math.log2(self._error / error), 0.25 * self._bits)
+        if abs(bits - expected) > max(0.05 * expected, min(0.25, 0.15 * expected)):
+            self._model = None
+        return bits > 1.3 * expected
+
+
+_NEAR = 1.5
+"""A model serves bounds that are larger or smaller by this factor at most."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +75,9 @@ class Sz:
         among them, is stored as it is, every bit. What is at most half a step from zero becomes 0.0, so every 0.0 stays
         0.0 and -0.0 becomes it; not so with ``nonzero``.
     Layout: the tensor in memory order, in chunks of whole tiles (``backstash.ops.sz.blocks``) of at most 65,536
-        elements. Plane ``table`` int16: of each symbol the frequency out of 4,096 (``backstash.ops.sz``). ``index``
-        int64: a checksum of the table; then of each chunk where its parts end in the three other planes, and a checksum
+        elements. Plane ``table`` int16: of each symbol the frequency out of 256, and how many codes it stands for
+        (``backstash.ops.sz``). ``index`` int64: a checksum of the table; then of each chunk where its parts end in the
+        three other planes, and a checksum
         of these. ``stream`` int16: of each chunk the last states of 32 range coders, then the words they gave up; an
         element's code is in that of coder ``i % 32``. ``places`` int16 and ``values``, of the tensor's dtype: where in
         their chunk outliers are, and what they are. A chunk that would not become smaller has its elements in
@@ -93,9 +105,9 @@ class Sz:
 
     Example:
         >>> x = torch.tensor([0.0, 0.26, math.nan, -1.0] * 4096)
-        >>> encoded = Sz(0.1).encode(x)
-        >>> Sz(0.1).decode(encoded)[:4].tolist(), encoded.planes["values"].numel()
-        ([0.0, 0.20000000298023224, nan, -1.0], 4096)
+        >>> encoded = Sz(0.125).encode(x)
+        >>> Sz(0.125).decode(encoded)[:4].tolist(), encoded.planes["values"].numel()
+        ([0.0, 0.25, nan, -1.0], 4096)
     """
 
     error: float = 1e-3
@@ -141,7 +153,7 @@ class Sz:
         """Declines where a sample would not become much smaller (see codecs.sample)."""
         if x.numel() == 0:
             return "it is empty"
-        if self.kept is not None and self.kept.get(self._about(TensorSpec.of(x))) is not None:
+        if self.kept is not None and self.kept.get(self._about(TensorSpec.of(x)), self.error) is not None:
             return None
         some = sample(flat(x))
         if self.mode == "abs" and some.dtype == torch.float32 and self._is_coarse(some):
@@ -160,20 +172,21 @@ class Sz:
         if kept is None:
             return self._encode(x, spec, blocks, *self._model(x, blocks))
         about = self._about(spec)
-        model = kept.get(about)
+        model = kept.get(about, self.error)
         if model is not None:
             encoded = self._encode(x, spec, blocks, model, self.error)
-            if not kept.strays(8 * encoded.nbytes / spec.numel):
+            if not kept.strays(self.error, 8 * encoded.nbytes / spec.numel):
                 return encoded
         model, error = self._model(x, blocks)
         encoded = self._encode(x, spec, blocks, model, error)
-        kept.keep(about, model, 8 * encoded.nbytes / spec.numel)
+        kept.keep(about, self.error, model, 8 * encoded.nbytes / spec.numel)
         return encoded
 
     def _about(self, spec: TensorSpec) -> object:
         """What two tensors have in common for which one model is good."""
         neighbours = tuple(_blocks(spec)[:3]) if sum(size > 1 for size in spec.shape) > 1 else ()
-        return self.error, self.nonzero, spec.dtype, neighbours
+        # Of a small dtype the step is chosen for one bound alone.
+        return None if spec.dtype == torch.float32 else self.error, self.nonzero, spec.dtype, neighbours
 
     def _encode(self, x: Tensor, spec: TensorSpec, blocks: list[int], model: sz.Model, error: float) -> Encoded:
         table = torch.from_numpy(model.table).to(x.device)
@@ -212,7 +225,8 @@ class Sz:
         if self.mode == "rel":
             low, only = _ops.sz_range(x).tolist()
             error = min(error * (only - low), _MAX)
-        steps = [min(2 * error, _MAX) or abs(only) or 1.0]  # elements that are all the same are one step from zero
+        # Elements that are all the same are one step from zero. A float32 as the step is what decoders are fast with.
+        steps = [sz.single(min(2 * error, _MAX) or abs(only) or 1.0)]
         if x.dtype != torch.float32:
             # Where the dtype's own steps are about as large, rounding to it breaks the bound for many multiples, but
             # for fewer of a number that has few digits. Measured on normal numbers in bfloat16, to within 0.5 % of the
@@ -231,7 +245,7 @@ def _surveyed(x: Tensor, step: float, error: float, blocks: list[int], offset: f
         if best is not None and model.bits > best.bits:  # the same, where all are escapes
             break
         best = model if best is None or model.bits < best.bits else best
-        if model.bits < 5 * counts[0, :-1].sum():  # coarse: no low bits would be left out
+        if model.bits < 7 * counts[0, :-1].sum():  # coarse: no low bits would be left out
             break
     assert best is not None
     return best

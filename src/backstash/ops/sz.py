@@ -1,11 +1,16 @@
 """What all implementations of the sz kernels agree on, and how a tensor's codes are modelled.
 
 A value becomes an integer, a multiple of the step; neighbours' integers are subtracted from it; what is left, its
-*code*, becomes one of these symbols, of which each has a frequency out of 4,096:
+*code*, becomes one of these symbols, of which each has a frequency out of 256:
 
 * 0: the code is 0;
 * 1, escape: the code follows as it is, in 32 bits;
-* 2 + j: the code without its ``low`` lowest bits is ``base + j``; those follow as they are.
+* 2 + j: the code without its ``low`` lowest bits is one of the ``2**width`` numbers of *bucket* ``j``. Which of them it
+  is takes ``width`` bits; the low bits follow as they are.
+
+The buckets lie side by side, the first one begins with ``base``. So codes that are rare, or about as frequent as their
+neighbours, share a bucket: a table
+of 32 symbols is looked up in registers, where one of 2,048 would have to be looked up in memory.
 """
 
 from __future__ import annotations
@@ -23,17 +28,29 @@ CHUNK = 1 << 16
 LANES = 32
 """Coders that take turns in a chunk: element ``i`` of it is coded by coder ``i % LANES``."""
 
-PRECISION = 12
+PRECISION = 8
 """The frequencies of all symbols add up to ``2**PRECISION``."""
 
-LEAST = 1 << 16
-"""A coder's state begins as this, and is never below it between two elements."""
+LEAST = 1 << 15
+"""A coder's state begins as this, and is never below it between two elements, nor ``2**16`` times as large."""
 
-LIMIT = 1 << 27
-"""Multiples of the step below this are codes; sums of eight of them fit 32 bits."""
+LIMIT = 1 << 23
+"""Multiples of the step below this are codes: with half a step more, they fit a float32's digits."""
+
+SYMBOLS = 32
+"""The most symbols of a table."""
+
+MAX_WIDTH = 7
+"""The widest bucket has ``2**MAX_WIDTH`` codes: with PRECISION, as many bits as a coder can take at once."""
+
+WIDTH_SHIFT = 9
+"""A table's number is a symbol's frequency, and from this bit on its width."""
+
+NEAR, FAR_WIDTH = 128, 3
+"""Buckets of codes from ``-NEAR`` to ``NEAR - 1`` may have any width, those of other codes no smaller one."""
 
 WINDOW = 2048
-"""Number of symbols from 2 on that a survey counts: the codes ``base + j`` from ``-WINDOW // 2`` on."""
+"""Number of codes, without low bits, that buckets may have and that a survey counts, from ``-WINDOW // 2`` on."""
 
 BINS = 2 + WINDOW + 1
 """Counts of a survey: one per symbol, and how many elements are outliers."""
@@ -65,7 +82,7 @@ def blocks(sizes: Sequence[int]) -> list[int]:
 
 def fits(symbols: int, low: int) -> bool:
     """Whether a table may have ``symbols`` symbols, and a code ``low`` low bits."""
-    return 2 <= symbols <= 2 + WINDOW and 0 <= low <= MAX_LOW
+    return 2 <= symbols <= SYMBOLS and 0 <= low <= MAX_LOW
 
 
 def chunks(numel: int, chunk: int) -> int:
@@ -91,8 +108,8 @@ class Model:
         step: what integers are multiplied with.
         axes: one of AXES.
         low: number of lowest bits of a code that are not modelled.
-        base: the code of symbol 2, without these bits.
-        table: the symbols' frequencies, int16.
+        base: the first code of the first bucket, without these bits.
+        table: of each symbol the frequency and the width (WIDTH_SHIFT), int16.
         bits: what the surveyed elements would take.
     """
 
@@ -104,6 +121,10 @@ class Model:
     bits: float
 
 
+_CHARGES: npt.NDArray[np.float64] = np.array([[4.0**k] for k in range(9)])
+"""Bits that a bucket is charged, until there are few enough. With the last one all buckets are as wide as can be."""
+
+
 def model(survey: npt.NDArray[np.int64], step: float, low: int, width: int) -> Model:
     """Returns the model under which the surveyed elements take the fewest bits.
 
@@ -113,49 +134,111 @@ def model(survey: npt.NDArray[np.int64], step: float, low: int, width: int) -> M
         low: likewise.
         width: bits of an element.
     """
-    occurring = np.flatnonzero(survey[:, 2:-1].any(0))
-    begin, end = (int(occurring[0]), int(occurring[-1]) + 1) if len(occurring) else (0, 0)
-    counts = np.concatenate([survey[:, :2], survey[:, 2 + begin : 2 + end]], axis=1).astype(np.float64)
-    outliers = survey[:, -1]
-    total = max(1.0, counts[0].sum())
-    kept = counts[:, 2:] * 2**16 >= total  # a frequency of 1 out of 4,096 costs the others more than rarer escapes do
-    escapes = counts[:, 1] + np.where(kept, 0.0, counts[:, 2:]).sum(1)
-    counts[:, 2:] *= kept
-    counts[:, 1] = np.maximum(1.0, escapes)
-    bits = (counts * np.log2(total / np.maximum(counts, 1e-9))).sum(1) + 32 * escapes
-    bits += low * counts[:, 2:].sum(1) + (16 + width) * outliers
-    best = int(bits.argmin())
-    window = np.flatnonzero(kept[best] & (counts[best, 2:] > 0))
-    first, last = (int(window[0]), int(window[-1]) + 1) if len(window) else (0, 0)
-    table = _frequencies(np.concatenate([counts[best, :2], counts[best, 2 + first : 2 + last]]))
-    base = begin + first - WINDOW // 2 if len(window) else 0
-    return Model(step, AXES[best], low, base, table, float(bits[best]))
+    counts, outliers = survey[:, :-1].astype(np.float64), survey[:, -1]
+    total = max(1.0, float(counts[0].sum()))
+    # Of the window, only as much as has codes, in whole blocks of the widest buckets.
+    met = np.flatnonzero(counts[:, 2:].any(0)) >> MAX_WIDTH << MAX_WIDTH
+    begin, end = (int(met[0]), int(met[-1]) + (1 << MAX_WIDTH)) if len(met) else (0, 1 << MAX_WIDTH)
+    counts = np.concatenate([counts[:, :2], counts[:, 2 + begin : 2 + end]], 1)
+    far = np.abs(np.arange(begin, end) - (WINDOW // 2 - 0.5)) > NEAR
+    # Beside the buckets: an escape takes 32 bits more, and the code 0 no bucket.
+    others = _cost(counts[:, :2], total).sum(1) + 32 * counts[:, 1] + (16 + width) * outliers
+    bits = _buckets(counts[:, 2:], far, total, np.zeros((len(counts), 1)))[0]
+    best = int((bits + low * counts[:, 2:].sum(1) + others).argmin())
+    rows = np.broadcast_to(counts[best, 2:], (len(_CHARGES), end - begin))
+    _, joined = _buckets(rows, far, total, _CHARGES)
+    sums = np.append(0.0, rows[0].cumsum())
+    for charged in range(len(_CHARGES)):
+        begins, widths = _listed([level[charged] for level in joined])
+        inside = sums[begins + (1 << widths)] - sums[begins]
+        occurring = np.flatnonzero(inside)
+        first, last = (int(occurring[0]), int(occurring[-1]) + 1) if len(occurring) else (0, 0)
+        if 2 + last - first <= SYMBOLS:
+            break
+    few = np.concatenate([counts[best, :2], inside[first:last]])
+    few[1] = max(few[1], total / 2**PRECISION / 16)  # a code that the survey has not met becomes an escape
+    frequencies = _frequencies(few)
+    widths = np.concatenate([[0, 0], widths[first:last]])
+    taken = few * (widths - np.log2(np.maximum(frequencies, 1) / 2**PRECISION))
+    exact = float(taken.sum() + 32 * counts[best, 1] + low * inside.sum() + (16 + width) * outliers[best])
+    base = begin + int(begins[first]) - WINDOW // 2 if len(occurring) else 0
+    table = (frequencies | widths << WIDTH_SHIFT).astype(np.int16)
+    return Model(step, AXES[best], low, base, table, exact)
 
 
-def _frequencies(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.int16]:
+def _cost(counts: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:
+    """Returns the bits that symbols take, each with the frequency that suits it but no smaller one than 1.
+
+    A frequency that is larger than its share of ``total`` takes something from all the other symbols.
+    """
+    share, least = counts / total, 2.0**-PRECISION
+    enough = np.maximum(share, least)
+    taken = (enough - share) * (total / math.log(2))
+    bits: npt.NDArray[np.float64] = np.where(counts > 0, taken - counts * np.log2(enough), 0.0)
+    return bits
+
+
+def _buckets(
+    counts: npt.NDArray[np.float64], far: npt.NDArray[np.bool_], total: float, charge: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.float64], list[npt.NDArray[np.bool_]]]:
+    """Finds the buckets that take the fewest bits: of two neighbours, each level joins those that are better joined.
+
+    Args:
+        counts: of each code, [rows, codes].
+        far: which codes may be in no bucket that is narrower than FAR_WIDTH.
+        total: of all symbols.
+        charge: bits that every bucket costs beside its elements, [rows, 1].
+
+    Returns:
+        The bits of each row; and, for each width from 1 on, which pairs of buckets of the width before are joined.
+    """
+    best = np.where(far & (counts > 0), np.inf, _cost(counts, total) + charge)
+    joined: list[npt.NDArray[np.bool_]] = []
+    for width in range(1, MAX_WIDTH + 1):
+        counts = counts.reshape(len(counts), -1, 2).sum(2)
+        apart = best.reshape(len(counts), -1, 2).sum(2)
+        together = _cost(counts, total) + width * counts + charge
+        if width < FAR_WIDTH:
+            far = far[::2]
+            together = np.where(far & (counts > 0), np.inf, together)
+        joined.append(together <= apart)
+        best = np.minimum(together, apart)
+    return best.sum(1), joined
+
+
+def _listed(joined: list[npt.NDArray[np.bool_]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns the beginnings, from 0 on, and the widths of buckets that are joined as :func:`_buckets` says."""
+    widths = np.zeros(2 * len(joined[0]), dtype=np.int64)
+    for width, pairs in enumerate(joined, 1):  # a later level joins whatever earlier levels have made
+        widths[np.repeat(pairs, 1 << width)] = width
+    at = np.arange(len(widths))
+    begins = at[at & ((1 << widths) - 1) == 0]
+    return begins, widths[begins]
+
+
+def _frequencies(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Returns frequencies in proportion to ``counts`` that add up to ``2**PRECISION``, at least 1 per count above 0."""
     shares = counts * (2**PRECISION / counts.sum())
-    frequencies = np.floor(shares).astype(np.int64)
+    frequencies: npt.NDArray[np.int64] = np.floor(shares).astype(np.int64)
     remainders = shares - frequencies
     remainders[(frequencies == 0) & (counts > 0)] = -1.0
     frequencies[(frequencies == 0) & (counts > 0)] = 1
     missing = 2**PRECISION - int(frequencies.sum())
     if missing < 0:  # what the rarest were given is taken from the others in proportion
-        spare = frequencies - 1
-        spare[counts == 0] = 0
+        spare = np.maximum(frequencies - 1, 0)
         frequencies -= spare * -missing // int(spare.sum())
         missing = 2**PRECISION - int(frequencies.sum())
         remainders = -frequencies.astype(np.float64)
     order = np.argsort(-remainders if missing > 0 else remainders, kind="stable")[: abs(missing)]
     frequencies[order] += 1 if missing > 0 else -1
-    table: npt.NDArray[np.int16] = frequencies.astype(np.int16)
-    return table
+    return frequencies
 
 
-def entropy(table: npt.NDArray[np.int16]) -> float:
-    """Returns the bits per symbol, if symbols are as frequent as ``table`` says."""
-    shares = table[table > 0] / table.sum()
-    return float(-(shares * np.log2(shares)).sum())
+def single(step: float) -> float:
+    """Returns the largest float32 up to ``step``, which is positive, but none below the smallest normal one."""
+    nearest = np.float32(min(step, float(np.finfo(np.float32).max)))
+    lower = np.nextafter(nearest, np.float32(0.0)) if float(nearest) > step else nearest
+    return max(float(lower), float(np.finfo(np.float32).tiny))
 
 
 def truncated(step: float, digits: int) -> float:

@@ -44,6 +44,16 @@ def action_of(decision: Decision, saved: SavedTensor, store: str, is_empty: bool
     return Keep("the plan says so: the plain step fits" if is_empty else "the plan says so")
 
 
+def serves(decision: Decision, saved: SavedTensor) -> bool:
+    """Whether what was decided of a value may be done with one of another shape in its place, such as a last batch.
+
+    An error was predicted for the profiled numbers only, a codec of another dtype may refuse the value, and what is
+    larger was not meant to be kept.
+    """
+    dtypes = {spec.partition(" ")[0] for spec in (decision.spec, str(saved.spec))}
+    return len(dtypes) == 1 and not decision.error and (decision.kind != "keep" or saved.spec.nbytes <= decision.nbytes)
+
+
 def fetches_of(decisions: Iterable[Decision]) -> dict[str, tuple[str, ...]] | None:
     """Returns, by the key of a value, which moved values are asked for when it is read first; None if none moves."""
     moved = [decision for decision in decisions if decision.kind == "offload"]

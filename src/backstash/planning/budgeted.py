@@ -42,7 +42,7 @@ from backstash.policies import Policy, get
 from backstash.session import Session
 from backstash.stash.buffers import release
 from backstash.stash.ledger import Report
-from backstash.torch_internals import current_function_mode, in_backward, saved_tensor_hooks
+from backstash.torch_internals import current_function_mode, in_backward
 
 T = TypeVar("T")
 
@@ -272,9 +272,7 @@ class Budgeted(Following):
 
     def _may_replace(self) -> bool:
         """Whether the open Session's hooks are the innermost ones, so that they can be taken away."""
-        top = saved_tensor_hooks(True)
-        is_top = top is not None and getattr(top[0], "__self__", None) is self._open[0]
-        return is_top and current_function_mode() in self._modes
+        return self._open[0].is_innermost and current_function_mode() in self._modes
 
     def _begin(self, model: nn.Module, signature: Signature) -> None:
         """Chooses the Session for a forward pass with these inputs."""

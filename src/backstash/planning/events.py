@@ -23,7 +23,13 @@ from backstash.codecs.base import Encoded
 from backstash.planning.trace import Buffer, Decode, Op, Role, Trace
 from backstash.stash.recipes import Recipe
 from backstash.stash.value import Value
-from backstash.torch_internals import no_torch_function, profiler_event, record_scope, without_native_warnings
+from backstash.torch_internals import (
+    no_torch_function,
+    profiler_event,
+    record_scope,
+    starting_profiler,
+    without_native_warnings,
+)
 
 PREFIX = "backstash "
 NODE = "autograd::engine::evaluate_function: "
@@ -76,7 +82,8 @@ class MemoryProfiler(profile):
 
     def __enter__(self) -> Self:
         self._quiet.enter_context(without_native_warnings())
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        with starting_profiler():
+            super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -12,18 +12,20 @@ from functools import cached_property
 from typing import Any, Literal
 
 from backstash.errors import BudgetError, PlanError
-from backstash.planning.acting import LOSSLESS, action_of, fetches_of
+from backstash.planning.acting import LOSSLESS, action_of, fetches_of, serves
 from backstash.planning.budget import limit_of_errors, parse_budget, restrict, with_choices
 from backstash.planning.decision import Decision
-from backstash.planning.exact import Solution, exact
+from backstash.planning.exact import Solution, exact, solution
 from backstash.planning.explain import diff, explain, html, size, summary
 from backstash.planning.greedy import frontier
 from backstash.planning.link import open_store
 from backstash.planning.peak import PeakModel, own_seconds
 from backstash.planning.problem import StepProfile
+from backstash.planning.proven import with_proofs, without_proofs
 from backstash.planning.rehearsing import Rehearsing
 from backstash.planning.rounding import codec_named
 from backstash.planning.sealed import plain, restore, seal, unseal
+from backstash.planning.usual import like_lossless
 from backstash.policies import Action, Keep, Policy
 from backstash.saved import Need, SavedTensor
 
@@ -150,12 +152,13 @@ class Plan(Policy):
             )
         return (
             f"{asked}, but {len(self._unknown)} of them are not those of its profile (the first is "
-            f"{next(iter(self._unknown))!r}): shapes or branches are others. They are treated by the policy lossless, "
-            f"so gradients are right and the budget may not be kept. Pass replan='auto' to the Session."
+            f"{next(iter(self._unknown))!r}): shapes or branches are others. What the plan says of their names is done "
+            f"where it can be, else what the policy lossless says, so gradients are right and the budget may not be "
+            f"kept. Pass replan='auto' to the Session."
         )
 
     def decide(self, saved: SavedTensor) -> Action:
-        """Returns what the plan says of the value, or what the policy for unknown values says."""
+        """Returns what the plan says of the value, also of another shape if that serves, or what lossless says."""
         decision = self._by_key.get(saved.key)
         if decision is not None and decision.spec == str(saved.spec):
             self._met.add(saved.key)
@@ -166,11 +169,14 @@ class Plan(Policy):
             if not self._unknown:
                 warnings.warn(
                     f"the plan {self.fingerprint} was asked for {saved.key!r} ({saved.spec}), but knows no such value. "
-                    f"It is treated by the policy lossless, as are others like it (plan.unknown): gradients are right, "
-                    f"the budget may not be kept. Session(plan, replan='auto') plans for such a step.",
+                    f"What the plan says of its name is done if it can be, else what the policy lossless says, as with "
+                    f"others like it (plan.unknown): gradients are right, the budget may not be kept. Session(plan, "
+                    f"replan='auto') plans for such a step.",
                     stacklevel=2,
                 )
             self._unknown.setdefault(saved.key)
+        if decision is not None and saved.need is not Need.SHAPE and serves(decision, saved):
+            return action_of(decision, saved, self.store, False)
         return LOSSLESS.decide(saved)
 
     def replanning(self, **options: Any) -> Any:
@@ -228,8 +234,8 @@ class Plan(Policy):
         return diff(self, other)
 
     def to_json(self) -> str:
-        """Returns the plan as a JSON document with a checksum."""
-        return seal("Plan", plain(self))
+        """Returns the plan as a JSON document with a checksum, with what this process has proven of its recipes."""
+        return seal("Plan", with_proofs(plain(self)))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -238,7 +244,7 @@ class Plan(Policy):
         Raises:
             PlanError: the text is no such document, or it was edited or damaged.
         """
-        return restore(cls, unseal("Plan", text), "Plan")
+        return restore(cls, without_proofs(unseal("Plan", text)), "Plan")
 
     def __repr__(self) -> str:
         return f"Plan({self.fingerprint}, {summary(self)})"
@@ -272,6 +278,8 @@ class Planner(Rehearsing):
         self._allowed = restrict(profile, allow)
         self._model = PeakModel(self._allowed)
         super().__init__(profile, self.error_limit)
+        usual = like_lossless(self._allowed)
+        self._usual = solution(self._model, usual) if any(usual) else None
 
     @cached_property
     def solutions(self) -> tuple[Solution, ...]:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from backstash.errors import MeasureError
 from backstash.stash import buffers
-from backstash.torch_internals import no_torch_function
+from backstash.torch_internals import no_torch_function, starting_profiler
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -136,7 +136,8 @@ class CountedPeak:
         self._marked: list[int] = []  # when that was, in nanoseconds
         self._held_nbytes = buffers.held_nbytes()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
-        self._profile.__enter__()
+        with starting_profiler():
+            self._profile.__enter__()
         return self
 
     def __exit__(

@@ -239,8 +239,8 @@ def call_of(
             in_place, kwargs = True, {**kwargs, "inplace": False}
         if kwargs.get("out") is not None or kwargs.get("generator") is not None:
             return None
-    aliases = 0
-    for x in _tensors_in(args, kwargs):
+    aliases, tensors = 0, _tensors_in(args, kwargs)
+    for x in tensors:
         if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
             return None
         if x.untyped_storage() is storage:
@@ -254,7 +254,7 @@ def call_of(
     statistics = None
     if name == "batch_norm":
         args, kwargs, statistics = _batch_norm(args, kwargs, result)
-    tensors = _tensors_in(args, kwargs)
+        tensors = _tensors_in(args, kwargs)
     inputs: list[View | Held] = []
     for x in tensors:
         given = view(x, storage)

@@ -95,13 +95,14 @@ class Contents:
         if known is None or content.escaped:
             return
         call, tensors = known
+        call.place = place
         if not self.remakes_anything:
             content.call = call
             return
         if inside is not None and not call.in_place:
             call.group, call.saved, call.needs_grad = inside.group, inside.number, _followed(tensors)
             call.is_cheap = False
-        call.is_proven, call.place = repeating.is_repeated(call, tensors, result), place
+        call.is_proven = repeating.is_repeated(call, tensors, result)
         content.call = call
 
     def escape(self, x: Tensor, storage: torch.UntypedStorage) -> None:

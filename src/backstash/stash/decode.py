@@ -9,19 +9,16 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import base
-from backstash.codecs.base import Encoded, flat
+from backstash.codecs.base import Encoded
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.direct import Direct, MaskBits, Readable
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
-from backstash.ops.backends import serving
 from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash import fused
 from backstash.stash.buffers import new_memory
 from backstash.stash.calls import Leaf
 from backstash.stash.value import Form, Saved, Value, version_of
 from backstash.torch_internals import in_backward
-
-APPLIED = 1 << 17
-"""Elements of a remade value that a mask is applied to at a time on CPU, a multiple of 8: 512 KiB of float32."""
 
 SMALL = 1 << 18
 """Bytes below which what was decoded for one of several readers is held for the others: it is in no pool of buffers."""
@@ -199,9 +196,6 @@ def shared(value: Value) -> Tensor:
         assert latest.buffers is not None
         latest.buffers.shrink(latest.buffers.nbytes)  # what nobody awaits: fresh memory is taken now, none of theirs
         whole = remake(latest, fresh=True)
-        if latest.recipe.first_use is not None:
-            latest.recipe.first_use(whole)
-            latest.recipe.first_use = None
         group = latest.recipe.call.group
         made = [(latest, whole)]
         if group is not None and group.made:  # Note: [saved inside] in repeating.py
@@ -233,9 +227,20 @@ def remake(value: Value, fresh: bool = False) -> Tensor:
     recipe, form = value.recipe, value.form
     assert recipe is not None
     spec = recipe.call.spec
-    whole = recipe.run(fetch, lambda: new_memory(spec) if fresh else _take(value, spec, spec.dtype))
-    if form is not None:
-        _apply(planes(value, form), whole)
+    encoded = None if form is None else planes(value, form)
+
+    def memory() -> Tensor:
+        return new_memory(spec) if fresh else _take(value, spec, spec.dtype)
+
+    whole = fused.made(recipe, fetch, memory, encoded)
+    if recipe.first_use is not None:
+        way = "plain" if value.sample is None or value.sample.differs(whole) else "fused"
+        recipe.first_use(way)
+        recipe.first_use = None
+        if way == "plain":
+            value.recipe = recipe = recipe.unfused()
+            del whole  # there may be no room for both
+            whole = fused.made(recipe, fetch, None, encoded)
     _check_sample(value, whole)
     return whole
 
@@ -333,19 +338,6 @@ def fetch(leaf: Leaf) -> Tensor:
     if whole.shape == leaf.spec.shape and whole.stride() == leaf.spec.stride and whole.storage_offset() == leaf.offset:
         return whole.detach()  # and not the pool's own tensor, which does not tell it that the memory is in use
     return whole.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)
-
-
-def _apply(encoded: Encoded, remade: Tensor) -> None:
-    """Where the mask is clear a relu's result becomes zero, elsewhere the smallest positive number if it is less.
-
-    On CPU that is done a piece at a time, so that the second pass finds the piece in a cache.
-    """
-    tiny = torch.finfo(remade.dtype).tiny
-    x, bits = flat(remade), encoded.planes["mask"]
-    kernels, step = serving(x.device.type), APPLIED if x.device.type == "cpu" else max(1, x.numel())
-    for begin in range(0, x.numel(), step):
-        piece = x[begin : begin + step].clamp_(min=tiny)
-        kernels.mask_select(piece, bits[begin // 8 : -(-(begin + piece.numel()) // 8)], piece)
 
 
 def _same_layout(spec: TensorSpec, other: TensorSpec) -> bool:

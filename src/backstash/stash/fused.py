@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from backstash.codecs.base import Encoded, flat
 from backstash.ops import backends
 from backstash.ops.layout import Activation, images, per_channel
 from backstash.saved import TensorSpec
@@ -18,19 +19,26 @@ if TYPE_CHECKING:
     from backstash.stash.calls import Call
     from backstash.stash.recipes import Recipe
 
+APPLIED = 1 << 17
+"""Elements of a remade value that a mask is applied to at a time on CPU, a multiple of 8: 512 KiB of float32."""
+
 _Activation = tuple[Activation, float, float]
 """An activation and its numbers, as the kernel ``affine`` takes them."""
 
 _NOTHING: _Activation = (Activation.NONE, 0.0, 0.0)
 
 
-def affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) -> Tensor | None:
+def affine(
+    recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None, mask: Tensor | None = None
+) -> Tensor | None:
     """``activation(batch_norm(x) [+ y])`` in one pass; None where the recipe has another form or no kernel takes it.
 
     Args:
         recipe: what makes the value.
         fetch: returns the tensor that a leaf stands for.
         out: makes memory for the result.
+        mask: a bit per element of the result in memory order: where it is clear the result is zero, elsewhere no less
+            than the smallest normal number.
     """
     parts = _parts(recipe)
     if parts is None:
@@ -57,7 +65,7 @@ def affine(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) 
     if result is None or TensorSpec.of(result) != spec:  # the memory is for what a later call converts the result to
         result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
     kernel = backends.serving(spec.device.type).affine
-    kernel(x, mean, invstd, weight, bias, y, *(activation or _NOTHING), *layout, result)
+    kernel(x, mean, invstd, weight, bias, y, *(activation or _NOTHING), *layout, result, mask)
     return result
 
 
@@ -145,3 +153,30 @@ def fills(given: tuple[Recipe, View]) -> bool:
     """Whether the view shows all of what its recipe makes."""
     recipe, view = given
     return view.offset == 0 and view.spec == recipe.call.spec
+
+
+def made(recipe: Recipe, fetch: Callable[[Leaf], Tensor], memory: Memory | None, encoded: Encoded | None) -> Tensor:
+    """Runs a recipe and applies what is stored of the result's form, in one pass where there is a kernel for it."""
+    if encoded is None:
+        return recipe.run(fetch, memory)
+    if recipe.fused:
+        whole = affine(recipe, fetch, memory, encoded.planes["mask"])
+        if whole is not None:
+            return whole
+        recipe = recipe.unfused()  # without the mask, the kernel would decline for the same reason
+    whole = recipe.run(fetch, memory)
+    _apply(encoded, whole)
+    return whole
+
+
+def _apply(encoded: Encoded, remade: Tensor) -> None:
+    """Where the mask is clear a relu's result becomes zero, elsewhere the smallest positive number if it is less.
+
+    On CPU that is done a piece at a time, so that the second pass finds the piece in a cache.
+    """
+    tiny = torch.finfo(remade.dtype).tiny
+    x, bits = flat(remade), encoded.planes["mask"]
+    kernels, step = backends.serving(x.device.type), APPLIED if x.device.type == "cpu" else max(1, x.numel())
+    for begin in range(0, x.numel(), step):
+        piece = x[begin : begin + step].clamp_(min=tiny)
+        kernels.mask_select(piece, bits[begin // 8 : -(-(begin + piece.numel()) // 8)], piece)

@@ -1,18 +1,29 @@
-"""Saved tensors that are held as they are, without a further look: small ones, and all of a Session that is idle."""
+"""Saved tensors that are held as they are, without a further look: small ones, and all of a Session that is idle.
+
+Note: [held natively]
+    An idle Session's hooks are compiled functions, where these are there (native/python/held.cpp, in the limited API of
+    Python). Between the kernels of a step the interpreter's caches are cold, so a hook of two Python functions takes
+    some microseconds there, although it takes one when it is called again and again. ``hold_reference`` and
+    ``read_reference`` say what is done. The compiled ones call the reference for whatever is not the common case.
+    ``BACKSTASH_KERNELS=reference`` takes the references.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from backstash.errors import SavedTensorFreedError, SavedTensorModifiedError
+from backstash.ops import backends
 from backstash.saved import TensorSpec
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import HeldParameter
 from backstash.stash.value import Saved
-from backstash.torch_internals import in_backward
+from backstash.torch_internals import count_function_modes, in_backward, no_torch_function, running_node
 
 AsItIs = tuple[Tensor, int, weakref.ref[Tensor] | None]
 """The tensor, its version, and the program's own tensor where that is another object.
@@ -55,3 +66,81 @@ def read(packed: AsItIs) -> Tensor:
             f"program holds it as well. Its storage has 0 bytes now: the program has freed it after the forward pass."
         )
     return held
+
+
+class Holding:
+    """What an idle Session's pack hook knows.
+
+    Attributes:
+        counted: how many tensors were held in this step, and their bytes.
+        before: what is called before a tensor is held, because a step may begin with it; None for nothing.
+    """
+
+    __slots__ = ("before", "counted")
+
+    def __init__(self, counted: list[int], before: Callable[[], None]) -> None:
+        self.counted = counted
+        self.before: Callable[[], None] | None = before
+
+
+class Reading:
+    """What an idle Session's unpack hook knows.
+
+    Attributes:
+        otherwise: unpacks where that is not as simple as here.
+        is_simple: whether all that there is to do about a held tensor is to read it.
+        of_matrix: makes what the reader of a matrix is given of the matrix.
+        of_nodes: the names of the nodes for which that has to be asked.
+    """
+
+    __slots__ = ("is_simple", "of_matrix", "of_nodes", "otherwise")
+
+    def __init__(
+        self, otherwise: Callable[[Packed], Tensor], of_matrix: Callable[[Tensor], Tensor], of_nodes: tuple[str, ...]
+    ) -> None:
+        self.otherwise, self.of_matrix, self.of_nodes = otherwise, of_matrix, of_nodes
+        self.is_simple = False
+
+
+def hold_reference(holding: Holding, x: Tensor) -> AsItIs:
+    """Counts a tensor and holds it with its version, unseen by torch function modes."""
+    if holding.before is not None:
+        holding.before()
+    with no_torch_function():
+        counted = holding.counted
+        counted[0] += 1
+        if x.layout is torch.strided:
+            counted[1] += x.nbytes
+        return hold(x)
+
+
+def read_reference(reading: Reading, packed: Packed) -> Tensor:
+    """What the reader of a saved tensor is given, as by :func:`read` where that is simple."""
+    if not reading.is_simple or type(packed) is not tuple:
+        return reading.otherwise(packed)
+    with no_torch_function():
+        tensor = read(packed)
+        if tensor.dim() != 2 or type(running_node()).__name__ not in reading.of_nodes:
+            return tensor
+        return reading.of_matrix(tensor)
+
+
+def _compiled() -> Any:
+    """The compiled functions; None where there are none, or where the reference was asked for."""
+    try:
+        if backends.choice() != "auto":
+            return None
+        from backstash.stash import _held  # type: ignore[attr-defined]
+    except (ImportError, ValueError):  # not compiled, a Python without the limited API, or the first kernel will say it
+        return None
+    types = Tensor, torch.nn.Parameter, torch.strided
+    _held.configure(*types, no_torch_function, count_function_modes, running_node, read_reference)
+    return _held
+
+
+_held = _compiled()
+hold_quickly: Callable[[Holding, Tensor], AsItIs] = hold_reference if _held is None else _held.hold
+"""As :func:`hold_reference`, compiled where there is a compiled one (Note: [held natively])."""
+
+read_quickly: Callable[[Reading, Packed], Tensor] = read_reference if _held is None else _held.read
+"""As :func:`read_reference`, compiled where there is a compiled one."""

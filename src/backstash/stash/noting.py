@@ -1,10 +1,11 @@
 """Which calls of a forward pass have to be noted, because a value is made again by them.
 
 Note: [calls that count]
-    Where any function may be repeated, to note a call takes some hundred microseconds: its arguments, the contents that
-    it has read, and the question whether it repeats itself. A plan makes few values again, and the same ones in each
-    step. So the calls of a model have places, as its saved tensors have: the path of the module, the function, and its
-    number in there. A call is noted no more if no recipe has used it in the first passes in which it was noted.
+    To note a call takes ten microseconds: its arguments, and the contents that it has read. Where any function may be
+    repeated it takes some hundred, with the question whether it repeats itself. A policy makes some values again, and a
+    plan few, and they are the same ones in each step. So the calls of a model have places, as its saved tensors have:
+    the path of the module, the function, and its number in there. A call is noted no more if no recipe has used it in
+    the first passes in which it was noted.
 
     All that a recipe can lack by that is a call, and then its value is stored in another way. So bits never depend on
     it, and bytes only in a pass that differs from those before: after such a pass every call is noted anew.
@@ -34,7 +35,7 @@ class Noting:
         self._has_skipped = False  # in this pass
         self._has_used = False  # else there is no policy that makes anything again, but one that asks whether it could
         self._surprises = 0
-        self._failing: set[str] = set()  # keys of values that have no recipe although all calls were noted
+        self._failing: dict[str, str] = {}  # why values have no recipe although all calls were noted, by their keys
 
     def end_pass(self) -> None:
         """A forward pass is over."""
@@ -68,16 +69,25 @@ class Noting:
     def use(self, key: str, recipe: Recipe) -> None:
         """The value with that key is made again by a recipe: its calls count from now on."""
         self._has_used = True
-        self._failing.discard(key)
+        self._failing.pop(key, None)
         _use(recipe)
 
-    def lack(self, key: str) -> None:
-        """The value with that key was to be made again, and has no recipe."""
+    def lack(self, key: str, reason: str) -> str:
+        """The value with that key was to be made again, and has no recipe.
+
+        Args:
+            key: of the value.
+            reason: why it has none now.
+
+        Returns:
+            Why it had none when all calls were noted, where that is known: now the call may be missing that tells.
+        """
         if not self._has_skipped:
-            self._failing.add(key)
+            self._failing[key] = reason
         elif key not in self._failing:
             self._surprises += 1
             self._forget()
+        return self._failing.get(key, reason)
 
     def _may_skip(self) -> bool:
         return self._has_used and self._surprises < MOST_SURPRISES

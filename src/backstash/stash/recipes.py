@@ -48,7 +48,8 @@ class Recipe:
         leaves: the stored values that it begins from, each as often as it is read.
         references: the program's own tensors that it reads where they are.
         any_producer: whether it may have costly calls, so that what it makes is made once and shared.
-        first_use: what is called with the value once it was made, to try fused kernels; None where they were tried.
+        first_use: what is told how the recipe made the value's bits the first time, "fused" or "plain"; None where that
+            is known.
     """
 
     __slots__ = ("any_producer", "call", "first_use", "from_statistics", "fused", "inputs", "leaves", "references")
@@ -63,7 +64,7 @@ class Recipe:
     ) -> None:
         self.call, self.inputs, self.fused, self.from_statistics = call, inputs, fused, from_statistics
         self.any_producer = any_producer
-        self.first_use: Callable[[Tensor], None] | None = None
+        self.first_use: Callable[[str], None] | None = None
         self.leaves: list[Value] = []
         self.references: list[Held] = []
         for given in inputs:

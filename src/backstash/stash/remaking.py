@@ -4,9 +4,12 @@ Note: [proven recipes]
     Whether an op repeats itself bit for bit depends on the device, its library, shapes and layouts, and is documented
     nowhere. So a recipe runs when it is first used, on the very data, and is trusted only if the bits are the same:
     with fused kernels, or else call by call. A recipe that begins from bounded values has to come as near as their
-    bounds allow. Where what it begins from is itself made again, calls were proven one by one, and fused kernels are
-    tried when backward has made it for the first time. The proof is repeated now and then, on the numbers of another
-    step; but not under a plan, whose budget has no room for it. There samples alone watch the bits of later steps.
+    bounds allow. The proof is repeated now and then, on the numbers of another step.
+
+    Under a plan there is no room for a value beside its copy, and what a recipe begins from may itself be made again.
+    There the calls were proven one by one (Note: [proven calls] in repeating.py), and of the value that is forgotten a
+    checksum of all its bits is kept the first time. Backward makes it by fused kernels. If their bits do not have that
+    checksum, the calls are made one by one, then and from then on. In later steps samples alone watch the bits.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ from backstash.saved import TensorSpec
 from backstash.stash import fused, leaves, proving, roots
 from backstash.stash.accounts import Step
 from backstash.stash.calls import Leaf, View
-from backstash.stash.decode import fetch
 from backstash.stash.encode import has_error
 from backstash.stash.gains import gains
 from backstash.stash.leaning import Leaning
@@ -80,9 +82,8 @@ class Remaking:
         recipe = self._recipe(value, strongest, whole, action)
         if isinstance(recipe, Recipe):
             self._noting().use(value.key, recipe)
-        else:
-            self._noting().lack(value.key)
-        return recipe
+            return recipe
+        return self._noting().lack(value.key, recipe)
 
     def _recipe(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Recipe | str:
         content = value.content
@@ -103,9 +104,9 @@ class Remaking:
         place = strongest.place or Place(strongest.tensor)
         if self._live.distrusted and (strongest.tensor.key, str(recipe)) in self._live.distrusted:
             return f"{recipe} has made other bits than the value had"
-        first_use = None
-        if action.any_producer and any(leaf.recipe is not None for leaf in begins_from):
-            way, first_use = self._way_untried(place, recipe, whole, bounded)
+        first_use, is_known = None, True
+        if action.any_producer and (not bounded or any(leaf.recipe is not None for leaf in begins_from)):
+            way, first_use, is_known = self._way_untried(place, recipe, whole, bounded)
         else:
             way = self._way(place, recipe, whole, bounded, repeats=not action.any_producer)
         if not way:
@@ -116,7 +117,7 @@ class Remaking:
         recipe.first_use = first_use
         self._leaning.watch(value, begins_from, recipe.references)
         allows = partial(_allows, recipe, place, self._policy.revision) if bounded else None
-        value.sample = Sample.of(whole, self._number, self._full, allows)
+        value.sample = Sample.of(whole, self._number, self._full or not is_known, allows)
         return recipe
 
     def find(self, value: Value, strongest: Saved) -> Recipe | str:
@@ -168,33 +169,29 @@ class Remaking:
 
     def _way_untried(
         self, place: Place, recipe: Recipe, whole: Tensor, bounded: bool
-    ) -> tuple[str, Callable[[Tensor], None] | None]:
-        """As :meth:`_way`, where what the recipe begins from is not there.
-
-        Its calls are proven one by one (Note: [proven calls] in repeating.py). Whether fused kernels make the same bits
-        is found out when the value is made for the first time, call by call: then all that it begins from is there.
+    ) -> tuple[str, Callable[[str], None] | None, bool]:
+        """As :meth:`_way`, without making the value now: each of its calls is proven.
 
         Returns:
-            How it is run this time, and what has to be called with the value when it was made; None if nothing has to.
+            How it is run this time; what has to be told how it has made the value's bits, None if nothing has to; and
+            whether it has made a value in this place before.
         """
         if bounded or not fused.has_form(recipe):
-            return "plain", None
+            known, place.proof = place.proof, place.proof or ((), "plain")
+            return "plain", None, known is not None
         spec, device = TensorSpec.of(whole), whole.device.type
         likeness = recipe.likeness()
         facts = (likeness, spec, None, numeric_settings(device))
         known = place.proof
         if known is not None and known[0] == facts:
-            return known[1], None
+            return known[1], None, True
 
-        def compare(made: Tensor) -> None:
-            def prove() -> str:
-                return "fused" if proving.equals(recipe.run(fetch), made) else "plain"
-
+        def tell(way: str) -> None:
             question = (place.facts.key, repr(likeness), spec, None)
-            way = proofs.ask("recipe", question, prove, device_type=device, counts=self._step.counts)
+            proofs.ask("recipe", question, lambda: way, device_type=device, counts=self._step.counts)
             place.proof = facts, way
 
-        return "plain", compare
+        return "fused", tell, False
 
     def _way(self, place: Place, recipe: Recipe, whole: Tensor, bounded: bool, repeats: bool) -> str:
         """How the recipe makes the value: "fused", "plain", "within", or "" where it does not."""

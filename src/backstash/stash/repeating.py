@@ -6,7 +6,7 @@ Note: [proven calls]
     repeated, each call is repeated on the spot, when its arguments are at hand; recipes are then made of proven calls.
     A call that works in place has overwritten what it has read, so both ways run on random numbers instead. The proof
     is not repeated in later steps, where it would take memory that a budget has not planned for: there samples watch
-    the bits.
+    the bits. Nor is it repeated in a process that reads a plan from a file (Note: [proofs that travel] in proofs.py).
 """
 
 from __future__ import annotations
@@ -49,16 +49,20 @@ def repeat(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> T
     given = iter(tensors)
     args = [_with_tensors(arg, given) for arg in call.args]
     kwargs = {key: _with_tensors(arg, given) for key, arg in call.kwargs.items()}
-    cast: AbstractContextManager[Any]
-    if call.autocast is None:
-        device = call.spec.device.type
-        cast = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    device = call.spec.device.type
+    is_autocast = torch.is_autocast_enabled(device)
+    if call.group is None and call.random_state is None and call.autocast is None and not is_autocast:
+        made = function(*args, **kwargs)  # most calls; to enter contexts that change nothing takes as long as a kernel
     else:
-        cast = torch.autocast(call.autocast[0], call.autocast[1], cache_enabled=False)
-    with as_if_outermost() if call.group is not None else nullcontext(), cast, _Generator(call):
-        if call.group is not None:
-            return _repeat_inside(call, call.group, lambda: function(*args, **kwargs))
-        made = function(*args, **kwargs)
+        cast: AbstractContextManager[Any] = nullcontext()
+        if call.autocast is not None:
+            cast = torch.autocast(call.autocast[0], call.autocast[1], cache_enabled=False)
+        elif is_autocast:
+            cast = torch.autocast(device, enabled=False)
+        with as_if_outermost() if call.group is not None else nullcontext(), cast, _Generator(call):
+            if call.group is not None:
+                return _repeat_inside(call, call.group, lambda: function(*args, **kwargs))
+            made = function(*args, **kwargs)
     result: Tensor = made if call.output is None else made[call.output]
     return result
 

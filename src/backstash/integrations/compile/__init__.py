@@ -8,7 +8,9 @@ graph and the decoding into the other (``rewrite.py``), as calls of aten operato
 what is saved in the place of values that cannot be rounded. Error bounds come from outside of the graph
 (``bounding.py``, ``bounds.py``, ``layers.py``), and ``announce.py`` tells a Session around what the graph saves. Under
 a budget, ``budget.py`` chooses what the forward graph saves: ``joint.py`` reads the joint graph, ``lifetimes.py`` knows
-its memory, ``search.py`` searches. ``account.py`` has the report, ``options.py`` what users call.
+its memory, ``search.py`` searches, and ``saved_inputs.py`` saves inputs where a compiler would save copies of them.
+``sums.py`` lets sums of products be computed in the memory of a summand. ``account.py`` has the report, ``options.py``
+what users call.
 """
 
 from backstash.integrations.compile.options import (

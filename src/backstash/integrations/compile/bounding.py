@@ -57,9 +57,15 @@ class Bounding:
         return (named, layers) if layers and self.policy.may_bound(named) else (facts, {})
 
     def form(
-        self, saved: SavedTensor, readers: Sequence[SavedTensor], layers: dict[int, Layer], value: SavedValue
+        self,
+        saved: SavedTensor,
+        readers: Sequence[SavedTensor],
+        layers: dict[int, Layer],
+        value: SavedValue,
+        comparisons: int,
     ) -> GraphSzp:
-        """The codec for a value within a bound."""
-        facts = facts_of(saved, readers, list(layers.items()), memory_order(value.tensor) or ())
+        """The codec for a value within a bound, beside which so many outcomes of comparisons are saved."""
+        order = memory_order(value.tensor) or ()
+        facts = facts_of(saved, readers, list(layers.items()), order, self.bits, comparisons)
         weights = tuple(layer.weight for layer in layers.values())
         return GraphSzp(self.bits, Place(self.loop, self.graph, facts.text(), weights))

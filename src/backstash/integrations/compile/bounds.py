@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from backstash.codecs.base import flat
 from backstash.integrations.compile.emit import Emitter, Value
 from backstash.integrations.compile.layers import KINDS, ROLES, Hook, Layer
 from backstash.integrations.compile.layout import inverse
+from backstash.ops.formats import groups
 from backstash.policies.adapted import Adapted
 from backstash.policies.base import Outcome, Policy, Recompute, Stash, Wrapper
 from backstash.saved import Effect, Need, SavedTensor, TensorSpec
@@ -35,6 +37,9 @@ _LIBRARY.define("step(Tensor x, Tensor[] weights, str policy, str graph, str val
 _LIBRARY.define("coarsest(Tensor(a!) step, Tensor found, str policy, str graph, str name) -> ()")
 _LIBRARY.define("gradients(Tensor(a!) weight, Tensor output, str policy, str graph, str name, int layer) -> ()")
 _ops: Any = torch.ops.backstash_graph
+
+BLOCK = 128
+"""Neighbours in memory that share a step and an offset: 6 bytes."""
 
 
 @dataclass(frozen=True)
@@ -69,22 +74,32 @@ class Facts:
         order: the value's dimensions, the outermost in memory first.
         layers: of each layer that reads it: its kind, the number of the reader, the settings of its autograd node, the
             number of features of its input if it is a product, else 0, and whether its gradients are transposed.
+        bits: of a code.
+        comparisons: how many outcomes of comparisons are saved beside the codes, a bit per element each.
     """
 
     saved: SavedTensor
     readers: tuple[SavedTensor, ...]
     order: tuple[int, ...] = ()
     layers: tuple[tuple[str, int, tuple[tuple[str, Any], ...], int, bool], ...] = ()
+    bits: int = 8
+    comparisons: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graph saves for the value, whether it has a bound yet or not."""
+        count = math.prod(self.saved.spec.shape)
+        return blocks_nbytes(count, self.bits) + self.comparisons * groups(count, 8)
 
     def text(self) -> str:
         """As text, from which :meth:`read` makes the facts again, but for their spec."""
         texts = [[_field(saved, name) for name in _FIELDS] for saved in (self.saved, *self.readers)]
-        return json.dumps([texts, self.order, self.layers])
+        return json.dumps([texts, self.order, self.layers, self.bits, self.comparisons])
 
     @classmethod
     def read(cls, text: str, spec: TensorSpec) -> Facts:
         """The facts of a value with that spec."""
-        texts, order, layers = json.loads(text)
+        texts, order, layers, bits, comparisons = json.loads(text)
         saved = [
             SavedTensor(key, op, role, fqn, spec, Need[need], effect=Effect(effect), row=row)
             for key, op, role, fqn, need, effect, row in texts
@@ -93,7 +108,7 @@ class Facts:
             (kind, number, tuple((name, _frozen(value)) for name, value in settings), features, transposed)
             for kind, number, settings, features, transposed in layers
         )
-        return cls(saved[0], tuple(saved[1:]), tuple(order), tuple(found))
+        return cls(saved[0], tuple(saved[1:]), tuple(order), tuple(found), bits, comparisons)
 
 
 _FIELDS = ("key", "op", "role", "fqn", "need", "effect", "row")
@@ -108,15 +123,25 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def blocks_nbytes(count: int, bits: int) -> int:
+    """Bytes of the codes of ``count`` elements in whole blocks, and of each block's step and offset."""
+    return groups(count, BLOCK) * (BLOCK * bits // 8 + 6)
+
+
 def facts_of(
-    saved: SavedTensor, readers: Sequence[SavedTensor], layers: Sequence[tuple[int, Layer]], order: Sequence[int]
+    saved: SavedTensor,
+    readers: Sequence[SavedTensor],
+    layers: Sequence[tuple[int, Layer]],
+    order: Sequence[int],
+    bits: int = 8,
+    comparisons: int = 0,
 ) -> Facts:
     """The facts of a value.
 
     Args:
         saved, readers: as a policy is asked.
         layers: the layers that read the value, each with the number of its reader.
-        order: see Facts.
+        order, bits, comparisons: see Facts.
     """
     found = []
     for number, layer in layers:
@@ -124,7 +149,7 @@ def facts_of(
         features = 0 if layer.settings else int(sizes[1 if layer.is_transposed else 0])
         settings = tuple((name, _frozen(value)) for name, value in layer.settings)
         found.append((layer.kind, number, settings, features, layer.is_transposed))
-    return Facts(saved, tuple(readers), tuple(order), tuple(found))
+    return Facts(saved, tuple(readers), tuple(order), tuple(found), bits, comparisons)
 
 
 def as_layer(saved: SavedTensor, layer: Layer, number: int) -> SavedTensor:
@@ -283,7 +308,7 @@ class Loop:
             action = action.otherwise
         bounded.codec = szp_of(action)
         label = None if bounded.codec is None else bounded.codec.id
-        policy.observe(Outcome(facts.saved, label, facts.saved.spec.nbytes))
+        policy.observe(Outcome(facts.saved, label, facts.nbytes))
 
 
 _loops: weakref.WeakValueDictionary[str, Loop] = weakref.WeakValueDictionary()

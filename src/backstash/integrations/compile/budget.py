@@ -12,10 +12,12 @@ from torch import fx
 
 from backstash.integrations.compile.choose import Choice
 from backstash.integrations.compile.effect import gradient_nodes
-from backstash.integrations.compile.joint import Joint, is_write
+from backstash.integrations.compile.joint import Joint
 from backstash.integrations.compile.lifetimes import Estimate, Lifetimes
+from backstash.integrations.compile.reading import is_write
 from backstash.integrations.compile.search import Found, Options, Search
 from backstash.integrations.compile.values import SavedValue, Split, spec_of
+from backstash.stash.tables import amount
 from backstash.torch_internals import SavedValues, asks_what_to_save
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -45,11 +47,15 @@ class Chosen:
         split: the graphs.
         plan: the form of each value.
         estimate: what it leads to.
+        saves_copies: whether Inductor may save a copy of a convolution's input in the place of the input.
+        is_apart: whether products that take less memory than their operands are computed before they are added.
     """
 
     split: Split
     plan: Plan
     estimate: Estimate
+    saves_copies: bool = True
+    is_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,27 +106,41 @@ def cheapest(
         fuses: whether the compiler fuses elementwise operators.
         lasting: positions of the graph's inputs that are parameters or buffers.
     """
-    starts, joint = _starts(partition, planned, fuses)
+    starts, joint, outputs = _starts(partition, planned, fuses)
     if joint is None:
         split = Split(*partition({}, None))
         note = "budget: not kept, because torch's partitioner does not say what it saves in this graph"
         return Chosen(split, planned(split), Estimate.nothing()), note
     options = _options(joint, starts, lasting)
-    found = []
-    for start in starts:
-        saved = {joint.number(node) for node in joint.graph.nodes if node.name in start.names}
-        found.append(Search(joint, options, budget, [number for number in options.held if number in saved]).run())
-    within = [each for each in found if each.estimate.peak <= budget]
-    if within:
-        best = min(within, key=lambda each: each.estimate.seconds)
-    else:
-        best = min(found, key=lambda each: each.estimate.peak)
+    best = _searched(joint, starts, options, budget)
+    if best.estimate.peak > budget and options.rounded and joint.early:
+        # Bits are not kept anyway, so a product need not be added by the call that computes it.
+        apart = Joint(joint.graph, outputs, fuses, is_apart=True)
+        other = _searched(apart, starts, options, budget)
+        if other.estimate.peak < best.estimate.peak:
+            joint, best = apart, other
     chosen = _carried_out(joint, best, starts, partition, planned)
     peak = chosen.estimate.peak
-    mib = f"a peak of {peak / 2**20:.0f} MiB is estimated, inputs excluded; asked for {budget / 2**20:.0f} MiB"
+    text = f"a peak of {amount(peak)} is estimated, inputs excluded; asked for {amount(budget)}"
     again = sum(node.op == "call_function" for node in chosen.split.twins)
-    note = f"budget: {mib}, with {again} operators computed again"
+    late = f" and {len(joint.early)} products added later than they are computed" if joint.is_apart else ""
+    note = f"budget: {text}, with {again} operators computed again{late}"
     return chosen, note if peak <= budget else f"{note}. No way was found to stay below the budget"
+
+
+def _searched(joint: Joint, starts: list[_Start], options: Options, budget: int) -> Found:
+    """The cheapest of what searches from every start find, or what has the lowest peak."""
+    named = [{joint.number(node) for node in joint.graph.nodes if node.name in start.names} for start in starts]
+    saved = [[number for number in options.held if number in numbers] for numbers in named]
+    least = Lifetimes(joint).estimate({number: options.held[number] for number in saved[0]})
+    joint.saves_copies = least.peak <= budget  # to make them once more costs little, but not nothing
+    # Nothing is computed from what is rounded, so a search that may round can end where one that may not goes on.
+    ways = [options, replace(options, rounded={})] if options.rounded else [options]
+    found = [Search(joint, way, budget, each).run() for way in ways for each in saved]
+    within = [each for each in found if each.estimate.peak <= budget]
+    if within:
+        return min(within, key=lambda each: each.estimate.seconds)
+    return min(found, key=lambda each: each.estimate.peak)
 
 
 def held_nbytes(value: SavedValue, choice: Choice) -> int:
@@ -132,9 +152,13 @@ def held_nbytes(value: SavedValue, choice: Choice) -> int:
     return tests + (0 if choice.codec is None else choice.codec.nbytes(spec.shape, spec.dtype))
 
 
-def _starts(partition: Partition, planned: Planner, fuses: bool) -> tuple[list[_Start], Joint | None]:
-    """What torch saves under each of several settings, and the graph; None if torch does not say it."""
+def _starts(partition: Partition, planned: Planner, fuses: bool) -> tuple[list[_Start], Joint | None, int]:
+    """What torch saves under each of several settings, the graph, and how many results are the forward pass's.
+
+    There is no graph if torch does not say what it saves.
+    """
     starts: list[_Start] = []
+    outputs = 0
     asked: list[tuple[fx.Graph, list[fx.Node]]] = []
 
     def observe(graph: fx.Graph, saved: list[fx.Node]) -> list[fx.Node]:
@@ -144,6 +168,7 @@ def _starts(partition: Partition, planned: Planner, fuses: bool) -> tuple[list[_
     for settings in STARTS if asks_what_to_save() else ():
         asked.clear()
         split = Split(*partition(settings, observe))
+        outputs = split.outputs
         if not asked:
             break  # torch splits a graph without a backward pass on its own
         names = frozenset(node.name for node in asked[-1][1])
@@ -156,7 +181,7 @@ def _starts(partition: Partition, planned: Planner, fuses: bool) -> tuple[list[_
             if not is_exact(choice):
                 rounded[name] = held_nbytes(value, choice)
         starts.append(_Start(settings, names, held, rounded))
-    return starts, Joint(asked[-1][0], split.outputs, fuses) if starts else None
+    return starts, Joint(asked[-1][0], outputs, fuses) if starts else None, outputs
 
 
 def _options(joint: Joint, starts: list[_Start], lasting: Collection[int]) -> Options:
@@ -180,9 +205,13 @@ def _readable(joint: Joint, saved: Iterable[fx.Node], lasting: Collection[int]) 
     kinds = {type(description).__name__ for description in output.meta.get("desc") or ()}
     if "InputMutationAOTOutput" in kinds:  # written after the graph has run, and it is not said which one is
         lasting = ()
-    inputs = [number for number, node in enumerate(joint.nodes) if node.op == "placeholder"]
-    found = {inputs[position] for position in lasting if joint.nodes[inputs[position]] not in written}
-    return found | {number for number, is_input in enumerate(joint.is_input) if is_input and number in among}
+    inputs = joint.graph.find_nodes(op="placeholder")  # sizes among them, which are no values
+    found = {number for number, is_input in enumerate(joint.is_input) if is_input and number in among}
+    for position in lasting:
+        number = joint.number(inputs[position])
+        if number is not None and inputs[position] not in written:
+            found.add(number)
+    return found
 
 
 def _names_of(joint: Joint, starts: list[_Start], found: Found) -> set[str]:
@@ -231,7 +260,7 @@ def _carried_out(joint: Joint, found: Found, starts: list[_Start], partition: Pa
         plan.append((value, choice if is_wanted else _kept(choice)))
         if value.base.name in numbers:
             saved[numbers[value.base.name]] = held_nbytes(*plan[-1])
-    return Chosen(split, plan, Lifetimes(joint).estimate(saved))
+    return Chosen(split, plan, Lifetimes(joint).estimate(saved), joint.saves_copies, joint.is_apart)
 
 
 def is_exact(choice: Choice) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -18,7 +18,7 @@ from backstash.integrations.compile.graph_codecs import Facts, GraphCodec, form_
 from backstash.integrations.compile.graph_offload import offloaded
 from backstash.integrations.compile.layers import Layer
 from backstash.integrations.compile.ranges import limit_of
-from backstash.integrations.compile.reading import TESTS, Reader
+from backstash.integrations.compile.reading import TESTS, Reader, name_of
 from backstash.integrations.compile.values import SavedValue, spec_of
 from backstash.policies.base import Keep, Policy, Recompute
 from backstash.saved import Effect, Mask, Need, SavedTensor, TensorSpec
@@ -79,6 +79,8 @@ def choose(
     if not found:
         return Choice(None, reason="nothing reads it")
     effects = {reader: effect_of(reader, gradients) for reader in found if reader.need is Need.VALUE}
+    if _is_probability(value):
+        effects = {reader: replace(each, effect=_sensitive(each.effect)) for reader, each in effects.items()}
     if all(reader.node.target in TESTS and reader.node not in gradients for reader in found):
         return _of_tests(found, spec)
     facts = [_saved(value, reader, key, spec, effects.get(reader)) for reader in found]
@@ -95,15 +97,31 @@ def choose(
     reasons: dict[str, list[str]] = {}
     # A policy that will name a bound later needs the place for it now.
     codecs = action.codecs if not layers or szp_of(action) else (Szp(), *action.codecs)
+    tests = _ordered(effects.values())
+    bounded = bounding.form(strongest, asked, layers, value, len(tests))
     for codec in codecs:
-        form = _form(codec, value, strongest, facts, bounding.form(strongest, asked, layers, value))
+        form = _form(codec, value, strongest, facts, bounded)
         if not isinstance(form, str):
-            tests = () if form.is_exact else _ordered(effects.values())
+            tests = () if form.is_exact else tests
             seen = tuple(layers.values()) if isinstance(form, GraphSzp) else ()
             return Choice(form, tests, saved=strongest, layers=seen)
         reasons.setdefault(form, []).append(codec.id)
     text = "; ".join(f"{', '.join(dict.fromkeys(ids))}: {why}" for why, ids in reasons.items())
     return Choice(None, reason=text or "the policy names no codec", saved=strongest)
+
+
+def _is_probability(value: SavedValue) -> bool:
+    """Whether the value is an exponential that the forward pass computes for the backward pass alone.
+
+    Of a cross entropy these are the probabilities. One is subtracted from that of the right class, so an error counts
+    against a difference that gets small as the model gets sure.
+    """
+    return name_of(value.base) == "aten::exp" and all(user.op == "output" for user in value.base.users)
+
+
+def _sensitive(effect: Effect) -> Effect:
+    """The effect of an error that needs more bits than one that is only multiplied with a gradient."""
+    return Effect.SENSITIVE if effect is Effect.LINEAR else effect
 
 
 def _form(

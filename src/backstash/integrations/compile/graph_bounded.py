@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from backstash.integrations.compile import bounds
+from backstash.integrations.compile.bounds import BLOCK
 from backstash.integrations.compile.emit import Emitter, Value, product, sizes_of, tensor_of
 from backstash.integrations.compile.layout import (
     cast,
@@ -27,12 +28,8 @@ from backstash.integrations.compile.layout import (
     pack,
     unpack,
 )
-from backstash.ops.formats import groups
 
 _aten = torch.ops.aten
-
-BLOCK = 128
-"""Neighbours in memory that share a step and an offset: 6 bytes."""
 
 _SPARE = 4
 """Codes of a width that a block's range may not take: those of zero and of the quarters of a step, and a rounding."""
@@ -100,7 +97,7 @@ class GraphSzp:
 
     def nbytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
         """The codes of whole blocks, and six bytes for each block."""
-        return groups(int(product(sizes)), BLOCK) * (BLOCK * self.bits // 8 + 6)
+        return bounds.blocks_nbytes(int(product(sizes)), self.bits)
 
     def _steps(self, emit: Emitter, low: Value, high: Value, wanted: Value, dtype: torch.dtype) -> Value:
         """The step of each block [blocks, 1]."""

@@ -14,7 +14,9 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.effect import gradient_nodes
-from backstash.integrations.compile.reading import is_view, name_of
+from backstash.integrations.compile.reading import is_view, is_write, name_of
+from backstash.integrations.compile.saved_inputs import copied_inputs
+from backstash.integrations.compile.sums import added_product, early_products, reused_summand
 from backstash.integrations.compile.values import hint, is_tensor, spec_of
 
 BYTES_PER_SECOND, FLOPS_PER_SECOND = 10e9, 100e9
@@ -53,6 +55,9 @@ MOVES = frozenset(
 RANDOM = frozenset({"prims::inductor_random", "prims::inductor_randint"})
 """Random numbers that a seed determines, each from its place in the tensor."""
 
+_HEAVY = frozenset(f"aten::{name}" for name in ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
+"""Functions that Inductor does not compute twice on a CPU."""
+
 _REDUCTIONS = frozenset({"aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var_mean", "aten::any"})
 
 
@@ -62,6 +67,8 @@ class Joint:
     Attributes:
         graph: the graph.
         compiler_fuses: whether the compiler fuses elementwise operators.
+        early: the sums whose product takes less memory than a gradient that it is computed from.
+        is_apart: whether these products are computed before they are added.
         nodes: the node of each value.
         reads: for each value the values that it is computed from.
         nbytes: bytes of each value; 0 for inputs, for what is no tensor, and for calls with several results.
@@ -71,7 +78,12 @@ class Joint:
         is_input: whether it is an input of the graph.
         fuses: whether a compiler computes it inside the kernel of whoever reads it.
         is_shared: whether several operators read it.
+        is_heavy: whether a compiler that fuses stores its result rather than compute it for each of several readers.
         reads_fused: whether a compiler reads others' results without their ever being stored.
+        copied: bytes of the inputs that the compiler copies for convolutions.
+        saves_copies: whether these copies are saved, and not the inputs themselves.
+        takes_over: for sums that are computed in the memory of a summand that summand.
+        is_on_cpu: whether every tensor is in the memory of the CPU.
         results: the values that the forward pass returns to the program.
         gradients: the values that the backward pass returns.
 
@@ -79,11 +91,14 @@ class Joint:
         graph: the joint graph.
         outputs: how many results of the graph are the forward pass's.
         fuses: whether the compiler fuses elementwise operators.
+        is_apart: whether products that take less memory than their operands are computed before they are added.
     """
 
-    def __init__(self, graph: fx.Graph, outputs: int, fuses: bool) -> None:
+    def __init__(self, graph: fx.Graph, outputs: int, fuses: bool, is_apart: bool = False) -> None:
         self.graph = graph
         self.compiler_fuses = fuses
+        self.early = early_products(graph) if fuses else frozenset()
+        self.is_apart = is_apart
         self.nodes: list[fx.Node] = []
         self.reads: list[tuple[int, ...]] = []
         self._numbers: dict[fx.Node, int] = {}
@@ -110,22 +125,48 @@ class Joint:
         self.nbytes = [
             0 if is_input else _nbytes(node) for is_input, node in zip(self.is_input, self.nodes, strict=True)
         ]
-        self.reads_fused = [fuses and _reads_fused(node) for node in self.nodes]
+        sums = self._sums()
+        self.reads_fused = [fuses and _reads_fused(node) and node not in sums for node in self.nodes]
         # A constant is filled in by the kernel that reads it, or is the memory that an index_put writes to.
         constants = {"aten::full"} if fuses else set()
         self.nbytes = [
             0 if name_of(node) in constants else nbytes for node, nbytes in zip(self.nodes, self.nbytes, strict=True)
         ]
+        copied = copied_inputs(graph) if fuses else set()
+        self.copied = {self._numbers[node]: spec_of(node.meta["val"]).nbytes for node in copied}
+        self.saves_copies = True
+        self.is_on_cpu = all(node.meta["val"].device.type == "cpu" for node in self.nodes if is_tensor(node))
+        self.takes_over: dict[int, int] = {}
+        for node, product in sums.items():  # one call of a library computes both, when the other summand is there
+            number, source = self._numbers[node], self._numbers[product]
+            others = (each for each in self.reads[number] if each != source)
+            self.reads[number] = tuple(dict.fromkeys((*self.reads[source], *others)))
+            self.reads[source], self.nbytes[source] = (), 0
+            reused = reused_summand(node) if self.is_gradient[number] else None
+            if reused is not None and self.is_gradient[self._numbers[reused]]:
+                self.takes_over[number] = self._numbers[reused]
         self.is_shared = [len(node.users) > 1 for node in self.nodes]
-        self.fuses = [fuses and is_elementwise(node) for node in self.nodes]
+        self.is_heavy = [_is_heavy(node) for node in self.nodes]
+        self.fuses = [fuses and is_elementwise(node) and node not in sums for node in self.nodes]
         self.is_forward = [False] * len(self.nodes)
         for number in self.ancestors(number for number in self.results if not self.is_gradient[number]):
             self.is_forward[number] = True
         self.seconds = [self._seconds(number) for number in range(len(self.nodes))]
+        kept = self._kept_by_checkpoints()
         self._repeats: list[bool] = []
         for number, node in enumerate(self.nodes):
-            whole = self._repeats[self.reads[number][0]] if node.target is operator.getitem else True
-            self._repeats.append(whole and (self.is_input[number] or repeats(node, fuses)))
+            parent = self.reads[number][0] if node.target is operator.getitem else number
+            whole = parent == number or self._repeats[parent]
+            again = whole and (self.is_input[number] or repeats(node, fuses))
+            if number in kept or parent in kept:
+                again = not kept.get(parent, kept.get(number))
+            self._repeats.append(again)
+
+    def _sums(self) -> dict[fx.Node, fx.Node]:
+        """The additions that one call of a library computes together with a product, and these products."""
+        pairs = {node: added_product(node) for node in self.nodes} if self.compiler_fuses else {}
+        apart = self.early if self.is_apart else frozenset()
+        return {node: pair[0] for node, pair in pairs.items() if pair is not None and node not in apart}
 
     def number(self, node: Any) -> int | None:
         """The number of the value that a node returns or views; None if it is no tensor."""
@@ -144,6 +185,20 @@ class Joint:
             if number not in found:
                 found.add(number)
                 waiting += self.reads[number]
+        return found
+
+    def _kept_by_checkpoints(self) -> dict[int, bool]:
+        """For the values that a checkpoint inside the model speaks of: whether they are to be saved.
+
+        What is not to be saved is computed again, whatever it is: torch repeats the random numbers of a checkpoint.
+        """
+        found: dict[int, bool] = {}
+        for node in self.graph.nodes:
+            number, tag = self.number(node), getattr(node.meta.get("recompute"), "name", "")
+            if number is not None and tag == "MUST_SAVE":
+                found[number] = True
+            elif tag in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE") and number is not None and self.nodes[number] is node:
+                found.setdefault(number, False)
         return found
 
     def _all(self, nodes: Iterable[Any]) -> Iterator[int]:
@@ -182,8 +237,12 @@ def repeats(node: fx.Node, fuses: bool) -> bool:
 
 def is_elementwise(node: fx.Node) -> bool:
     """Whether each element of the result is computed from the arguments' elements at the same place."""
-    made = {"prims::convert_element_type", "aten::full", "prims::iota"} | RANDOM
+    made = {"prims::convert_element_type", "aten::full", "aten::scalar_tensor", "prims::iota"} | RANDOM
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in made
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    return name_of(node) in _HEAVY and is_tensor(node) and node.meta["val"].device.type == "cpu"
 
 
 def _reads_fused(node: fx.Node) -> bool:
@@ -197,12 +256,6 @@ def _is_alias(node: fx.Node) -> bool:
 def _is_number(node: fx.Node) -> bool:
     val = node.meta.get("val")
     return isinstance(val, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def is_write(node: fx.Node) -> bool:
-    """Whether an operator writes to its first argument."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def _nbytes(node: fx.Node) -> int:

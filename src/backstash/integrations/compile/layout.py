@@ -65,12 +65,13 @@ def like_original(emit: Emitter, ordered: Value, original: torch.Tensor) -> Valu
     order = memory_order(original)
     assert order is not None
     sizes = [original.shape[dim] for dim in order]
-    if not _same(sizes_of(ordered), sizes):
+    if not have_same_sizes(sizes_of(ordered), sizes):
         ordered = emit(_aten.view.default, ordered, sizes)
     return ordered if is_identity(order) else emit(_aten.permute.default, ordered, inverse(order))
 
 
-def _same(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+def have_same_sizes(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether sizes are known to be equal, whatever the symbols in them stand for."""
     return len(sizes) == len(others) and all(
         statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
     )

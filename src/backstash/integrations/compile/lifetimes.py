@@ -7,15 +7,19 @@ memory: an elementwise result is stored when the first operator reads it that ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from backstash.integrations.compile.joint import BYTES_PER_SECOND, Joint
 
+ROUNDED_BYTES_PER_SECOND = 0.35e9
+"""Rounding to integers in groups and back, in code that a compiler has generated for a CPU."""
+
 _MOST_READS = 4
-"""A compiler stores an elementwise result of several readers that is computed from more values than this."""
+"""A compiler stores an elementwise result of several readers that is computed from more values than this, or by a
+function that takes long."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,12 @@ class Run:
         self._joint = joint
         self._stored = frozenset(stored)
         self._touches: dict[int, set[int]] = {}
+        self._heavy: set[int] = set()
         self._births: list[tuple[int, set[int]]] = []
         self.born: dict[int, int] = {}
         self.dies: dict[int, int] = {}
         self.nbytes: dict[int, int] = {}
+        self.copies: dict[int, int] = {}
         self.moment = 0
 
     def hold(self, number: int, nbytes: int) -> None:
@@ -89,22 +95,30 @@ class Run:
         joint = self._joint
         self.moment += 1
         touched: set[int] = set()
+        is_heavy = joint.is_heavy[number]
         for source in joint.reads[number]:
             if source in self.born:
                 touched.add(source)
+                if source in joint.copied and not joint.reads_fused[number] and not self.nbytes[source]:
+                    self.copies[self.moment] = self.copies.get(self.moment, 0) + joint.copied[source]
             elif joint.reads_fused[number]:
                 touched |= self._touches.get(source, set())
+                is_heavy = is_heavy or source in self._heavy
             else:
                 self._store(source)
                 touched.add(source)
         self._read(touched)
         if not joint.fuses[number]:
             self.hold(number, joint.nbytes[number])
+            if number in joint.takes_over:
+                self._births.append((number, {joint.takes_over[number]}))
             return
         self._touches[number] = touched
-        several = len(touched) > _MOST_READS and joint.is_shared[number]
+        several = joint.is_shared[number] and (is_heavy or len(touched) > _MOST_READS)
         if several or number in self._stored:
             self._store(number)
+        elif is_heavy:
+            self._heavy.add(number)
 
     def finish(self, kept: Iterable[int]) -> np.ndarray:
         """Bytes at each operator, of which ``kept`` are held until the end."""
@@ -119,11 +133,14 @@ class Run:
             changes[born] += nbytes
             changes[self.dies[number] + 1] -= nbytes
         found = np.cumsum(changes)[: self.moment + 1]
+        for moment, nbytes in self.copies.items():
+            found[moment] += nbytes
         taken: set[int] = set()
         for number, touched in self._births:  # a fused kernel writes over an input that nobody else reads
             moment, nbytes = self.born[number], self.nbytes[number]
+            latest = moment if number in self._joint.takes_over else moment - 1
             for source in touched - taken:
-                if self.nbytes[source] == nbytes and self.dies[source] == moment and self.born[source] < moment:
+                if self.nbytes[source] == nbytes and self.dies[source] == moment and self.born[source] <= latest:
                     taken.add(source)
                     found[moment] -= nbytes
                     break
@@ -145,10 +162,12 @@ class Lifetimes:
 
     Args:
         joint: the graph.
+        rounded: bytes of values in the form to which a policy rounds them.
     """
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: Joint, rounded: Mapping[int, int] | None = None) -> None:
         self.joint = joint
+        self._rounded = rounded or {}
         count = len(joint.nodes)
         self._fixed = [number for number in range(count) if joint.is_gradient[number] and not joint.is_input[number]]
         self._forward = [number for number in range(count) if joint.is_forward[number] and not joint.is_input[number]]
@@ -159,25 +178,30 @@ class Lifetimes:
         Args:
             saved: bytes in which each saved value is held. What cannot be computed again is saved in any case.
         """
-        backward, again, used = self._backward(saved)
-        forward = self._run_forward(used)
+        backward, again, used, inputs = self._backward(saved)
+        forward = self._run_forward(used, inputs)
         joint = self.joint
-        encoded = sum(
-            2 * (joint.nbytes[number] + held) / BYTES_PER_SECOND
-            for number, held in used.items()
-            if held != joint.nbytes[number]
-        )
+        encoded = sum(self._seconds(number, held) for number, held in used.items() if held != joint.nbytes[number])
         return Estimate(
             forward, backward, encoded + sum(joint.seconds[number] for number in again), used, frozenset(again)
         )
+
+    def _seconds(self, number: int, held: int) -> float:
+        """Time for encoding and decoding a value."""
+        nbytes = self.joint.nbytes[number]
+        if held == self._rounded.get(number) and self.joint.is_on_cpu:
+            return nbytes / ROUNDED_BYTES_PER_SECOND
+        return 2 * (nbytes + held) / BYTES_PER_SECOND
 
     def held(self, number: int, saved: Mapping[int, int]) -> int | None:
         """Bytes in which a value is saved; None if backward computes it."""
         held = saved.get(number)
         return self.joint.nbytes[number] if held is None and self.joint.must_be_saved(number) else held
 
-    def _backward(self, saved: Mapping[int, int]) -> tuple[np.ndarray, list[int], dict[int, int]]:
+    def _backward(self, saved: Mapping[int, int]) -> tuple[np.ndarray, list[int], dict[int, int], set[int]]:
         joint = self.joint
+        copies = joint.copied if joint.saves_copies else {}
+        inputs: set[int] = set()
         run = Run(joint)
         ready: set[int] = set()
         again: list[int] = []
@@ -212,7 +236,10 @@ class Lifetimes:
                     run.decode(each)
             for each in sorted(needed):
                 if joint.is_input[each]:
-                    run.hold(each, 0)
+                    inputs.add(each)
+                    run.hold(each, copies.get(each, 0))
+                    if each in copies:
+                        run.born[each] = 0
                     continue
                 run.compute(each)
                 if joint.is_forward[each] and not joint.is_gradient[each]:
@@ -221,9 +248,9 @@ class Lifetimes:
         found = run.finish(joint.gradients)
         bounds = [0, *sorted(start for start in set(starts) if start < len(found))]
         # One figure for each operator that depends on a gradient, so that estimates can be compared place by place.
-        return np.maximum.reduceat(found, bounds), again, used
+        return np.maximum.reduceat(found, bounds), again, used, inputs
 
-    def _run_forward(self, used: Mapping[int, int]) -> np.ndarray:
+    def _run_forward(self, used: Mapping[int, int], inputs: Collection[int]) -> np.ndarray:
         joint = self.joint
         more = joint.ancestors(number for number in used if not joint.is_forward[number])
         extra = {number for number in more if not joint.is_forward[number] and not joint.is_input[number]}
@@ -231,8 +258,8 @@ class Lifetimes:
         plain = [number for number, held in used.items() if held == joint.nbytes[number]]
         run = Run(joint, plain)
         for number, is_input in enumerate(joint.is_input):
-            if is_input:
-                run.hold(number, 0)
+            if is_input:  # the compiler makes the copies at the start
+                run.hold(number, joint.copied.get(number, 0))
         planes = len(joint.nodes)
         for number in order:
             run.compute(number)
@@ -240,4 +267,7 @@ class Lifetimes:
             if held is not None and held != joint.nbytes[number]:
                 run.hold(planes + number, held)
         encoded = [planes + number for number, held in used.items() if held != joint.nbytes[number]]
-        return run.finish([*plain, *encoded, *(number for number in joint.results if not joint.is_gradient[number])])
+        copies = [number for number in inputs if number in joint.copied] if joint.saves_copies else []
+        return run.finish(
+            [*plain, *encoded, *copies, *(number for number in joint.results if not joint.is_gradient[number])]
+        )

@@ -23,7 +23,9 @@ from backstash.integrations.compile.choose import Choice, choose
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.graph_offload import HOST, Offloaded
 from backstash.integrations.compile.rewrite import planes_nbytes, rewrite
+from backstash.integrations.compile.saved_inputs import save_as_matrices
 from backstash.integrations.compile.substitutes import substitutes
+from backstash.integrations.compile.sums import add_products_in_place, take_apart
 from backstash.integrations.compile.values import SavedValue, Split, spec_of
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Entry, Report
@@ -65,19 +67,22 @@ class Treatment:
         ) -> tuple[fx.GraphModule, fx.GraphModule, int]:
             return *min_cut_partition(choose, **settings)(joint, inputs, **keywords), keywords["num_fwd_outputs"]
 
-        name, note = f"graph {len(self.graphs)}", ""
-        if self.budget is None or any("recompute" in node.meta for node in joint.graph.nodes):
+        name, note, saves_copies, is_apart = f"graph {len(self.graphs)}", "", True, False
+        if self.budget is None:
+            # The partitioner leaves marks of its own, so it is asked before whether a checkpoint has left some.
+            has_checkpoint = any("recompute" in node.meta for node in joint.graph.nodes)
             split = Split(*partition({}))
             plan = self.plan(split)
-            if self.budget is None and not any("recompute" in node.meta for node in joint.graph.nodes):
+            if not has_checkpoint:
                 split, plan = self._with_substitutes(partition, split, plan)
-            if self.budget is not None:
-                note = "budget: not kept, because a checkpoint inside says already what is computed again"
         else:
             lasting = keywords.get("static_lifetime_input_indices") or ()
             chosen, note = cheapest(partition, self.plan, self.budget, self.fuses, lasting)
             split, plan = chosen.split, chosen.plan
-        self.graphs.append(self.carry_out(name, split, plan, note))
+            saves_copies, is_apart = chosen.saves_copies, chosen.is_apart
+        if not saves_copies:
+            save_as_matrices(split)
+        self.graphs.append(self.carry_out(name, split, plan, note, is_apart))
         log.info("%s", self.graphs[-1])
         return split.forward, split.backward
 
@@ -112,8 +117,10 @@ class Treatment:
             plan.append((value, choice))
         return plan
 
-    def carry_out(self, name: str, split: Split, plan: list[tuple[SavedValue, Choice]], note: str = "") -> GraphAccount:
-        """Gives every saved value its form, and accounts for it."""
+    def carry_out(
+        self, name: str, split: Split, plan: list[tuple[SavedValue, Choice]], note: str = "", is_apart: bool = False
+    ) -> GraphAccount:
+        """Gives every saved value its form, and accounts for it; ``is_apart`` says how products are added."""
         keys = self._keys(split)
         planes: dict[int, list[fx.Node]] = {}
         for number, (value, choice) in enumerate(plan):
@@ -125,6 +132,11 @@ class Treatment:
         ]
         account = GraphAccount(name, tuple(rows), _input_nbytes(split), note)
         emit_account(split, account, rows_of([value for value, _ in plan], planes))
+        # Last, because what was put into the graph before may read a product as well.
+        if is_apart:
+            take_apart(split.backward.graph)
+        if self.fuses:
+            add_products_in_place(split.backward.graph)
         for module in (split.forward, split.backward):
             module.graph.lint()
             module.recompile()

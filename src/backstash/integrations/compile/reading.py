@@ -155,6 +155,12 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
+def is_write(node: fx.Node) -> bool:
+    """Whether an operator writes to its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call of an operator, by name, with the defaults of those that were left out."""
     schema = getattr(node.target, "_schema", None)

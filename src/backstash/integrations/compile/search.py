@@ -80,7 +80,7 @@ class Search:
         self._joint = joint
         self._options = options
         self._budget = budget
-        self._lifetimes = Lifetimes(joint)
+        self._lifetimes = Lifetimes(joint, options.rounded)
         saved = {number: options.held[number] for number in start}
         self._current = Found(saved, set(), self._lifetimes.estimate(saved))
         self._always = self._current.estimate.again

@@ -3,7 +3,8 @@
 Torch's partitioner saves what computes the most at the least bytes. Of an attention in full that is the scores before
 the softmax, since an exponential costs nothing. But nobody can round scores: a masked one is as large as a number gets,
 and an error in any is a factor of its weight. The softmax's result has as many bytes, is computed in the forward pass
-anyway, and the gradients are linear in it.
+anyway, and the gradients are linear in it. Of a cross entropy it is the logits, which the backward pass makes the
+probabilities of. These are saved instead: the forward pass then computes them, and the backward pass does not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection
 from torch import fx
 
 from backstash.integrations.compile.effect import effect_of
+from backstash.integrations.compile.joint import is_elementwise
 from backstash.integrations.compile.reading import is_view, readers
 from backstash.integrations.compile.values import SavedValue, Split, is_tensor, spec_of
 from backstash.saved import Effect, Need
@@ -42,12 +44,12 @@ def substitutes(split: Split, kept: Collection[SavedValue], gradients: set[fx.No
             continue
         placeholder = value.members[0].placeholder
         serve = [
-            (_ORDER.index(effect), node.name)
+            (_ORDER.index(effect), node not in split.twins, node.name)
             for node in _computed_from(placeholder, gradients) or ()
             if (effect := _effect(split, value, node, gradients)) in _ORDER and _is_passed(placeholder, node, gradients)
         ]
         if serve:
-            found[value.base.name] = min(serve, key=lambda each: each[0])[1]
+            found[value.base.name] = min(serve, key=lambda each: each[:2])[-1]
     return found
 
 
@@ -70,7 +72,7 @@ def _computed_from(value: fx.Node, gradients: set[fx.Node]) -> list[fx.Node] | N
 
 def _effect(split: Split, value: SavedValue, node: fx.Node, gradients: set[fx.Node]) -> Effect:
     """The worst effect of an error in a node that is saved instead; UNKNOWN if it cannot be."""
-    if is_view(node) or node not in split.twins or not is_tensor(node):
+    if is_view(node) or not is_tensor(node) or not _is_cheap(split, node):
         return Effect.UNKNOWN
     if spec_of(node.meta["val"]).nbytes > value.spec().nbytes:
         return Effect.UNKNOWN
@@ -78,6 +80,21 @@ def _effect(split: Split, value: SavedValue, node: fx.Node, gradients: set[fx.No
     if not effects or Effect.UNKNOWN in effects:
         return Effect.UNKNOWN
     return max(effects, key=_ORDER.index)
+
+
+def _is_cheap(split: Split, node: fx.Node) -> bool:
+    """Whether the forward pass computes the node, or can compute it by elementwise operators from what it computes."""
+    waiting, seen = [node], {node}
+    while waiting:
+        each = waiting.pop()
+        if each in split.twins:
+            continue
+        if each.op != "call_function" or not (is_elementwise(each) or is_view(each)):
+            return False
+        new = set(each.all_input_nodes) - seen
+        seen |= new
+        waiting += new
+    return True
 
 
 def _is_passed(value: fx.Node, through: fx.Node, gradients: set[fx.Node]) -> bool:

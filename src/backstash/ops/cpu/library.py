@@ -18,7 +18,7 @@ PATH = Path(__file__).with_name("libbackstash_native.so")
 ISAS = ("scalar", "avx2", "avx512")
 """Instruction sets by their codes (``native/isa.h``)."""
 
-INTERFACE = 1
+INTERFACE = 2
 """The number of the interface that the bindings beside this file expect (``native/isa.cpp``).
 
 A library that was built before a signature has changed has every function, and would read arguments in wrong places.

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from backstash.ops.cpu import library
-from backstash.ops.cpu.planes import threads_for
+from backstash.ops.cpu.planes import check_plane, threads_for
+from backstash.ops.layout import bytes_for
 
 _lib: Any = library.functions(
     {
-        "bs_affine": (None, [c_void_p] * 7 + [c_int64] * 3 + [c_int, c_double, c_double, c_void_p, c_int]),
+        "bs_affine": (None, [c_void_p] * 7 + [c_int64] * 3 + [c_int, c_double, c_double] + [c_void_p] * 2 + [c_int]),
         "bs_batch_norm_channels": (c_int64, [c_void_p] * 5 + [c_int64] * 3 + [c_void_p] * 3 + [c_int]),
         "bs_batch_norm_pixels": (None, [c_void_p] * 7 + [c_int64] * 2 + [c_void_p, c_int]),
     }
@@ -38,13 +39,16 @@ def affine(
     outer: int,
     inner: int,
     out: Tensor,
+    mask: Tensor | None = None,
 ) -> None:
     """See :func:`backstash.ops.reference.norms.affine`."""
     channels = x.shape[1]
     scratch = torch.empty(2 * channels, dtype=torch.float32, device="cpu")
     pointers = _pointers(x, residual, mean, invstd, weight, bias, scratch)
-    threads = threads_for(x.numel() * 4)
-    _lib.bs_affine(*pointers, outer, channels, inner, activation, lo, hi, out.data_ptr(), threads)
+    if mask is not None:
+        check_plane("affine", "mask", mask, bytes_for(x.numel(), 1))
+    numbers = outer, channels, inner, activation, lo, hi
+    _lib.bs_affine(*pointers, *numbers, *_pointers(mask, out), threads_for(x.numel() * 4))
 
 
 def batch_norm_channels(

@@ -108,7 +108,7 @@ def sz_encode(
     encoded = _lib.bs_sz_encode(*source, step, bound, offset, base, low, axes, divided, sizes, threads)
     if encoded is None:
         raise ValueError(
-            f"sz_encode asked for frequencies of 2 to 2,050 symbols that add up to 4,096, an escape's not 0, and for "
+            f"sz_encode asked for frequencies of 2 to 32 symbols that add up to 256, an escape's not 0, and for "
             f"memory of the size of what is encoded; got {table.numel()} frequencies. Make them with ops.sz.model."
         )
     try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backstash.ops.layout import Activation, images, per_channel
+from backstash.ops.reference.masks import mask_select
 from backstash.ops.table import kernel
 
 _WITHOUT = {"triton": "ATen's CUDA kernels round in another order"}
@@ -64,7 +65,7 @@ def _spread(vector: Tensor, x: Tensor) -> Tensor:
 
 @kernel(
     "(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, Tensor? residual, int activation, "
-    "float lo, float hi, int outer, int inner, Tensor(a!) out) -> ()",
+    "float lo, float hi, int outer, int inner, Tensor(a!) out, Tensor? mask=None) -> ()",
     check=check_images,
     without=_WITHOUT,
     fallback=_FALLBACK,
@@ -82,6 +83,7 @@ def affine(
     outer: int,
     inner: int,
     out: Tensor,
+    mask: Tensor | None = None,
 ) -> None:
     """Fills ``out`` with ``activation(batch_norm(x) [+ residual])`` from the statistics that batch norm saved.
 
@@ -93,6 +95,8 @@ def affine(
         activation: code of an :class:`backstash.ops.layout.Activation`.
         lo, hi: its numbers; it ignores those that it does not need.
         outer, inner: what :func:`backstash.ops.layout.images` says of ``x``.
+        mask: uint8, a bit for each element in memory order. Where it is clear the result is zero, elsewhere the
+            smallest normal number if it would be less.
     """
     alpha = invstd if weight is None else invstd * weight
     beta = fused(-mean, alpha, torch.zeros_like(mean) if bias is None else bias)
@@ -100,6 +104,9 @@ def affine(
     if residual is not None:
         y = y + residual
     out.copy_(_activated(y, activation, lo, hi))
+    if mask is not None:
+        elements = out.as_strided((out.numel(),), (1,))
+        mask_select(elements.clamp(min=torch.finfo(out.dtype).tiny), mask, elements)
 
 
 def _activated(y: Tensor, activation: int, lo: float, hi: float) -> Tensor:

@@ -13,10 +13,25 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops.sz import AXES, BINS, LANES, LEAST, LIMIT, PRECISION, WINDOW, chunks, fits, starts
+from backstash.ops.sz import (
+    AXES,
+    BINS,
+    LANES,
+    LEAST,
+    LIMIT,
+    MAX_WIDTH,
+    PRECISION,
+    WIDTH_SHIFT,
+    WINDOW,
+    chunks,
+    fits,
+    starts,
+)
 from backstash.ops.table import dynamic_size, kernel
 
 _TOTAL = 1 << PRECISION
+_WORD = 16
+"""Bits of what a coder gives up at once."""
 _STATES = 2 * LANES  # words
 CHECK_SEED, CHECK_PLACES, CHECK_VALUES = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 """The factors of a chunk's number, of its places' sum and of its values' sum in its checksum."""
@@ -143,10 +158,11 @@ def sz_encode(
 
     Args:
         x: [n].
-        table: frequencies of the symbols, int16 (see ops/sz.py); a symbol of frequency 0 is coded as an escape.
+        table: frequencies and widths of the symbols, int16 (see ops/sz.py); a code whose symbol has frequency 0
+            becomes an escape.
         step: what the integers are multiplied with.
         bound: the largest error. An element that would have a larger error is an outlier, which is stored as it is.
-        base, low: which symbol stands for which code.
+        base, low: which symbol stands for which codes.
         axes: along which of the three axes neighbours are subtracted, as bits.
         blocks: elements of a row, a plane, a tile, a chunk.
         offset: what is added to the integers, in steps: 0.5, so that no element becomes zero, or 0.
@@ -182,14 +198,22 @@ def sz_encode(
     return torch.cat([empty, *streams]), torch.stack(index), torch.cat([empty, *places]), torch.cat([nothing, *values])
 
 
+def _symbols(table: Tensor, base: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns each symbol's frequency, the first of its slots, its width, and the first of its codes (0: none)."""
+    frequencies, widths = table.long() & ((1 << WIDTH_SHIFT) - 1), table.long() >> WIDTH_SHIFT
+    sizes = (1 << widths[2:]) if table.numel() > 2 else widths[2:]
+    starts = torch.cat([widths[:2] * 0, base + sizes.cumsum(0) - sizes])
+    return frequencies, frequencies.cumsum(0) - frequencies, widths, starts
+
+
 def _coded(codes: Tensor, table: Tensor, base: int, low: int, chunk: int) -> list[Tensor]:
     """Returns the words of each chunk."""
     n, device = codes.numel(), codes.device
-    frequencies = table.long()
-    begins = frequencies.cumsum(0) - frequencies
-    index = (codes >> low) - base
-    inside = (index >= 0) & (index < table.numel() - 2)
-    symbols = torch.where(inside, 2 + index, 1).masked_fill(codes == 0, 0)
+    frequencies, begins, widths, starts = _symbols(table, base)
+    high = codes >> low
+    end = base + int((1 << widths[2:]).sum())
+    symbols = 1 + torch.searchsorted(starts[2:].contiguous(), high, right=True)
+    symbols = torch.where((high >= base) & (high < end), symbols, 1).masked_fill(codes == 0, 0)
     symbols = torch.where(frequencies[symbols] == 0, 1, symbols)
     # [chunks, steps, LANES], with -1 where a chunk has no such element.
     count, steps = chunks(n, chunk), -(-min(n, chunk) // LANES)
@@ -204,15 +228,18 @@ def _coded(codes: Tensor, table: Tensor, base: int, low: int, chunk: int) -> lis
         given[:, step, : 2 * LANES] = (symbol == 1).repeat_interleave(2, 1)
         has_low = (symbol >= 2) & (low > 0)
         words[:, step, 2 * LANES : 3 * LANES] = states & 0xFFFF
-        given[:, step, 2 * LANES : 3 * LANES] = full = has_low & (states >= 1 << (32 - low))
+        given[:, step, 2 * LANES : 3 * LANES] = full = has_low & (states >= LEAST << (_WORD - low))
         states = torch.where(full, states >> 16, states)
         states = torch.where(has_low, states << low | code & ((1 << low) - 1), states)
         some = torch.where(symbol < 0, 1, symbol)  # an escape's frequency is never 0
-        frequency, begin = frequencies[some], begins[some]
+        frequency, begin, width = frequencies[some], begins[some], widths[some]
+        # A symbol and the place in its bucket are coded at once, as one of many symbols of the same frequency.
+        place = torch.where(symbol >= 2, (code >> low) - starts[some], 0)
         words[:, step, 3 * LANES :] = states & 0xFFFF
-        given[:, step, 3 * LANES :] = full = (symbol >= 0) & (states >= frequency << (32 - PRECISION))
+        room = frequency << (LEAST.bit_length() - 1 + _WORD - PRECISION - width)
+        given[:, step, 3 * LANES :] = full = (symbol >= 0) & (states >= room)
         states = torch.where(full, states >> 16, states)
-        coded = (states // frequency << PRECISION) + states % frequency + begin
+        coded = (states // frequency << (PRECISION + width)) + (place << PRECISION) + states % frequency + begin
         states = torch.where(symbol >= 0, coded, states)
     last = torch.stack([states & 0xFFFF, states >> 16], 2).flatten(1)
     return [
@@ -262,7 +289,8 @@ def sz_decode(
     """
     n, chunk = out.numel(), blocks[3]
     count, nothing = chunks(n, chunk), values[:0]
-    if not (_fits(table, low) and index.numel() == 1 + 4 * count and index[0] == check(-1, table, nothing, nothing)):
+    sized = _fits(table, base, low) and index.numel() == 1 + 4 * count
+    if not sized or index[0] != check(-1, table, nothing, nothing):
         raise DamagedPlanesError(sz_damage())
     records = index[1:].view(count, 4).tolist()
     begin, streams = [0, 0, 0], []
@@ -294,15 +322,19 @@ def sz_decode(
         begin = end
 
 
-def _fits(table: Tensor, low: int) -> bool:
-    return fits(table.numel(), low) and bool((table >= 0).all()) and int(table.long().sum()) == _TOTAL
+def _fits(table: Tensor, base: int, low: int) -> bool:
+    if not fits(table.numel(), low) or bool((table < 0).any()):
+        return False
+    frequencies, _, widths, starts = _symbols(table, base)
+    in_window = base >= -WINDOW // 2 and int(starts[-1] + (1 << widths[-1])) <= WINDOW // 2
+    narrow = int(widths.max()) <= MAX_WIDTH and int(widths[:2].sum()) == 0
+    return int(frequencies.sum()) == _TOTAL and int(frequencies[1]) > 0 and in_window and narrow
 
 
 def _decoded(streams: list[Tensor], table: Tensor, base: int, low: int, axes: int, blocks: list[int], n: int) -> Tensor:
     """Returns the integers; those of chunks without words are 0."""
     count, chunk, device = len(streams), blocks[3], table.device
-    frequencies = table.long()
-    begins = frequencies.cumsum(0) - frequencies
+    frequencies, begins, widths, starts = _symbols(table, base)
     of_slot = torch.repeat_interleave(torch.arange(table.numel(), device=device), frequencies)
     steps = -(-min(n, chunk) // LANES)
     longest = max(words.numel() for words in streams)
@@ -328,11 +360,14 @@ def _decoded(streams: list[Tensor], table: Tensor, base: int, low: int, axes: in
         present = coded & (step * LANES + lanes < sizes)
         slot = states & (_TOTAL - 1)
         symbol = of_slot[slot]
-        states = torch.where(present, frequencies[symbol] * (states >> PRECISION) + slot - begins[symbol], states)
+        width = widths[symbol]
+        code = starts[symbol] + (states >> PRECISION & ((1 << width) - 1)) << low
+        made = frequencies[symbol] * (states >> (PRECISION + width)) + slot - begins[symbol]
+        states = torch.where(present, made, states)
         few = present & (states < LEAST)
         states = torch.where(few, states << 16 | take(few), states)
         has_low = present & (symbol >= 2) & (low > 0)
-        code = torch.where(symbol >= 2, symbol - 2 + base << low | states & ((1 << low) - 1), 0)
+        code = torch.where(symbol >= 2, code | states & ((1 << low) - 1), 0)
         states = torch.where(has_low, states >> low, states)
         few = has_low & (states < LEAST)
         states = torch.where(few, states << 16 | take(few), states)

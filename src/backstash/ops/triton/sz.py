@@ -79,13 +79,13 @@ def sz_encode_staged(
     outliers = x.new_zeros(chunks, dtype=torch.int32)
     arguments = bits_of(x), codes, outliers, x.numel(), *blocks, pieces, *_numbers(step, bound, offset)
     launch(sz_quantise_kernel, chunks * pieces, *arguments, AXES=axes, HALF=x.dtype == torch.float16, BLOCK=PIECE)
-    entries = x.new_empty(table.numel(), dtype=torch.int32)
+    entries = x.new_empty(sz.WINDOW + 2, dtype=torch.int32)
     index = x.new_empty(1 + 4 * chunks, dtype=torch.int64)
-    launch(sz_entries_kernel, 1, table, entries, index, table.numel(), num_warps=ZVC_WARPS)
+    launch(sz_entries_kernel, 1, table, entries, index, table.numel(), base, num_warps=ZVC_WARPS)
     slot = min(x.numel(), blocks[3]) * x.element_size() // 2
     staging = x.new_empty((chunks, slot), dtype=torch.int16)
     sizes = x.new_empty((chunks, 3), dtype=torch.int64)
-    coded = codes, entries, outliers, staging, sizes, x.numel(), blocks[3], slot, table.numel(), base, low
+    coded = codes, entries, outliers, staging, sizes, x.numel(), blocks[3], slot, low
     launch(sz_encode_kernel, chunks, *coded, HAS_LOW=low > 0, WIDTH=x.element_size(), num_warps=1)
     index[1:].view(chunks, 4)[:, :3] = sizes.cumsum(0)
     return staging, index
@@ -130,13 +130,13 @@ def sz_encode(
     not checked, which would wait.
 
     Raises:
-        ValueError: the table has not 2 to 2,050 frequencies.
+        ValueError: the table has not 2 to 32 frequencies.
     """
     if x.dtype not in SMALL_FLOATS:
         return reference.sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
-    if not 2 <= table.numel() <= 2 + sz.WINDOW:
+    if not 2 <= table.numel() <= sz.SYMBOLS:
         raise ValueError(
-            f"sz_encode asked for frequencies of 2 to {2 + sz.WINDOW:,} symbols, got {table.numel()} frequencies. Make "
+            f"sz_encode asked for frequencies of 2 to {sz.SYMBOLS} symbols, got {table.numel()} frequencies. Make "
             f"them with ops.sz.model."
         )
     staging, index = sz_encode_staged(x, table, step, bound, base, low, axes, blocks, offset)
@@ -176,7 +176,7 @@ def sz_decode_flagged(
         raise DamagedPlanesError(sz_damage())
     slots = out.new_empty(1 << sz.PRECISION, dtype=torch.int64)
     damaged = out.new_empty(1, dtype=torch.int32)
-    tables = table, index, slots, damaged, table.numel(), base, low
+    tables = table, index, slots, damaged, table.numel(), base
     launch(sz_slots_kernel, 1, *tables, num_warps=ZVC_WARPS)
     _check_chunks(stream, places, values, index, damaged, n, chunk, verify=True)
     bits = bits_of(out)

@@ -5,45 +5,56 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from backstash.ops import sz
 from backstash.ops.reference.sz import CHECK_PLACES, CHECK_VALUES, signed
 from backstash.ops.triton.sz_encode_kernels import (
+    BITS,
     LANES,
     LEAST,
     PRECISION,
     SEED,
     SLOTS,
     STATES,
+    SYMBOLS,
+    WINDOW,
     decoded_bits,
-    frequencies_of,
     span_of,
+    symbols_of,
 )
 
+MAX_WIDTH = tl.constexpr(sz.MAX_WIDTH)
 PLACES = tl.constexpr(signed(CHECK_PLACES))
 VALUES = tl.constexpr(signed(CHECK_VALUES))
 
 
 @triton.jit
-def sz_slots_kernel(table_ptr, index_ptr, slots_ptr, damaged_ptr, symbols, base, low):
+def sz_slots_kernel(table_ptr, index_ptr, slots_ptr, damaged_ptr, symbols, base):
     """Stores for each slot what a decoder needs to know of its symbol, and whether the table is ``damaged``.
 
-    From bit 0 on the frequency - 1, from 12 the slot's place among the symbol's, 24: it is an escape, 25: it has low
-    bits, from 32 the code, its low bits 0. Whatever the table says, there are SLOTS of these.
+    From bit 0 on the frequency - 1, from 8 the slot's place among the symbol's, from 16 the width, 24: it is an escape,
+    25: it is a bucket's, from 32 the first of its codes. Whatever the table says, there are SLOTS of these.
     """
-    slot, frequency, end, check = frequencies_of(table_ptr, symbols)
-    sound = (tl.min(frequency) >= 0) & (tl.sum(frequency) == SLOTS) & (check == tl.load(index_ptr))
+    frequency, width, end, codes_end, check = symbols_of(table_ptr, symbols, base)
+    symbol = tl.arange(0, SYMBOLS)
+    narrow = (width >= 0) & (width <= (symbol >= 2).to(tl.int32) * MAX_WIDTH)
+    escape = tl.sum(tl.where(symbol == 1, frequency, 0))
+    in_window = (base >= -WINDOW // 2) & (tl.max(codes_end) <= WINDOW // 2)
+    sound = (tl.min(narrow.to(tl.int32)) == 1) & (tl.sum(frequency) == SLOTS) & (escape > 0) & in_window
+    sound &= check == tl.load(index_ptr)
     tl.store(damaged_ptr, tl.where(sound, 0, 1))
+    slot = tl.arange(0, SLOTS)
     symbol = slot * 0  # how many symbols' slots end before this one
-    for bit in tl.static_range(1, PRECISION + 1):
-        probe = symbol + (SLOTS >> bit)
+    for bit in tl.static_range(1, BITS + 1):
+        probe = symbol + (SYMBOLS >> bit)
         symbol = tl.where(tl.gather(end, probe - 1, axis=0) <= slot, probe, symbol)
-    symbol = tl.minimum(symbol, symbols - 1)
     frequency = tl.gather(frequency, symbol, axis=0)
     place = slot - (tl.gather(end, symbol, axis=0) - frequency)
     plain = symbol >= 2
-    code = tl.where(plain, (symbol - 2 + base) << low, 0)
+    width = tl.gather(width, symbol, axis=0) & MAX_WIDTH
+    start = tl.where(plain, tl.gather(codes_end, symbol, axis=0) - (1 << width), 0)
     flags = ((symbol == 1).to(tl.int32) << 24) | (plain.to(tl.int32) << 25)
-    packed = ((frequency - 1) & 0xFFF) | ((place & 0xFFF) << 12) | flags
-    tl.store(slots_ptr + slot, packed.to(tl.int64) | (code.to(tl.int64) << 32))
+    packed = ((frequency - 1) & 0xFF) | ((place & 0xFF) << 8) | (width << 16) | flags
+    tl.store(slots_ptr + slot, packed.to(tl.int64) | (start.to(tl.int64) << 32))
 
 
 @triton.jit
@@ -140,10 +151,12 @@ def sz_decode_kernel(
     for first in range(0, n, LANES):
         there = first + lanes < n
         slot = tl.load(slots_ptr + (states & (SLOTS - 1)).to(tl.int32))
-        code = (slot >> 32).to(tl.int32)
-        frequency, place = ((slot & 0xFFF) + 1).to(tl.uint32), (slot >> 12 & 0xFFF).to(tl.uint32)
+        frequency, place = ((slot & 0xFF) + 1).to(tl.uint32), (slot >> 8 & 0xFF).to(tl.uint32)
+        width, above = (slot >> 16 & 0xF).to(tl.uint32), states >> PRECISION
+        code = ((slot >> 32).to(tl.int32) + (above & ((1 << width) - 1)).to(tl.int32)) << low
+        code = tl.where((slot >> 25 & 1) != 0, code, 0)
         escapes = there & ((slot >> 24 & 1) != 0)
-        states = tl.where(there, frequency * (states >> PRECISION) + place, states)
+        states = tl.where(there, frequency * (above >> width) + place, states)
         few = there & (states < LEAST)
         marks = few.to(tl.int32) | (escapes.to(tl.int32) << 8)
         ranks = tl.cumsum(marks, axis=0)

@@ -18,7 +18,12 @@ LANES = tl.constexpr(sz.LANES)
 STATES = tl.constexpr(2 * sz.LANES)  # words
 LEAST = tl.constexpr(sz.LEAST)
 PRECISION = tl.constexpr(sz.PRECISION)
-SLOTS = tl.constexpr(1 << sz.PRECISION)  # no fewer than there may be symbols
+SLOTS = tl.constexpr(1 << sz.PRECISION)
+SYMBOLS = tl.constexpr(sz.SYMBOLS)
+BITS = tl.constexpr(sz.SYMBOLS.bit_length() - 1)  # of a symbol
+WIDTH_SHIFT = tl.constexpr(sz.WIDTH_SHIFT)
+FREQUENCY = tl.constexpr((1 << sz.WIDTH_SHIFT) - 1)
+STATE_BITS = tl.constexpr((sz.LEAST << 16).bit_length() - 1)  # of the largest state
 LIMIT = tl.constexpr(float(sz.LIMIT))
 WINDOW = tl.constexpr(sz.WINDOW)
 BINS = tl.constexpr(sz.BINS)
@@ -170,34 +175,46 @@ def sz_survey_kernel(
 
 
 @triton.jit
-def frequencies_of(table_ptr, symbols):
-    """Returns up to SLOTS symbols, their frequencies, where their slots end, and the table's checksum."""
-    symbol = tl.arange(0, SLOTS)
-    frequency = tl.load(table_ptr + symbol, mask=symbol < symbols, other=0).to(tl.int32)
-    check = SEED + tl.sum((frequency & 0xFFFF).to(tl.int64) * (2 * symbol + 1))
-    return symbol, frequency, tl.cumsum(frequency, axis=0), check
+def symbols_of(table_ptr, symbols, base):
+    """Returns of each symbol its frequency, its width, where its slots and its codes end; and the table's checksum."""
+    symbol = tl.arange(0, SYMBOLS)
+    word = tl.load(table_ptr + symbol, mask=symbol < symbols, other=0).to(tl.int32)
+    check = SEED + tl.sum((word & 0xFFFF).to(tl.int64) * (2 * symbol + 1))
+    frequency, width = word & FREQUENCY, word >> WIDTH_SHIFT
+    codes = tl.where((symbol >= 2) & (symbol < symbols) & (word >= 0), 1 << (width & 15), 0)
+    return frequency, width, tl.cumsum(frequency, axis=0), base + tl.cumsum(codes, axis=0), check
 
 
 @triton.jit
-def sz_entries_kernel(table_ptr, entries_ptr, index_ptr, symbols):
-    """Stores each symbol's entry for a coder: frequency << 16 | begin of its slots; 0 if it does not occur.
+def sz_entries_kernel(table_ptr, entries_ptr, index_ptr, symbols, base):
+    """Stores the entries that a coder needs: of the code 0, of an escape, and of each code in the window.
 
-    The table's checksum goes to the index.
+    An entry is frequency << 16 | width << 12 | begin of its slots; that of an escape where a symbol does not occur. The
+    table's checksum goes to the index.
     """
-    symbol, frequency, end, check = frequencies_of(table_ptr, symbols)
-    entry = tl.where(frequency == 0, 0, (frequency << 16) | (end - frequency))
-    tl.store(entries_ptr + symbol, entry, mask=symbol < symbols)
+    frequency, width, end, codes_end, check = symbols_of(table_ptr, symbols, base)
     tl.store(index_ptr, check)
+    entry = (frequency << 16) | (width << 12) | (end - frequency)
+    number = tl.arange(0, SYMBOLS)
+    zero, escape = tl.sum(tl.where(number == 0, entry, 0)), tl.sum(tl.where(number == 1, entry, 0))
+    tl.store(entries_ptr, tl.where(zero >> 16 == 0, escape, zero))
+    tl.store(entries_ptr + 1, escape)
+    code = tl.arange(0, WINDOW) - WINDOW // 2
+    symbol = code * 0  # how many symbols' codes end before this one
+    for bit in tl.static_range(1, BITS + 1):
+        probe = symbol + (SYMBOLS >> bit)
+        symbol = tl.where(tl.gather(codes_end, probe - 1, axis=0) <= code, probe, symbol)
+    found = tl.gather(entry, symbol, axis=0)
+    inside = (code >= base) & (code < tl.max(codes_end)) & (found >> 16 != 0)
+    tl.store(entries_ptr + 2 + code + WINDOW // 2, tl.where(inside, found, escape))
 
 
 @triton.jit
-def entry_of(entries_ptr, code, escape, symbols, base, low):
-    """Returns the entry of each code's symbol."""
-    index = (code >> low) - base
-    inside = (index >= 0) & (index < symbols - 2)
-    symbol = tl.where(code == 0, 0, tl.where(inside, 2 + index, 1))
-    entry = tl.load(entries_ptr + symbol)
-    return tl.where(entry == 0, escape, entry)
+def entry_of(entries_ptr, code, low):
+    """Returns the entry of each code."""
+    index = (code >> low) + WINDOW // 2
+    inside = (index >= 0) & (index < WINDOW)
+    return tl.load(entries_ptr + tl.where(code == 0, 0, tl.where(inside, 2 + index, 1)))
 
 
 @triton.jit
@@ -210,8 +227,6 @@ def sz_encode_kernel(
     numel,
     chunk,
     slot,
-    symbols,
-    base,
     low,
     HAS_LOW: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -234,11 +249,11 @@ def sz_encode_kernel(
     # Two steps are on their way from memory, codes and then entries, while one is coded.
     at = (steps - 1) * LANES + lanes
     code = tl.load(codes_ptr + at, mask=at < n, other=0)
-    entry = entry_of(entries_ptr, code, escape, symbols, base, low)
+    entry = entry_of(entries_ptr, code, low)
     next_code = tl.load(codes_ptr + at - LANES, mask=at >= LANES, other=0)
     for _ in range(steps):
         after_code = tl.load(codes_ptr + at - 2 * LANES, mask=at >= 2 * LANES, other=0)
-        next_entry = entry_of(entries_ptr, next_code, escape, symbols, base, low)
+        next_entry = entry_of(entries_ptr, next_code, low)
 
         there = at < n
         escapes = there & (entry == escape)  # no other symbol's slots begin where its do
@@ -246,12 +261,14 @@ def sz_encode_kernel(
         before_low = states
         if HAS_LOW:
             plain = there & (code != 0) & ~escapes
-            full_low = plain & ((states >> (32 - low)) != 0)
+            full_low = plain & ((states >> (STATE_BITS - low)) != 0)
             states = tl.where(full_low, states >> 16, states)
             states = tl.where(plain, (states << low) | (code.to(tl.uint32) & ((1 << low) - 1)), states)
             marks |= full_low.to(tl.int32) << 8
         frequency = (entry >> 16).to(tl.uint32)
-        full = there & ((states >> (32 - PRECISION)) >= frequency)
+        width = ((entry >> 12) & 0xF).to(tl.uint32)
+        room = frequency << (STATE_BITS - PRECISION)
+        full = there & (states >= room >> width)
         marks |= full.to(tl.int32) << 16
 
         ranks = tl.cumsum(marks, axis=0) - marks
@@ -270,7 +287,9 @@ def sz_encode_kernel(
 
         states = tl.where(full, states >> 16, states)
         quotient = states // frequency
-        coded = (quotient << PRECISION) + (states - quotient * frequency) + (entry & 0xFFFF).to(tl.uint32)
+        place = (code >> low).to(tl.uint32) & ((1 << width) - 1)  # buckets begin with multiples of their size
+        rest = (states - quotient * frequency) + (entry & 0xFFF).to(tl.uint32)
+        coded = (((quotient << width) + place) << PRECISION) + rest
         states = tl.where(there, coded, states)
         at -= LANES
         code, entry, next_code = next_code, next_entry, after_code

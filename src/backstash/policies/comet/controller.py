@@ -278,7 +278,7 @@ class Comet(Policy):
             self._known.pop(saved.key, None)
             return
         with torch.no_grad():
-            layer = layer_of(node, x)
+            layer = layer_of(node, x, saved.key in self._sampled)
             spread = layer.spread(x)
             reading = self._readings.setdefault(saved.key, Reading(parameter, layer.shares, spread, pattern(x)))
             reading.keep_below(_COARSEST * spread)

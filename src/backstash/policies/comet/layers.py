@@ -25,6 +25,9 @@ WEIGHTS = {"Convolution": 1, "Addmm": 2, "Mm": 1, "NativeBatchNorm": 1, "CudnnBa
 _SAMPLED = 8, 64, 4, 4, 4
 """The elements of each dimension that a :func:`pattern` has at most."""
 
+_ENOUGH = 8192
+"""Elements of a channel that tell its share of zeros, its mean and its spread to about 1 %."""
+
 _dispatch: Any = torch.ops.aten
 
 
@@ -49,6 +52,7 @@ class Linear:
 
     def spread(self, x: Tensor) -> Tensor:
         """Returns how large the numbers are that the codec has to tell apart: the root mean square of non-zeros."""
+        x = thinned(x)
         norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
         return norm / (self.share * max(x.numel(), 1)).clamp(min=1).sqrt()
 
@@ -141,9 +145,31 @@ class BatchNorm(Linear):
         return limit
 
 
-def layer_of(node: Any, x: Tensor) -> Linear:
-    """Returns the facts of the layer whose autograd node saved ``x`` as its input."""
+def thinned(x: Tensor) -> Tensor:
+    """Returns ``x`` [N, C, ...] with ``_ENOUGH`` elements of each channel or a few more, or ``x`` if it is no larger.
+
+    The pixels come from all rows and all columns. They are never an even number of pixels apart, because a transposed
+    convolution may leave every other pixel zero.
+    """
+    pixels = math.prod(x.shape[2:])
+    step = x.shape[0] * pixels // _ENOUGH
+    if x.dim() < 3 or step < 2:
+        return x
+    while math.gcd(step, 2 * x.shape[-1]) > 1:
+        step -= 1
+    return x.flatten(2)[..., ::step]
+
+
+def layer_of(node: Any, x: Tensor, exact: bool = True) -> Linear:
+    """Returns the facts of the layer whose autograd node saved ``x`` as its input.
+
+    Args:
+        node: the autograd node.
+        x: its input.
+        exact: whether a weight gradient will be computed with a batch norm's statistics. Else they are estimated.
+    """
     op, shape = op_of(node), tuple(x.shape)
+    whole, x = x, thinned(x)
     others = [dim for dim in range(x.dim()) if dim != 1]
     shares = x.count_nonzero(others) / max(x.numel() // max(x.shape[1], 1), 1)
     if op == "Convolution":
@@ -159,7 +185,8 @@ def layer_of(node: Any, x: Tensor) -> Linear:
         )
     if "BatchNorm" in op:
         eps = node._saved_epsilon if op == "CudnnBatchNorm" else node._saved_eps
-        variance, mean = torch.var_mean(x.float(), [0, *range(2, x.dim())], correction=0)
+        read = whole if exact else x
+        variance, mean = torch.var_mean(read.float(), [0, *range(2, read.dim())], correction=0)
         return BatchNorm(shape, shares, mean, (variance + eps).rsqrt())
     return Linear(shape, shares)
 

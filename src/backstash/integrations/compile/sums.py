@@ -1,0 +1,133 @@
+"""Sums of a product and another value, which Inductor computes by one call of a library, in the other value's memory.
+
+Inductor turns ``product + value`` into ``addmm(value, ...)``: the library copies the value to a third memory and adds
+the product there. So the product's operands are held until the value is there, together with the value and its copy. A
+word embedding that is also the last layer has the largest such sum: the operands are the logits' gradient and the
+hidden states, and the value is the gradient of the embedding, which comes last in a backward pass. The same call of the
+library without the copy gives the same bits, because the library itself copies first and then adds to the copy.
+
+Where bits need not be kept, because a policy rounds anyway, a product that takes less memory than its operands may be
+computed as soon as these are there, and added later.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from backstash.integrations.compile.effect import gradient_nodes
+from backstash.integrations.compile.emit import GraphEmitter
+from backstash.integrations.compile.layout import have_same_sizes, memory_order
+from backstash.integrations.compile.reading import is_view, name_of
+from backstash.integrations.compile.values import is_tensor, spec_of
+from backstash.torch_internals import adds_products_by_library, hide_from_dynamo
+
+_LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
+_LIBRARY.define("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()")
+_ops: Any = torch.ops.backstash_graph
+
+_LEAST_NBYTES = 64 << 10
+"""Below this a copy takes less time than a call of an operator of ours takes longer than one of a library."""
+
+
+def added_product(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The product and the other summand, if Inductor makes one call of a library of the product and this addition."""
+    if name_of(node) != "aten::add" or len(node.args) != 2 or node.kwargs:
+        return None
+    for other, product in (node.args, node.args[::-1]):  # of two products Inductor adds the second to the first
+        if not is_tensor(other) or not isinstance(product, fx.Node) or not isinstance(other, fx.Node):
+            continue
+        if name_of(product) != "aten::mm" or len(product.users) != 1:
+            continue
+        value, found = other.meta["val"], product.meta["val"]
+        is_fused = value.device.type == "cpu" or any(user.op == "output" for user in node.users)
+        if is_fused and value.dtype == found.dtype and have_same_sizes(value.shape, found.shape):
+            return product, other
+    return None
+
+
+def reused_summand(node: fx.Node, min_nbytes: int = _LEAST_NBYTES) -> fx.Node | None:
+    """The summand in whose memory an addition of a product is computed; None if it is not, or is no such addition.
+
+    The summand is computed inside the graph, nobody else reads it, and it lies in memory as the sum does.
+    """
+    found = added_product(node)
+    if found is None or not adds_products_by_library():
+        return None
+    _, other = found
+    is_own = other.op == "call_function" and not is_view(other) and len(other.users) == 1
+    # A constant has no memory of its own: whoever reads it fills it in.
+    if not is_own or name_of(other) == "aten::full" or spec_of(node.meta["val"]).nbytes < min_nbytes:
+        return None
+    rows = (0, 1)
+    return other if memory_order(other.meta["val"]) == memory_order(node.meta["val"]) == rows else None
+
+
+def add_products_in_place(graph: fx.Graph, min_nbytes: int = _LEAST_NBYTES) -> int:
+    """Lets every such sum be computed in the memory of its summand; returns how many there are.
+
+    Inductor sees a call that writes to a memory, and copies that memory before if somebody needs it after all.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        total = reused_summand(node, min_nbytes)
+        found = added_product(node)
+        if total is None or found is None:
+            continue
+        product, _ = found
+        left, right = product.args
+        emit = GraphEmitter(graph, node, node.meta["val"].fake_mode, {"autograd_backward": True})
+        operands: dict[str, Any] = {"left": left, "right": right, "_total_base_index": 0, "_all_bases": [total]}
+        call = emit(torch.ops.higher_order.auto_functionalized_v2, _ops.add_product_.default, **operands)
+        result = emit(operator.getitem, call, 1)
+        result.meta = copy.copy(node.meta)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+        graph.erase_node(product)
+        count += 1
+    return count
+
+
+def early_products(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The sums whose product takes less memory than a gradient that it is computed from."""
+    gradients = gradient_nodes(graph)
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        pair = added_product(node)
+        if pair is None:
+            continue
+        operands = [each for each in pair[0].all_input_nodes if each in gradients and each.op == "call_function"]
+        nbytes = spec_of(node.meta["val"]).nbytes
+        if nbytes >= _LEAST_NBYTES and any(spec_of(each.meta["val"]).nbytes > nbytes for each in operands):
+            found.add(node)
+    return frozenset(found)
+
+
+def take_apart(graph: fx.Graph) -> None:
+    """Has Inductor compute the products of :func:`early_products` and their sums by calls of their own.
+
+    The sum is written as a difference from the negative, which is the same number. Inductor fuses no such product.
+    """
+    for node in early_products(graph):
+        pair = added_product(node)
+        assert pair is not None
+        product, other = pair
+        emit = GraphEmitter(graph, node, node.meta["val"].fake_mode, {"autograd_backward": True})
+        result = emit(torch.ops.aten.sub.Tensor, other, emit(torch.ops.aten.neg.default, product))
+        result.meta = copy.copy(node.meta)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    with torch.no_grad():
+        torch.addmm(total, left, right, out=total)
+
+
+hide_from_dynamo(_add_product_, and_all_below=True)
+_LIBRARY.impl("add_product_", _add_product_, "CompositeExplicitAutograd")
+torch.library.register_fake("backstash_graph::add_product_", lambda *_: None, lib=_LIBRARY)
