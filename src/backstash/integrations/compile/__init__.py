@@ -4,7 +4,8 @@ A graph that AOTAutograd has traced is split into a forward and a backward graph
 it (``partitioner.py``), lists what the forward graph saves (``values.py``), finds what the backward graph reads of each
 value (``reading.py``, ``effect.py``, ``ranges.py``), asks the policy (``choose.py``) and puts the encoding into the one
 graph and the decoding into the other (``rewrite.py``), as calls of aten operators (``graph_codecs.py``,
-``graph_rounding.py``, ``graph_bounded.py``, ``graph_offload.py``, ``layout.py``, ``emit.py``). ``substitutes.py`` finds
+``graph_rounding.py``, ``graph_bounded.py``, ``graph_offload.py``, ``layout.py``, ``emit.py``), or, where that would be
+many, as calls of our kernels (``graph_kernels.py``). ``substitutes.py`` finds
 what is saved in the place of values that cannot be rounded. Error bounds come from outside of the graph
 (``bounding.py``, ``bounds.py``, ``layers.py``), and ``announce.py`` tells a Session around what the graph saves. Under
 a budget, ``budget.py`` chooses what the forward graph saves: ``joint.py`` reads the joint graph, ``lifetimes.py`` knows

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.effect import gradient_nodes
-from backstash.integrations.compile.reading import is_view, is_write, name_of
+from backstash.integrations.compile.reading import RANDOM, is_elementwise, is_view, is_write, name_of
 from backstash.integrations.compile.saved_inputs import copied_inputs
 from backstash.integrations.compile.sums import added_product, early_products, reused_summand
 from backstash.integrations.compile.values import hint, is_tensor, spec_of
@@ -51,9 +51,6 @@ MOVES = frozenset(
     }
 )
 """Operators that copy or pick elements, so that no order of additions changes their bits."""
-
-RANDOM = frozenset({"prims::inductor_random", "prims::inductor_randint"})
-"""Random numbers that a seed determines, each from its place in the tensor."""
 
 _HEAVY = frozenset(f"aten::{name}" for name in ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
 """Functions that Inductor does not compute twice on a CPU."""
@@ -233,12 +230,6 @@ def repeats(node: fx.Node, fuses: bool) -> bool:
     if name.partition("::")[0] not in ("aten", "prims"):
         return False
     return not fuses or is_elementwise(node) or is_view(node) or name in PRODUCTS | MOVES | RANDOM
-
-
-def is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of the result is computed from the arguments' elements at the same place."""
-    made = {"prims::convert_element_type", "aten::full", "aten::scalar_tensor", "prims::iota"} | RANDOM
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in made
 
 
 def _is_heavy(node: fx.Node) -> bool:

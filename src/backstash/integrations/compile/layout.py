@@ -124,10 +124,14 @@ def pack(emit: Emitter, codes: Value, bits: int) -> Value:
     Returns:
         uint8, with a ``8 / bits``-th of the elements; one dimension if no dimension's size is a multiple of that.
     """
+    return pack_along(emit, codes, bits, packed_dimension(sizes_of(codes), 8 // bits))
+
+
+def pack_along(emit: Emitter, codes: Value, bits: int, dim: int | None) -> Value:
+    """The same along a given dimension, or along the flattened codes."""
     fields = 8 // bits
     if fields == 1:
         return codes
-    dim = packed_dimension(sizes_of(codes), fields)
     if dim is None:
         codes, dim = _padded(emit, codes, fields), 0
     size = sizes_of(codes)[dim] // fields

@@ -19,6 +19,9 @@ from torch import fx
 from backstash.integrations.compile.emit import rounded
 from backstash.saved import Mask, Need, Test
 
+RANDOM = frozenset({"prims::inductor_random", "prims::inductor_randint"})
+"""Random numbers that a seed determines, each from its place in the tensor."""
+
 MaskOf = Callable[[Callable[[str], Any]], Mask | None]
 """Builds a mask from a function that returns an argument of the operator by name; None if the row does not hold."""
 
@@ -138,6 +141,12 @@ def name_of(node: fx.Node) -> str:
     """``aten::mm`` for a call of that operator; the function's name for other calls."""
     schema = getattr(node.target, "_schema", None)
     return str(schema.name) if schema is not None else getattr(node.target, "__name__", str(node.target))
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of the result is computed from the arguments' elements at the same place."""
+    made = {"prims::convert_element_type", "aten::full", "aten::scalar_tensor", "prims::iota"} | RANDOM
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in made
 
 
 def is_view(node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from backstash.integrations.compile.choose import Choice
 from backstash.integrations.compile.emit import GraphEmitter, Value
 from backstash.integrations.compile.graph_bounded import GraphSzp
 from backstash.integrations.compile.graph_codecs import Bits
+from backstash.integrations.compile.graph_kernels import encode_by_kernel
 from backstash.integrations.compile.layout import in_memory_order, like_original, memory_order
 from backstash.integrations.compile.values import Member, SavedValue, Split, after_last_use, hint
 
@@ -82,7 +83,7 @@ def _encode(split: Split, value: SavedValue, choice: Choice) -> tuple[list[fx.No
     planes: list[fx.Node] = []
     if choice.codec is not None:
         ordered = in_memory_order(emit, base)
-        planes = list(choice.codec.encode(emit, ordered))
+        planes = list(encode_by_kernel(emit, choice.codec, ordered) or choice.codec.encode(emit, ordered))
     tests = []
     for node in choice.tests:
         result = _in_forward(split, emit, node)

@@ -14,8 +14,7 @@ from collections.abc import Collection
 from torch import fx
 
 from backstash.integrations.compile.effect import effect_of
-from backstash.integrations.compile.joint import is_elementwise
-from backstash.integrations.compile.reading import is_view, readers
+from backstash.integrations.compile.reading import is_elementwise, is_view, readers
 from backstash.integrations.compile.values import SavedValue, Split, is_tensor, spec_of
 from backstash.saved import Effect, Need
 

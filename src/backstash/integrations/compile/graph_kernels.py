@@ -1,0 +1,159 @@
+"""Encodings by one call of a kernel each, in graphs on a CPU, where codecs would be many calls of aten operators.
+
+A compiler writes code for every operator of an encoding, once for each value and once more for each code that shares a
+byte. For rounding that takes longer than everything else in a graph, and on a CPU what it writes is an order of
+magnitude slower than our kernels. The planes are those of graph_rounding.py, bit for bit, so decodings stay calls of
+aten operators, which a compiler fuses with what reads the value.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from backstash.codecs.fewbit_table import TABLE
+from backstash.integrations.compile.emit import Emitter, Value, product, run_now, sizes_of, tensor_of
+from backstash.integrations.compile.graph_codecs import GraphCodec
+from backstash.integrations.compile.graph_rounding import GraphBlockQuant, GraphFewBit, GraphMinifloat
+from backstash.integrations.compile.layout import pack_along, packed_dimension
+from backstash.integrations.compile.reading import is_elementwise, is_view
+from backstash.ops.formats import FORMATS
+from backstash.torch_internals import hide_from_dynamo
+
+_LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
+_ops: Any = torch.ops.backstash_graph
+_kernels: Any = torch.ops.backstash
+
+# Whatever the order in memory that a compiler gives a value: what the elements' neighbours are is said by its sizes.
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+
+
+def encode_by_kernel(emit: Emitter, codec: GraphCodec, x: Value) -> tuple[Value, ...] | None:
+    """The planes that ``codec.encode(emit, x)`` returns, by a call of a kernel; None if there is none for it."""
+    if tensor_of(x).device.type != "cpu" or is_for_backward_alone(x):
+        return None
+    if isinstance(codec, GraphBlockQuant):
+        count = -(-product(sizes_of(x)) // codec.group_size)
+        dim = packed_dimension([count, codec.group_size], 8 // codec.bits)
+        settings = codec.bits, codec.group_size, codec.stochastic, codec.seed
+        return _all(emit, emit(_ops.round_in_groups.default, x, *settings, dim), 3)
+    if isinstance(codec, GraphFewBit):
+        dim = packed_dimension(sizes_of(x), 8 // codec.width)
+        bounds = list(TABLE[codec.function, codec.bits][0])
+        return (emit(_ops.find_intervals.default, x, bounds, codec.width, dim),)
+    if isinstance(codec, GraphMinifloat) and FORMATS[codec.format].fields == 1:
+        if codec.group_size:
+            return _all(emit, emit(_ops.round_with_scales.default, x, codec.format, codec.group_size), 2)
+        return (emit(_ops.round_to_format.default, x, codec.format),)
+    return None
+
+
+def is_for_backward_alone(x: Value) -> bool:
+    """Whether a compiler need not store a value of the forward graph: nothing of that graph but its results reads it.
+
+    A kernel would have it stored. Of a cross entropy that are the probabilities, as large as anything in a step.
+    """
+    if not isinstance(x, fx.Node):
+        return False
+    while is_view(x) and isinstance(x.args[0], fx.Node):
+        x = x.args[0]
+    readers, waiting = set[fx.Node](), [x]
+    while waiting:
+        for user in waiting.pop().users:
+            (waiting.append if is_view(user) else readers.add)(user)
+    return is_elementwise(x) and all(user.op == "output" for user in readers)
+
+
+def _all(emit: Emitter, results: Value, count: int) -> tuple[Value, ...]:
+    return tuple(emit(operator.getitem, results, position) for position in range(count))
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1)
+
+
+def _fields(packed: Tensor, bits: int, count: int, padded: int) -> Tensor:
+    """Codes from a stream of them, a byte each, with zeros behind them."""
+    if bits == 8 and count == padded:
+        return packed
+    codes = torch.empty(padded, dtype=torch.uint8)
+    codes[count:] = 0
+    _kernels.narrow_decode(packed, bits, 0, codes[:count])
+    return codes
+
+
+def _round_in_groups(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = _flat(x)
+    stream, ranges, refused = _kernels.blockquant_encode(x, bits, group_size, stochastic, seed)
+    # Compiled code expects a memory of its own for each result.
+    low, high = (ranges[first::2].clone(memory_format=torch.contiguous_format) for first in (0, 1))
+    count = low.numel()
+    if int(refused):  # a graph cannot refuse: nothing in these groups is decoded to a number
+        padded = x.new_zeros(count * group_size)
+        padded[: x.numel()] = x
+        rows = padded.float().view(count, group_size)
+        broken = ~(rows.amax(1) - rows.amin(1)).isfinite()
+        low[broken] = high[broken] = math.nan
+    codes = _fields(stream, bits, x.numel(), count * group_size).view(count, group_size)
+    return pack_along(run_now, codes, bits, dim), low, high
+
+
+def _find_intervals(x: Tensor, bounds: list[float], bits: int, dim: int | None) -> Tensor:
+    stream, _ = _kernels.fewbit_encode(_flat(x), bounds, bits)
+    packed: Tensor = pack_along(run_now, _fields(stream, bits, x.numel(), x.numel()).view(x.shape), bits, dim)
+    return packed
+
+
+def _round_to_format(x: Tensor, format: str) -> Tensor:
+    codes: Tensor = _kernels.minifloat_encode(_flat(x), format, False)
+    return codes.view(x.shape)
+
+
+def _round_with_scales(x: Tensor, format: str, group_size: int) -> tuple[Tensor, Tensor]:
+    codes, scales = _kernels.minifloat_scaled_encode(_flat(x), format, group_size)
+    return codes.view(x.shape), scales
+
+
+def _groups_like(x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, dim: int) -> tuple[Tensor, ...]:
+    count = -(-x.numel() // group_size)
+    codes = x.new_empty([count, group_size], dtype=torch.uint8)
+    return pack_along(run_now, codes, bits, dim), x.new_empty([count]), x.new_empty([count])
+
+
+def _intervals_like(x: Tensor, bounds: list[float], bits: int, dim: int | None) -> Tensor:
+    found: Tensor = pack_along(run_now, x.new_empty(list(x.shape), dtype=torch.uint8), bits, dim)
+    return found
+
+
+def _codes_like(x: Tensor, format: str) -> Tensor:
+    return x.new_empty(list(x.shape), dtype=FORMATS[format].dtype)
+
+
+def _scaled_like(x: Tensor, format: str, group_size: int) -> tuple[Tensor, Tensor]:
+    return _codes_like(x, format), x.new_empty([-(-x.numel() // group_size)], dtype=torch.float32)
+
+
+_OPERATORS = (
+    (
+        "round_in_groups(Tensor x, int bits, int group_size, bool stochastic, int seed, int dim)"
+        " -> (Tensor, Tensor, Tensor)",
+        _round_in_groups,
+        _groups_like,
+    ),
+    ("find_intervals(Tensor x, float[] bounds, int bits, int? dim) -> Tensor", _find_intervals, _intervals_like),
+    ("round_to_format(Tensor x, str format) -> Tensor", _round_to_format, _codes_like),
+    ("round_with_scales(Tensor x, str format, int group_size) -> (Tensor, Tensor)", _round_with_scales, _scaled_like),
+)
+
+for _schema, _run, _like in _OPERATORS:
+    _name = _schema.partition("(")[0]
+    _LIBRARY.define(_schema, tags=_TAGS)
+    hide_from_dynamo(_run, and_all_below=True)
+    _LIBRARY.impl(_name, _run, "CPU")
+    torch.library.register_fake(f"backstash_graph::{_name}", _like, lib=_LIBRARY)
