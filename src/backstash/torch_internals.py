@@ -338,6 +338,30 @@ def inductor_backend(patches: dict[str, Any]) -> Callable[..., Any]:
     return backend
 
 
+@cache
+def stores_on_request() -> bool:
+    """Whether Inductor can be told to store a value (:func:`store_when_lowered`)."""
+    return hasattr(_lowering(), "register_lowering")
+
+
+def store_when_lowered(op: Any) -> None:
+    """Has Inductor store the argument of an operator that returns it, instead of computing it for each reader."""
+    if not stores_on_request() or op in _lowering().lowerings:
+        return
+
+    def lower(x: Any) -> Any:
+        x.realize()
+        return x
+
+    _lowering().register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def _lowering() -> Any:
+    import torch._inductor.lowering as lowering  # it imports Inductor
+
+    return lowering
+
+
 def adds_products_by_library() -> bool:
     """Whether Inductor computes a product and its sum with another value by ``addmm`` of torch. Imports Inductor."""
     from torch._inductor import config

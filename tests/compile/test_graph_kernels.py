@@ -15,7 +15,7 @@ from backstash import compile_backend, policies
 from backstash.codecs import BlockQuant, Codec, FewBit, Minifloat
 from backstash.integrations.compile.emit import GraphEmitter, run_now
 from backstash.integrations.compile.graph_codecs import Facts, GraphCodec, form_of
-from backstash.integrations.compile.graph_kernels import encode_by_kernel, is_for_backward_alone
+from backstash.integrations.compile.graph_kernels import decode_by_kernel, encode_by_kernel, is_for_backward_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -159,3 +159,19 @@ def test_inductor_calls_the_kernels() -> None:
         found.append(gradients(model, lambda net: net(x), torch.compile(model, backend=backend)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("codec", [codec for codec in ROUNDING if isinstance(codec, BlockQuant)], ids=repr)
+def test_a_kernel_decodes_what_the_operators_decode(codec: Codec, dtype: torch.dtype) -> None:
+    for shape in [*SHAPES, (4, 16, 8, 8), (3, 64, 32, 64), (1000, 300)]:
+        x, codec_form = numbers(shape, dtype), form(codec, dtype)
+        planes = codec_form.encode(run_now, x)
+        expected = codec_form.decode(run_now, planes, x)
+        for channels_last in (False, True)[: 1 + (x.dim() == 4)]:
+            found = decode_by_kernel(run_now, codec_form, planes, x, channels_last)
+            assert found is not None
+            assert torch.equal(found, expected), shape
+            order = torch.channels_last if channels_last else torch.contiguous_format
+            assert found.is_contiguous(memory_format=order)
+            assert found.dtype == dtype

@@ -67,12 +67,14 @@ class _Start:
         names: the saved nodes' names.
         held: bytes of each value's exact form, by the name of the node that computes it.
         rounded: bytes of the form of those that the policy rounds.
+        tests: for comparisons whose outcomes are stored beside such a form the value.
     """
 
     settings: dict[str, Any]
     names: frozenset[str]
     held: dict[str, int]
     rounded: dict[str, int]
+    tests: dict[str, str]
 
 
 def parse_nbytes(text: int | str) -> int:
@@ -134,9 +136,18 @@ def _searched(joint: Joint, starts: list[_Start], options: Options, budget: int)
     saved = [[number for number in options.held if number in numbers] for numbers in named]
     least = Lifetimes(joint).estimate({number: options.held[number] for number in saved[0]})
     joint.saves_copies = least.peak <= budget  # to make them once more costs little, but not nothing
-    # Nothing is computed from what is rounded, so a search that may round can end where one that may not goes on.
-    ways = [options, replace(options, rounded={})] if options.rounded else [options]
-    found = [Search(joint, way, budget, each).run() for way in ways for each in saved]
+    exact = replace(options, rounded={}, tests={})
+    if not options.rounded:
+        found = [Search(joint, exact, budget, each).run() for each in saved]
+    else:
+        # Nothing is computed from what is rounded, so a search that may round can end where one that may not goes on.
+        found = [Search(joint, exact, budget, saved[-1]).run()]
+        for start, each in list(zip(starts, saved, strict=True))[:: max(len(starts) - 1, 1)]:
+            # How many bytes a value takes depends on what reads it, and that on what else is saved.
+            rounded = {n: start.rounded.get(joint.nodes[n].name, nbytes) for n, nbytes in options.rounded.items()}
+            way = replace(options, rounded=rounded)
+            found.append(Search(joint, way, budget, each, is_rounded=True).run())
+        found.append(Search(joint, way, budget, each).run())
     within = [each for each in found if each.estimate.peak <= budget]
     if within:
         return min(within, key=lambda each: each.estimate.seconds)
@@ -175,12 +186,14 @@ def _starts(partition: Partition, planned: Planner, fuses: bool) -> tuple[list[_
         if names in [start.names for start in starts]:
             continue
         held, rounded = {}, {}
+        tests: dict[str, str] = {}
         for value, choice in planned(split):
             name = value.base.name
             held[name] = held_nbytes(value, choice if is_exact(choice) else _kept(choice))
             if not is_exact(choice):
                 rounded[name] = held_nbytes(value, choice)
-        starts.append(_Start(settings, names, held, rounded))
+                tests |= {test.name: name for test in choice.tests}
+        starts.append(_Start(settings, names, held, rounded, tests))
     return starts, Joint(asked[-1][0], outputs, fuses) if starts else None, outputs
 
 
@@ -191,10 +204,12 @@ def _options(joint: Joint, starts: list[_Start], lasting: Collection[int]) -> Op
     numbers = [joint.number(node) for node in saved]
     held = {n: joint.nbytes[n] for n in numbers if n is not None and not joint.is_input[n]}
     rounded: dict[int, int] = {}
+    tests: dict[int, int] = {}
     for start in starts:
         held |= {named[name]: nbytes for name, nbytes in start.held.items() if named.get(name) in held}
         rounded |= {named[name]: nbytes for name, nbytes in start.rounded.items() if named.get(name) in held}
-    return Options(held, rounded, set(joint.results) & set(held), _readable(joint, saved, lasting))
+        tests |= {named[test]: named[name] for test, name in start.tests.items() if named.get(name) in rounded}
+    return Options(held, rounded, set(joint.results) & set(held), _readable(joint, saved, lasting), tests)
 
 
 def _readable(joint: Joint, saved: Iterable[fx.Node], lasting: Collection[int]) -> set[int]:
@@ -255,12 +270,16 @@ def _carried_out(joint: Joint, found: Found, starts: list[_Start], partition: Pa
     numbers = {node.name: number for number, node in enumerate(joint.nodes)}
     rounded = {joint.nodes[number].name for number in found.rounded}
     plan, saved = [], {}
+    tests: dict[int, int] = {}
     for value, choice in planned(split):
         is_wanted = is_exact(choice) or value.base.name in rounded
         plan.append((value, choice if is_wanted else _kept(choice)))
-        if value.base.name in numbers:
-            saved[numbers[value.base.name]] = held_nbytes(*plan[-1])
-    return Chosen(split, plan, Lifetimes(joint).estimate(saved), joint.saves_copies, joint.is_apart)
+        number = numbers.get(value.base.name)
+        if number is not None:
+            saved[number] = held_nbytes(*plan[-1])
+            tests |= {numbers[test.name]: number for test in plan[-1][1].tests if test.name in numbers}
+    lifetimes = Lifetimes(joint, {number: saved[number] for number in found.rounded if number in saved}, tests)
+    return Chosen(split, plan, lifetimes.estimate(saved), joint.saves_copies, joint.is_apart)
 
 
 def is_exact(choice: Choice) -> bool:

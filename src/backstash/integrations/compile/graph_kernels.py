@@ -2,21 +2,23 @@
 
 A compiler writes code for every operator of an encoding, once for each value and once more for each code that shares a
 byte. For rounding that takes longer than everything else in a graph, and on a CPU what it writes is an order of
-magnitude slower than our kernels. The planes are those of graph_rounding.py, bit for bit, so decodings stay calls of
-aten operators, which a compiler fuses with what reads the value.
+magnitude slower than our kernels. The planes are those of graph_rounding.py, bit for bit, so decodings may be calls of
+aten operators, which a compiler fuses with what reads the value. Where a library reads it, which fuses with nothing, a
+decoding is one call too: it stands in front of its reader and fills the memory that the reader wants.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from backstash.codecs.fewbit_table import TABLE
-from backstash.integrations.compile.emit import Emitter, Value, product, run_now, sizes_of, tensor_of
+from backstash.integrations.compile.emit import Emitter, Value, product, rounded, run_now, sizes_of, tensor_of
 from backstash.integrations.compile.graph_codecs import GraphCodec
 from backstash.integrations.compile.graph_rounding import GraphBlockQuant, GraphFewBit, GraphMinifloat
 from backstash.integrations.compile.layout import pack_along, packed_dimension
@@ -50,6 +52,23 @@ def encode_by_kernel(emit: Emitter, codec: GraphCodec, x: Value) -> tuple[Value,
             return _all(emit, emit(_ops.round_with_scales.default, x, codec.format, codec.group_size), 2)
         return (emit(_ops.round_to_format.default, x, codec.format),)
     return None
+
+
+def decode_by_kernel(
+    emit: Emitter, codec: GraphCodec, planes: Sequence[Value], like: Tensor, channels_last: bool
+) -> Value | None:
+    """What ``codec.decode(emit, planes, like)`` returns, by a call of a kernel; None if there is none for it.
+
+    Args:
+        emit: where the call goes.
+        codec: the form.
+        planes: what it has encoded.
+        like: has the sizes and the dtype.
+        channels_last: whether the result lies in memory in this order, and not by its sizes.
+    """
+    if not isinstance(codec, GraphBlockQuant) or like.device.type != "cpu":
+        return None
+    return emit(_ops.values_of_groups.default, *planes, codec.bits, list(like.shape), channels_last)
 
 
 def is_for_backward_alone(x: Value) -> bool:
@@ -104,6 +123,59 @@ def _round_in_groups(
     return pack_along(run_now, codes, bits, dim), low, high
 
 
+_CHUNK = 1 << 16
+"""Elements that are decoded at a time, so that they stay in a cache until they are where they belong."""
+
+
+def _values_of_groups(
+    codes: Tensor, low: Tensor, high: Tensor, bits: int, sizes: list[int], channels_last: bool
+) -> Tensor:
+    out = _values_like(codes, low, high, bits, sizes, channels_last)
+    count, fields = low.numel(), 8 // bits
+    group_size = codes.numel() * fields // count
+    across = codes.shape[0] != count  # the codes of several groups share bytes, or those of one
+    numel, each = out.numel(), out[0].numel()
+    is_in_order = out.is_contiguous()
+    # By images where these are whole groups, because the elements of an image lie in another order.
+    images = each // group_size if each % group_size == 0 else count
+    step = max(_CHUNK // group_size, 1) if is_in_order else images
+    unit = rounded(1 / (2**bits - 1), torch.float32)
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        rows = _rows(codes, bits, first, last, across, count).float()
+        lows, highs = (plane[first:last].float().unsqueeze(1) for plane in (low, high))
+        values = rows.mul_(unit).mul_(highs - lows).add_(lows).view(-1)[: numel - first * group_size]
+        if is_in_order:
+            out.view(-1)[first * group_size : first * group_size + values.numel()] = values
+        elif step == count:
+            out.copy_(values.view(sizes))
+        else:
+            out[first // step].copy_(values.view(sizes[1:]))
+    return out
+
+
+def _rows(codes: Tensor, bits: int, first: int, last: int, across: bool, count: int) -> Tensor:
+    """The codes of some groups, a byte each."""
+    fields, most = 8 // bits, (1 << bits) - 1
+    if fields == 1:
+        return codes[first:last]
+    if not across:
+        packed = codes[first:last]
+        return torch.cat([(packed >> field * bits) & most for field in range(fields)], 1)
+    size = count // fields
+    parts = []
+    for field in range(fields):
+        begin, end = max(first, field * size), min(last, (field + 1) * size)
+        if begin < end:
+            parts.append((codes[begin - field * size : end - field * size] >> field * bits) & most)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _values_like(codes: Tensor, low: Tensor, high: Tensor, bits: int, sizes: list[int], channels_last: bool) -> Tensor:
+    order = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(sizes, dtype=low.dtype, device=low.device, memory_format=order)
+
+
 def _find_intervals(x: Tensor, bounds: list[float], bits: int, dim: int | None) -> Tensor:
     stream, _ = _kernels.fewbit_encode(_flat(x), bounds, bits)
     packed: Tensor = pack_along(run_now, _fields(stream, bits, x.numel(), x.numel()).view(x.shape), bits, dim)
@@ -145,6 +217,12 @@ _OPERATORS = (
         " -> (Tensor, Tensor, Tensor)",
         _round_in_groups,
         _groups_like,
+    ),
+    (
+        "values_of_groups(Tensor codes, Tensor low, Tensor high, int bits, SymInt[] sizes, bool channels_last)"
+        " -> Tensor",
+        _values_of_groups,
+        _values_like,
     ),
     ("find_intervals(Tensor x, float[] bounds, int bits, int? dim) -> Tensor", _find_intervals, _intervals_like),
     ("round_to_format(Tensor x, str format) -> Tensor", _round_to_format, _codes_like),

@@ -14,9 +14,17 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.effect import gradient_nodes
-from backstash.integrations.compile.reading import RANDOM, is_elementwise, is_view, is_write, name_of
+from backstash.integrations.compile.reading import (
+    MOVES,
+    RANDOM,
+    is_elementwise,
+    is_view,
+    is_write,
+    name_of,
+    reads_fused,
+)
 from backstash.integrations.compile.saved_inputs import copied_inputs
-from backstash.integrations.compile.sums import added_product, early_products, reused_summand
+from backstash.integrations.compile.sums import added_product, early_products, reused_summand, stored_sums
 from backstash.integrations.compile.values import hint, is_tensor, spec_of
 
 BYTES_PER_SECOND, FLOPS_PER_SECOND = 10e9, 100e9
@@ -39,23 +47,8 @@ PRODUCTS = frozenset(
 )
 """Operators for which a compiler calls a library, the same one in forward and backward."""
 
-MOVES = frozenset(
-    {
-        *(f"aten::{name}" for name in ("clone", "_to_copy", "cat", "constant_pad_nd", "index", "gather", "embedding")),
-        *(f"aten::{name}" for name in ("index_select", "_unsafe_index", "slice_scatter", "select_scatter", "flip")),
-        *(f"aten::{name}" for name in ("roll", "repeat", "full", "full_like", "arange", "scalar_tensor", "avg_pool2d")),
-        *(f"aten::{name}" for name in ("zeros_like", "ones_like", "empty", "empty_like", "new_zeros", "new_full")),
-        *(f"aten::{name}" for name in ("max_pool2d_with_indices", "reflection_pad2d", "replication_pad2d")),
-        *("prims::iota", "prims::convert_element_type", "prims::_low_memory_max_pool_with_offsets"),
-        "prims::_low_memory_max_pool_offsets_to_indices",
-    }
-)
-"""Operators that copy or pick elements, so that no order of additions changes their bits."""
-
 _HEAVY = frozenset(f"aten::{name}" for name in ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
 """Functions that Inductor does not compute twice on a CPU."""
-
-_REDUCTIONS = frozenset({"aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var_mean", "aten::any"})
 
 
 class Joint:
@@ -77,6 +70,7 @@ class Joint:
         is_shared: whether several operators read it.
         is_heavy: whether a compiler that fuses stores its result rather than compute it for each of several readers.
         reads_fused: whether a compiler reads others' results without their ever being stored.
+        stored: sums of gradients that the compiler is told to store.
         copied: bytes of the inputs that the compiler copies for convolutions.
         saves_copies: whether these copies are saved, and not the inputs themselves.
         takes_over: for sums that are computed in the memory of a summand that summand.
@@ -123,7 +117,7 @@ class Joint:
             0 if is_input else _nbytes(node) for is_input, node in zip(self.is_input, self.nodes, strict=True)
         ]
         sums = self._sums()
-        self.reads_fused = [fuses and _reads_fused(node) and node not in sums for node in self.nodes]
+        self.reads_fused = [fuses and reads_fused(node) and node not in sums for node in self.nodes]
         # A constant is filled in by the kernel that reads it, or is the memory that an index_put writes to.
         constants = {"aten::full"} if fuses else set()
         self.nbytes = [
@@ -142,6 +136,7 @@ class Joint:
             reused = reused_summand(node) if self.is_gradient[number] else None
             if reused is not None and self.is_gradient[self._numbers[reused]]:
                 self.takes_over[number] = self._numbers[reused]
+        self.stored = frozenset(self._numbers[node] for node in stored_sums(graph)) if fuses else frozenset()
         self.is_shared = [len(node.users) > 1 for node in self.nodes]
         self.is_heavy = [_is_heavy(node) for node in self.nodes]
         self.fuses = [fuses and is_elementwise(node) and node not in sums for node in self.nodes]
@@ -234,10 +229,6 @@ def repeats(node: fx.Node, fuses: bool) -> bool:
 
 def _is_heavy(node: fx.Node) -> bool:
     return name_of(node) in _HEAVY and is_tensor(node) and node.meta["val"].device.type == "cpu"
-
-
-def _reads_fused(node: fx.Node) -> bool:
-    return is_elementwise(node) or name_of(node) in _REDUCTIONS or name_of(node) in MOVES
 
 
 def _is_alias(node: fx.Node) -> bool:

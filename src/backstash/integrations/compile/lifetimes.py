@@ -14,8 +14,8 @@ import numpy as np
 
 from backstash.integrations.compile.joint import BYTES_PER_SECOND, Joint
 
-ROUNDED_BYTES_PER_SECOND = 0.35e9
-"""Rounding to integers in groups and back, in code that a compiler has generated for a CPU."""
+ROUNDED_BYTES_PER_SECOND = 2e9
+"""Rounding to integers in groups on a CPU and back, by a kernel and in code that a compiler has generated."""
 
 _MOST_READS = 4
 """A compiler stores an elementwise result of several readers that is computed from more values than this, or by a
@@ -68,6 +68,8 @@ class Run:
         self._joint = joint
         self._stored = frozenset(stored)
         self._touches: dict[int, set[int]] = {}
+        self._outcomes: dict[int, int] = {}
+        self._encoded: set[int] = set()
         self._heavy: set[int] = set()
         self._births: list[tuple[int, set[int]]] = []
         self.born: dict[int, int] = {}
@@ -81,9 +83,20 @@ class Run:
         self.born[number] = self.dies[number] = self.moment
         self.nbytes[number] = nbytes
 
+    def planes(self, number: int, nbytes: int) -> None:
+        """The planes of an encoded value, which are there from the start."""
+        if number not in self.born:
+            self.born[number] = self.dies[number] = 0
+            self.nbytes[number] = nbytes
+
     def encoded(self, number: int, planes: int) -> None:
         """A value that is decoded from planes by whoever reads it."""
         self._touches[number] = {planes}
+        self._encoded.add(number)
+
+    def outcome(self, number: int, planes: int) -> None:
+        """A comparison whose outcome is in the planes of the value that it would read."""
+        self._outcomes[number] = planes
 
     def decode(self, number: int) -> None:
         """An encoded value is decoded by an operator of its own."""
@@ -96,7 +109,10 @@ class Run:
         self.moment += 1
         touched: set[int] = set()
         is_heavy = joint.is_heavy[number]
-        for source in joint.reads[number]:
+        outcome = self._outcomes.get(number)
+        if outcome is not None:
+            touched.add(outcome)
+        for source in joint.reads[number] if outcome is None else ():
             if source in self.born:
                 touched.add(source)
                 if source in joint.copied and not joint.reads_fused[number] and not self.nbytes[source]:
@@ -104,6 +120,9 @@ class Run:
             elif joint.reads_fused[number]:
                 touched |= self._touches.get(source, set())
                 is_heavy = is_heavy or source in self._heavy
+            elif source in self._encoded:  # it is decoded for each reader
+                touched |= self._touches[source]
+                self.copies[self.moment] = self.copies.get(self.moment, 0) + joint.nbytes[source]
             else:
                 self._store(source)
                 touched.add(source)
@@ -115,7 +134,7 @@ class Run:
             return
         self._touches[number] = touched
         several = joint.is_shared[number] and (is_heavy or len(touched) > _MOST_READS)
-        if several or number in self._stored:
+        if several or number in self._stored or number in joint.stored:
             self._store(number)
         elif is_heavy:
             self._heavy.add(number)
@@ -163,11 +182,15 @@ class Lifetimes:
     Args:
         joint: the graph.
         rounded: bytes of values in the form to which a policy rounds them.
+        tests: for comparisons whose outcomes are stored beside a value that is rounded that value.
     """
 
-    def __init__(self, joint: Joint, rounded: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self, joint: Joint, rounded: Mapping[int, int] | None = None, tests: Mapping[int, int] | None = None
+    ) -> None:
         self.joint = joint
         self._rounded = rounded or {}
+        self._tests = tests or {}
         count = len(joint.nodes)
         self._fixed = [number for number in range(count) if joint.is_gradient[number] and not joint.is_input[number]]
         self._forward = [number for number in range(count) if joint.is_forward[number] and not joint.is_input[number]]
@@ -219,6 +242,13 @@ class Lifetimes:
                     needed.append(each)
                     waiting += joint.reads[each]
                     continue
+                tested = self._tests.get(each)
+                if tested is not None and tested in saved and saved[tested] == self._rounded.get(tested):
+                    needed.append(each)
+                    used[tested] = saved[tested]
+                    run.planes(planes + tested, saved[tested])
+                    run.outcome(each, planes + tested)
+                    continue
                 held = None if joint.is_input[each] else self.held(each, saved)
                 if held is None or joint.is_input[each]:
                     needed.append(each)
@@ -229,8 +259,7 @@ class Lifetimes:
                     run.born[each] = run.dies[each] = 0
                     run.nbytes[each] = held
                     continue
-                run.born[planes + each] = run.dies[planes + each] = 0
-                run.nbytes[planes + each] = held
+                run.planes(planes + each, held)
                 run.encoded(each, planes + each)
                 if not joint.compiler_fuses:
                     run.decode(each)
@@ -256,7 +285,8 @@ class Lifetimes:
         extra = {number for number in more if not joint.is_forward[number] and not joint.is_input[number]}
         order = sorted({*self._forward, *extra}) if extra else self._forward
         plain = [number for number, held in used.items() if held == joint.nbytes[number]]
-        run = Run(joint, plain)
+        by_kernel = [number for number, held in used.items() if joint.is_on_cpu and held == self._rounded.get(number)]
+        run = Run(joint, [*plain, *(number for number in by_kernel if joint.is_forward[number])])
         for number, is_input in enumerate(joint.is_input):
             if is_input:  # the compiler makes the copies at the start
                 run.hold(number, joint.copied.get(number, 0))

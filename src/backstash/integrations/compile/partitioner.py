@@ -25,7 +25,7 @@ from backstash.integrations.compile.graph_offload import HOST, Offloaded
 from backstash.integrations.compile.rewrite import planes_nbytes, rewrite
 from backstash.integrations.compile.saved_inputs import save_as_matrices
 from backstash.integrations.compile.substitutes import substitutes
-from backstash.integrations.compile.sums import add_products_in_place, take_apart
+from backstash.integrations.compile.sums import add_products_in_place, store_sums, take_apart
 from backstash.integrations.compile.values import SavedValue, Split, spec_of
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Entry, Report
@@ -125,7 +125,7 @@ class Treatment:
         planes: dict[int, list[fx.Node]] = {}
         for number, (value, choice) in enumerate(plan):
             if not choice.is_kept:
-                planes[number] = rewrite(split, value, choice)
+                planes[number] = rewrite(split, value, choice, self.fuses and self.budget is not None)
         rows = [
             self._row(f"{name}/{key}", *item, planes.get(number))
             for number, (key, item) in enumerate(zip(keys, plan, strict=True))
@@ -137,6 +137,8 @@ class Treatment:
             take_apart(split.backward.graph)
         if self.fuses:
             add_products_in_place(split.backward.graph)
+        if self.fuses and self.budget is not None:
+            store_sums(split.backward.graph)
         for module in (split.forward, split.backward):
             module.graph.lint()
             module.recompile()

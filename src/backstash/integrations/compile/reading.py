@@ -22,6 +22,21 @@ from backstash.saved import Mask, Need, Test
 RANDOM = frozenset({"prims::inductor_random", "prims::inductor_randint"})
 """Random numbers that a seed determines, each from its place in the tensor."""
 
+MOVES = frozenset(
+    {
+        *(f"aten::{name}" for name in ("clone", "_to_copy", "cat", "constant_pad_nd", "index", "gather", "embedding")),
+        *(f"aten::{name}" for name in ("index_select", "_unsafe_index", "slice_scatter", "select_scatter", "flip")),
+        *(f"aten::{name}" for name in ("roll", "repeat", "full", "full_like", "arange", "scalar_tensor", "avg_pool2d")),
+        *(f"aten::{name}" for name in ("zeros_like", "ones_like", "empty", "empty_like", "new_zeros", "new_full")),
+        *(f"aten::{name}" for name in ("max_pool2d_with_indices", "reflection_pad2d", "replication_pad2d")),
+        *("prims::iota", "prims::convert_element_type", "prims::_low_memory_max_pool_with_offsets"),
+        "prims::_low_memory_max_pool_offsets_to_indices",
+    }
+)
+"""Operators that copy or pick elements, so that no order of additions changes their bits."""
+
+_REDUCTIONS = frozenset({"aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var_mean", "aten::any"})
+
 MaskOf = Callable[[Callable[[str], Any]], Mask | None]
 """Builds a mask from a function that returns an argument of the operator by name; None if the row does not hold."""
 
@@ -147,6 +162,11 @@ def is_elementwise(node: fx.Node) -> bool:
     """Whether each element of the result is computed from the arguments' elements at the same place."""
     made = {"prims::convert_element_type", "aten::full", "aten::scalar_tensor", "prims::iota"} | RANDOM
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in made
+
+
+def reads_fused(node: fx.Node) -> bool:
+    """Whether a compiler that fuses computes what the operator reads where it reads it."""
+    return is_elementwise(node) or name_of(node) in _REDUCTIONS or name_of(node) in MOVES
 
 
 def is_view(node: fx.Node) -> bool:

@@ -19,8 +19,9 @@ from backstash.integrations.compile.choose import Choice
 from backstash.integrations.compile.emit import GraphEmitter, Value
 from backstash.integrations.compile.graph_bounded import GraphSzp
 from backstash.integrations.compile.graph_codecs import Bits
-from backstash.integrations.compile.graph_kernels import encode_by_kernel
-from backstash.integrations.compile.layout import in_memory_order, like_original, memory_order
+from backstash.integrations.compile.graph_kernels import decode_by_kernel, encode_by_kernel
+from backstash.integrations.compile.layout import in_memory_order, is_identity, like_original, memory_order
+from backstash.integrations.compile.reading import is_view, name_of, reads_fused
 from backstash.integrations.compile.values import Member, SavedValue, Split, after_last_use, hint
 
 _aten = torch.ops.aten
@@ -28,13 +29,14 @@ UNCHECKED = "saved_tensor_with_no_vc_check"
 """The mark of tensors at the end of the results, whose version autograd does not compare."""
 
 
-def rewrite(split: Split, value: SavedValue, choice: Choice) -> list[fx.Node]:
+def rewrite(split: Split, value: SavedValue, choice: Choice, is_apart: bool = False) -> list[fx.Node]:
     """Carries a choice out on both graphs.
 
     Args:
         split: the graphs.
         value: the value.
         choice: its form; the value is not kept.
+        is_apart: whether it is decoded for each call of a library that reads it, so that it is not held in between.
 
     Returns:
         The planes in the forward graph.
@@ -49,9 +51,8 @@ def rewrite(split: Split, value: SavedValue, choice: Choice) -> list[fx.Node]:
             plane.meta[UNCHECKED] = True
     _replace_results(split, value, flat)
     inputs = _replace_inputs(split, members, flat)
-    _decode(
-        split, value, choice, inputs[: len(planes)], list(zip(_test_nodes(tests), inputs[len(planes) :], strict=True))
-    )
+    outcomes = list(zip(_test_nodes(tests), inputs[len(planes) :], strict=True))
+    _decode(split, value, choice, inputs[: len(planes)], outcomes, is_apart)
     for member in members:
         split.backward.graph.erase_node(member.placeholder)
     _show_gradients(split, value, choice)
@@ -172,6 +173,7 @@ def _decode(
     choice: Choice,
     planes: Sequence[fx.Node],
     tests: Sequence[tuple[fx.Node, fx.Node]],
+    is_apart: bool,
 ) -> None:
     """Decodes in front of the first reader, and lets every reader read what was decoded."""
     graph, fake_mode = split.backward.graph, value.fake_mode
@@ -187,19 +189,26 @@ def _decode(
         _erase(node)
     if choice.codec is None:
         return
-    users = {user for member in value.members for user in member.placeholder.users}
-    if not users:
-        return
-    first = next(node for node in graph.nodes if node in users)
-    emit = GraphEmitter(graph, first, fake_mode, meta)
     order = memory_order(value.tensor)
     assert order is not None
-    ordered = choice.codec.decode(emit, planes, value.tensor.permute(order))
-    for member in value.members:
-        if member.placeholder.users:
-            view = _view(emit, ordered, member.node.meta["val"], value.tensor)
-            member.placeholder.replace_all_uses_with(view)
-            split.twins[view] = member.node
+    users = {user for member in value.members for user in member.placeholder.users}
+    ordered_users = [node for node in graph.nodes if node in users]
+    calls = [user for user in ordered_users if is_apart and not (reads_fused(user) or is_view(user))]
+    others = [user for user in ordered_users if user not in calls]
+    for readers in filter(None, (others, *([call] for call in calls))):
+        first = readers[0]
+        emit = GraphEmitter(graph, first, fake_mode, meta)
+        like, ordered = value.tensor.permute(order), None
+        if first in calls:
+            is_image = name_of(first) == "aten::convolution_backward" and like.dim() == 4 and is_identity(order)
+            ordered = decode_by_kernel(emit, choice.codec, planes, like, is_image)
+        if ordered is None:
+            ordered = choice.codec.decode(emit, planes, like)
+        for member in value.members:
+            if any(user in readers for user in member.placeholder.users):
+                view = _view(emit, ordered, member.node.meta["val"], value.tensor)
+                member.placeholder.replace_all_uses_with(view, delete_user_cb=set(readers).__contains__)
+                split.twins[view] = member.node
 
 
 def _show_gradients(split: Split, value: SavedValue, choice: Choice) -> None:

@@ -1,15 +1,16 @@
 """Which values a graph saves under a budget, and in which form: a greedy search that sees the whole course of memory.
 
-Three moves lower the memory: a saved value is computed again in the backward pass, or it is rounded, or a value is
-saved after all, from which others are computed. Each move is judged by the bytes above the budget that it takes away,
-added up over all operators, for a second that it costs. Moves that turn out to be of no use are taken back at the end,
-the dearest first.
+Three moves lower the memory: a saved value is computed again in the backward pass, or a value is rounded, or it is
+saved after all, so that others are computed from it. Each move is judged by the bytes above the budget that it takes
+away, added up over all operators, for a second that it costs. Moves that turn out to be of no use are taken back at the
+end, the dearest first. A search may also begin with everything rounded: what is rounded one by one lowers no peak where
+a chain of values would have to be.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -20,6 +21,10 @@ _LEAST_SHARE = 1 / 2000
 """Saved values below this share of the budget are left as they are."""
 
 _FREE_SECONDS = 1e-6
+
+_NEARLY = 0.7
+"""A move is made if it is worth this share of what the next best was worth when it was looked at last. To look at each
+again before every move would take several times as long as it takes to compile a graph."""
 
 
 class Form(Enum):
@@ -43,12 +48,14 @@ class Options:
         rounded: bytes of those that the policy rounds.
         fixed: those that the program holds anyway.
         inputs: the inputs of the graph that the backward pass may read.
+        tests: for comparisons whose outcomes are stored beside a rounded value that value.
     """
 
     held: Mapping[int, int]
     rounded: Mapping[int, int] = field(default_factory=dict)
     fixed: Collection[int] = frozenset()
     inputs: Collection[int] = frozenset()
+    tests: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -74,22 +81,29 @@ class Search:
         options: what may be done.
         budget: bytes at the peak, inputs excluded.
         start: the values that are saved at first.
+        is_rounded: whether those of them that may be rounded are.
     """
 
-    def __init__(self, joint: Joint, options: Options, budget: int, start: Iterable[int]) -> None:
+    def __init__(
+        self, joint: Joint, options: Options, budget: int, start: Collection[int], is_rounded: bool = False
+    ) -> None:
         self._joint = joint
         self._options = options
         self._budget = budget
-        self._lifetimes = Lifetimes(joint, options.rounded)
+        self._lifetimes = Lifetimes(joint, options.rounded, options.tests)
         saved = {number: options.held[number] for number in start}
-        self._current = Found(saved, set(), self._lifetimes.estimate(saved))
+        rounded = {number for number in start if number in options.rounded} if is_rounded else set[int]()
+        rounded.difference_update(options.fixed)
+        saved |= {number: options.rounded[number] for number in rounded}
+        self._current = Found(saved, rounded, self._lifetimes.estimate(saved))
+        self._start = frozenset(start)
         self._always = self._current.estimate.again
         self._reachable = self._found_again()
 
     def run(self) -> Found:
         """The values to save: below the budget if that was found, else with the lowest peak that was found."""
-        done: list[Move] = []
-        best, count = self._current, 0
+        done: list[Move] = [(number, Form.ROUNDED) for number in self._current.rounded]
+        best, count = self._current, len(done)
         while self._current.estimate.peak > self._budget:
             before = len(done)
             for move in self._moves():
@@ -113,7 +127,7 @@ class Search:
             score = self._score(found)
             if score <= 0:
                 continue  # it may be of use when other moves have been made: the next round tries it again
-            if waiting and -score > waiting[0][0]:
+            if waiting and -score > waiting[0][0] * _NEARLY:
                 heapq.heappush(waiting, (-score, move))
                 continue
             self._current = found
@@ -126,37 +140,43 @@ class Search:
                 continue
             if number not in self._current.saved:
                 yield number, Form.SAVED
-            elif number not in self._current.rounded:
-                if number in self._options.rounded:
-                    yield number, Form.ROUNDED
-                if number in self._reachable:
-                    yield number, Form.AGAIN
+            elif number in self._reachable:
+                yield number, Form.AGAIN
+            if number in self._options.rounded and number not in self._current.rounded:
+                yield number, Form.ROUNDED
 
     def _after(self, move: Move) -> Found | None:
         """What a move leads to; None if it cannot be made any more."""
         number, form = move
         saved, rounded = dict(self._current.saved), set(self._current.rounded)
-        if (number not in saved) != (form is Form.SAVED) or number in rounded:
-            return None
         if form is Form.ROUNDED:
+            if number in rounded:
+                return None
             saved[number] = self._options.rounded[number]
             rounded.add(number)
+        elif (number in saved) == (form is Form.SAVED):
+            return None
         elif form is Form.SAVED:
             saved[number] = self._options.held[number]
         else:
             del saved[number]
+            rounded.discard(number)
         return self._of(saved, rounded)
 
     def _of(self, saved: dict[int, int], rounded: set[int]) -> Found | None:
         found = Found(saved, rounded, self._lifetimes.estimate(saved))
         # A value that is computed from a rounded one would have an error that nobody has looked at.
-        return None if rounded and self._sources(found.estimate) & rounded else found
+        again = found.estimate.again
+        if rounded and self._sources(found.estimate, again - self._always) & rounded:
+            return None
+        more = rounded - self._start
+        return None if more and self._sources(found.estimate, again) & more else found
 
-    def _sources(self, estimate: Estimate) -> set[int]:
-        """The saved values from which values are computed again that torch's partitioner would have saved."""
+    def _sources(self, estimate: Estimate, again: Collection[int]) -> set[int]:
+        """The saved values from which values are computed again."""
         found: set[int] = set()
         seen: set[int] = set()
-        waiting = list(estimate.again - self._always)
+        waiting = list(again)
         while waiting:
             for read in self._joint.reads[waiting.pop()]:
                 if read in estimate.saved:

@@ -22,9 +22,9 @@ from torch import Tensor, fx
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.emit import GraphEmitter
 from backstash.integrations.compile.layout import have_same_sizes, memory_order
-from backstash.integrations.compile.reading import is_view, name_of
+from backstash.integrations.compile.reading import is_elementwise, is_view, name_of
 from backstash.integrations.compile.values import is_tensor, spec_of
-from backstash.torch_internals import adds_products_by_library, hide_from_dynamo
+from backstash.torch_internals import adds_products_by_library, hide_from_dynamo, store_when_lowered, stores_on_request
 
 _LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
 _LIBRARY.define("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()")
@@ -107,6 +107,45 @@ def early_products(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
+def stored_sums(graph: fx.Graph) -> list[fx.Node]:
+    """The elementwise results of several readers that are computed from a sum of gradients.
+
+    A residual connection has one in each block. Inductor would leave the sum to each of its readers, among them the sum
+    of the block below, and hold all summands until the last of these.
+    """
+    gradients = gradient_nodes(graph)
+    found = []
+    for node in graph.nodes:
+        if node not in gradients or len(node.users) < 2 or not is_tensor(node) or not is_elementwise(node):
+            continue
+        if stores_on_request() and spec_of(node.meta["val"]).nbytes >= _LEAST_NBYTES and _adds(node, gradients):
+            found.append(node)
+    return found
+
+
+def _adds(node: fx.Node, gradients: set[fx.Node]) -> bool:
+    sizes = node.meta["val"].shape
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        among = [each for each in node.all_input_nodes if each in gradients and is_tensor(each)]
+        among = [each for each in among if have_same_sizes(each.meta["val"].shape, sizes)]
+        if name_of(node) == "aten::add" and len(among) == 2:
+            return True
+        waiting += [each for each in among if len(each.users) == 1 and is_elementwise(each)]
+    return False
+
+
+def store_sums(graph: fx.Graph) -> None:
+    """Has Inductor store what :func:`stored_sums` finds."""
+    store_when_lowered(_ops.stored.default)
+    for node in stored_sums(graph):
+        stored = GraphEmitter(graph, node.next, node.meta["val"].fake_mode, {"autograd_backward": True})
+        readers = set(node.users)
+        result = stored(_ops.stored.default, node)
+        node.replace_all_uses_with(result, delete_user_cb=readers.__contains__)
+
+
 def take_apart(graph: fx.Graph) -> None:
     """Has Inductor compute the products of :func:`early_products` and their sums by calls of their own.
 
@@ -128,6 +167,9 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out=total)
 
 
+_LIBRARY.define("stored(Tensor(a) x) -> Tensor(a)")
+_LIBRARY.impl("stored", lambda x: x.view(x.shape), "CompositeExplicitAutograd")
+torch.library.register_fake("backstash_graph::stored", lambda x: x.view(x.shape), lib=_LIBRARY)
 hide_from_dynamo(_add_product_, and_all_below=True)
 _LIBRARY.impl("add_product_", _add_product_, "CompositeExplicitAutograd")
 torch.library.register_fake("backstash_graph::add_product_", lambda *_: None, lib=_LIBRARY)
