@@ -134,14 +134,14 @@ def _searched(joint: Joint, starts: list[_Start], options: Options, budget: int)
     """The cheapest of what searches from every start find, or what has the lowest peak."""
     named = [{joint.number(node) for node in joint.graph.nodes if node.name in start.names} for start in starts]
     saved = [[number for number in options.held if number in numbers] for numbers in named]
-    least = Lifetimes(joint).estimate({number: options.held[number] for number in saved[0]})
-    joint.saves_copies = least.peak <= budget  # to make them once more costs little, but not nothing
+    alone = [Lifetimes(joint).estimate({number: options.held[number] for number in each}) for each in saved]
+    joint.saves_copies = alone[0].peak <= budget  # to make them once more costs little, but not nothing
+    again = [estimate.again for estimate in alone]
+    options = replace(options, starts=list(zip(saved, again, strict=True)))
     exact = replace(options, rounded={}, tests={})
-    if not options.rounded:
-        found = [Search(joint, exact, budget, each).run() for each in saved]
-    else:
+    found = [Search(joint, exact, budget, each).run() for each in saved]
+    if options.rounded:
         # Nothing is computed from what is rounded, so a search that may round can end where one that may not goes on.
-        found = [Search(joint, exact, budget, saved[-1]).run()]
         for start, each in list(zip(starts, saved, strict=True))[:: max(len(starts) - 1, 1)]:
             # How many bytes a value takes depends on what reads it, and that on what else is saved.
             rounded = {n: start.rounded.get(joint.nodes[n].name, nbytes) for n, nbytes in options.rounded.items()}

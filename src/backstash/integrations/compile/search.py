@@ -10,7 +10,7 @@ a chain of values would have to be.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -49,6 +49,7 @@ class Options:
         fixed: those that the program holds anyway.
         inputs: the inputs of the graph that the backward pass may read.
         tests: for comparisons whose outcomes are stored beside a rounded value that value.
+        starts: what the partitioner saves under each setting, and what it computes again then.
     """
 
     held: Mapping[int, int]
@@ -56,6 +57,7 @@ class Options:
     fixed: Collection[int] = frozenset()
     inputs: Collection[int] = frozenset()
     tests: Mapping[int, int] = field(default_factory=dict)
+    starts: Sequence[tuple[Collection[int], Collection[int]]] = ()
 
 
 @dataclass
@@ -169,8 +171,10 @@ class Search:
         again = found.estimate.again
         if rounded and self._sources(found.estimate, again - self._always) & rounded:
             return None
-        more = rounded - self._start
-        return None if more and self._sources(found.estimate, again) & more else found
+        unseen = rounded - self._start
+        for saved_there, again_there in self._options.starts if unseen else ():
+            unseen -= set(saved_there) - self._sources(found.estimate, again.difference(again_there))
+        return None if unseen else found
 
     def _sources(self, estimate: Estimate, again: Collection[int]) -> set[int]:
         """The saved values from which values are computed again."""
