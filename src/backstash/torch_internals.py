@@ -338,26 +338,9 @@ def inductor_backend(patches: dict[str, Any]) -> Callable[..., Any]:
     return backend
 
 
-@cache
-def stores_on_request() -> bool:
-    """Whether Inductor can be told to store a value (:func:`store_when_lowered`)."""
-    return hasattr(_lowering(), "register_lowering")
-
-
-def store_when_lowered(op: Any) -> None:
-    """Has Inductor store the argument of an operator that returns it, instead of computing it for each reader."""
-    if not stores_on_request() or op in _lowering().lowerings:
-        return
-
-    def lower(x: Any) -> Any:
-        x.realize()
-        return x
-
-    _lowering().register_lowering(op, type_promotion_kind=None)(lower)
-
-
-def _lowering() -> Any:
-    import torch._inductor.lowering as lowering  # it imports Inductor
+def inductor_lowerings() -> Any:
+    """The module with Inductor's form of every operator. Imports Inductor."""
+    import torch._inductor.lowering as lowering
 
     return lowering
 
@@ -396,12 +379,7 @@ def compile_counters() -> Any:
 def size_nodes(graph: torch.fx.Graph, size: torch.SymInt) -> tuple[Any, list[torch.fx.Node]]:
     """A node that computes a symbolic size from the sizes among the graph's inputs, or a number if it is constant.
 
-    Args:
-        graph: the graph. Nodes are added at its insertion point.
-        size: the size.
-
-    Returns:
-        The node or the number, and all nodes that were added.
+    Also returned are all nodes that were added, at the graph's insertion point.
 
     Raises:
         KeyError: no input of the graph has one of the symbols.

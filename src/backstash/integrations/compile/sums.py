@@ -24,7 +24,7 @@ from backstash.integrations.compile.emit import GraphEmitter
 from backstash.integrations.compile.layout import have_same_sizes, memory_order
 from backstash.integrations.compile.reading import is_elementwise, is_view, name_of
 from backstash.integrations.compile.values import is_tensor, spec_of
-from backstash.torch_internals import adds_products_by_library, hide_from_dynamo, store_when_lowered, stores_on_request
+from backstash.torch_internals import adds_products_by_library, hide_from_dynamo, inductor_lowerings
 
 _LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
 _LIBRARY.define("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()")
@@ -118,7 +118,7 @@ def stored_sums(graph: fx.Graph) -> list[fx.Node]:
     for node in graph.nodes:
         if node not in gradients or len(node.users) < 2 or not is_tensor(node) or not is_elementwise(node):
             continue
-        if stores_on_request() and spec_of(node.meta["val"]).nbytes >= _LEAST_NBYTES and _adds(node, gradients):
+        if spec_of(node.meta["val"]).nbytes >= _LEAST_NBYTES and _adds(node, gradients):
             found.append(node)
     return found
 
@@ -136,9 +136,16 @@ def _adds(node: fx.Node, gradients: set[fx.Node]) -> bool:
     return False
 
 
+def _stored(value: Any) -> Any:
+    value.realize()
+    return value
+
+
 def store_sums(graph: fx.Graph) -> None:
     """Has Inductor store what :func:`stored_sums` finds."""
-    store_when_lowered(_ops.stored.default)
+    lowerings = inductor_lowerings()
+    if _ops.stored.default not in lowerings.lowerings:
+        lowerings.register_lowering(_ops.stored.default, type_promotion_kind=None)(_stored)
     for node in stored_sums(graph):
         stored = GraphEmitter(graph, node.next, node.meta["val"].fake_mode, {"autograd_backward": True})
         readers = set(node.users)
