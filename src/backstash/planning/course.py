@@ -11,6 +11,11 @@
 Note: [accumulated gradients]
     A backward pass takes more if it adds to gradients that are there. If some of a loop's passes do and others do not,
     one that does is surveyed and counted.
+
+Note: [freed unseen]
+    The profiler sees the memory that the program's own threads free. A thread of a communication library, which may
+    hold the last reference to a buffer, is not among them: what it frees seems to be alive until its address is used
+    again. Which thread is the last one differs from step to step. So a budget is refused only if several steps say so.
 """
 
 from __future__ import annotations
@@ -45,6 +50,9 @@ TIMED_STEPS = 20
 
 MOST_PLANS = 5
 """How many plans are tried until one keeps the budget."""
+
+MOST_SURVEYED = 3
+"""How many steps are surveyed until a budget is refused (Note: [freed unseen])."""
 
 MOST_RECORDED = 24
 """How many steps are recorded at most, until one is of the kind that is asked for."""
@@ -223,16 +231,22 @@ class Course:
     def _plan_within(self) -> Waiting:
         """Makes a plan, counts a step under it, and makes another one as long as the budget is not kept."""
         bucket, owner = self._bucket, self._owner
-        planner = bucket.planner
-        assert planner is not None
-        budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
         is_first = owner.buckets.largest() is bucket and bucket.found.plans == 0
+        surveyed = 1
         for _ in range(MOST_PLANS):
+            planner = bucket.planner
+            assert planner is not None
+            budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
             try:
                 plan = planner.plan(max(1, budget - bucket.margin))
             except BudgetError as error:
                 if bucket.plan is not None:
                     return  # with room left for safety nothing fits, so the plan that there is stays
+                if is_first and surveyed < MOST_SURVEYED:
+                    surveyed += 1
+                    bucket.surveys -= 1  # the next one takes the place of the one before
+                    yield from self._survey()
+                    continue
                 if is_first:
                     raise
                 plan = planner.at_most(0)
