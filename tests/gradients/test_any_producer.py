@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -430,3 +431,32 @@ def test_a_temporary_of_another_layout_than_the_result_is_not_written_over() -> 
     expected = trained(make, x, None)
     assert layouts[0][0] != layouts[0][1]
     assert not differences(expected, trained(make, x, Session(Remake(), min_nbytes=0)))
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_recurrent_network_is_repeated_once_however_many_tensors_it_saves_inside(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backstash.stash import repeating
+
+    repeated: list[str] = []
+    original = repeating.repeat
+
+    def noted(call: Any, *args: Any) -> Tensor:
+        repeated.append(call.name)
+        return original(call, *args)
+
+    monkeypatch.setattr(repeating, "repeat", noted)
+    numbers = []
+    for length in (5, 20):
+        model, x = kind(8, 16, batch_first=True, bidirectional=True), torch.randn(4, length, 8)
+        for session in (None, Session(Remake(), min_nbytes=0)):
+            repeated.clear()
+            with session or contextlib.nullcontext():
+                loss = model(x)[0].square().mean()
+            found = torch.autograd.grad(loss, list(model.parameters()))
+            if session is None:
+                expected = found
+        assert not differences(expected, found)
+        numbers.append(len(repeated))
+    assert max(numbers) < 10

@@ -173,3 +173,35 @@ def test_a_plan_is_for_all_passes_of_a_step(name: str) -> None:
     assert run.found.plain_nbytes == pytest.approx(plain_peak_of(program), rel=0.25)
     assert run.found.plan is not None and run.found.plan.unknown == ()
     assert 0 < run.found.reached_nbytes <= run.found.budget_nbytes
+
+
+class Recurrent(nn.Module):
+    """A recurrent network whose sequences have other lengths in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.GRU(8, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean square of all outputs."""
+        return self.layers(x)[0].square().mean()
+
+
+def test_shapes_that_never_come_back_have_the_plan_of_the_largest() -> None:
+    def trained_with(context: AbstractContextManager[Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Recurrent()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with context:
+            for length in range(60, 2, -1):
+                model(torch.randn(4, length, 8)).backward()
+                _step_of(optimizer)
+        return [p.detach() for p in model.parameters()]
+
+    run = Budgeted("99%", min_nbytes=0)
+    found = trained_with(run)
+    largest = run.buckets.largest()
+    assert largest is not None and largest.plain_nbytes > 0
+    assert len(run.buckets) == 32 and largest in list(run.buckets)
+    run.close()
+    assert all(torch.equal(x, y) for x, y in zip(trained_with(contextlib.nullcontext()), found, strict=True))

@@ -196,6 +196,7 @@ class Course:
         others = [each for each in owner.buckets if each.planner is not None]
         if not self._seconds and others:  # of a shape that was not timed
             self._seconds = others[0].planner.profile.seconds * kept / max(1, others[0].plain_nbytes)
+        self._seconds = self._seconds or sum(position.seconds for position in line.positions)
         squares: dict[str, float] = {}
         if "bounded" in owner.tries:
             yield from self._probe(surveys[-1], squares)
@@ -246,7 +247,9 @@ class Course:
                 if is_first and surveyed < MOST_SURVEYED:
                     surveyed += 1
                     bucket.surveys -= 1  # the next one takes the place of the one before
+                    bucket.found = replace(bucket.found, trouble=f"no plan yet: {error}")  # other shapes may come now
                     yield from self._survey()
+                    bucket.found = replace(bucket.found, trouble="")
                     continue
                 if is_first:
                     raise

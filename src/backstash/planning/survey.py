@@ -224,6 +224,7 @@ class Survey(Births):
         self.found: dict[str, Found] = {}
         self.keys: dict[int, str] = {}
         self._alive: list[Value] = []  # so that ids stay their own
+        self._calls: dict[Group, tuple[float, int]] = {}  # seconds and trial sections of calls that save inside
         self._exact = get("lossless_stored")
         self._section = 0
         self._watch = watch or Stopwatch()
@@ -301,6 +302,11 @@ class Survey(Births):
     def _try_recipe(self, recipe: Recipe, whole: Tensor, found: Found) -> None:
         found.parents = tuple(dict.fromkeys(recipe.leaves))
         self._alive += found.parents
+        group = recipe.call.group if recipe.call.saved is not None else None
+        found.reason, found.group = str(recipe), group
+        if group is not None and group in self._calls:  # which has made this value with the others
+            found.remake_seconds, found.section = self._calls[group]
+            return
         trusted = recipe.unfused()
         if has_form(recipe):
             with self._trial():
@@ -309,8 +315,8 @@ class Survey(Births):
         found.section = self._section
         with self._trial():
             found.remake_seconds = self._watch.shortest(lambda: trusted.run(fetch_unguarded), whole)
-        found.reason = str(recipe)
-        found.group = recipe.call.group if recipe.call.saved is not None else None
+        if group is not None:
+            self._calls[group] = found.remake_seconds, found.section
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
