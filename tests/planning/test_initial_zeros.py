@@ -12,6 +12,7 @@ import backstash as bs
 from backstash.errors import BudgetError
 from backstash.planning import profiling
 from backstash.planning.plan import Planner
+from backstash.planning.survey import RESERVE
 from backstash.planning.zeros import without_initial_zeros
 from backstash.report.meter import CountedPeak
 from backstash.rewrites.state import State
@@ -79,7 +80,7 @@ class Gate(nn.Module):
 
 
 class Padded(nn.Module):
-    """A layer on mostly padding, whose result there is its bias, which begins with zeros, as in windows of attention."""
+    """Layers on mostly padding, of which they make their biases, which begin with zeros, as in windows of attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,3 +234,23 @@ def test_only_zeros_of_trained_weights_are_replaced(dtype: torch.dtype) -> None:
         assert found.contents[id(other)][1] is state.contents[id(other)][1]
     assert (state.contents[id(model.weight)][1][[0, 2]] == 0).all()
     assert equal_bits(without_initial_zeros(state).contents[id(model.weight)][1], filled)
+
+
+def test_codecs_whose_size_depends_on_numbers_have_a_reserve_and_others_none() -> None:
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Dropout(0.5)]
+    values = planner_of(nn.Sequential(*layers, nn.Conv2d(8, 3, 1))).profile.values
+    reserves = {choice.name: choice.reserve_nbytes / value.nbytes for value in values for choice in value.choices}
+    assert reserves["zvc"] == pytest.approx(RESERVE, rel=0.01)
+    assert set(reserves) > {"keep", "zvc"} and not any(each for name, each in reserves.items() if name != "zvc")
+
+
+def test_a_plan_leaves_its_reserve_free() -> None:
+    layers = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), *layers, nn.Conv2d(8, 3, 1))
+    planner = Planner(planner_of(model).profile, "lossless")
+    plan = planner.plan(smallest(planner))
+    most = sum(decision.reserve_nbytes for decision in plan.decisions)
+    assert 0 < plan.reserve_nbytes <= most
+    assert max(peaks(model, plan)) <= plan.peak_nbytes
+    again = bs.Plan.from_json(plan.to_json())
+    assert again.reserve_nbytes == plan.reserve_nbytes and again == plan
