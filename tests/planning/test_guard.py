@@ -83,8 +83,8 @@ def with_spare_values(plan: bs.Plan) -> bs.Plan:
 
 
 def test_where_the_plan_allows_it_values_are_remade() -> None:
-    model, found = planned(allow=("lossless", "recompute"))
-    plan = with_spare_values(found)
+    model, made = planned(allow=("lossless", "recompute"))
+    plan = with_spare_values(made)
     guard = Guard(plan, plan.peak_nbytes)
     guard._room = -1  # as if too much were held from the start
     expected, _ = gradients(model, "keep")

@@ -63,7 +63,8 @@ class LowRank(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + torch.sin(self.up(self.down(x)))
+        result: Tensor = self.layer(x) + torch.sin(self.up(self.down(x)))
+        return result
 
 
 class Gate(nn.Module):
@@ -76,7 +77,8 @@ class Gate(nn.Module):
             nn.init.zeros_(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.sigmoid(self.gate(x)) * self.branch(x)
+        result: Tensor = x + torch.sigmoid(self.gate(x)) * self.branch(x)
+        return result
 
 
 class Padded(nn.Module):
