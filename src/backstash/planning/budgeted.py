@@ -349,6 +349,9 @@ class Budgeted(Following):
     def profiled(self, profile: StepProfile) -> None:
         """Is called with each profile, at the end of a backward pass."""
 
+    def settled(self) -> None:
+        """Is called when steps of a kind have been profiled and counted: from now on they run under their plan."""
+
     def guarded(self, bucket: Bucket, plan: Plan, budget: int) -> Policy:
         """The policy for a plan of that bucket: the plan itself where nothing is left to be held in less."""
         self._guards = [guard for guard in self._guards if guard.plan is not bucket.plan]

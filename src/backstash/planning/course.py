@@ -110,6 +110,7 @@ class Course:
                 yield from self._first_steps()  # the plan is for other steps than these
         else:
             yield from self._first_steps()
+        owner.settled()
         yield from self._time()
         self._bucket.is_done = True
 
