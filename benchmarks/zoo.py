@@ -224,7 +224,7 @@ def _planned(make: Callable[[], Program], expected: Digests, plain_nbytes: int) 
         training = Training(make(), bs.Session(bs.Plan.from_json(plan.to_json())))
         differing = other(expected, training.digests())
         predicted = plan.peak_nbytes, training.peak(COUNTED_STEPS), plan.seconds / plan.plain_seconds
-        rows.append(Row(row.budget, row.budget_nbytes, *predicted, differing=differing))
+        rows.append(Row(row.budget, row.budget_nbytes, *predicted, None, differing, plan.reserve_nbytes))
     return tuple(rows)
 
 

@@ -90,11 +90,13 @@ def main() -> None:
             loss = F.cross_entropy(model(x), y)
         loss.backward()
 
-    reached = bs.measure(planned_step).peak_nbytes
+    reached = bs.measure(planned_step)
     print(f"plain PyTorch's peak   {profile.plain_peak_nbytes / mib:8.1f} MiB above what is held before the step")
     print(f"budget                 {plan.budget / mib:8.1f} MiB")
     print(f"predicted peak         {plan.peak_nbytes / mib:8.1f} MiB")
-    print(f"reached peak           {(reached or 0) / mib:8.1f} MiB")
+    print(f"reached peak           {reached.peak_nbytes / mib:8.1f} MiB")
+    if reached.resident_nbytes is not None:
+        print(f"resident peak          {reached.resident_nbytes / mib:8.1f} MiB above what is resident before the step")
     print(f"step                   {1e3 * seconds:8.0f} ms, plain {1e3 * plain_seconds:.0f} ms")
     print(f"all weights and statistics after {asked.steps} steps are {'equal, bit for bit' if same else 'DIFFERENT'}")
     raise SystemExit(not same)

@@ -129,3 +129,29 @@ def test_devices_that_are_not_there() -> None:
 
 def test_a_measurement_is_a_value() -> None:
     assert Measurement(1, None, 0.5, 1, "cpu") == Measurement(1, None, 0.5, 1, "cpu", ())
+
+
+def test_resident_peaks_are_known_before_and_after_a_moment() -> None:
+    if not meter.reset_resident_peak():
+        pytest.skip("this system does not let a process reset its high-water mark")
+    peaks = meter.ResidentPeaks()
+    large = allocate(64 * MB).fill_(1)
+    del large
+    peaks.separate()
+    small = allocate(16 * MB).fill_(1)
+    peaks.end()
+    assert peaks.before is not None and peaks.after is not None
+    assert peaks.before >= peaks.after + 40 * MB
+    again = peaks.before
+    peaks.separate()  # there is one moment alone
+    assert peaks.before == again
+    del small
+
+
+def test_resident_peaks_without_a_moment_are_that_of_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "resident_peak_nbytes", lambda: 7)
+    monkeypatch.setattr(meter, "reset_resident_peak", lambda: False)
+    peaks = meter.ResidentPeaks()
+    peaks.separate()
+    peaks.end()
+    assert (peaks.before, peaks.after) == (None, 7)

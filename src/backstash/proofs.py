@@ -42,7 +42,7 @@ Answer = TypeVar("Answer", bool, str)
 CAPACITY = 4096
 """How many answers are kept. One takes about half a kilobyte, and a network of 1,000 layers asks for fewer."""
 
-TRAVELLING = frozenset({"call", "recipe", "mm by rows", "batch norm", "layer norm", "group norm"})
+TRAVELLING = frozenset({"call", "saved inside", "recipe", "mm by rows", "batch norm", "layer norm", "group norm"})
 """The operations whose answers travel with a plan: their proofs take some MiB, or as much as a step's values."""
 
 _CHOOSING = ("ATEN_", "BACKSTASH_", "CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NVIDIA_", "ONEDNN_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -371,12 +372,39 @@ def test_costly_functions_are_not_repeated_for_a_policy_that_does_not_ask_for_it
 
 
 def test_random_state_changing_and_unfilled_functions_are_not_repeatable() -> None:
-    for function in (torch.empty_like, F.rrelu, F.gumbel_softmax, torch.multinomial, F.batch_norm, F.instance_norm):
+    for function in (torch.empty_like, F.rrelu, F.gumbel_softmax, torch.multinomial, F.batch_norm):
         assert function in producers.CHEAP or not producers.is_repeatable(function), function
     for function in (F.conv2d, F.linear, torch.bmm, Tensor.matmul, F.embedding, F.max_pool2d, torch.einsum, Tensor.sum):
         assert producers.is_repeatable(function), function
     assert producers.may_change_state(F.embedding, (None, None, None, 1.0), {})
+    assert not producers.is_repeatable(torch.instance_norm)  # whose arguments come in another order
+    mean = torch.zeros(2)
+    assert producers.may_change_state(F.instance_norm, (None, mean, mean), {})
+    assert producers.may_change_state(F.instance_norm, (None,), {"running_mean": mean, "running_var": mean})
+    assert not producers.may_change_state(F.instance_norm, (None, None, None, mean, mean), {"use_input_stats": True})
     assert producers.draws(F.scaled_dot_product_attention, (None,), {"dropout_p": 0.1})
+
+
+@pytest.mark.parametrize("tracks", [False, True])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_instance_norms_are_made_again_if_they_keep_no_statistics(dims: int, tracks: bool) -> None:
+    conv, norm = (
+        (nn.Conv1d, nn.InstanceNorm1d),
+        (nn.Conv2d, nn.InstanceNorm2d),
+        (nn.Conv3d, nn.InstanceNorm3d),
+    )[dims - 1]
+
+    def make() -> nn.Module:
+        norms = (norm(4, affine=True, track_running_stats=tracks) for _ in range(2))
+        layers = [layer for each in norms for layer in (conv(4, 4, 3, padding=1), each, nn.LeakyReLU(0.1))]
+        return nn.Sequential(*layers, conv(4, 4, 1))
+
+    x = torch.randn(2, 4, *(8,) * dims)
+    expected = trained(make, x, None)
+    session = Session(Remake(), min_nbytes=64)
+    assert not differences(expected, trained(make, x, session))
+    remade = [row.reason for row in session.report().rows if row.codec == "recompute"]
+    assert any("instance_norm" in reason for reason in remade) is not tracks
 
 
 def test_a_recompute_of_any_producer_has_no_bounds() -> None:
@@ -430,3 +458,32 @@ def test_a_temporary_of_another_layout_than_the_result_is_not_written_over() -> 
     expected = trained(make, x, None)
     assert layouts[0][0] != layouts[0][1]
     assert not differences(expected, trained(make, x, Session(Remake(), min_nbytes=0)))
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_recurrent_network_is_repeated_once_however_many_tensors_it_saves_inside(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backstash.stash import repeating
+
+    repeated: list[str] = []
+    original = repeating.repeat
+
+    def noted(call: Any, *args: Any) -> Tensor:
+        repeated.append(call.name)
+        return original(call, *args)
+
+    monkeypatch.setattr(repeating, "repeat", noted)
+    numbers = []
+    for length in (5, 20):
+        model, x = kind(8, 16, batch_first=True, bidirectional=True), torch.randn(4, length, 8)
+        for session in (None, Session(Remake(), min_nbytes=0)):
+            repeated.clear()
+            with session or contextlib.nullcontext():
+                loss = model(x)[0].square().mean()
+            found = torch.autograd.grad(loss, list(model.parameters()))
+            if session is None:
+                expected = found
+        assert not differences(expected, found)
+        numbers.append(len(repeated))
+    assert max(numbers) < 10

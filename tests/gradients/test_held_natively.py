@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -210,3 +211,23 @@ def test_an_idle_session_has_the_same_gradients(ways: Hooks) -> None:
         loss.backward()
         assert not differences([parameter.grad for parameter in model.parameters()], expected)
     assert session._is_idle
+
+
+@pytest.mark.parametrize("policy", ["keep", "lossless"])
+@pytest.mark.parametrize("size", [4, 4096])
+def test_a_result_keeps_its_numbers_when_its_data_is_assigned_and_an_argument_does_not(policy: str, size: int) -> None:
+    """The exponential has saved its own result, and the sine and the square have saved the same tensor as arguments."""
+
+    def gradients(session: Any) -> list[Tensor]:
+        x, found = torch.linspace(-1, 1, size).requires_grad_(), []
+        for _ in range(4):
+            with session:
+                y = x.exp()
+                loss = (y.sin() + y.square() + torch.tanh(y)).sum()
+            y.data = y.data * 0.5
+            (gradient,) = torch.autograd.grad(loss, x)
+            found.append(gradient)
+        return found
+
+    expected = gradients(contextlib.nullcontext())
+    assert not differences(expected, gradients(Session(policy)))

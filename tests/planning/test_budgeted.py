@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 
 from backstash.capture import modules
 from backstash.errors import BudgetError, PlanError
+from backstash.planning import course
 from backstash.planning.buckets import growth, signature_of
 from backstash.planning.budgeted import Budgeted
 from backstash.planning.plan import Plan
+from backstash.planning.problem import StepProfile
+from backstash.planning.profiling import profile_of
 from backstash.report.meter import CountedPeak
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -311,3 +315,24 @@ def test_memory_that_is_not_there_is_the_original_error_with_advice() -> None:
     assert done.returncode == 0, done.stderr
     assert "RuntimeError True" in done.stdout and "was asked for" in done.stdout
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+
+def test_a_budget_is_not_refused_for_memory_that_one_step_held_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a communication library's thread may do, whose frees the profiler does not see."""
+    profiles: list[StepProfile] = []
+
+    def profile_with_more(*args: Any, **kwargs: Any) -> StepProfile:
+        profile = profile_of(*args, **kwargs)
+        profiles.append(profile)
+        if len(profiles) > 1:
+            return profile
+        more = [nbytes + profile.plain_peak_nbytes for nbytes in profile.base_nbytes]
+        return replace(profile, base_nbytes=tuple(more), plain_peak_nbytes=2 * profile.plain_peak_nbytes)
+
+    monkeypatch.setattr(course, "profile_of", profile_with_more)
+    session = Budgeted("40%", min_nbytes=1024)
+    assert_same([16] * 12, session)
+    assert len(profiles) == 2
+    assert session.found.plan is not None and 0 < session.found.reached_nbytes <= session.found.budget_nbytes
+    session.close()
+    assert_nothing_is_left()

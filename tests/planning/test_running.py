@@ -18,6 +18,7 @@ from backstash.errors import BudgetError, PlanError
 from backstash.planning.budgeted import Budgeted
 from backstash.planning.plan import Plan
 from backstash.planning.running import ProfiledRun
+from backstash.report.meter import reset_resident_peak, resident_peak_nbytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -147,6 +148,10 @@ def test_run_with_a_budget_says_what_was_reached(tmp_path: Any) -> None:
     assert within.exit_code == alone.exit_code == 0, within.output
     line = next(line for line in within.output.splitlines() if line.startswith("backstash: budget"))
     assert "planned" in line and "reached" in line and "above" not in line
+    assert "resident peak of the process" not in alone.output
+    if resident_peak_nbytes() is not None:
+        resident = next(line for line in within.output.splitlines() if "resident peak of the process" in line)
+        assert "under the plan" in resident or not reset_resident_peak()
     loss = next(line for line in within.output.splitlines() if line.startswith("the loss is"))
     assert loss in alone.output
 

@@ -200,33 +200,31 @@ class Forward:
                 return
             results, place = [result] if type(result) is Tensor else result, self._call_place
             # A batch norm is repeated without its running statistics, so it saves other tensors then.
-            saved_inside = [] if function is F.batch_norm else self._saved_inside(args, kwargs, results)
+            saved_inside = {} if function is F.batch_norm else self._saved_inside(args, kwargs, results)
             group = Group() if saved_inside else None
-            of_result = None if group is None else Inside(group, None)
+            of_result = None if group is None else Inside(group, None, saved_inside)
             for number, each in enumerate(results):
                 if type(each) is Tensor:
                     output = None if results[0] is result else number
                     self._contents.note_call(function, args, kwargs, each, random_state, output, of_result, place)
             if group is not None:
-                for number, x in saved_inside:
-                    inside = Inside(group, number)
+                for number, x in saved_inside.items():
+                    inside = Inside(group, number, saved_inside)
                     self._contents.note_call(function, args, kwargs, x, random_state, None, inside, place)
 
-    def _saved_inside(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any]
-    ) -> list[tuple[int, Tensor]]:
-        """What the function that has returned just now has saved of its own making, with the order of the saves."""
+    def _saved_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any]) -> dict[int, Tensor]:
+        """What the function that has returned just now has saved of its own making, by the number of the save."""
         packed, self._packed = self._packed, []
         if not packed:
-            return []
+            return {}
         given = affected(SideEffect.CHANGES, (*args, results), kwargs)
         plain = (x for x in given if type(x) in PLAIN and x.layout is torch.strided and not is_odd(x))
         outside = {x.untyped_storage()._cdata for x in plain}
-        found = []
+        found = {}
         for number, saved in packed:
             x = saved.dense if saved.builtin and saved.is_plain and number >= 0 else None
             if x is not None and x.untyped_storage()._cdata not in outside:
-                found.append((number, x))
+                found[number] = x
         return found
 
     # -- what autograd saves -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,7 @@ from backstash.planning.plan import Planner
 from backstash.planning.problem import StepProfile
 from backstash.planning.running import ProfiledRun
 from backstash.planning.within import Within
+from backstash.report.meter import ResidentPeaks
 from backstash.report.plan_page import plan_page
 from backstash.stash.ledger import Report
 from backstash.stash.tables import amount
@@ -182,18 +183,34 @@ def run_within(
     failed: Callable[[BaseException, Report], None],
     error_limit: float | None = None,
     offload_to: str | None = None,
-) -> tuple[Launched, Within]:
+) -> tuple[Launched, Within, ResidentPeaks]:
     """Runs a script whose first steps are profiled, and whose other steps stay within a budget.
 
     What it compiles is treated from the start, and is a part of the steps that are profiled.
+
+    Returns:
+        What has run, what became of the budget, and the resident peaks of the process before and under the plan.
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    run = Budgeted(size(budget), words(allow), error_limit=error_limit, min_nbytes=min_nbytes, offload_to=offload_to)
+    run = _Observed(size(budget), words(allow), error_limit=error_limit, min_nbytes=min_nbytes, offload_to=offload_to)
     with patch_compile("lossless", min_nbytes=min_nbytes) as patched:
         run.spared = lambda: 0 if (found := patched.report()) is None else found.saved_nbytes - found.stash_nbytes
         launched = launch_under(run, script, args, is_module=is_module, failed=failed)
-    return replace(launched, compiled=patched.report()), run.found
+    run.resident.end()
+    return replace(launched, compiled=patched.report()), run.found, run.resident
+
+
+class _Observed(Budgeted):
+    """Notes the resident peak of the first steps, which no plan keeps small, apart from that of all others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.resident = ResidentPeaks()
+        super().__init__(*args, **kwargs)
+
+    def settled(self) -> None:
+        """The first steps are over."""
+        self.resident.separate()
 
 
 def words(allow: str) -> tuple[str, ...]:

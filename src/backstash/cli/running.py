@@ -19,7 +19,7 @@ from backstash.integrations.launcher import Launched, launch, require
 from backstash.integrations.ranks import Rank
 from backstash.planning.budget import parse_budget
 from backstash.planning.plan import Plan
-from backstash.report.meter import peak_so_far_nbytes
+from backstash.report.meter import ResidentPeaks, peak_so_far_nbytes
 from backstash.stash.ledger import Report
 from backstash.stash.tables import amount
 
@@ -92,11 +92,12 @@ def run(
 
     with exits():
         if budget is not None:
-            launched, within = run_within(
+            launched, within, resident = run_within(
                 script, args or (), budget, allow, is_module, min_nbytes, failed, error_limit, offload_to
             )
             planned = within.plan
         else:
+            resident = ResidentPeaks()
             planned = None if plan is None else Plan.from_json(plan.read_text())
             chosen = policy if planned is None else planned
             launched = launch(script, args or (), chosen, is_module=is_module, min_nbytes=min_nbytes, failed=failed)
@@ -104,11 +105,13 @@ def run(
     for file, text in ((report_json, report.to_json()), (report_html, report.to_html())):
         if file is not None:
             rank.own(file).write_text(text + "\n")
-    heard = ranks.gather(rank, _own_peaks(report))
+    heard = ranks.gather(rank, _own_peaks(report, resident))
     if not quiet and rank.is_first and launched.error is None:
         _show(script, launched, full)
         if budget is not None:
             typer.echo(f"backstash: {within}")
+            if resident.after is not None:
+                typer.echo(f"backstash: {_resident(resident)}")
         if planned is not None and planned.notice():
             typer.echo(f"backstash: {planned.notice()}", err=True)
         for line in _peaks(rank, heard):
@@ -162,13 +165,20 @@ def _start_under(asked: str, quiet: bool) -> None:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
-def _own_peaks(report: Report) -> dict[str, Any]:
+def _resident(resident: ResidentPeaks) -> str:
+    """The resident peak of the process, in a line."""
+    first = "" if resident.before is None else f" under the plan, {amount(resident.before)} in the first steps"
+    return f"resident peak of the process, weights and libraries included: {amount(resident.after or 0)}{first}"
+
+
+def _own_peaks(report: Report, resident: ResidentPeaks) -> dict[str, Any]:
     """What this rank has to tell the first."""
+    so_far = peak_so_far_nbytes()
     return {
         "saved_nbytes": report.saved_nbytes,
         "stash_nbytes": report.device_nbytes,
         "peak_stash_nbytes": report.peak_stash_nbytes,
-        "peak_nbytes": peak_so_far_nbytes(),
+        "peak_nbytes": so_far if so_far is None else max(so_far, resident.before or 0),
     }
 
 

@@ -142,7 +142,8 @@ class Buckets:
         if found is None:
             found = self._by_signature[signature] = Bucket(signature)
             if len(self._by_signature) > MOST_BUCKETS:
-                self._by_signature.popitem(last=False)
+                largest = self.largest()  # from which the plans of new shapes are derived
+                del self._by_signature[next(key for key, each in self._by_signature.items() if each is not largest)]
         self._by_signature.move_to_end(signature)
         return found
 

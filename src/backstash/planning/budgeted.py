@@ -111,6 +111,7 @@ class Budgeted(Following):
         self._arguments = {**options, "error_limit": error_limit, "plan": plan, "min_nbytes": min_nbytes}
         self._arguments |= {"device": device, "folder": folder, "offload_to": offload_to}
         self.period = 0  # backward passes in a step; 0 as long as that is not known
+        self.forwards = 1  # forward passes in a step, or several in a row for one backward pass
         self._options = options | ({} if min_nbytes is None else {"min_nbytes": min_nbytes})
         self.given = plan
         super().__init__(self.session_with(KeepForSurvey(cycles=1) if plan is None else self._guarded(plan)))
@@ -282,7 +283,7 @@ class Budgeted(Following):
         weight = next((weight for weight in model.parameters() if weight.requires_grad), None)
         if weight is not None:
             self._witness = weakref.ref(weight)
-        if self.period > 1 and self._cycles % self.period and self.last is not None:
+        if self.period > 1 and self.cycles % self.period and self.last is not None:
             bucket = self.last  # a step has one plan, whatever its second model is given
         else:
             bucket = self.buckets.of(signature)
@@ -347,6 +348,9 @@ class Budgeted(Following):
 
     def profiled(self, profile: StepProfile) -> None:
         """Is called with each profile, at the end of a backward pass."""
+
+    def settled(self) -> None:
+        """Is called when steps of a kind have been profiled and counted: from now on they run under their plan."""
 
     def guarded(self, bucket: Bucket, plan: Plan, budget: int) -> Policy:
         """The policy for a plan of that bucket: the plan itself where nothing is left to be held in less."""

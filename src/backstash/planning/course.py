@@ -1,7 +1,7 @@
 """What is measured of one kind of steps, and when: its profile, and the peak that its plan reaches.
 
 1. Of the first kind two steps are kept as they are. What is proven on first use is proven, the time of a plain step is
-   taken, and it is seen how many backward passes make a step: as many as there are before the first value comes back.
+   taken, and it is seen how many backward passes make a step (cycles.py).
 2. One step is surveyed (survey.py), which takes about twice as long. If codecs with an error are allowed, one more step
    measures what they do to the gradients (probing.py). From then on there is a plan.
 3. One step under the plan proves its recipes, and one is counted. If its peak is above the budget, the next plan leaves
@@ -11,6 +11,11 @@
 Note: [accumulated gradients]
     A backward pass takes more if it adds to gradients that are there. If some of a loop's passes do and others do not,
     one that does is surveyed and counted.
+
+Note: [freed unseen]
+    The profiler sees the memory that the program's own threads free. A thread of a communication library, which may
+    hold the last reference to a buffer, is not among them: what it frees seems to be alive until its address is used
+    again. Which thread is the last one differs from step to step. So a budget is refused only if several steps say so.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from torch import Tensor
 
 from backstash.errors import BudgetError
 from backstash.planning.buckets import Bucket, growth
+from backstash.planning.cycles import MOST_RECORDED, cycles_of
 from backstash.planning.plan import Plan, Planner
 from backstash.planning.probing import Probe
 from backstash.planning.profiling import profile_of
@@ -46,8 +52,8 @@ TIMED_STEPS = 20
 MOST_PLANS = 5
 """How many plans are tried until one keeps the budget."""
 
-MOST_RECORDED = 24
-"""How many steps are recorded at most, until one is of the kind that is asked for."""
+MOST_SURVEYED = 3
+"""How many steps are surveyed until a budget is refused (Note: [freed unseen])."""
 
 MOST_PROBED = 3
 """How many steps are asked at most what rounding does to the gradients: a loss scale that overflows tells nothing."""
@@ -104,6 +110,7 @@ class Course:
                 yield from self._first_steps()  # the plan is for other steps than these
         else:
             yield from self._first_steps()
+        owner.settled()
         yield from self._time()
         self._bucket.is_done = True
 
@@ -126,19 +133,21 @@ class Course:
         owner.watch(seen)
         yield "cycle"
         first, began = dict(seen.keys), time.perf_counter()
+        passes, seconds, begun = [set(first)], [0.0], [owner.begun]
         fingerprint = owner.buckets.fingerprint(first)
         known = owner.buckets.known(fingerprint)
         if is_first:
-            cycles = 1
-            while True:
+            while not owner.period:
                 seen.keys.clear()
                 yield "cycle"
-                cycles += 1
-                self._seconds, began = time.perf_counter() - began, time.perf_counter()
-                if first.keys() & seen.keys.keys() or cycles > MOST_RECORDED:
-                    break
-            owner.period = cycles - 1
-            self._seconds *= owner.period
+                passes.append(set(seen.keys))
+                begun.append(owner.begun)
+                seconds.append(time.perf_counter() - began)
+                began += seconds[-1]
+                owner.period = cycles_of(passes)
+            self._seconds = sum(seconds[-owner.period :])
+            if owner.period > 1:
+                owner.forwards = max(1, begun[-1] - begun[-1 - owner.period])
         owner.watch(None)
         if known is not None and not known.unknown and bucket.surveys == 0:
             self._use(known)
@@ -170,7 +179,7 @@ class Course:
 
         is_first = owner.buckets.largest() is None
         before = bucket.session
-        owner.use(bucket, KeepForSurvey(cycles=1))
+        owner.use(bucket, KeepForSurvey(cycles=owner.forwards))
         lines: list[Timeline] = []
         yield from self._record(watcher, lines, is_any=is_first)
         if not lines and not is_first:
@@ -188,12 +197,14 @@ class Course:
         others = [each for each in owner.buckets if each.planner is not None]
         if not self._seconds and others:  # of a shape that was not timed
             self._seconds = others[0].planner.profile.seconds * kept / max(1, others[0].plain_nbytes)
+        self._seconds = self._seconds or sum(position.seconds for position in line.positions)
         squares: dict[str, float] = {}
         if "bounded" in owner.tries:
             yield from self._probe(surveys[-1], squares)
         profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
         planned = {value.key for value in profile.values}
-        profile = replace(profile, others=tuple(key for key in asked if key not in planned))
+        others_asked = tuple(key for key in asked if key not in planned)
+        profile = replace(profile, others=others_asked, cycles=owner.forwards)
         bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=self._seconds)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
@@ -202,7 +213,7 @@ class Course:
         """Measures in a step what rounding does to the gradients, and adds it to ``squares``, by key (see Probe)."""
         bucket, owner = self._bucket, self._owner
         is_any, tried = owner.buckets.largest() is None, 0
-        owner.use(bucket, KeepForSurvey(cycles=1), overwrite_gradients=False)
+        owner.use(bucket, KeepForSurvey(cycles=owner.forwards), overwrite_gradients=False)
         for _ in range(MOST_RECORDED):
             probe = Probe(survey.found)
             owner.watch(probe.watcher)
@@ -223,16 +234,24 @@ class Course:
     def _plan_within(self) -> Waiting:
         """Makes a plan, counts a step under it, and makes another one as long as the budget is not kept."""
         bucket, owner = self._bucket, self._owner
-        planner = bucket.planner
-        assert planner is not None
-        budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
         is_first = owner.buckets.largest() is bucket and bucket.found.plans == 0
+        surveyed = 1
         for _ in range(MOST_PLANS):
+            planner = bucket.planner
+            assert planner is not None
+            budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
             try:
                 plan = planner.plan(max(1, budget - bucket.margin))
             except BudgetError as error:
                 if bucket.plan is not None:
                     return  # with room left for safety nothing fits, so the plan that there is stays
+                if is_first and surveyed < MOST_SURVEYED:
+                    surveyed += 1
+                    bucket.surveys -= 1  # the next one takes the place of the one before
+                    bucket.found = replace(bucket.found, trouble=f"no plan yet: {error}")  # other shapes may come now
+                    yield from self._survey()
+                    bucket.found = replace(bucket.found, trouble="")
+                    continue
                 if is_first:
                     raise
                 plan = planner.at_most(0)
@@ -317,6 +336,8 @@ class Course:
             if not recording.start():
                 yield "cycle"  # another profiler runs
         for _ in range(period):
+            yield "cycle"
+        while owner.cycles % period:  # the first passes of a step may leave to the others what they have made
             yield "cycle"
         for _ in range(MOST_RECORDED):
             recording.note("step")

@@ -13,9 +13,11 @@ class Decision:
 
     Attributes:
         key, module, op, spec, nbytes: as in PlannedValue.
-        choice, kind, held_nbytes, error, reason: name and facts of the choice, as in Choice.
+        choice, kind, held_nbytes, error, reason, reserve_nbytes: name and facts of the choice, as in Choice.
         seconds: time that the choice adds to a step.
         has_room: whether its readers may hold it until they are done, because the peak lies elsewhere.
+        spare: its number among those that are remade, in this order, when a step holds more than planned (Note: [spare
+            ways] in spare.py); 0 if it is not among them.
         fetched_with: for a value that is moved, the keys of values with whose first reading it is asked for.
     """
 
@@ -32,3 +34,5 @@ class Decision:
     reason: str
     has_room: bool = False
     fetched_with: tuple[str, ...] = ()
+    reserve_nbytes: int = 0
+    spare: int = 0

@@ -39,7 +39,7 @@ class Following:
         self._running: Generator[Awaited, None, None] | None = None
         self._awaited: Awaited | None = None
         self._waited = 0
-        self._cycles = 0  # backward passes since the course began
+        self.cycles = 0  # backward passes since the course began
         self._stop_listening: Callable[[], None] | None = None
         self._is_new = True  # whether a forward pass begins with the next module
         self._is_inside = False  # the with
@@ -60,6 +60,11 @@ class Following:
         self._watcher = watcher
         self._attach()
 
+    @property
+    def begun(self) -> int:
+        """How many forward passes have begun under the Session of the step in progress."""
+        return self._session.report().steps
+
     def _attach(self) -> None:
         self._watching.close()
         if self._watcher is not None:
@@ -68,7 +73,7 @@ class Following:
     def _start(self, course: Course) -> None:
         self._course = course
         self._running = course.run()
-        self._cycles = 0
+        self.cycles = 0
         self._waited = 0
         self._listen()
         self.recording.listen()
@@ -121,7 +126,7 @@ class Following:
         self._is_new = True
         if self._course is None:
             return
-        self._cycles += 1
+        self.cycles += 1
         self._advance("cycle")
         if not self.recording.is_inside:
             self._advance("safe")

@@ -203,7 +203,7 @@ class _Climb:
                 for number, (slow, fast) in enumerate(pairwise(self.pool))
             ]
             gap, number = max(gaps, default=(0.0, 0))
-            if gap < self.model.base_seconds * FINE:
+            if not gap or gap < self.model.base_seconds * FINE:
                 return
             slow, fast = self.pool[number : number + 2]
             pair = slow.peak_nbytes, fast.peak_nbytes

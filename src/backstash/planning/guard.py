@@ -3,8 +3,10 @@
 Note: [guard]
     A plan knows how many bytes each of its values is going to hold. The numbers of another step may encode worse, and a
     branch that was not profiled saves values of its own. So the guard adds up what is held above the plan. As soon as
-    that is more than the budget leaves free, each value that comes after is held in less: made again where that is
-    possible, else encoded, else moved away where there is a place for it. On a GPU the allocator is asked as well, so
+    that is more than the budget leaves free, each value that comes after is moved away, where there is a place for it.
+    From the next step on, values are made again instead of kept, those first of which the plan says that this causes no
+    peak elsewhere (Note: [spare ways] in spare.py). A plan has a reserve for such numbers (Note: [reserve] in
+    problem.py), and the last quarter of it is not waited for. On a GPU the allocator is asked as well, so
     that workspaces and gradients which have grown count too. What comes last in a forward pass has nothing after it
     that could make room; the next step has, because its plan leaves as much free.
 
@@ -12,8 +14,8 @@ Note: [quiet guard]
     A step that is as planned should cost what it costs without a guard. So the guard has a revision: a Session asks it
     once in each place of the model, and tells it of a value again only if that takes other bytes than before. What is
     held above the plan is the sum over all values of what was told of them last, so it is known before a forward pass
-    begins. When it becomes too much, the revision changes, and every value that comes is asked about again. What was
-    held in less then stays so, until everything is asked anew after some steps: the numbers may be others by then.
+    begins. When it becomes too much, the revision changes, and every value that comes is asked about again. What is
+    held in less stays so, until after some steps there is room to hold it as planned beside all others.
     Where an allocator is asked, or a step has values that the plan does not know, there is no revision.
 """
 
@@ -34,7 +36,7 @@ from backstash.policies.base import Wrapper
 from backstash.saved import Need, SavedTensor
 
 LOOK_AGAIN = 64
-"""After how many steps what was held in less than planned is held as planned again, to see whether it fits."""
+"""After how many steps what was held in less than planned is held as planned again, if there is room for it."""
 
 
 def guard(plan: Plan, budget: int | str | None = None, spill: str | None = None) -> Policy:
@@ -63,6 +65,10 @@ def in_front_of(plan: Plan, nbytes: int, spill: str | None = None) -> Guard | Pl
     return Guard(plan, nbytes, spill, torch.cuda.memory_allocated if plan.device == "cuda" else None)
 
 
+READY = 0.75
+"""Share of a plan's reserve that may be used up before values are held in less: some steps grow more than others."""
+
+
 class Guard(Wrapper):
     """A policy in front of a plan, which holds less than planned when it has to.
 
@@ -86,10 +92,13 @@ class Guard(Wrapper):
         self.plan = plan
         self.excess = self.most_excess = self.escalated = 0
         self._budget_nbytes = budget_nbytes
-        self._room = max(0, budget_nbytes - plan.peak_nbytes)
+        self._room = max(0, budget_nbytes - plan.peak_nbytes) + int(READY * plan.reserve_nbytes)
         self._spill = spill
         self._allocated = allocated
         self._planned = {decision.key: decision.held_nbytes for decision in plan.decisions}
+        spare = sorted((decision for decision in plan.decisions if decision.spare), key=lambda each: each.spare)
+        self._spare = {decision.key: decision.held_nbytes for decision in spare}  # in the order of their turns
+        self._remade: list[str] = []  # those that are made again, the first ones
         self._others = frozenset(plan.others)
         # Keys of values that go to another store, by the plan or where they cannot be made again.
         self._moved = {decision.key for decision in plan.decisions if decision.kind == "offload"}
@@ -149,6 +158,10 @@ class Guard(Wrapper):
         """A step begins, of which is known what the last one has told."""
         self.most_excess = max(self.most_excess, self.excess)
         self._steps += 1
+        if self.excess > self._room:
+            self._remake_more()
+        elif self._remade and self._steps % LOOK_AGAIN == 0:
+            self._hold_as_planned()
         if self._in_less and self._steps % LOOK_AGAIN == 0:
             self._in_less.clear()
             self._forget()
@@ -166,6 +179,9 @@ class Guard(Wrapper):
         if saved.need is Need.SHAPE:
             return known[1]
         is_over = max(self.excess, self._allocated_excess(saved.key)) > self._room
+        if saved.key in self._remade and isinstance(known[1], Keep):
+            stored = self._stored.decide(saved)
+            return Recompute(stored if isinstance(stored, (Keep, Stash)) else Keep(), any_producer=True)
         if is_over or saved.key in self._in_less:
             return self._leaner(saved, known[1])
         return known[1]
@@ -189,6 +205,24 @@ class Guard(Wrapper):
         if self._is_over and not was_over and self._revision is not None:
             self._revision = object()
 
+    def _remake_more(self) -> None:
+        """Has more values made again, as many as are needed for the others to fit."""
+        excess = self.excess
+        for key, nbytes in list(self._spare.items())[len(self._remade) :]:
+            if excess <= self._room:
+                break
+            self._remade.append(key)
+            self.escalated += 1
+            excess -= nbytes
+            self._revision = None if self._revision is None else object()
+
+    def _hold_as_planned(self) -> None:
+        """Has values held as planned again, the last ones first, as many as there is room for."""
+        excess = self.excess
+        while self._remade and excess + self._spare[self._remade[-1]] <= self._room:
+            excess += self._spare[self._remade.pop()]
+            self._revision = None if self._revision is None else object()
+
     def _forget(self) -> None:
         """Has every value asked about and told anew."""
         self.excess, self._is_over, self._has_unknown = 0, False, False
@@ -208,6 +242,8 @@ class Guard(Wrapper):
         """The same value in less."""
         if isinstance(action, Recompute) or (isinstance(action, Stash) and action.store != "device"):
             return action
+        if self._spill is None and saved.key in self._planned:
+            return action
         self.escalated += 1
         if self._revision is not None:
             self._in_less.add(saved.key)
@@ -217,6 +253,4 @@ class Guard(Wrapper):
             codecs = otherwise.codecs if isinstance(otherwise, Stash) else ()
             otherwise = Stash((*codecs, Raw()), self._spill)
             self._moved.add(saved.key)
-        if "recompute" in self.plan.allow:
-            return Recompute(otherwise, any_producer=True)
         return otherwise

@@ -4,8 +4,8 @@ The rules, which are those of the executor. A *need* of a value is a position at
 and each position at which a value is remade from it.
 
 * A value that is kept holds its bytes from its birth through its last need.
-* A value that is encoded, or moved to a store, holds ``held_nbytes`` for as long, and takes ``encode_nbytes`` more at
-  its birth and ``decode_nbytes`` more at each of its needs. It is decoded once per need.
+* A value that is encoded, or moved to a store, holds ``held_nbytes`` and ``reserve_nbytes`` for as long. It takes
+  ``encode_nbytes`` more at its birth and ``decode_nbytes`` more at each of its needs. It is decoded once per need.
 * A value that is moved may be fetched before it is read. It takes ``decode_nbytes`` from that position on as well.
 * A value that is remade holds nothing in the forward pass. It is made once, at its first need, which takes
   ``workspace_nbytes`` more at that position, and holds its bytes from there through its last need. What it is made
@@ -60,6 +60,8 @@ class PeakModel:
     Attributes:
         order: the indices of all values, each before all that it may be remade from.
         parents: for each row, the values that this choice remakes from.
+        held: for each row, the bytes that it holds, with those that are reserved (Note: [reserve] in problem.py).
+        reserve: for each row, the bytes among these that are reserved.
         errors: for each row, the square of its error.
         fetched: for each row, the stretches of positions, end excluded, in which its value is on its way back.
         base: bytes of everything else at each position.
@@ -85,7 +87,8 @@ class PeakModel:
         self.read_positions = np.array([read for value in values for read in value.reads], np.int64)
         self.parents = [choice.parents for choice in rows]
         self.remakes = np.array([choice.kind == "recompute" for choice in rows], bool)
-        self.held = np.array([choice.held_nbytes for choice in rows], np.int64)
+        self.reserve = np.array([choice.reserve_nbytes for choice in rows], np.int64)
+        self.held = np.array([choice.held_nbytes for choice in rows], np.int64) + self.reserve
         self.held[self.remakes] = self.nbytes[self.value_of[self.remakes]]
         self.encode = np.array([choice.encode_nbytes for choice in rows], np.int64)
         self.decode = np.array([choice.decode_nbytes for choice in rows], np.int64)
@@ -133,6 +136,19 @@ class PeakModel:
             live[position] += self.decode[rows[value]]
             seconds += float(self.decode_seconds[rows[value]])
         return Evaluation(live, int(live.max()), seconds)
+
+    def reserved(self, choices: Sequence[int] | Bytes) -> Bytes:
+        """Returns the bytes at each position that are there for numbers which encode worse than the profiled ones.
+
+        Args:
+            choices: as in :meth:`evaluate`.
+        """
+        rows = self.first[:-1] + np.asarray(choices, np.int64)
+        start, last, _ = self._lives(rows)
+        steps = np.zeros(len(self.base) + 1, np.int64)
+        np.add.at(steps, start, self.reserve[rows])
+        np.add.at(steps, last + 1, -self.reserve[rows])
+        return np.cumsum(steps)[:-1]
 
     def has_room(self, choices: Sequence[int] | Bytes, limit: int) -> list[bool]:
         """Returns for each value whether its readers may hold it until they are done.

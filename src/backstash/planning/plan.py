@@ -15,7 +15,7 @@ from backstash.errors import BudgetError, PlanError
 from backstash.planning.acting import LOSSLESS, action_of, fetches_of, serves
 from backstash.planning.budget import limit_of_errors, parse_budget, restrict, with_choices
 from backstash.planning.decision import Decision
-from backstash.planning.exact import Solution, exact, solution
+from backstash.planning.exact import Solution, solution
 from backstash.planning.explain import diff, explain, html, size, summary
 from backstash.planning.greedy import frontier
 from backstash.planning.link import open_store
@@ -25,6 +25,7 @@ from backstash.planning.proven import with_proofs, without_proofs
 from backstash.planning.rehearsing import Rehearsing
 from backstash.planning.rounding import codec_named
 from backstash.planning.sealed import plain, restore, seal, unseal
+from backstash.planning.spare import spare_ways
 from backstash.planning.usual import like_lossless
 from backstash.policies import Action, Keep, Policy
 from backstash.saved import Need, SavedTensor
@@ -62,6 +63,8 @@ class Plan(Policy):
         others: as in StepProfile: keys that a plan is asked about and that are none of its values.
         cycles: as in StepProfile.
         store, directory: as in StepProfile: where values are moved to.
+        reserve_nbytes: how many bytes of ``peak_nbytes`` are there for numbers that encode worse than the profiled ones
+            (Note: [reserve] in problem.py). A step with the profiled numbers takes so much less.
     """
 
     budget: int
@@ -80,6 +83,7 @@ class Plan(Policy):
     cycles: int = 1
     store: str = "host"
     directory: str = ""
+    reserve_nbytes: int = 0
     _by_key: dict[str, Decision] = field(init=False, compare=False)
     _others: frozenset[str] = field(init=False, compare=False)
     _met: set[str] = field(init=False, compare=False, default_factory=set)
@@ -274,10 +278,8 @@ class Planner(Rehearsing):
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.error_limit = limit_of_errors(error_limit, self.allow)
         self.profile = profile = with_choices(profile, self.allow)
-        self._limit = self.error_limit  # for the search, which may have to aim lower
         self._allowed = restrict(profile, allow)
-        self._model = PeakModel(self._allowed)
-        super().__init__(profile, self.error_limit)
+        super().__init__(profile, PeakModel(self._allowed), self.error_limit)
         usual = like_lossless(self._allowed)
         self._usual = solution(self._model, usual) if any(usual) else None
 
@@ -310,7 +312,7 @@ class Planner(Rehearsing):
         if chosen is not None and self._error(chosen) <= self.error_limit:
             return self._plan(nbytes, chosen)
         lowest = self._lowest()
-        least = self._rehearsed.get(lowest, lowest.peak_nbytes)
+        least = self._predicted(lowest)
         smallest = self._plan(least, lowest)
         floor = int(self._model.base.max())
         held = f"; {size(floor)} of it is there whatever is done with saved tensors" if nbytes < floor else ""
@@ -329,29 +331,21 @@ class Planner(Rehearsing):
         found = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), self.solutions[0])
         return self._plan(max(nbytes, found.peak_nbytes), found)
 
-    def _choose(self, nbytes: int, solver: str) -> Solution | None:
-        """Returns the fastest solution within a budget, rehearsed if that is possible; None if there is none."""
-        chosen = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), None)
-        if solver == "exact":
-            best = exact(self._model, nbytes, self._limit)
-            chosen = best if best is not None and (chosen is None or best.seconds < chosen.seconds) else chosen
-        if self.profile.rehearse is not None:
-            chosen = self._rehearse(nbytes, chosen)
-        return chosen
-
     def _plan(self, budget: int, found: Solution) -> Plan:
         decisions, first = [], {value.reads[0]: value.key for value in reversed(self.profile.values)}
         roomy = self._model.has_room(found.choices, found.peak_nbytes)
+        spare = spare_ways(self._model, found.choices, self._predicted(found))
+        order = {self._allowed.values[at].key: number for number, at in enumerate(spare, 1)}
         for value, index, has_room in zip(self._allowed.values, found.choices, roomy, strict=True):
             choice = value.choices[index]
             facts = value.key, value.module, value.op, value.spec, value.nbytes, choice.name, choice.kind
             costs = choice.held_nbytes, own_seconds(choice, len(value.reads)), choice.error, choice.reason
             asked = tuple(first[at] for at in choice.fetches if at not in value.reads)
-            decisions.append(Decision(*facts, *costs, has_room, asked))
+            decisions.append(Decision(*facts, *costs, has_room, asked, choice.reserve_nbytes, order.get(value.key, 0)))
         seconds = self._timings.predict(budget, found)
         return Plan(
             budget,
-            self._rehearsed.get(found, found.peak_nbytes),
+            self._predicted(found, budget),
             seconds,
             self.profile.plain_peak_nbytes,
             self.profile.seconds,
@@ -366,6 +360,7 @@ class Planner(Rehearsing):
             self.profile.cycles,
             self.profile.store,
             self.profile.directory,
+            self._reserve(found),
         )
 
 

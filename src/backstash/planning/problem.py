@@ -5,6 +5,12 @@ holds has two parts. The *base* is all that no policy can change: feature maps o
 *planned values* are what autograd alone holds between the two passes, and each of them offers choices.
 
 What a choice costs, position by position, is defined in peak.py.
+
+Note: [reserve]
+    How much a codec such as zvc makes of a value depends on the numbers. In training these change: where a relu
+    returns zero for half of the elements today, it will do so for some more or less of them in a thousand steps, or
+    with another batch. So a plan leaves room for a share of the value's dense bytes beside those that were measured, as
+    far as the codec may take more bytes at all. Codecs of a fixed rate, such as a bit per element, need none.
 """
 
 from __future__ import annotations
@@ -48,6 +54,8 @@ class Choice:
         kind: what the executor does: hold the value dense, encode it on the device, remake it, or move it to a store.
         held_nbytes: bytes of device memory that are held from the value's birth through its last need. A value that is
             kept holds its own bytes; one that is remade or moved as a whole holds none.
+        reserve_nbytes: bytes that are planned for beside ``held_nbytes``, because the codec's size depends on the
+            numbers (Note: [reserve]).
         encode_nbytes: extra bytes at the value's birth, while it is encoded or moved.
         decode_nbytes: extra bytes at each position that needs the value, while it is there in decoded form; 0 if the
             backward kernels read the planes themselves.
@@ -77,6 +85,7 @@ class Choice:
     error: float = 0.0
     fetches: tuple[int, ...] = ()
     reason: str = ""
+    reserve_nbytes: int = 0
 
     @classmethod
     def keep(cls, nbytes: int) -> Choice:
@@ -89,7 +98,7 @@ class Choice:
 
     def flaw(self) -> str | None:
         """Returns what is wrong with the choice by itself, or None."""
-        sizes = (self.held_nbytes, self.encode_nbytes, self.decode_nbytes, self.workspace_nbytes)
+        sizes = (self.held_nbytes, self.encode_nbytes, self.decode_nbytes, self.workspace_nbytes, self.reserve_nbytes)
         times = (self.encode_seconds, self.decode_seconds, self.seconds, self.error)
         if self.kind not in KINDS:
             return f"kind={self.kind!r} is none of {', '.join(KINDS)}"
@@ -103,6 +112,8 @@ class Choice:
             return "a value that is remade is neither encoded nor decoded"
         if self.fetches and self.kind != "offload":
             return "only a value that is moved is fetched"
+        if self.reserve_nbytes and self.kind != "encode":
+            return "only a value that is encoded may take more bytes in another step"
         if self.kind == "keep" and any((*sizes[1:], *times)):
             return "to keep a value costs nothing but its bytes"
         return None

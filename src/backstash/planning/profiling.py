@@ -31,6 +31,7 @@ from backstash.planning.problem import Choice, PlannedValue, Position, StepProfi
 from backstash.planning.record import record
 from backstash.planning.survey import Births, Found, KeepForSurvey, KeepForTiming, Silent, Survey
 from backstash.planning.timeline import Timeline
+from backstash.planning.zeros import without_initial_zeros
 from backstash.policies import Policy
 from backstash.rewrites.state import State
 from backstash.saved import cycle_of
@@ -146,7 +147,7 @@ def _probed(step: Callable[[], None], survey: Survey, model: nn.Module | None, m
 def _undone(
     step: Callable[[], object], models: list[nn.Module]
 ) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """Inside, steps may run; what they change is restored.
+    """Inside, steps may run, with weights as after an update (Note: [zeros that do not last]); all is restored then.
 
     Yields:
         What restores all but the gradients and runs the step, and what only restores.
@@ -157,9 +158,10 @@ def _undone(
             undo.callback(state.restore_gradients)
             undo.callback(state.restore)
             state.set_gradients_aside()
+        profiled = [without_initial_zeros(state) for state in states]
 
         def restore() -> None:
-            for state in states:
+            for state in profiled:
                 state.restore()
 
         def once() -> None:

@@ -4,8 +4,9 @@ Note: [rehearsed plans]
     The model adds up what lies in one position as if it were there at the same moment, and knows nothing of what
     kernels allocate in a different way when their input is remade. So a plan of a profile that was taken just now is
     tried in a step of its own. The peak that this step reaches is the plan's predicted one. If it is above the budget,
-    a smaller solution is tried; if it is below, perhaps a faster one fits. Then the step is timed, in turns with plain
-    steps, and the time that it takes is the plan's predicted one. The error of its gradients is measured as well. If it
+    a smaller solution is tried; if it is below, perhaps a faster one fits. What is reserved for other numbers is added
+    to what a step reaches (Note: [reserve] in problem.py). Then the step is timed, in turns with plain steps, and the
+    time that it takes is the plan's predicted one. The error of its gradients is measured as well. If it
     is above the limit, a plan within a lower limit is looked for. What the policy lossless does is tried and timed as
     well, because no plan of the same bytes should be slower. A program that trains in its own loop is asked for no
     steps, so its plans keep to what is predicted.
@@ -16,7 +17,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from backstash.planning.exact import Solution
+import numpy as np
+
+from backstash.planning.exact import Solution, exact
+from backstash.planning.peak import PeakModel
 from backstash.planning.problem import StepProfile
 from backstash.planning.timings import Timings
 
@@ -38,15 +42,19 @@ class Rehearsing(ABC):
 
     Args:
         profile: the step.
+        model: the step with the choices that are allowed.
         error_limit: the largest error that gradients may have.
     """
 
-    def __init__(self, profile: StepProfile, error_limit: float) -> None:
+    def __init__(self, profile: StepProfile, model: PeakModel, error_limit: float) -> None:
         self.profile = profile
+        self._model = model
         self.error_limit = error_limit
+        self._limit = error_limit  # for the search, which may have to aim lower
         kept = (0,) * len(profile.values)
         self._everything = Solution(kept, profile.plain_peak_nbytes, profile.seconds, 0.0)
         self._rehearsed: dict[Solution, int] = {}
+        self._reserves: dict[Solution, int] = {}  # bytes of these peaks
         self._measured: dict[Solution, float] = {}
         self._timings = Timings(profile)
         self._usual: Solution | None = None  # what the policy lossless does
@@ -66,6 +74,16 @@ class Rehearsing(ABC):
             measured = self.profile.off_by(self._plan(found.peak_nbytes, found))  # type: ignore[call-arg]  # no method
             self._measured[found] = 0.0 if measured is None else measured
         return max(found.error, self._measured.get(found, 0.0))
+
+    def _choose(self, nbytes: int, solver: str) -> Solution | None:
+        """Returns the fastest solution within a budget, rehearsed if that is possible; None if there is none."""
+        chosen = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), None)
+        if solver == "exact":
+            best = exact(self._model, nbytes, self._limit)
+            chosen = best if best is not None and (chosen is None or best.seconds < chosen.seconds) else chosen
+        if self.profile.rehearse is not None:
+            chosen = self._rehearse(nbytes, chosen)
+        return chosen
 
     def _rehearse(self, budget: int, first: Solution | None) -> Solution | None:
         """The fastest solution that was seen to keep the budget, if any: ``first``, or the lowest, is tried first."""
@@ -93,11 +111,35 @@ class Rehearsing(ABC):
         seen = min((*self.solutions[:-1][:REHEARSALS], *self._rehearsed), key=self._reached, default=self._everything)
         return seen if self._rehearsed.get(seen, 0) < self._everything.peak_nbytes else self._everything
 
+    def _predicted(self, found: Solution, budget: int | None = None) -> int:
+        """Returns the peak that is predicted: what was rehearsed, else what the model says.
+
+        Args:
+            found: the solution.
+            budget: that of a plan. If the plain step fits, the plan says no more than the budget.
+        """
+        if found == self._everything and self.profile.rehearse is not None:
+            most = found.peak_nbytes + ROUNDING  # these steps differ by some small tensors as well
+            return most if budget is None else min(budget, most)
+        return self._rehearsed.get(found, found.peak_nbytes)
+
+    def _reserve(self, found: Solution) -> int:
+        """Returns how many bytes of the predicted peak are there for numbers that encode worse."""
+        if found not in self._reserves:
+            live = self._model.evaluate(found.choices).live
+            self._reserves[found] = int(live.max() - (live - self._model.reserved(found.choices)).max())
+        return self._reserves[found]
+
     def _reached(self, found: Solution) -> int:
         assert self.profile.rehearse is not None
         if found not in self._rehearsed:
             tried = self._plan(found.peak_nbytes, found)
             encoded = sum(decision.held_nbytes for decision in tried.decisions if decision.kind == "encode")
             margin = ROUNDING + int(VARIATION * encoded)
-            self._rehearsed[found] = margin + max(self.profile.rehearse(tried))  # type: ignore[call-arg]  # no method
+            reached = np.array(self.profile.rehearse(tried), np.int64)  # type: ignore[call-arg]  # no method
+            reserved = self._model.reserved(found.choices)
+            is_alike = len(reached) == len(reserved)  # else a function has run in this step that did not in the other
+            most = int((reached + (reserved if is_alike else reserved.max())).max())
+            self._reserves[found] = most - int(reached.max())
+            self._rehearsed[found] = margin + most
         return self._rehearsed[found]

@@ -18,7 +18,7 @@ from backstash.errors import PlanError
 
 _T = TypeVar("_T")
 
-VERSION = 2
+VERSION = 3
 """The version of all documents. A document of another version is refused, because nothing is known about its fields."""
 
 

@@ -84,8 +84,8 @@ class Timeline:
                 if facts.device.type != self.device or not facts.alloc_size:
                     continue
                 if facts.alloc_size > 0:
+                    live += facts.alloc_size - alive.get(facts.ptr, 0)  # what was there was freed unseen
                     alive[facts.ptr] = facts.alloc_size
-                    live += facts.alloc_size
                 else:
                     live -= alive.pop(facts.ptr, 0)
                 if trial is not None:

@@ -200,6 +200,28 @@ def reset_resident_peak() -> bool:
     return True
 
 
+class ResidentPeaks:
+    """The resident peaks of this process before and after a moment. On CPU alone; it takes no time of a step.
+
+    Attributes:
+        before, after: these peaks in bytes; None for what is not known.
+    """
+
+    def __init__(self) -> None:
+        self.before: int | None = None
+        self.after: int | None = None
+
+    def separate(self) -> None:
+        """This is the moment, if there was none yet."""
+        if self.before is None and not _uses_gpu():
+            peak = resident_peak_nbytes()
+            self.before = peak if peak is not None and reset_resident_peak() else None
+
+    def end(self) -> None:
+        """Takes the peak since then, or that of all time if there was no such moment."""
+        self.after = None if _uses_gpu() else resident_peak_nbytes()
+
+
 def _status(field: str) -> int | None:
     if not _STATUS.exists():
         return None
@@ -211,6 +233,8 @@ def _status(field: str) -> int | None:
 
 def peak_so_far_nbytes() -> int | None:
     """The most memory that this process has used: of the GPU if it has used one, else resident."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    return resident_peak_nbytes()
+    return torch.cuda.max_memory_allocated() if _uses_gpu() else resident_peak_nbytes()
+
+
+def _uses_gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

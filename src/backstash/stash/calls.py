@@ -112,12 +112,14 @@ class Group:
     Attributes:
         values: those that are to be remade.
         made: what the call has made for them when it was repeated for one of them, by ``Call.saved``.
+        proven: for which of the tensors saved inside the call has made the same bits; None before it was tried.
     """
 
-    __slots__ = ("made", "values")
+    __slots__ = ("made", "proven", "values")
 
     def __init__(self) -> None:
         self.values: list[weakref.ref[Value]] = []
+        self.proven: frozenset[int] | None = None
         self.made: dict[int, Tensor] = {}
 
     def wanted(self) -> dict[int, Value]:

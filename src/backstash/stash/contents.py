@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,17 @@ SNAPSHOT_NBYTES = 1 << 20
 
 
 class Inside(NamedTuple):
-    """One of the tensors that a call has saved inside of the function, or its result, which has no number."""
+    """One of the tensors that a call has saved inside of the function, or its result, which has no number.
+
+    Attributes:
+        group: all that the call has saved inside.
+        number: of the save.
+        saved: all of them, by their numbers.
+    """
 
     group: Group
     number: int | None
+    saved: Mapping[int, Tensor]
 
 
 class Contents:
@@ -102,6 +110,12 @@ class Contents:
         if inside is not None and not call.in_place:
             call.group, call.saved, call.needs_grad = inside.group, inside.number, _followed(tensors)
             call.is_cheap = False
+            if inside.number is not None:
+                if call.group.proven is None:
+                    call.group.proven = repeating.repeats_inside(call, tensors, inside.saved)
+                call.is_proven = inside.number in call.group.proven
+                content.call = call
+                return
         call.is_proven = repeating.is_repeated(call, tensors, result)
         content.call = call
 

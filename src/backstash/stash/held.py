@@ -59,7 +59,8 @@ def read(packed: AsItIs) -> Tensor:
     storage = held.untyped_storage()
     original = None if reference is None else reference()
     if original is not None and original.layout is torch.strided and original.untyped_storage() is not storage:
-        return original.detach()  # its ``.data`` was assigned: plain PyTorch holds that very tensor
+        # Its ``.data`` was assigned. Plain PyTorch holds that very tensor, or an alias for the node that has made it.
+        return held if original.grad_fn is running_node() else original.detach()
     if not storage.nbytes() and held.numel() and in_backward():  # and not a look at grad_fn._saved_*
         raise SavedTensorFreedError(
             f"backward asked for a saved tensor, [{TensorSpec.of(held)}], which is held by reference because the "

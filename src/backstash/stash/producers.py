@@ -90,6 +90,8 @@ def is_repeatable(function: Callable[..., Any]) -> bool:
         return False
     if name.endswith("_") and not name.endswith("__"):
         return False  # it works in place
+    if function is F.instance_norm:
+        return True  # if it keeps no statistics, which a call of it tells
     return name not in _UNREPEATABLE and not any(part in name for part in _UNREPEATABLE_PARTS)
 
 
@@ -119,7 +121,15 @@ def _may_draw(function: Callable[..., Any]) -> bool:
 
 
 def may_change_state(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of a repeatable function changes one of its arguments: an embedding that limits its norms."""
+    """Whether this call of a repeatable function changes one of its arguments.
+
+    An embedding does that if it limits norms, and an instance norm if it keeps statistics.
+    """
+    if function is F.instance_norm:
+        return any(
+            kwargs.get(name, args[at] if len(args) > at else None) is not None
+            for at, name in ((1, "running_mean"), (2, "running_var"))
+        )
     return name_of(function) == "embedding" and kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None
 
 

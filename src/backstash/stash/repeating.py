@@ -11,7 +11,7 @@ Note: [proven calls]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
@@ -40,8 +40,20 @@ OVERWRITES: dict[str, Callable[..., Any]] = {
 """Functions that write over their first argument, for where that is a temporary of the recipe."""
 
 
-def repeat(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> Tensor:
-    """Runs a function with the arguments of a call, in whose tensors' places come others."""
+def repeat(
+    call: Call,
+    function: Callable[..., Any],
+    tensors: list[Tensor],
+    take: Callable[[int, Tensor], None] | None = None,
+) -> Tensor:
+    """Runs a function with the arguments of a call, in whose tensors' places come others.
+
+    Args:
+        call: the call.
+        function: what is called.
+        tensors: what is read in the places of the call's tensors.
+        take: of a call that has saved tensors inside: is given all of them with their numbers, instead of the group.
+    """
     if call.group is not None:
         tensors = [
             x.detach().requires_grad_() if needed else x for x, needed in zip(tensors, call.needs_grad, strict=True)
@@ -60,11 +72,13 @@ def repeat(call: Call, function: Callable[..., Any], tensors: list[Tensor]) -> T
         elif is_autocast:
             cast = torch.autocast(device, enabled=False)
         with as_if_outermost() if call.group is not None else nullcontext(), cast, _Generator(call):
-            if call.group is not None:
+            if take is not None:
+                made = _taking(lambda: function(*args, **kwargs), take)
+            elif call.group is not None:
                 return _repeat_inside(call, call.group, lambda: function(*args, **kwargs))
-            made = function(*args, **kwargs)
-    result: Tensor = made if call.output is None else made[call.output]
-    return result
+            else:
+                made = function(*args, **kwargs)
+    return _output(call, made)
 
 
 def _repeat_inside(call: Call, group: Group, function: Callable[[], Any]) -> Tensor:
@@ -78,22 +92,33 @@ def _repeat_inside(call: Call, group: Group, function: Callable[[], Any]) -> Ten
     """
     wanted = set() if call.saved is None else {call.saved, *group.wanted()}
     found: dict[int, Tensor] = {}
-    numbers = count()
 
-    def pack(x: Tensor) -> None:
-        number = next(numbers)
+    def take(number: int, x: Tensor) -> None:
         if number in wanted:
             found[number] = x.detach()
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack):
-        made = function()
-    result: Tensor = made if call.output is None else made[call.output]
+    result = _output(call, _taking(function, take))
     if call.saved is not None:
         if call.saved not in found:
             raise RuntimeError(f"{call.name} has saved fewer tensors inside than it had when it was called first")
         result = found.pop(call.saved)
     group.made = found
     return result.detach()
+
+
+def _taking(function: Callable[[], Any], take: Callable[[int, Tensor], None]) -> Any:
+    """Runs a function with grad mode. ``take`` is given what it saves inside, with the number of the save."""
+    numbers = count()
+    with (
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: take(next(numbers), x), _no_unpack),
+    ):
+        return function()
+
+
+def _output(call: Call, made: Any) -> Tensor:
+    result: Tensor = made if call.output is None else made[call.output]
+    return result
 
 
 def _no_unpack(packed: None) -> Tensor:
@@ -131,6 +156,44 @@ def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
             return _equal_memory(beside, repeat(call, _in_place(call), before))
 
     return proofs.ask("call", facts, prove, device_type=call.spec.device.type)
+
+
+def repeats_inside(call: Call, tensors: list[Tensor], saved: Mapping[int, Tensor]) -> frozenset[int]:
+    """Which of the tensors that a call has saved inside have the same bits when it is made once more.
+
+    The call runs once for all of them: a recurrent network saves some for each of its steps.
+
+    Args:
+        call: a call of the group, whichever of them.
+        tensors: what it has read.
+        saved: what it has saved inside, by the number of the save.
+    """
+    facts = (
+        call.function,
+        repr(call.args),
+        repr(call.kwargs),
+        tuple([TensorSpec.of(x) for x in tensors]),
+        tuple([(number, TensorSpec.of(x)) for number, x in saved.items()]),
+        call.autocast,
+        call.needs_grad,
+    )
+
+    def prove() -> str:
+        same: list[int] = []
+
+        def compare(number: int, again: Tensor) -> None:
+            if number in saved and _equal_memory(again.detach(), saved[number]):
+                same.append(number)
+
+        with torch.no_grad():
+            try:
+                repeat(call, call.function, tensors, compare)
+            except RuntimeError:  # it cannot be called once more with what it was called with
+                return ""
+        return " ".join(map(str, same))
+
+    answer = proofs.ask("saved inside", facts, prove, device_type=call.spec.device.type)
+    return frozenset(map(int, answer.split()))
 
 
 def _in_place(call: Call) -> Callable[..., Any]:

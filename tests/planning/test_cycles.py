@@ -1,0 +1,207 @@
+"""Steps of several backward passes: how many there are is found out, and a plan is for all of them together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from backstash.planning.budgeted import Budgeted
+from backstash.planning.cycles import MOST_CYCLES, MOST_RECORDED, cycles_of
+from backstash.report.meter import CountedPeak
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+WIDTH = 64
+STEPS = 14
+
+CRITIC = {f"critic {number}" for number in range(10)}
+GENERATOR = {f"generator {number}" for number in range(8)}
+
+
+def found_after(passes: Sequence[set[str]]) -> tuple[int, int]:
+    """How many passes a step of such a program has, and after how many that is known."""
+    for seen in range(1, 100):
+        cycles = cycles_of([passes[index % len(passes)] for index in range(seen)])
+        if cycles:
+            return cycles, seen
+    return 0, 0
+
+
+@pytest.mark.parametrize(
+    ("passes", "cycles"),
+    [
+        ([CRITIC], 1),
+        ([CRITIC | GENERATOR, CRITIC], 2),
+        ([CRITIC, CRITIC | GENERATOR, CRITIC], 3),
+        ([CRITIC, GENERATOR], 2),
+        ([GENERATOR, {"a"}, {"b"}, {"c"}], 4),
+    ],
+)
+def test_a_step_is_what_repeats_itself(passes: list[set[str]], cycles: int) -> None:
+    assert found_after(passes) == (cycles, 2 * cycles)
+
+
+def test_some_layers_may_be_drawn_anew() -> None:
+    passes = [CRITIC, CRITIC - {"critic 3"}]
+    assert found_after(passes) == (1, 2)
+
+
+def test_a_program_that_never_repeats_itself_ends_its_step_with_the_first_value() -> None:
+    passes = [{"shared", *(f"{number} {index}" for index in range(5))} for number in range(30)]
+    assert found_after(passes) == (1, 2 * MOST_CYCLES)
+    passes = [{f"{number}"} for number in range(99)]
+    assert found_after(passes) == (MOST_RECORDED + 1, MOST_RECORDED + 1)
+
+
+@given(st.lists(st.sets(st.integers(0, 5).map(str)), min_size=1, max_size=6))
+def test_every_program_has_an_answer(passes: list[set[str]]) -> None:
+    cycles, seen = found_after(passes)
+    assert 1 <= cycles < seen or cycles == seen > MOST_RECORDED
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+Step = Callable[[], None]
+
+
+def layers(number: int, last: int = WIDTH) -> nn.Sequential:
+    blocks: list[nn.Module] = []
+    for _ in range(number):
+        blocks += [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.ReLU()]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, last))
+
+
+def rows() -> Tensor:
+    return torch.randn(512, WIDTH)
+
+
+def _step_of(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adversarial(generator: nn.Module, critic: nn.Module, of_generator: Any, of_critic: Any) -> Step:
+    """The critic learns from both kinds of images at once."""
+
+    def step() -> None:
+        made = generator(rows())
+        (F.softplus(critic(made.detach())).mean() + F.softplus(-critic(rows())).mean()).backward()
+        _step_of(of_critic)
+        F.softplus(-critic(made)).mean().backward()
+        _step_of(of_generator)
+
+    return step
+
+
+def in_three_passes(generator: nn.Module, critic: nn.Module, of_generator: Any, of_critic: Any) -> Step:
+    """The critic learns from real images, and then from those that were made."""
+
+    def step() -> None:
+        F.softplus(-critic(rows())).mean().backward()
+        made = generator(rows())
+        F.softplus(critic(made.detach())).mean().backward()
+        _step_of(of_critic)
+        F.softplus(-critic(made)).mean().backward()
+        _step_of(of_generator)
+
+    return step
+
+
+def two_heads(generator: nn.Module, critic: nn.Module, of_generator: Any, of_critic: Any) -> Step:
+    """Two losses that share a trunk, whose graph the first of them leaves to the second."""
+
+    def step() -> None:
+        shared = generator(rows())
+        critic(shared).square().mean().backward(retain_graph=True)
+        shared.abs().mean().backward()
+        _step_of(of_generator)
+        _step_of(of_critic)
+
+    return step
+
+
+PROGRAMS = {
+    "two passes": (adversarial, 2, "70%"),
+    "three passes": (in_three_passes, 3, "70%"),
+    "two heads": (two_heads, 2, "98%"),  # what the first pass has made again is held for the second
+}
+"""Programs, the backward passes of their steps, and budgets."""
+
+
+def network(program: Callable[..., Step]) -> tuple[Step, list[nn.Parameter]]:
+    """A step of new models, and their weights."""
+    torch.manual_seed(0)
+    generator, critic = layers(2), layers(2, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.05) for model in (generator, critic)]
+    return program(generator, critic, *optimizers), [*generator.parameters(), *critic.parameters()]
+
+
+def trained(program: Callable[..., Step], context: AbstractContextManager[Any]) -> list[Tensor]:
+    """The weights after some steps."""
+    step, weights = network(program)
+    with context:
+        for _ in range(STEPS):
+            step()
+    return [weight.detach() for weight in weights]
+
+
+def plain_peak_of(program: Callable[..., Step]) -> int:
+    """The counted peak of a plain step."""
+    step, _ = network(program)
+    step()
+    with CountedPeak() as counted:
+        step()
+    return counted.peak_nbytes
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_plan_is_for_all_passes_of_a_step(name: str) -> None:
+    program, cycles, budget = PROGRAMS[name]
+    run = Budgeted(budget, min_nbytes=1024)
+    expected, found = trained(program, contextlib.nullcontext()), trained(program, run)
+    run.close()
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+    assert run.period == cycles
+    assert run.found.plain_nbytes == pytest.approx(plain_peak_of(program), rel=0.25)
+    assert run.found.plan is not None and run.found.plan.unknown == ()
+    assert 0 < run.found.reached_nbytes <= run.found.budget_nbytes
+
+
+class Recurrent(nn.Module):
+    """A recurrent network whose sequences have other lengths in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.GRU(8, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean square of all outputs."""
+        return self.layers(x)[0].square().mean()
+
+
+def test_shapes_that_never_come_back_have_the_plan_of_the_largest() -> None:
+    def trained_with(context: AbstractContextManager[Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Recurrent()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with context:
+            for length in range(60, 2, -1):
+                model(torch.randn(4, length, 8)).backward()
+                _step_of(optimizer)
+        return [p.detach() for p in model.parameters()]
+
+    run = Budgeted("99%", min_nbytes=0)
+    found = trained_with(run)
+    largest = run.buckets.largest()
+    assert largest is not None and largest.plain_nbytes > 0
+    assert len(run.buckets) == 32 and largest in list(run.buckets)
+    run.close()
+    assert all(torch.equal(x, y) for x, y in zip(trained_with(contextlib.nullcontext()), found, strict=True))
