@@ -118,7 +118,9 @@ def stored_sums(graph: fx.Graph) -> list[fx.Node]:
     for node in graph.nodes:
         if node not in gradients or len(node.users) < 2 or not is_tensor(node) or not is_elementwise(node):
             continue
-        if spec_of(node.meta["val"]).nbytes >= _LEAST_NBYTES and _adds(node, gradients):
+        spec = spec_of(node.meta["val"])
+        # What is stored in half precision is rounded, which a fused sum is not: the bits would be others.
+        if spec.nbytes >= _LEAST_NBYTES and spec.dtype.itemsize >= 4 and _adds(node, gradients):
             found.append(node)
     return found
 
