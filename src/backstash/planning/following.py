@@ -81,7 +81,7 @@ class Following:
 
     def _listen(self) -> None:
         if self._stop_listening is None:
-            self._stop_listening = passes.listen(self)
+            self._stop_listening = passes.listen(self, of_grad=True)
 
     def _unlisten(self) -> None:
         if self._stop_listening is not None and self._course is None and not self._is_inside:
