@@ -205,3 +205,28 @@ def test_shapes_that_never_come_back_have_the_plan_of_the_largest() -> None:
     assert len(run.buckets) == 32 and largest in list(run.buckets)
     run.close()
     assert all(torch.equal(x, y) for x, y in zip(trained_with(contextlib.nullcontext()), found, strict=True))
+
+
+def test_a_loop_that_asks_for_gradients_has_a_plan() -> None:
+    def trained_with(context: AbstractContextManager[Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = layers(2)
+        weights = list(model.parameters())
+        with context:
+            for _ in range(STEPS):
+                x = rows().requires_grad_()
+                (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                gradients = torch.autograd.grad(model(x).square().mean() + slope.square().mean(), weights)
+                with torch.no_grad():
+                    for weight, gradient in zip(weights, gradients, strict=True):
+                        weight -= 0.1 * gradient
+        return [weight.detach() for weight in weights]
+
+    original = torch.autograd.grad
+    run = Budgeted("99.5%", min_nbytes=1024)
+    found = trained_with(run)
+    run.close()
+    assert torch.autograd.grad is original
+    assert run.period == 1 and run.found.plan is not None
+    assert 0 < run.found.reached_nbytes <= run.found.budget_nbytes
+    assert all(torch.equal(x, y) for x, y in zip(trained_with(contextlib.nullcontext()), found, strict=True))

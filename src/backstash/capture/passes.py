@@ -1,7 +1,7 @@
-"""When a backward pass begins and ends: one wrapper of ``torch.autograd.backward`` for all who want to know.
+"""When a backward pass begins and ends: a wrapper of ``torch.autograd.backward`` and ``grad`` for all who want to know.
 
-``loss.backward()`` looks ``torch.autograd.backward`` up whenever it is called, so this function is replaced as long as
-anybody listens. A pass within a pass is none of its own: a checkpoint goes backward within backward, and under a
+``loss.backward()`` looks ``torch.autograd.backward`` up whenever it is called, so these functions are replaced as long
+as anybody listens. A pass within a pass is none of its own: a checkpoint goes backward within backward, and under a
 Session torch calls the function a second time within the first.
 """
 
@@ -31,47 +31,58 @@ class Listener(Protocol):
         """It has raised."""
 
 
-_listeners: list[weakref.ref[Listener]] = []
-_installed: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # ours, and what was there before
+_listeners: list[tuple[weakref.ref[Listener], bool]] = []  # and whether it hears of torch.autograd.grad
+_installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # by name: ours, and what was there before
 _lock = threading.Lock()
 _inside = threading.local()
 
 
-def listen(listener: Listener) -> Callable[[], None]:
-    """Tells the listener of all backward passes, as long as somebody else holds it. Returns what ends that."""
-    global _installed
+def listen(listener: Listener, of_grad: bool = False) -> Callable[[], None]:
+    """Tells the listener of all backward passes, as long as somebody else holds it. Returns what ends that.
+
+    Args:
+        listener: who is told.
+        of_grad: whether ``torch.autograd.grad`` is a backward pass as well, where it makes no graph of its own.
+    """
     reference = weakref.ref(listener, lambda dead: _forget(dead))
     with _lock:
-        _listeners.append(reference)
-        if _installed is None:
-            original = torch.autograd.backward
-            _installed = _telling(original), original
-            torch.autograd.backward = _installed[0]
+        _listeners.append((reference, of_grad))
+        for name in ("backward", "grad"):
+            if name not in _installed:
+                original = getattr(torch.autograd, name)
+                _installed[name] = _telling(original, name == "grad"), original
+                setattr(torch.autograd, name, _installed[name][0])
     return lambda: _forget(reference)
 
 
 def _forget(reference: weakref.ref[Listener]) -> None:
-    global _installed
     with _lock:
-        if reference in _listeners:
-            _listeners.remove(reference)
-        if not _listeners and _installed is not None and torch.autograd.backward is _installed[0]:
-            torch.autograd.backward = _installed[1]
-            _installed = None  # else another library has wrapped it since, and calls it
-
-
-def _telling(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        told = [listener for reference in list(_listeners) if (listener := reference()) is not None]
-        if not told or getattr(_inside, "is_inside", False) or in_backward():
-            original(tensors, *args, **kwargs)
+        _listeners[:] = [each for each in _listeners if each[0] is not reference]
+        if _listeners:
             return
+        for name, (ours, before) in list(_installed.items()):
+            if getattr(torch.autograd, name) is ours:  # else another library has wrapped it since, and calls it
+                setattr(torch.autograd, name, before)
+                del _installed[name]
+
+
+def _telling(original: Callable[..., Any], is_grad: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        listening = [reference() for reference, of_grad in list(_listeners) if of_grad or not is_grad]
+        told = [listener for listener in listening if listener is not None]
+        if (
+            not told
+            or getattr(_inside, "is_inside", False)
+            or in_backward()
+            or (is_grad and _makes_graph(args, kwargs))
+        ):
+            return original(*args, **kwargs)
         _inside.is_inside = True
         try:
             for listener in told:
-                listener.begin_backward(tensors)
-            original(tensors, *args, **kwargs)
+                listener.begin_backward(args[0] if args else kwargs.get("outputs" if is_grad else "tensors"))
+            made = original(*args, **kwargs)
         except BaseException:
             for listener in told:
                 listener.fail_backward()
@@ -80,5 +91,11 @@ def _telling(original: Callable[..., None]) -> Callable[..., None]:
             _inside.is_inside = False
         for listener in told:
             listener.end_backward()
+        return made
 
     return backward
+
+
+def _makes_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``torch.autograd.grad`` is asked for gradients with a graph: a part of a forward pass."""
+    return bool(kwargs.get("create_graph", args[4] if len(args) > 4 else False))

@@ -81,7 +81,7 @@ class Following:
 
     def _listen(self) -> None:
         if self._stop_listening is None:
-            self._stop_listening = passes.listen(self)
+            self._stop_listening = passes.listen(self, of_grad=True)
 
     def _unlisten(self) -> None:
         if self._stop_listening is not None and self._course is None and not self._is_inside:
@@ -117,12 +117,16 @@ class Following:
 
     def begin_backward(self, tensors: Any) -> None:
         """A backward pass begins."""
+        if self._is_measuring:
+            return
         weight = self._witness()
         self.adds_up = weight is not None and weight.grad is not None
         self.may_add_up = self.may_add_up or self.adds_up
 
     def end_backward(self) -> None:
         """A backward pass has ended."""
+        if self._is_measuring:
+            return
         self._is_new = True
         if self._course is None:
             return
@@ -138,4 +142,10 @@ class Following:
 
     def fail_backward(self) -> None:
         """A backward pass has raised."""
-        self.abandon()
+        if not self._is_measuring:
+            self.abandon()
+
+    @property
+    def _is_measuring(self) -> bool:
+        """Whether what runs now is the course itself, which may ask for gradients of its own."""
+        return self._running is not None and inspect.getgeneratorstate(self._running) == inspect.GEN_RUNNING
