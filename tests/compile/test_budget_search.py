@@ -133,9 +133,9 @@ def test_under_a_budget_a_value_is_decoded_for_each_product_that_reads_it() -> N
         graphs: list[fx.GraphModule] = []
         carried_out = ours.treatment.carry_out
 
-        def noted(name: str, split: Any, *arguments: Any, run: Any = carried_out, found: Any = graphs) -> Any:
-            found.append(split.backward)
-            return run(name, split, *arguments)
+        def noted(name: str, chosen: Any, *arguments: Any, run: Any = carried_out, found: Any = graphs) -> Any:
+            found.append(chosen.split.backward)
+            return run(name, chosen, *arguments)
 
         ours.treatment.carry_out = noted
         net(x).backward()
@@ -190,16 +190,17 @@ def test_a_comparison_beside_a_rounded_value_reads_its_bits_alone() -> None:
     assert Lifetimes(joint, saved, {test: value}).estimate(exact).peak == Lifetimes(joint).estimate(exact).peak
 
 
-def test_a_sum_of_gradients_that_several_read_is_stored() -> None:
+def test_a_sum_of_gradients_that_several_read_is_stored_where_values_may_be_rounded() -> None:
     model, x = blocks(4)
-    for nbytes, expected in ((None, 0), (1 << 20, 2)):
-        ours, net = compiled(model, "lossless", nbytes)
+    rounding = policies.quantized(4)
+    for policy, nbytes, expected in ((rounding, None, 0), (rounding, 1 << 20, 2), ("lossless", 1 << 20, 0)):
+        ours, net = compiled(model, policy, nbytes)
         graphs: list[fx.GraphModule] = []
         carried_out = ours.treatment.carry_out
 
-        def noted(name: str, split: Any, *arguments: Any, run: Any = carried_out, found: Any = graphs) -> Any:
-            account = run(name, split, *arguments)
-            found.append(split.backward)
+        def noted(name: str, chosen: Any, *arguments: Any, run: Any = carried_out, found: Any = graphs) -> Any:
+            account = run(name, chosen, *arguments)
+            found.append(chosen.split.backward)
             return account
 
         ours.treatment.carry_out = noted
@@ -211,7 +212,7 @@ def test_a_sum_of_gradients_that_several_read_is_stored() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_stores_the_sums_and_keeps_the_bits() -> None:
+def test_inductor_keeps_the_bits_below_a_budget() -> None:
     model, x = blocks(4)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     found, peaks = [], []

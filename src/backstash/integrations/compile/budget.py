@@ -49,6 +49,7 @@ class Chosen:
         estimate: what it leads to.
         saves_copies: whether Inductor may save a copy of a convolution's input in the place of the input.
         is_apart: whether products that take less memory than their operands are computed before they are added.
+        stores_sums: whether sums of gradients that several operators read are stored.
     """
 
     split: Split
@@ -56,6 +57,7 @@ class Chosen:
     estimate: Estimate
     saves_copies: bool = True
     is_apart: bool = False
+    stores_sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def cheapest(
     best = _searched(joint, starts, options, budget)
     if best.estimate.peak > budget and options.rounded and joint.early:
         # Bits are not kept anyway, so a product need not be added by the call that computes it.
-        apart = Joint(joint.graph, outputs, fuses, is_apart=True)
+        apart = Joint(joint.graph, outputs, fuses, is_apart=True, stores_sums=True)
         other = _searched(apart, starts, options, budget)
         if other.estimate.peak < best.estimate.peak:
             joint, best = apart, other
@@ -194,7 +196,9 @@ def _starts(partition: Partition, planned: Planner, fuses: bool) -> tuple[list[_
                 rounded[name] = held_nbytes(value, choice)
                 tests |= {test.name: name for test in choice.tests}
         starts.append(_Start(settings, names, held, rounded, tests))
-    return starts, Joint(asked[-1][0], outputs, fuses) if starts else None, outputs
+    # Where nothing is rounded, the peak lies elsewhere, and stored sums only raise it.
+    stores = any(start.rounded for start in starts)
+    return starts, Joint(asked[-1][0], outputs, fuses, stores_sums=stores) if starts else None, outputs
 
 
 def _options(joint: Joint, starts: list[_Start], lasting: Collection[int]) -> Options:
@@ -279,7 +283,7 @@ def _carried_out(joint: Joint, found: Found, starts: list[_Start], partition: Pa
             saved[number] = held_nbytes(*plan[-1])
             tests |= {numbers[test.name]: number for test in plan[-1][1].tests if test.name in numbers}
     lifetimes = Lifetimes(joint, {number: saved[number] for number in found.rounded if number in saved}, tests)
-    return Chosen(split, plan, lifetimes.estimate(saved), joint.saves_copies, joint.is_apart)
+    return Chosen(split, plan, lifetimes.estimate(saved), joint.saves_copies, joint.is_apart, bool(joint.stored))
 
 
 def is_exact(choice: Choice) -> bool:

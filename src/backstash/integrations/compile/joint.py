@@ -83,9 +83,12 @@ class Joint:
         outputs: how many results of the graph are the forward pass's.
         fuses: whether the compiler fuses elementwise operators.
         is_apart: whether products that take less memory than their operands are computed before they are added.
+        stores_sums: whether sums of gradients that several operators read are stored.
     """
 
-    def __init__(self, graph: fx.Graph, outputs: int, fuses: bool, is_apart: bool = False) -> None:
+    def __init__(
+        self, graph: fx.Graph, outputs: int, fuses: bool, is_apart: bool = False, stores_sums: bool = False
+    ) -> None:
         self.graph = graph
         self.compiler_fuses = fuses
         self.early = early_products(graph) if fuses else frozenset()
@@ -136,7 +139,8 @@ class Joint:
             reused = reused_summand(node) if self.is_gradient[number] else None
             if reused is not None and self.is_gradient[self._numbers[reused]]:
                 self.takes_over[number] = self._numbers[reused]
-        self.stored = frozenset(self._numbers[node] for node in stored_sums(graph)) if fuses else frozenset()
+        stored = stored_sums(graph) if fuses and stores_sums else []
+        self.stored = frozenset(self._numbers[node] for node in stored)
         self.is_shared = [len(node.users) > 1 for node in self.nodes]
         self.is_heavy = [_is_heavy(node) for node in self.nodes]
         self.fuses = [fuses and is_elementwise(node) and node not in sums for node in self.nodes]

@@ -18,10 +18,11 @@ from backstash.integrations.compile.account import GraphAccount, report_of
 from backstash.integrations.compile.announce import emit_account, rows_of
 from backstash.integrations.compile.bounding import Bounding
 from backstash.integrations.compile.bounds import loop_of, moves_bounds
-from backstash.integrations.compile.budget import Partition, Plan, cheapest, held_nbytes, is_exact
+from backstash.integrations.compile.budget import Chosen, Partition, Plan, cheapest, held_nbytes, is_exact
 from backstash.integrations.compile.choose import Choice, choose
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.graph_offload import HOST, Offloaded
+from backstash.integrations.compile.lifetimes import Estimate
 from backstash.integrations.compile.rewrite import planes_nbytes, rewrite
 from backstash.integrations.compile.saved_inputs import save_as_matrices
 from backstash.integrations.compile.substitutes import substitutes
@@ -67,7 +68,7 @@ class Treatment:
         ) -> tuple[fx.GraphModule, fx.GraphModule, int]:
             return *min_cut_partition(choose, **settings)(joint, inputs, **keywords), keywords["num_fwd_outputs"]
 
-        name, note, saves_copies, is_apart = f"graph {len(self.graphs)}", "", True, False
+        name, note = f"graph {len(self.graphs)}", ""
         if self.budget is None:
             # The partitioner leaves marks of its own, so it is asked before whether a checkpoint has left some.
             has_checkpoint = any("recompute" in node.meta for node in joint.graph.nodes)
@@ -75,16 +76,15 @@ class Treatment:
             plan = self.plan(split)
             if not has_checkpoint:
                 split, plan = self._with_substitutes(partition, split, plan)
+            chosen = Chosen(split, plan, Estimate.nothing())
         else:
             lasting = keywords.get("static_lifetime_input_indices") or ()
             chosen, note = cheapest(partition, self.plan, self.budget, self.fuses, lasting)
-            split, plan = chosen.split, chosen.plan
-            saves_copies, is_apart = chosen.saves_copies, chosen.is_apart
-        if not saves_copies:
-            save_as_matrices(split)
-        self.graphs.append(self.carry_out(name, split, plan, note, is_apart))
+        if not chosen.saves_copies:
+            save_as_matrices(chosen.split)
+        self.graphs.append(self.carry_out(name, chosen, note))
         log.info("%s", self.graphs[-1])
-        return split.forward, split.backward
+        return chosen.split.forward, chosen.split.backward
 
     def _with_substitutes(self, partition: Partition, split: Split, plan: Plan) -> tuple[Split, Plan]:
         """Saves other values where the policy cannot round what torch saves, if that takes fewer bytes."""
@@ -117,10 +117,9 @@ class Treatment:
             plan.append((value, choice))
         return plan
 
-    def carry_out(
-        self, name: str, split: Split, plan: list[tuple[SavedValue, Choice]], note: str = "", is_apart: bool = False
-    ) -> GraphAccount:
-        """Gives every saved value its form, and accounts for it; ``is_apart`` says how products are added."""
+    def carry_out(self, name: str, chosen: Chosen, note: str = "") -> GraphAccount:
+        """Gives every saved value its form, and accounts for it."""
+        split, plan = chosen.split, chosen.plan
         keys = self._keys(split)
         planes: dict[int, list[fx.Node]] = {}
         for number, (value, choice) in enumerate(plan):
@@ -133,11 +132,11 @@ class Treatment:
         account = GraphAccount(name, tuple(rows), _input_nbytes(split), note)
         emit_account(split, account, rows_of([value for value, _ in plan], planes))
         # Last, because what was put into the graph before may read a product as well.
-        if is_apart:
+        if chosen.is_apart:
             take_apart(split.backward.graph)
         if self.fuses:
             add_products_in_place(split.backward.graph)
-        if self.fuses and self.budget is not None:
+        if chosen.stores_sums:
             store_sums(split.backward.graph)
         for module in (split.forward, split.backward):
             module.graph.lint()
