@@ -118,6 +118,16 @@ class Judged:
     rows: tuple[Row, ...] = ()
 
 
+def peak_of(step: Callable[[], object], steps: int) -> int:
+    """The counted peak of so many steps."""
+    most = 0
+    for _ in range(steps):
+        with CountedPeak() as counter:
+            step()
+        most = max(most, counter.peak_nbytes)
+    return most
+
+
 class Trained:
     """A program and a number of its steps, each of them with its own seed.
 
@@ -153,12 +163,7 @@ class Trained:
 
     def peak(self) -> int:
         """The counted peak of the next steps."""
-        most = 0
-        for _ in range(COUNTED_STEPS):
-            with CountedPeak() as counter:
-                self.step()
-            most = max(most, counter.peak_nbytes)
-        return most
+        return peak_of(self.step, COUNTED_STEPS)
 
     def seconds(self) -> float:
         """Time of the second of two steps: the first finds the memory as another candidate has left it."""

@@ -34,9 +34,8 @@ from torch import Tensor
 
 import backstash as bs
 from backstash.planning.plan import Planner
-from backstash.report.meter import CountedPeak
 from backstash.testing.bits import row_major_bytes
-from benchmarks.heldout_plans import COUNTED_STEPS, Row, Trained, plans
+from benchmarks.heldout_plans import COUNTED_STEPS, Row, Trained, peak_of, plans
 from benchmarks.results import Results
 from benchmarks.rounds import mib, table
 from benchmarks.unseen import Program
@@ -148,12 +147,7 @@ class Training(Trained):
 
     def peak(self, steps: int = 1) -> int:
         """The counted peak of the next steps."""
-        most = 0
-        for _ in range(steps):
-            with CountedPeak() as counter:
-                self.step()
-            most = max(most, counter.peak_nbytes)
-        return most
+        return peak_of(self.step, steps)
 
 
 def _hash(x: Tensor) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from backstash import compile_backend
 from backstash.integrations.compile import CompileBackend
@@ -72,3 +73,21 @@ def compare(
         assert differences(model, expected[step], gradients(model, forward, treated)) == [], f"step {step}"
     torch._dynamo.reset()
     return ours
+
+
+class Bottleneck(nn.Module):
+    """A residual block whose last convolution widens what it reads."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        narrow = channels // 4
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, narrow, 1, bias=False),
+            nn.BatchNorm2d(narrow),
+            nn.ReLU(),
+            nn.Conv2d(narrow, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.layers(x) + x)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 
 from backstash import compile_backend, compile_options, policies
 from backstash.integrations.compile import budget
@@ -16,27 +15,9 @@ from backstash.integrations.compile.lifetimes import Lifetimes
 from backstash.integrations.compile.reading import name_of
 from backstash.integrations.compile.search import Search
 from backstash.report.meter import CountedPeak
-from tests.compile.compiled_steps import differences, gradients
+from tests.compile.compiled_steps import Bottleneck, differences, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class Residual(nn.Module):
-    """A block as in deep ResNets: a sum, and what is computed from it."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        narrow = channels // 4
-        self.layers = nn.Sequential(
-            nn.Conv2d(channels, narrow, 1, bias=False),
-            nn.BatchNorm2d(narrow),
-            nn.ReLU(),
-            nn.Conv2d(narrow, channels, 1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(self.layers(x) + x)
 
 
 class Twice(nn.Module):
@@ -62,7 +43,7 @@ def compiled(model: nn.Module, policy: Any, nbytes: int | None, fuses: bool = Tr
 
 def blocks(count: int) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(*(Residual(64) for _ in range(count))), torch.randn(4, 64, 16, 16)
+    return nn.Sequential(*(Bottleneck(64) for _ in range(count))), torch.randn(4, 64, 16, 16)
 
 
 @pytest.mark.parametrize("policy", ["lossless", policies.quantized(4)], ids=repr)

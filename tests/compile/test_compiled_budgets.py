@@ -17,7 +17,7 @@ from backstash import compile_backend, policies
 from backstash.integrations.compile.joint import Joint
 from backstash.report.meter import CountedPeak
 from benchmarks import networks
-from tests.compile.compiled_steps import Forward, differences, gradients
+from tests.compile.compiled_steps import Bottleneck, Forward, differences, gradients
 
 
 def step(model: nn.Module, forward: Forward, budget: Any, policy: Any = "lossless", **settings: Any) -> Any:
@@ -44,24 +44,6 @@ def estimated(ours: Any) -> float:
     """In MiB."""
     ((number, unit),) = re.findall(r"a peak of ([\d.]+) ([KM]iB)", ours.report().notes[0])
     return float(number) / {"KiB": 1024, "MiB": 1}[unit]
-
-
-class Bottleneck(nn.Module):
-    """A residual block whose last convolution widens what it reads."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        narrow = channels // 4
-        self.layers = nn.Sequential(
-            nn.Conv2d(channels, narrow, 1, bias=False),
-            nn.BatchNorm2d(narrow),
-            nn.ReLU(),
-            nn.Conv2d(narrow, channels, 1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(self.layers(x) + x)
 
 
 class Loss(nn.Module):

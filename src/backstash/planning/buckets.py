@@ -23,6 +23,7 @@ from torch import Tensor
 
 from backstash.errors import PlanError
 from backstash.planning.plan import Plan, Planner
+from backstash.planning.survey import KeepForSurvey
 from backstash.planning.within import Within
 from backstash.policies import Action, Policy
 from backstash.policies.base import Wrapper
@@ -152,6 +153,12 @@ class Buckets:
         return max(
             (each for each in self if each.planner is not None), key=lambda each: each.plain_nbytes, default=None
         )
+
+    @property
+    def begun(self) -> int:
+        """How many forward passes have begun that were kept for a survey, but for the first one of each shape."""
+        policies = [each.session.policy for each in self if each.session is not None]
+        return sum(policy.begun for policy in policies if isinstance(policy, KeepForSurvey))
 
     # -- plans by fingerprint ------------------------------------------------------------------------------------
 

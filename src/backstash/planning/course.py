@@ -32,7 +32,7 @@ from torch import Tensor
 
 from backstash.errors import BudgetError
 from backstash.planning.buckets import Bucket, growth
-from backstash.planning.cycles import MOST_RECORDED, cycles_of
+from backstash.planning.cycles import cycles_of
 from backstash.planning.plan import Plan, Planner
 from backstash.planning.probing import Probe
 from backstash.planning.profiling import profile_of
@@ -54,6 +54,9 @@ MOST_PLANS = 5
 
 MOST_SURVEYED = 3
 """How many steps are surveyed until a budget is refused (Note: [freed unseen])."""
+
+MOST_RECORDED = 24
+"""How many steps are recorded at most, until one is of the kind that is asked for."""
 
 MOST_PROBED = 3
 """How many steps are asked at most what rounding does to the gradients: a loss scale that overflows tells nothing."""
@@ -133,7 +136,7 @@ class Course:
         owner.watch(seen)
         yield "cycle"
         first, began = dict(seen.keys), time.perf_counter()
-        passes, seconds, begun = [set(first)], [0.0], [owner.begun]
+        passes, seconds, begun = [set(first)], [0.0], [owner.buckets.begun]
         fingerprint = owner.buckets.fingerprint(first)
         known = owner.buckets.known(fingerprint)
         if is_first:
@@ -141,7 +144,7 @@ class Course:
                 seen.keys.clear()
                 yield "cycle"
                 passes.append(set(seen.keys))
-                begun.append(owner.begun)
+                begun.append(owner.buckets.begun)
                 seconds.append(time.perf_counter() - began)
                 began += seconds[-1]
                 owner.period = cycles_of(passes)

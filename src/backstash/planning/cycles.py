@@ -13,7 +13,7 @@ from collections.abc import Sequence, Set
 MOST_CYCLES = 4
 """Of a step that repeats itself pass by pass."""
 
-MOST_RECORDED = 24
+MOST_SEEN = 24
 """After how many backward passes one that shares no value with the first is no longer waited for."""
 
 ALIKE = 0.75
@@ -33,7 +33,7 @@ def cycles_of(passes: Sequence[Set[str]]) -> int:
     if seen < 2 * MOST_CYCLES:
         return 0
     back = next((index for index in range(1, seen) if passes[0] & passes[index]), 0)
-    return back or (seen if seen > MOST_RECORDED else 0)
+    return back or (seen if seen > MOST_SEEN else 0)
 
 
 def _are_alike(one: Set[str], other: Set[str]) -> bool:

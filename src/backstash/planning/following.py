@@ -60,11 +60,6 @@ class Following:
         self._watcher = watcher
         self._attach()
 
-    @property
-    def begun(self) -> int:
-        """How many forward passes have begun under the Session of the step in progress."""
-        return self._session.report().steps
-
     def _attach(self) -> None:
         self._watching.close()
         if self._watcher is not None:
