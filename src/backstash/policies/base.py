@@ -47,9 +47,9 @@ class Policy(ABC):
     inherit from :class:`Wrapper`.
 
     Attributes:
-        is_fixed: whether :meth:`decide` depends on the facts of the tensor alone, and every other method does nothing.
-            A Session then asks it once for each place in the model, and need not call the other methods. A subclass
-            that overrides a method is not fixed, unless it says so itself.
+        is_fixed: whether :meth:`decide` depends on the facts of the tensor alone, whatever else the policy is told.
+            A Session then asks it once for each place in the model, and need not call the methods that
+            tell it something. A subclass that overrides a method is not fixed, unless it says so itself.
         revision: an object that stays the same for as long as a policy that is not fixed gives the same readers the
             same action; :meth:`trace` and :meth:`observe` need not be called meanwhile. None: the policy may answer
             otherwise at any time.
