@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from gradient_checks import Everything, difference, differences
 from needs_cases import CASES, FLOATS, IMAGE, LAST, LAST_3D, VOLUME, Case, Key, values
+from session_checks import Always
 from torch import Tensor
 
-from backstash import Need, Session, needs
+from backstash import Need, Policy, Session, Stash, needs
 from backstash.backward import unpack as unpack_module
 from backstash.saved import TensorSpec
+from backstash.stash import decode
 from backstash.stash.ledger import Entry
 from backstash.torch_internals import clamp_passes_bounds
 
@@ -95,6 +97,19 @@ def test_row_with_nan(case: Case) -> None:
         for policy in ("lossless", Everything()):
             got = run(case, dtype, Session(policy, min_nbytes=0), seed=2)
             assert not differences(expected, got), (dtype, policy)
+
+
+@pytest.mark.parametrize("policy", ["lossless", "cdma", Always(Stash("zvc"))], ids=["lossless", "cdma", "zvc"])
+def test_signs_on_devices_whose_kernels_take_bools(policy: str | Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: what reads a stand-in for relu's result is given a bool, what reads any other one is not."""
+    monkeypatch.setattr(decode, "COPIES_BOOLS", frozenset())
+    for case in CASES:
+        if needs.TABLE[case.key].need is not Need.SIGN:
+            continue
+        for dtype in case.dtypes:
+            expected = run(case, dtype, None, 1, nan=False)
+            got = run(case, dtype, Session(policy, min_nbytes=0), 1, nan=False)
+            assert not differences(expected, got), (case, dtype)
 
 
 def leaves_it_to_value(case: Case, dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import base
-from backstash.codecs.base import Encoded
+from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.direct import Direct, MaskBits, Readable
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
@@ -22,6 +22,9 @@ from backstash.torch_internals import in_backward
 
 SMALL = 1 << 18
 """Bytes below which what was decoded for one of several readers is held for the others: it is in no pool of buffers."""
+
+COPIES_BOOLS = frozenset({"cpu"})
+"""Types of devices whose backward kernels make a floating copy of a bool first (see Bitmask.decode)."""
 
 
 class StashedTensor:
@@ -153,10 +156,7 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
             buffers.lend(owner, whole)
     else:
         assert form is not None
-        # A CPU backward kernel that is given a bool makes a floating copy first (see Bitmask.decode).
-        one_bit = form.mask is not None and not (form.mask.ternary or form.mask.nan)
-        dtype = torch.bool if one_bit and form.spec.device.type != "cpu" else form.spec.dtype
-        whole = _take(value, form.spec, dtype)
+        whole = _take(value, form.spec, decoded_dtype(form.codec, form.spec))
         encoded = planes(value, form)
         started = time.perf_counter()  # what was waited for is counted apart
         form.codec.decode(encoded, whole)
@@ -168,6 +168,18 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
     value.account.decode_seconds += time.perf_counter() - started
     value.account.decodes += 1
     return whole
+
+
+def decoded_dtype(codec: Codec, spec: TensorSpec) -> torch.dtype:
+    """Returns the dtype of the memory that a tensor is decoded into.
+
+    A bool serves where a mask's stand-ins are 1 and 0, which is what a kernel that computes with floats makes of it.
+    """
+    if spec.device.type in COPIES_BOOLS or not isinstance(codec, Bitmask):
+        return spec.dtype
+    mask = codec.mask
+    is_bool = (mask.if_set, mask.if_clear) == (1.0, 0.0) and not (mask.ternary or mask.nan)
+    return torch.bool if is_bool else spec.dtype
 
 
 def shared(value: Value) -> Tensor:
