@@ -101,7 +101,7 @@ def test_the_error_of_a_plan_is_the_predicted_one_and_within_the_limit(make: Cal
             off = measured(plan, model, loss)
             assert 0 < plan.error <= limit
             assert off <= FACTOR * plan.error + 1e-6
-            assert plan.error <= 3 * off + 1e-6  # it is a prediction, and no bound that is far away
+            assert plan.error <= 5 * off + 1e-6  # it is a prediction, and no bound that is far away
     rehearsed = Planner(found, EVERYTHING, 0.003)
     plan = rehearsed.plan(rehearsed.solutions[0].peak_nbytes * 6 // 5)
     assert measured(plan, model, loss) <= plan.error_limit == 0.003

@@ -42,3 +42,13 @@ def test_an_address_that_is_given_again_was_freed_unseen() -> None:
 
 def test_memory_that_was_there_before_is_no_gain() -> None:
     assert most((9, -500), (1, 100)) == 100
+
+
+def test_cuda_s_allocator_counts_what_any_thread_frees() -> None:
+    """Of two devices; before the first event 1,000 and 500 bytes were given out."""
+    changes = ((1, 100, 0, 1100), (2, 50, 0, 1150), (7, 20, 1, 520), (3, 60, 0, 1110), (2, -50, 0, 1060))
+    found = events(*((address, nbytes) for address, nbytes, _, _ in changes))
+    for event, (_, _, device, total) in zip(found, changes, strict=True):
+        event.extra_fields.device = torch.device("cuda", device)
+        event.extra_fields.total_allocated = total
+    assert [position.most_nbytes for position in Timeline(found, "cuda").positions] == [170]

@@ -11,11 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 import backstash as bs
 from backstash.errors import MeasureError, UnknownNameError
+from backstash.planning.events import memory_profiler, roots_of
 from backstash.planning.record import record
 from backstash.planning.schedule import footprint, memory_footprint_ratio
 from backstash.planning.trace import Role, Trace
 from backstash.report.meter import CountedPeak
 from backstash.stores import DeviceStore, HostStore, Store
+from backstash.torch_internals import profiler_event
 from benchmarks.link import FarStore
 
 ALLOCATED: tuple[Role, ...] = ("stashed", "encoded", "decoded", "recomputed", "immediate", "workspace")
@@ -243,6 +245,17 @@ def test_what_cannot_be_recorded() -> None:
         record(lambda: None, device="tpu")
     with pytest.raises(UnknownNameError):
         record(lambda: None, "best")
+
+
+def test_no_allocation_is_an_outermost_event() -> None:
+    """The profiler reports those of the CPU alone."""
+    x = torch.ones(1000, requires_grad=True)
+    with memory_profiler() as profiled:
+        loss = (x * 2).exp().sum()  # what is freed here is freed in no operation
+        loss.backward()
+        del loss
+    tags = [event.tag for event in roots_of(profiled)]
+    assert profiler_event.TorchOp in tags and profiler_event.Allocation not in tags
 
 
 @pytest.mark.gpu

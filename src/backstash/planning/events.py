@@ -3,6 +3,10 @@
 Note: [freed from before]
     The profiler reports a release of memory that was allocated before its start, but not where that memory came from.
     A trace therefore does not hold such memory.
+
+Note: [events without an operation]
+    An event that happens in no operation, as most releases of a forward pass do, is an outermost event. Of these the
+    profiler reports only the CPU's. So everything happens in a scope that lasts as long as the record.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from backstash.torch_internals import (
 
 PREFIX = "backstash "
 NODE = "autograd::engine::evaluate_function: "
+SCOPE = "backstash::record"
 
 _NO_OPERATION = ("aten::detach", "aten::_has_compatible_shallow_copy_type")
 """Functions that a Session calls to hold a tensor, or its version alone."""
@@ -84,10 +89,15 @@ class MemoryProfiler(profile):
         self._quiet.enter_context(without_native_warnings())
         with starting_profiler():
             super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self._scope = record_function(SCOPE)  # Note: [events without an operation]
+        with no_torch_function():
+            self._scope.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         with self._quiet:
+            with no_torch_function():
+                self._scope.__exit__(*error)
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 

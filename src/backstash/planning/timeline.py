@@ -46,6 +46,19 @@ class Trial:
     most: int = 0
 
 
+class Given:
+    """What CUDA's allocator has given out, by its own count, which knows what every thread has freed."""
+
+    def __init__(self) -> None:
+        self._totals: dict[int, int] = {}  # by the numbers of the devices
+
+    def change(self, facts: Any) -> int:
+        """By how many bytes the count has changed since the last event of the same device."""
+        before = self._totals.get(facts.device.index, facts.total_allocated - facts.alloc_size)
+        self._totals[facts.device.index] = facts.total_allocated
+        return int(facts.total_allocated - before)
+
+
 @dataclass
 class Timeline:
     """The record of one step.
@@ -75,7 +88,7 @@ class Timeline:
     trials: dict[int, Trial] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        live, alive = 0, dict[int, int]()
+        live, alive, given = 0, dict[int, int](), Given()
         trial: Trial | None = None
         ordered = sorted(walk(self.events), key=lambda pair: pair[0].start_time_ns)
         for event, is_operation in ordered:
@@ -83,7 +96,9 @@ class Timeline:
                 facts = event.extra_fields
                 if facts.device.type != self.device or not facts.alloc_size:
                     continue
-                if facts.alloc_size > 0:
+                if self.device == "cuda":
+                    live += given.change(facts)
+                elif facts.alloc_size > 0:
                     live += facts.alloc_size - alive.get(facts.ptr, 0)  # what was there was freed unseen
                     alive[facts.ptr] = facts.alloc_size
                 else:
