@@ -87,11 +87,12 @@ $(VENV)/.dev: $(VENV)/.torch $(SOURCES)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[cli,plot,dev]'
 	touch $@
 
-# Everything is as in constraints.txt but torch, and triton, of which every torch needs its own version.
+# Everything is as in constraints.txt but torch, triton, of which every torch needs its own version, and numpy: the
+# interpreter of older versions of triton cannot make loop bounds of what numpy 2.4 returns.
 $(OTHER)/.dev: $(SOURCES)
 	@test -n "$(TORCH)" || { echo "Which torch? For example: make test-torch TORCH=2.11.0"; exit 2; }
 	$(PYTHON) -m venv $(OTHER)
-	grep -v -e '^torch==' -e '^triton==' constraints.txt > $(OTHER)/constraints.txt
+	{ grep -v -e '^torch==' -e '^triton==' -e '^numpy==' constraints.txt; echo 'numpy<2.4'; } > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check 'setuptools>=70.1' wheel
 	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt torch==$(TORCH) numpy
 	@echo "$(COMPILING)"
