@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -247,8 +248,7 @@ def plans(training: Training, plain_nbytes: int) -> dict[str, Way]:
         try:
             plan = planner.plan(int(share * plain_nbytes))
         except BudgetError as error:
-            assert isinstance(error.plan, bs.Plan)
-            plan, name = error.plan, "plan, smallest"
+            plan, name = cast(bs.Plan, error.plan), "plan, smallest"
         seconds = time.perf_counter() - started
         found[name] = Way(
             bs.Session(plan),
