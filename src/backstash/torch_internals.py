@@ -163,6 +163,16 @@ def in_backward() -> bool:
     return running_node() is not None
 
 
+def graph_task() -> int:
+    """The number of the backward pass that runs a node on this thread; -1 where none does."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Has the backward pass that runs a node on this thread call the function when it ends, unless it fails before."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[no-untyped-call]
+
+
 def hide_from_dynamo(function: Callable[..., Any], and_all_below: bool = False) -> None:
     """Have torch.compile pass over the frames of that function, instead of compiling them.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from gradient_checks import differences
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.dlpack import to_dlpack
 
 from backstash import Session
 from backstash.errors import RecomputedDifferentlyError
+from backstash.stash import comparing
 from backstash.stash.remaking import REPEAT
 from backstash.stash.sample import ELEMENTS, Sample
 
@@ -136,6 +140,61 @@ def test_the_tripwire_names_what_changed_where_no_observer_looks() -> None:
     # What failed is stored from then on.
     expected = train(None, escaped_unseen, F.gelu)
     assert not differences(expected, train(session, escaped_unseen, F.gelu))
+
+
+def test_on_a_gpu_the_tripwire_is_looked_at_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "DEFERS", frozenset({"cpu"}))
+    session = Session("lossless", min_nbytes=0)
+    with pytest.raises(RecomputedDifferentlyError, match=r"/Addmm#0:mat1 .*do not use those of this .*stored"):
+        train(session, escaped_unseen, F.gelu)
+    assert not session._live.comparisons._passes
+    expected = train(None, escaped_unseen, F.gelu)
+    assert not differences(expected, train(session, escaped_unseen, F.gelu))
+
+
+def test_passes_within_a_pass_and_passes_that_fail_are_looked_at_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "DEFERS", frozenset({"cpu"}))
+    asked: list[int] = []
+    compare = comparing._Pass.compare
+    monkeypatch.setattr(comparing._Pass, "compare", lambda ours: (asked.append(len(ours.found)), compare(ours))[1])
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16) for _ in range(4)]
+
+    def block(x: Tensor) -> Tensor:
+        return layers[1](F.gelu(layers[0](x) * 2.0))
+
+    def forward(x: Tensor) -> Tensor:
+        y = layers[2](F.gelu(checkpoint(block, x, use_reentrant=True)))
+        return layers[3](torch.tanh(y * 3.0)).square().sum()
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise RuntimeError("failed")
+
+    def steps(session: Session | None) -> list[Tensor]:
+        found: list[Tensor] = []
+        for number in range(6):
+            x = torch.randn(32, 16, generator=torch.Generator().manual_seed(number), requires_grad=True)
+            with session or nullcontext():
+                loss = forward(x)
+            if number == 3:
+                handle = layers[0].weight.register_hook(fail)
+                with pytest.raises(RuntimeError, match="failed"):
+                    loss.backward()
+                handle.remove()
+            else:
+                loss.backward()
+            found += [parameter.grad for layer in layers for parameter in layer.parameters()]  # type: ignore[misc]
+            for layer in layers:
+                layer.zero_grad()
+            del loss
+        return [gradient for gradient in found if gradient is not None]
+
+    expected = steps(None)
+    session = Session("lossless", min_nbytes=0)
+    assert not differences(expected, steps(session))
+    assert len(asked) >= 5 and all(asked)
+    gc.collect()
+    assert not session._live.comparisons._passes
 
 
 def test_a_checksum_sees_the_change_of_one_element() -> None:

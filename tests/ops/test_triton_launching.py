@@ -12,7 +12,7 @@ from triton_checks import DEVICE, launchers, triton_test
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops.layout import window_bits
-from backstash.ops.triton.launching import bytes_per_field, fields_per_byte
+from backstash.ops.triton.launching import bytes_per_field, fields_per_byte, number_bits
 
 
 @triton_test
@@ -86,3 +86,11 @@ def test_importing_the_package_imports_no_triton_and_starts_no_cuda() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_bits_of_numbers_that_are_equal_but_differ() -> None:
+    for _ in range(2):
+        assert number_bits(0.0, torch.float32) == 0
+        assert number_bits(-0.0, torch.float32) == -(2**31)
+        assert number_bits(1.0, torch.float16, torch.float32) == number_bits(1.0, torch.float32) == 0x3F800000
+        assert number_bits(1.0, torch.float64) == 0x3FF0 << 48

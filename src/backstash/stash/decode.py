@@ -12,11 +12,12 @@ from backstash.codecs import base
 from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.direct import Direct, MaskBits, Readable
-from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
+from backstash.errors import SavedTensorModifiedError
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash import fused
 from backstash.stash.buffers import new_memory
 from backstash.stash.calls import Leaf
+from backstash.stash.comparing import check_sample
 from backstash.stash.value import Form, Saved, Value, version_of
 from backstash.torch_internals import in_backward
 
@@ -217,7 +218,7 @@ def shared(value: Value) -> Tensor:
         for each, x in made:
             if each is not latest:
                 each.begin_round()
-                _check_sample(each, x)
+                check_sample(each, x)
             each.hold(x.detach())
             assert each.recipe is not None
             for leaf in each.recipe.leaves:
@@ -253,23 +254,8 @@ def remake(value: Value, fresh: bool = False) -> Tensor:
             value.recipe = recipe = recipe.unfused()
             del whole  # there may be no room for both
             whole = fused.made(recipe, fetch, None, encoded)
-    _check_sample(value, whole)
+    check_sample(value, whole)
     return whole
-
-
-def _check_sample(value: Value, whole: Tensor) -> None:
-    recipe = value.recipe
-    assert recipe is not None
-    if value.sample is not None and value.sample.differs(whole):
-        value.live.distrusted.add((value.key, str(recipe)))
-        raise RecomputedDifferentlyError(
-            f"backward needs {value.key} ({recipe.call.spec}), which was to be computed again by {recipe}, but the "
-            f"result has other bits than the value had in the forward pass: what it is computed from, or the value "
-            f"itself, was changed where the Session could not see it (through a pointer, by an extension, outside of "
-            f"the Session). No gradient was computed from it. Change a copy instead, or use a policy without "
-            f"recomputation, such as backstash.policies.lossless(recompute=False); from the next step on this value is "
-            f"stored."
-        )
 
 
 def _take(value: Value, spec: TensorSpec, dtype: torch.dtype) -> Tensor:

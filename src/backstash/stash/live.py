@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from backstash.stash.buffers import Buffers
+from backstash.stash.comparing import Comparisons
 from backstash.stash.prefetch import Prefetcher
 from backstash.stash.watcher import Watcher
 
@@ -36,7 +37,9 @@ class Live:
         unpacked: whether backward has begun.
         monitor: measures the gradient's error in the first steps, where that was asked for.
         watcher: is told of what happens to memory; None when nobody asked for that.
-        distrusted: keys of values whose recipes have failed after they had been proven, and these recipes as text.
+        distrusted: keys of values whose recipes have failed after they had been proven, and these recipes as text; None
+            for all recipes.
+        comparisons: of samples, at the ends of backward passes.
     """
 
     def __init__(
@@ -51,7 +54,8 @@ class Live:
         self.unpacked = False
         self.monitor: Monitor | None = None
         self.watcher: Watcher | None = None
-        self.distrusted: set[tuple[str, str]] = set()
+        self.distrusted: set[tuple[str, str | None]] = set()
+        self.comparisons = Comparisons()
         self._saved = self._nbytes = self._remade_nbytes = 0
         self._losses: deque[tuple[int, int, int]] = deque()
 

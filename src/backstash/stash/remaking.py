@@ -102,7 +102,8 @@ class Remaking:
         if bounded and not leaves.keeps_signs(recipe, value, whole):
             return "its sign is read in another way than a relu does"
         place = strongest.place or Place(strongest.tensor)
-        if self._live.distrusted and (strongest.tensor.key, str(recipe)) in self._live.distrusted:
+        distrusted = self._live.distrusted
+        if distrusted and not distrusted.isdisjoint((strongest.tensor.key, each) for each in (str(recipe), None)):
             return f"{recipe} has made other bits than the value had"
         first_use, is_known = None, True
         if action.any_producer and (not bounded or any(leaf.recipe is not None for leaf in begins_from)):

@@ -63,7 +63,7 @@ class Sample:
         step = max(1, count // ELEMENTS)
         begin = number * _SPREAD % step
         sample = cls(None, begin, step, None, allows)
-        sample.bits = sample._elements(whole).clone()
+        sample.bits = sample.elements(whole).clone()
         return sample
 
     def differs(self, whole: Tensor) -> bool:
@@ -71,7 +71,7 @@ class Sample:
         if self.checksum is not None:
             return _checksum(whole) != self.checksum
         assert self.bits is not None
-        elements = self._elements(whole)
+        elements = self.elements(whole)
         if elements.shape != self.bits.shape or elements.dtype is not self.bits.dtype:
             return True
         if self.allows is None:
@@ -80,7 +80,8 @@ class Sample:
             return False
         return not self.allows(float((elements - self.bits).abs_().nan_to_num_(0.0, math.inf).max()), self.bits)
 
-    def _elements(self, whole: Tensor) -> Tensor:
+    def elements(self, whole: Tensor) -> Tensor:
+        """The elements of a value that the sample is of, [n]."""
         count = whole.numel()
         number = min(ELEMENTS, max(0, -(-(count - self.begin) // self.step)))
         return whole.as_strided((number,), (self.step,), whole.storage_offset() + self.begin)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import struct
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,9 +26,14 @@ ZVC_WARPS = 8
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     """Runs ``programs`` programs on the device of the first argument; none if ``programs`` is 0, which CUDA refuses."""
     if programs:
-        with torch.cuda.device_of(args[0]):  # Triton launches on the current device, whatever its arguments say
-            # No product and sum may be fused. Saying so also keeps Triton 3.9 from warning of another default.
-            _run(kernel, programs, args, {"enable_fp_fusion": False, **constants})
+        # No product and sum may be fused. Saying so also keeps Triton 3.9 from warning of another default.
+        constants["enable_fp_fusion"] = False
+        device = args[0].device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            _run(kernel, programs, args, constants)
+        else:
+            with torch.cuda.device(device):  # Triton launches on the current device, whatever its arguments say
+                _run(kernel, programs, args, constants)
 
 
 def _run(kernel: Any, programs: int, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -38,7 +45,16 @@ def number_bits(value: float, dtype: torch.dtype, wide: torch.dtype | None = Non
 
     Computed on the CPU, whatever the default device is: nothing is copied to or from a GPU.
     """
-    return int(bits_of(torch.tensor([value], dtype=dtype, device="cpu").to(wide or dtype)).item())
+    return _number_bits(_DOUBLE.pack(value), dtype, wide or dtype)
+
+
+_DOUBLE = struct.Struct("d")
+
+
+@lru_cache(maxsize=4096)
+def _number_bits(double: bytes, dtype: torch.dtype, wide: torch.dtype) -> int:
+    """Takes the bytes of a double, because 0.0 and -0.0 are the same key of a cache."""
+    return int(bits_of(torch.tensor(_DOUBLE.unpack(double), dtype=dtype, device="cpu").to(wide)).item())
 
 
 def blocks_of(n: int, block: int) -> int:

@@ -1,0 +1,128 @@
+"""Samples of what a backward pass has made again on a GPU, compared when the pass ends.
+
+Note: [compared at the end]
+    To compare numbers on a GPU the host has to wait for all that the GPU was told before, and then the GPU waits for
+    the host. So what was made is used at once, and a few of its elements are put aside. The callback that autograd runs
+    at the end of a pass compares all of them, and the host waits once. A difference is an error of the same pass, as it
+    is on CPU; but its gradients have been computed already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from backstash.errors import RecomputedDifferentlyError
+from backstash.ops.reference import bits_of
+from backstash.saved import TensorSpec
+from backstash.stash.sample import Sample
+from backstash.torch_internals import at_end_of_backward, graph_task
+
+if TYPE_CHECKING:
+    from backstash.stash.live import Live
+    from backstash.stash.value import Value
+
+DEFERS = frozenset({"cuda"})
+"""Types of devices for which the host waits when it looks at numbers."""
+
+
+COMPUTED = "Gradients were computed from it before that was known: do not use those of this backward pass."
+"""What an error at the end of a pass says of its gradients."""
+
+
+class _Pass:
+    """What is to be compared at the end of one backward pass. Its callback owns it, and dies with a pass that fails."""
+
+    __slots__ = ("__weakref__", "expected", "failed", "found")
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+        self.expected: list[Tensor] = []
+        self.failed: list[Callable[[], Exception]] = []
+
+    def compare(self) -> None:
+        """Raises what the first difference calls for."""
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for at, found in enumerate(self.found):
+            groups.setdefault((found.device, found.dtype), []).append(at)
+        for (device, _), members in groups.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # whichever streams have made them
+            found, expected = (torch.cat([group[at] for at in members]) for group in (self.found, self.expected))
+            different = bits_of(found) != bits_of(expected)
+            if bool(different.any()):
+                ends = torch.tensor([self.found[at].numel() for at in members]).cumsum(0)
+                first = int(different.long().argmax())
+                raise self.failed[members[int((ends <= first).sum())]]()
+
+
+class Comparisons:
+    """What a Session compares at the ends of backward passes."""
+
+    def __init__(self) -> None:
+        self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()
+
+    def takes(self, sample: Sample, whole: Tensor) -> bool:
+        """Whether the sample is to be compared later with that tensor, which a backward pass has just made."""
+        return (
+            whole.device.type in DEFERS
+            and sample.bits is not None
+            and sample.allows is None
+            and (sample.bits.numel() > 0 and whole.dtype is sample.bits.dtype)
+            and graph_task() != -1
+        )
+
+    def add(self, sample: Sample, whole: Tensor, failed: Callable[[], Exception]) -> None:
+        """Compares at the end of the backward pass that runs.
+
+        Args:
+            sample: one that :meth:`takes` allows.
+            whole: the tensor, which may be overwritten afterwards.
+            failed: makes the error for a difference.
+        """
+        number = graph_task()
+        ours = self._passes.get(number)
+        if ours is None:
+            ours = self._passes[number] = _Pass()
+            at_end_of_backward(ours.compare)
+        assert sample.bits is not None
+        found = sample.elements(whole)
+        if found.shape != sample.bits.shape:
+            raise failed()
+        ours.found.append(found.clone())
+        ours.expected.append(sample.bits)
+        ours.failed.append(failed)
+
+
+def check_sample(value: Value, whole: Tensor) -> None:
+    """Compares a remade value with its sample, now or at the end of the pass.
+
+    Raises:
+        RecomputedDifferentlyError: it has other bits than it had (Note: [samples] in sample.py).
+    """
+    sample, comparisons, recipe = value.sample, value.live.comparisons, value.recipe
+    if sample is None:
+        return
+    assert recipe is not None
+    if comparisons.takes(sample, whole):
+        comparisons.add(sample, whole, partial(_made_differently, value.live, value.key, recipe.call.spec, None))
+    elif sample.differs(whole):
+        raise _made_differently(value.live, value.key, recipe.call.spec, str(recipe))
+
+
+def _made_differently(live: Live, key: str, spec: TensorSpec, recipe: str | None) -> RecomputedDifferentlyError:
+    """Distrusts a recipe from now on, all of a value's where it is None, and returns the error."""
+    live.distrusted.add((key, recipe))
+    return RecomputedDifferentlyError(
+        f"backward needs {key} ({spec}), which was to be computed again{'' if recipe is None else f' by {recipe}'}, "
+        f"but the result has other bits than the value had in the forward pass: what it is computed from, or the value "
+        f"itself, was changed where the Session could not see it (through a pointer, by an extension, outside of "
+        f"the Session). {COMPUTED if recipe is None else 'No gradient was computed from it.'} Change a copy instead, "
+        f"or use a policy without recomputation, such as backstash.policies.lossless(recompute=False); from the next "
+        f"step on this value is stored."
+    )
