@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.published import claims, compiled_models, frameworks, offloading, papers, steps, trainings
+from benchmarks.published import claims, compiled_models, frameworks, gpus, offloading, papers, steps, trainings
 from benchmarks.published.results import FOLDER, ROOT, kinds, load, newest, started, table
 
 _TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<old>.*?)(<!-- end -->)", re.DOTALL)
@@ -33,6 +33,7 @@ _ABOUT = {
     "cdma-training": "zeros by layer over long trainings: `python -m benchmarks.cdma_training`",
     "gist-deep": "largest batches of deep ResNets: `backstash bench gist --only deep`",
     "gist-accuracy": "accuracy with reduced precision: `backstash bench gist_accuracy`",
+    "gpu": "peaks, times and bits of steps on a GPU: `python -m benchmarks.gpu`",
     "ground": "facts about the machine that decisions rest on: `python -m benchmarks.ground`",
     "frontier": "peak against the time of a step, plans beside checkpoints: `backstash bench frontier`",
     "hostcost": "host time per saved tensor: `backstash bench hostcost`",
@@ -78,6 +79,7 @@ def tables() -> Mapping[str, Callable[[], str]]:
         **claims.TABLES,
         **compiled_models.TABLES,
         **frameworks.TABLES,
+        **gpus.TABLES,
         **trainings.TABLES,
         "files": files,
     }

@@ -92,7 +92,8 @@ def machine_line(kind: str) -> str:
     commit = f", commit `{machine['commit'][:12]}`" if machine.get("commit") else ""
     threads = "" if machine["threads"] == machine["cores"] else ", 1 thread"
     cores = f"{machine['cores']} core{'s' if machine['cores'] > 1 else ''}{threads}"
-    return f"{machine['cpu']}, {cores}, torch {version}, {started(results)[:10]}{commit}."
+    gpu = f"{machine['gpu']}; " if results.get("device") == "cuda" else ""
+    return f"{gpu}{machine['cpu']}, {cores}, torch {version}, {started(results)[:10]}{commit}."
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

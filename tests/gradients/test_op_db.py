@@ -124,7 +124,9 @@ def _differentiable(outputs: Any, drop: bool) -> list[Tensor]:
 def _cotangents(outputs: list[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.randn(x.shape, dtype=x.dtype, generator=generator) if x.layout is torch.strided else x.detach().clone()
+        torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device)
+        if x.layout is torch.strided
+        else x.detach().clone()
         for x in outputs
     ]
 
@@ -192,12 +194,12 @@ OPS = [op for op in op_db if op.supports_autograd and torch.float32 in op.suppor
 by_op = pytest.mark.parametrize("op", OPS, ids=[op.formatted_name for op in OPS])
 
 
-def op_forwards(op: Any, count: int) -> list[Forward]:
-    return list(_op_forwards(op, count))
+def op_forwards(op: Any, count: int, device: str = "cpu") -> list[Forward]:
+    return list(_op_forwards(op, count, device))
 
 
-def _op_forwards(op: Any, count: int) -> Iterator[Forward]:
-    for sample in spread(list(op.sample_inputs("cpu", torch.float32, requires_grad=True)), count):
+def _op_forwards(op: Any, count: int, device: str) -> Iterator[Forward]:
+    for sample in spread(list(op.sample_inputs(device, torch.float32, requires_grad=True)), count):
 
         def forward(take: Callable[[Tensor], Tensor], sample: Any = sample) -> Any:
             torch.manual_seed(2)
@@ -232,15 +234,16 @@ def test_op_second_order(op: Any, which: str) -> None:
 MODULES = [info for info in module_db if torch.float32 in info.dtypes]
 
 
-def module_forwards(info: Any, training: bool) -> Iterator[Forward]:
-    inputs = info.module_inputs_func(info, "cpu", torch.float32, True, training)
+def module_forwards(info: Any, training: bool, device: str = "cpu") -> Iterator[Forward]:
+    inputs = info.module_inputs_func(info, device, torch.float32, True, training)
     for sample in inputs:
         if sample.forward_input is None:
             continue
 
         def forward(take: Callable[[Tensor], Tensor], sample: Any = sample) -> Any:
             torch.manual_seed(2)
-            module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs)
+            with torch.device(device):
+                module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs)
             module.train(training)
             if isinstance(module, LazyModuleMixin):
                 with torch.no_grad():

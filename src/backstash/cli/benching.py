@@ -26,6 +26,7 @@ BENCHES = {
     "cdma": "bytes that would cross the link, by codec",
     "comet": "accuracy and ratios under a bound that follows the gradients",
     "nodes": "time of single nodes of the backward pass, plain and under a Session",
+    "gpu": "steps on a GPU under every way of keeping less: bits, peaks, times",
     "hostcost": "processor time per saved tensor, beside identity hooks; growth with tensors that are kept",
     "steptime": "time of whole steps of full networks under a Session, beside identity hooks",
     "frontier": "peak against the time of a step: plans for budgets beside checkpoints",

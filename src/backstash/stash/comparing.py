@@ -43,10 +43,14 @@ class _Pass:
     def __init__(self) -> None:
         self.found: list[Tensor] = []
         self.expected: list[Tensor] = []
-        self.failed: list[Callable[[], Exception]] = []
+        self.failed: list[Callable[[], str]] = []
 
     def compare(self) -> None:
-        """Raises what the first difference calls for."""
+        """Compares all samples with what was made.
+
+        Raises:
+            RecomputedDifferentlyError: one differs.
+        """
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for at, found in enumerate(self.found):
             groups.setdefault((found.device, found.dtype), []).append(at)
@@ -58,7 +62,7 @@ class _Pass:
             if bool(different.any()):
                 ends = torch.tensor([self.found[at].numel() for at in members]).cumsum(0)
                 first = int(different.long().argmax())
-                raise self.failed[members[int((ends <= first).sum())]]()
+                raise RecomputedDifferentlyError(self.failed[members[int((ends <= first).sum())]]())
 
 
 class Comparisons:
@@ -77,13 +81,16 @@ class Comparisons:
             and graph_task() != -1
         )
 
-    def add(self, sample: Sample, whole: Tensor, failed: Callable[[], Exception]) -> None:
+    def add(self, sample: Sample, whole: Tensor, failed: Callable[[], str]) -> None:
         """Compares at the end of the backward pass that runs.
 
         Args:
             sample: one that :meth:`takes` allows.
             whole: the tensor, which may be overwritten afterwards.
-            failed: makes the error for a difference.
+            failed: what is to be said of a difference.
+
+        Raises:
+            RecomputedDifferentlyError: the tensor is not even of the same size.
         """
         number = graph_task()
         ours = self._passes.get(number)
@@ -93,7 +100,7 @@ class Comparisons:
         assert sample.bits is not None
         found = sample.elements(whole)
         if found.shape != sample.bits.shape:
-            raise failed()
+            raise RecomputedDifferentlyError(failed())
         ours.found.append(found.clone())
         ours.expected.append(sample.bits)
         ours.failed.append(failed)
@@ -110,15 +117,15 @@ def check_sample(value: Value, whole: Tensor) -> None:
         return
     assert recipe is not None
     if comparisons.takes(sample, whole):
-        comparisons.add(sample, whole, partial(_made_differently, value.live, value.key, recipe.call.spec, None))
+        comparisons.add(sample, whole, partial(_distrusted, value.live, value.key, recipe.call.spec, None))
     elif sample.differs(whole):
-        raise _made_differently(value.live, value.key, recipe.call.spec, str(recipe))
+        raise RecomputedDifferentlyError(_distrusted(value.live, value.key, recipe.call.spec, str(recipe)))
 
 
-def _made_differently(live: Live, key: str, spec: TensorSpec, recipe: str | None) -> RecomputedDifferentlyError:
-    """Distrusts a recipe from now on, all of a value's where it is None, and returns the error."""
+def _distrusted(live: Live, key: str, spec: TensorSpec, recipe: str | None) -> str:
+    """Distrusts a recipe from now on, all of a value's where it is None, and returns what is to be said."""
     live.distrusted.add((key, recipe))
-    return RecomputedDifferentlyError(
+    return (
         f"backward needs {key} ({spec}), which was to be computed again{'' if recipe is None else f' by {recipe}'}, "
         f"but the result has other bits than the value had in the forward pass: what it is computed from, or the value "
         f"itself, was changed where the Session could not see it (through a pointer, by an extension, outside of "
