@@ -27,6 +27,7 @@ from backstash.planning.plan import Plan
 from backstash.planning.problem import StepProfile
 from backstash.planning.profiling import profile_of
 from backstash.report.meter import CountedPeak
+from backstash.testing import equal_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -175,6 +176,29 @@ def test_signatures_are_of_nested_inputs() -> None:
     assert growth(signature_of([x]), signature_of([torch.ones(8, 3)])) == 2
     assert growth(signature_of([ids]), signature_of([torch.ones(4, 14, dtype=torch.int64)])) == 4
     assert growth(signature_of([ids]), signature_of([ids[:, :3]])) < 1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_inputs(layout: torch.layout) -> None:
+    """Their sizes are no numbers, or there are none."""
+
+    def gradients(session: Budgeted | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.GELU(), nn.Linear(64, 8))
+        for step in range(10):
+            parts = [torch.randn(40 + step % 2, 64), torch.randn(60, 64)]
+            x = torch.nested.nested_tensor(parts, layout=layout)
+            with session or nullcontext():
+                found = model(x)
+                loss = sum(part.square().mean() for part in found.unbind())
+            assert isinstance(loss, Tensor)
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected, session = gradients(None), Budgeted("100%", min_nbytes=1024)
+    assert all(map(equal_bits, expected, gradients(session)))
+    session.close()
 
 
 def test_plans_are_kept_in_a_folder_and_spare_the_next_run_its_profile(tmp_path: Path) -> None:

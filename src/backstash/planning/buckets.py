@@ -47,7 +47,7 @@ def signature_of(inputs: Any) -> Signature:
     while waiting and len(found) < MOST_TENSORS:
         item = waiting.pop()
         if isinstance(item, Tensor):
-            found.append((tuple(item.shape), str(item.dtype).removeprefix("torch.")))
+            found.append((sizes_of(item), str(item.dtype).removeprefix("torch.")))
         elif isinstance(item, Mapping):
             waiting += reversed([item[key] for key in item])
         elif isinstance(item, (list, tuple)):
@@ -57,6 +57,11 @@ def signature_of(inputs: Any) -> Signature:
     if found and torch.cuda.is_available() and torch.is_autocast_enabled("cuda"):
         found.append(((), f"autocast {torch.get_autocast_dtype('cuda')}"))
     return tuple(found)
+
+
+def sizes_of(x: Tensor) -> tuple[int, ...]:
+    """The tensor's sizes; of a nested one how many elements it has in all, since its sizes are no numbers."""
+    return (x.numel(),) if x.is_nested else tuple(map(int, x.shape))
 
 
 def growth(small: Signature, large: Signature) -> float:
