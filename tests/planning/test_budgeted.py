@@ -360,3 +360,42 @@ def test_a_budget_is_not_refused_for_memory_that_one_step_held_longer(monkeypatc
     assert session.found.plan is not None and 0 < session.found.reached_nbytes <= session.found.budget_nbytes
     session.close()
     assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["results stay", "results are dropped"])
+@pytest.mark.parametrize("zeroed", ["before", "inside", "after", "kept"])
+def test_the_plain_peak_is_above_what_is_held_when_the_forward_pass_begins(zeroed: str, drops: bool) -> None:
+    """Wherever the program lets go of its results, loads a batch, and frees gradients, which count as held."""
+
+    def peaks(session: Budgeted | None) -> list[int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 128))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        gradient_nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        found = []
+        for _ in range(8):
+            x = torch.randn(512, 64)
+            if zeroed == "before":
+                optimizer.zero_grad()
+            counter = nullcontext() if session else CountedPeak()
+            with counter:
+                with session or nullcontext():
+                    y = model(x)
+                    loss = y.square().mean()
+                if zeroed == "inside":
+                    optimizer.zero_grad()
+                loss.backward()
+            if isinstance(counter, CountedPeak):
+                found.append(counter.peak_nbytes - (gradient_nbytes if zeroed in ("before", "after") else 0))
+            if drops:
+                del y, loss
+            optimizer.step()
+            if zeroed == "after":
+                optimizer.zero_grad()
+        return found
+
+    expected = peaks(None)[-1]
+    session = Budgeted("100%", min_nbytes=1024)
+    peaks(session)
+    assert abs(session.found.plain_nbytes - expected) <= 4096
+    session.close()

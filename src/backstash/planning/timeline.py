@@ -46,6 +46,50 @@ class Trial:
     most: int = 0
 
 
+class Alive:
+    """What is alive of the memory that was allocated since the record began.
+
+    Attributes:
+        nbytes: bytes of it, above those at the step's beginning.
+        gradients: by their addresses, the sizes of the gradients of the step before that are yet to be freed; None but
+            between two steps.
+        freed_nbytes: bytes of these gradients that were freed.
+
+    Args:
+        device: the type of device whose memory is meant.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.nbytes = self.freed_nbytes = 0
+        self.gradients: dict[int, int] | None = None
+        self._sizes: dict[int, int] = {}  # by address
+        self._of_backward: set[int] = set()
+        self._given = Given() if device == "cuda" else None
+
+    def change(self, facts: Any, is_backward: bool) -> None:
+        """An allocation (``alloc_size > 0``), in the backward pass or elsewhere, or a release."""
+        before = self._sizes.pop(facts.ptr, 0)
+        self._of_backward.discard(facts.ptr)
+        if self.gradients is not None:
+            self.freed_nbytes += self.gradients.pop(facts.ptr, 0)
+        if facts.alloc_size > 0:  # what was there before was freed unseen
+            self._sizes[facts.ptr] = facts.alloc_size
+            if is_backward:
+                self._of_backward.add(facts.ptr)
+        change = max(0, facts.alloc_size) - before
+        self.nbytes += change if self._given is None else self._given.change(facts)
+
+    def end_step(self) -> None:
+        """The backward pass of the step before has ended."""
+        self.gradients = {address: self._sizes[address] for address in self._of_backward}
+        self.nbytes = self.freed_nbytes = 0
+
+    def begin_step(self) -> None:
+        """The step begins: bytes count from here, and gradients that were freed already are allocated anew in it."""
+        self.gradients = None
+        self.nbytes = -self.freed_nbytes
+
+
 class Given:
     """What CUDA's allocator has given out, by its own count, which knows what every thread has freed."""
 
@@ -76,8 +120,11 @@ class Timeline:
     Note: [where a step begins]
         The profiler does not report that memory is freed which was allocated before it was started. In a program's own
         loop the gradients of the step before are freed in a step. So the step before is recorded as well, up to the
-        note "step", and bytes count from there. They may be below 0 until backward has allocated new gradients. The
-        note "over" ends the step, where the profiler can only be stopped later.
+        note "step", with which its backward pass ends. What lies between that and the first operation of the forward
+        pass is of neither step: the program drops results, the optimizer steps, a batch is loaded. Bytes count from
+        that operation on, above what is held there and the gradients that were freed before it. So they may be below 0
+        until backward has allocated new gradients. The note "over" ends the step, where the profiler can only be
+        stopped later.
     """
 
     events: list[Any]
@@ -88,7 +135,7 @@ class Timeline:
     trials: dict[int, Trial] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        live, alive, given = 0, dict[int, int](), Given()
+        alive = Alive(self.device)
         trial: Trial | None = None
         ordered = sorted(walk(self.events), key=lambda pair: pair[0].start_time_ns)
         for event, is_operation in ordered:
@@ -96,39 +143,39 @@ class Timeline:
                 facts = event.extra_fields
                 if facts.device.type != self.device or not facts.alloc_size:
                     continue
-                if self.device == "cuda":
-                    live += given.change(facts)
-                elif facts.alloc_size > 0:
-                    live += facts.alloc_size - alive.get(facts.ptr, 0)  # what was there was freed unseen
-                    alive[facts.ptr] = facts.alloc_size
-                else:
-                    live -= alive.pop(facts.ptr, 0)
+                alive.change(facts, self.positions[-1].is_backward)
                 if trial is not None:
-                    trial.most = max(trial.most, live)
+                    trial.most = max(trial.most, alive.nbytes)
                 else:
                     latest = self.positions[-1]
-                    latest.most_nbytes = max(latest.most_nbytes, live)
+                    latest.most_nbytes = max(latest.most_nbytes, alive.nbytes)
             elif event.name.startswith(PREFIX):
                 kind, _, text = event.name.removeprefix(PREFIX).partition(" ")
                 noted = json.loads(text)
                 if kind == "trial":
-                    trial = self.trials[noted["number"]] = Trial(live, live)
+                    trial = self.trials[noted["number"]] = Trial(alive.nbytes, alive.nbytes)
                 elif kind == "tried":
                     trial = None
                 elif kind == "step":  # what came before was recorded to know what is freed in it
-                    live = 0
-                    self.positions = [At("start", False, 0.0, 0)]
-                    self.born.clear()
-                    self.reads.clear()
+                    alive.end_step()
+                    self._begin()
                 elif kind == "over":  # what comes now is the optimizer's
                     break
                 elif kind == "born":
                     if self.positions[-1].name != "":
-                        self.positions.append(At("", self.positions[-1].is_backward, 0.0, live))
+                        self.positions.append(At("", self.positions[-1].is_backward, 0.0, alive.nbytes))
                     self.born[noted["key"]] = len(self.positions) - 1
                 elif kind == "read":
                     self.reads.setdefault(noted["key"], []).append(len(self.positions) - 1)
             elif is_operation and trial is None:
+                if alive.gradients is not None:
+                    alive.begin_step()
+                    self._begin()
                 name = event.name.removeprefix(NODE)
                 is_backward = event.name.startswith(NODE)
-                self.positions.append(At(name, is_backward, event.duration_time_ns / 1e9, live))
+                self.positions.append(At(name, is_backward, event.duration_time_ns / 1e9, alive.nbytes))
+
+    def _begin(self) -> None:
+        self.positions = [At("start", False, 0.0, 0)]
+        self.born.clear()
+        self.reads.clear()
