@@ -47,6 +47,7 @@ class Forward:
         live: the running totals.
         contents, leaning, pending, encoder: of the same Session.
         before_save: called before a tensor is taken in, under the lock: a step may begin with it.
+        otherwise: takes in a tensor that is not as common as what a compiled function takes in; an attribute as well.
 
     Attributes:
         depth: how many torch functions are in progress.
@@ -57,6 +58,7 @@ class Forward:
         parameters: tells which storages are parameters and buffers.
         step: the accounts of the step in progress.
         counted: how many tensors were saved in this step, and their bytes.
+        is_idle: whether the Session has nothing to do.
     """
 
     def __init__(
@@ -69,14 +71,17 @@ class Forward:
         pending: Pending,
         encoder: Encoder,
         before_save: Callable[[], None],
+        otherwise: Callable[[Tensor], held.Packed],
     ) -> None:
         self.depth = 0
         self.unnamed: list[Saved] = []
-        self.recomputes = policy.recomputes
+        self.recomputes = bool(policy.recomputes)
+        self.is_idle = False
+        self.otherwise = otherwise
         self.is_timing = True
         self._steps = 0
         self._made_in: dict[int, float] = {}  # seconds, by the address of what was made
-        self.remakes_anything = contents.remakes_anything = policy.remakes_anything
+        self.remakes_anything = contents.remakes_anything = bool(policy.remakes_anything)
         self.step = Step()
         self.counted = [0, 0]
         self.parameters = contents.parameters
@@ -132,10 +137,13 @@ class Forward:
             self._packed, self._packed_before, self._call_place = [], self.counted[0], None
         pending = self._pending
         pending.clock = clock = pending.clock + 1
-        due = pending.due.pop(clock, None)
-        if due is not None:
-            with no_torch_function(), self._lock:
-                pending.look_at(due)
+        if clock in pending.due:
+            self.look_at_due()
+
+    def look_at_due(self) -> None:
+        """Encode what nobody holds any more, of what it is time to look at."""
+        with no_torch_function(), self._lock:
+            self._pending.look_at(self._pending.due.pop(self._pending.clock))
 
     def after_function(self, result: Any) -> None:
         """A torch function has returned: name what it has saved."""
