@@ -166,6 +166,16 @@ PyCFunction as_method(Function function) { return reinterpret_cast<PyCFunction>(
 
 PyMethodDef methods[] = {
     {"configure", as_method(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"elements", as_method(elements), METH_FASTCALL, nullptr},
+    {"find", as_method(find), METH_FASTCALL, nullptr},
+    {"fits_node", as_method(fits_node), METH_FASTCALL, nullptr},
+    {"fitting", as_method(fitting), METH_FASTCALL, nullptr},
+    {"is_orphaned", as_method(is_orphaned), METH_FASTCALL, nullptr},
+    {"references_of", references_of, METH_O, nullptr},
+    {"unchanged", as_method(unchanged), METH_FASTCALL, nullptr},
+    {"is_odd", is_odd_tensor, METH_O, nullptr},
+    {"looks_like", as_method(looks_like_spec), METH_FASTCALL, nullptr},
+    {"state_of", as_method(state_of), METH_FASTCALL, nullptr},
     {"hold", as_method(hold), METH_FASTCALL, nullptr},
     {"pack", as_method(pack), METH_FASTCALL, nullptr},
     {"read", as_method(read), METH_FASTCALL, nullptr},

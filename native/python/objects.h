@@ -12,7 +12,8 @@ namespace backstash {
 // Of torch and of the package, by the names under which Python hands them over; see configure() in held.cpp.
 #define BACKSTASH_OBJECTS(X)                                                                             \
     X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node)            \
-    X(functorch_level) X(is_grad_enabled) X(read_reference) X(held_parameter)
+    X(functorch_level) X(is_grad_enabled) X(read_reference) X(held_parameter) X(slot_type)                \
+    X(storage_use_count) X(getrefcount)
 
 // Names of attributes, made once.
 #define BACKSTASH_NAMES(X)                                                                               \
@@ -22,7 +23,10 @@ namespace backstash {
     X(_recognised) X(_state) X(_values) X(after_function) X(before_side_effect) X(clock) X(counts)       \
     X(depth) X(due) X(include) X(inplace) X(is_idle) X(is_timing) X(look_at_due) X(made) X(min_nbytes)   \
     X(of_weight) X(out) X(parameters) X(recomputes) X(remakes_anything) X(small) X(step) X(tensor)       \
-    X(unnamed) X(version)
+    X(unnamed) X(version) X(_buffers) X(_is_zerotensor) X(_modules) X(_parameters) X(args) X(chosen)      \
+    X(device) X(dtype) X(in_place) X(is_conj) X(is_meta) X(is_neg) X(is_nested) X(is_quantized) X(kind)  \
+    X(kwargs) X(offset) X(result) X(asked) X(roles) X(specs) X(data) X(dense) X(guard) X(is_plain) X(members) X(modified) X(next_functions) X(original)            \
+    X(storage) X(value) X(data_ptr) X(itemsize) X(numel) X(shape) X(spec) X(storage_offset) X(stride)
 
 #define BACKSTASH_DECLARE_OBJECT(name) inline PyObject* name = nullptr;
 #define BACKSTASH_DECLARE_NAME(name) inline PyObject* s_##name = nullptr;
@@ -127,6 +131,22 @@ inline int is_transforming() {
 PyObject* make_watch(PyObject*, PyObject* const* args, Py_ssize_t number);  // observer.cpp
 bool make_watch_type();
 PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t number);  // pack.cpp
+
+// patterns.cpp
+PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* fitting(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* is_odd_tensor(PyObject*, PyObject* x);
+PyObject* looks_like_spec(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number);
+int looks_like(PyObject* x, PyObject* spec);  // whether a tensor has that TensorSpec: 1 or 0, or -1 with an error set
+int is_odd(PyObject* x);                      // see saved.is_odd: 1 or 0, or -1 with an error set
+
+// saved.cpp
+PyObject* find(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* fits_node(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* is_orphaned(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* references_of(PyObject*, PyObject* value);
+PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t number);
 
 PyObject* hold_in(PyObject* x);  // held.cpp: the tuple of held.hold
 

@@ -138,17 +138,14 @@ class Session:
         self._encoder = Encoder(self.policy, self.stores, self._live, self._remaking)
         rooms = self._contents, self._leaning, self._pending, self._encoder
         self._forward = Forward(self.policy, self._names, self._live, *rooms, self._before_save, self._pack)
-        self._steps = 0
+        self._steps, self._elsewhere = 0, False
         self._holding = held.Holding(self._forward.counted, self._before_hold)
         self._reading = held.Reading(self._unpack, linear.claim_input, linear.claim_weight, accumulation.LINEAR)
         self._hold, self._read = partial(held.hold_quickly, self._holding), partial(held.read_quickly, self._reading)
-        pack = None if compiled.functions is None else compiled.functions.pack
-        self._take_in = self._pack if pack is None else partial(pack, self._forward)
-        self._elsewhere = False
+        self._take_in = compiled.pack_hook(self._forward, self._pack)
         self._lock = self._live.lock
         self._settings = f"{self.policy!r} {min_nbytes} {check}"
-        self._is_bound = False  # to what was learned of the model
-        self._is_idle = False
+        self._is_bound = self._is_idle = False  # bound to what was learned of the model
         self._hooks: hooks.Hooks | None = None
         self._peak: tuple[PeakRow, ...] = ()
         given = {"model": model, "stores": stores, "check": check, "overwrite_gradients": overwrite_gradients}
@@ -195,8 +192,8 @@ class Session:
         """Decide about everything that is pending: from now on nobody watches what the program does to it."""
         self._forward.depth = 0
         self._names.leave_all()
-        self._forward.name(None)
-        with self._lock:
+        with no_torch_function(), self._lock:
+            self._forward.name(None)
             self._pending.look_at_all()
             self._leaning.store_all(self._encoder, self._pending)
 
@@ -399,5 +396,5 @@ class Session:
             live.prefetcher.advance(live.below_peak)
 
 
-for _function in (Session._pack, Session._before_hold, Session._unpack):
+for _function in (Session._pack, Session._before_hold, Session._unpack, linear.claim_input, linear.claim_weight):
     hide_from_dynamo(_function, and_all_below=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,7 +124,7 @@ def read_reference(reading: Reading, packed: Packed) -> Tensor:
     if not reading.is_simple or type(packed) is not tuple:
         return reading.otherwise(packed)
     with no_torch_function():
-        tensor = read(packed)
+        tensor = read(packed)  # type: ignore[arg-type]  # no HeldParameter, which is another type of tuple
         if tensor.dim() != 2 or type(running_node()).__name__ not in reading.of_nodes:
             return tensor
         return reading.of_matrix(tensor)

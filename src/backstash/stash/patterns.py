@@ -10,15 +10,17 @@ Note: [patterns of calls]
 
 from __future__ import annotations
 
-import math
+import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from backstash.saved import TensorSpec, is_odd
+from backstash.saved import TensorSpec
 from backstash.stash import compiled
+from backstash.stash.calls import INPUT, tensors_in
+from backstash.stash.compiled import is_odd, looks_like
 
 if TYPE_CHECKING:
     from backstash.stash.calls import Call
@@ -61,39 +63,42 @@ class Pattern:
         result: the spec of the result, which fills its storage.
         in_place: whether the first argument is what has become the result.
         slots: of the tensors that the call reads, in order.
-        chosen: which of the tensors among the arguments these are.
+        chosen: which of the tensors among the arguments these are; None for all of them.
         call: the call itself, without its inputs.
+        places: the positions of these tensors in the call's arguments, where they are given one by one and none of them
+            by its name; else None.
     """
 
-    __slots__ = ("args", "call", "chosen", "in_place", "kwargs", "result", "slots")
+    __slots__ = ("args", "call", "chosen", "in_place", "kwargs", "places", "result", "slots")
 
-    def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], read: list[Tensor], call: Call
-    ) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], read: list[Tensor], call: Call) -> None:
         self.args = tuple([_described(arg) for arg in args])
         self.kwargs = {key: _described(arg) for key, arg in kwargs.items()}
         self.result, self.in_place = call.spec, call.in_place
-        self.chosen = tuple([next(index for index, x in enumerate(tensors) if x is each) for each in read])
+        tensors = tensors_in(args, kwargs)
+        is_all = len(read) == len(tensors) and all(x is each for x, each in zip(tensors, read, strict=True))
+        position = {id(x): index for index, x in enumerate(tensors)}
+        self.chosen = None if is_all else tuple([position[id(x)] for x in read])
         self.slots = tuple([Slot(x) for x in read])
         self.call = call
+        places = tuple([place for place, arg in enumerate(call.args) if arg is INPUT])
+        is_simple = len(places) == len(read) and call.output is None
+        self.places = places if is_simple else None
 
 
-def pattern_of(
-    args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], read: list[Tensor], call: Call
-) -> Pattern | None:
+def pattern_of(args: tuple[Any, ...], kwargs: dict[str, Any], read: list[Tensor], call: Call) -> Pattern | None:
     """The pattern of a call; None where equal calls could not be told from others.
 
     Args:
         args, kwargs: what the function was called with.
-        tensors: all tensors among these, in order.
-        read: those of them that the call reads when it is repeated.
+        read: the tensors that the call reads when it is repeated, in order.
         call: what was noted.
     """
     if call.autocast is not None or call.random_state is not None or call.group is not None:
         return None
     if not all(map(_is_comparable, (*args, *kwargs.values()))):
         return None
-    return Pattern(args, kwargs, tensors, read, call.without_inputs())
+    return Pattern(args, kwargs, read, call.without_inputs())
 
 
 def _described(arg: Any) -> Any:
@@ -124,7 +129,7 @@ def fitting_reference(
     """
     if len(args) != len(pattern.args) or list(kwargs) != list(pattern.kwargs):
         return None
-    if result.storage_offset() != 0 or result.nbytes != storage.nbytes() or not _looks_like(result, pattern.result):
+    if result.storage_offset() != 0 or result.nbytes != storage.nbytes() or not looks_like(result, pattern.result):
         return None
     found: list[Tensor] = []
     given = zip((*args, *kwargs.values()), (*pattern.args, *pattern.kwargs.values()), strict=True)
@@ -132,7 +137,7 @@ def fitting_reference(
         aliases = pattern.in_place and index == 0
         if not _fits(arg, known, storage, aliases, found):
             return None
-    return [found[index] for index in pattern.chosen]
+    return found if pattern.chosen is None else [found[index] for index in pattern.chosen]
 
 
 def _fits(arg: Any, known: Any, storage: torch.UntypedStorage, aliases: bool, found: list[Tensor]) -> bool:
@@ -142,23 +147,25 @@ def _fits(arg: Any, known: Any, storage: torch.UntypedStorage, aliases: bool, fo
         if (arg.untyped_storage() is storage) is not aliases:
             return False
         found.append(arg)
-        return _looks_like(arg, known.spec) and arg.storage_offset() == known.offset
+        return looks_like(arg, known.spec) and arg.storage_offset() == known.offset
     if type(arg) is not type(known):
         return False
     if type(known) in (list, tuple):
         return len(arg) == len(known) and all(
             _fits(item, other, storage, False, found) for item, other in zip(arg, known, strict=True)
         )
+    if arg is known:
+        return True
     if type(known) is float:
-        return bool(arg == known and math.copysign(1.0, arg) == math.copysign(1.0, known))
-    return bool(arg is known or arg == known)
-
-
-def _looks_like(x: Tensor, spec: TensorSpec) -> bool:
-    return x.dtype is spec.dtype and x.shape == spec.shape and x.stride() == spec.stride and x.device == spec.device
+        return struct.pack("d", arg) == struct.pack("d", known)
+    return bool(arg == known)
 
 
 Fitting = Callable[[Pattern, tuple[Any, ...], dict[str, Any], Tensor, torch.UntypedStorage], list[Tensor] | None]
+
+
+if compiled.functions is not None:
+    compiled.functions.configure(slot_type=Slot)
 
 fitting: Fitting = fitting_reference if compiled.functions is None else compiled.functions.fitting
 """As :func:`fitting_reference`, compiled where there is a compiled one."""
