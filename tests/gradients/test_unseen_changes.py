@@ -154,7 +154,7 @@ def test_a_sample_looks_at_other_elements_in_each_step() -> None:
     for step in range(100):
         sample = Sample.of(x, step)
         assert sample.bits is not None
-        assert sample.bits.numel() == ELEMENTS
+        assert len(sample.bits) in (ELEMENTS, 4 * ELEMENTS)  # a tensor, or its bytes
         begins.add(sample.begin)
         assert not sample.differs(x)
         changed = x.clone()
