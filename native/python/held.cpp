@@ -1,8 +1,8 @@
 // Holds and reads saved tensors that nothing else is done with: what stash/held.py does, without the interpreter.
 //
-// These are the most frequent calls of all: one each for every tensor that an idle Session holds. Reading takes the fast
-// way through the common case, and calls the reference in held.py for every other one, so that errors and rare cases are
-// written once.
+// These are the most frequent calls of all: one each for every tensor that an idle Session holds. Reading takes the
+// fast way through the common case, and calls the reference in held.py for every other one, so that errors and rare
+// cases are written once.
 #include "objects.h"
 
 namespace backstash {
@@ -116,7 +116,8 @@ PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t number) {
     const int is_simple = is_true(reading, s_is_simple);
     if (is_simple < 0) return nullptr;
     if (is_simple != 0 && type_of(packed) == held_parameter) return read_parameter(reading, packed);
-    if (is_simple == 0 || !PyTuple_CheckExact(packed) || PyTuple_Size(packed) != 3) return read_otherwise(reading, packed);
+    const bool is_held = PyTuple_CheckExact(packed) && PyTuple_Size(packed) == 3;
+    if (is_simple == 0 || !is_held) return read_otherwise(reading, packed);
     PyObject* tensor = PyTuple_GetItem(packed, 0);
     NoTorchFunction unseen(tensor);
     const int is_common = unseen ? is_as_it_was(packed) : -1;

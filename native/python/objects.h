@@ -1,6 +1,6 @@
-// What the compiled hooks share: references, names of attributes, and torch's objects. Of Python only the limited API of
-// 3.11 is used, and of torch nothing but the attributes of its tensors: one library fits every Python from there on, and
-// every torch.
+// What the compiled functions share: references, names of attributes, and torch's objects. Of Python only the
+// limited API of 3.11 is used, and of torch nothing but the attributes of its tensors: one library fits every Python
+// from there on, and every torch.
 #pragma once
 
 #define Py_LIMITED_API 0x030B0000
@@ -10,23 +10,24 @@
 namespace backstash {
 
 // Of torch and of the package, by the names under which Python hands them over; see configure() in held.cpp.
-#define BACKSTASH_OBJECTS(X)                                                                             \
-    X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node)            \
-    X(functorch_level) X(is_grad_enabled) X(read_reference) X(held_parameter) X(slot_type)                \
+#define BACKSTASH_OBJECTS(X) \
+    X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node) \
+    X(functorch_level) X(is_grad_enabled) X(read_reference) X(held_parameter) X(slot_type) \
     X(storage_use_count) X(getrefcount)
 
 // Names of attributes, made once.
-#define BACKSTASH_NAMES(X)                                                                               \
-    X(before) X(counted) X(detach) X(dim) X(__enter__) X(__exit__) X(is_leaf) X(is_simple) X(layout)     \
-    X(__name__) X(nbytes) X(of_matrix) X(of_nodes) X(otherwise) X(requires_grad) X(untyped_storage)      \
-    X(_version) X(_cdata) X(_base) X(_call) X(_contents) X(_leaning) X(_pack_large) X(_pending)          \
-    X(_recognised) X(_state) X(_values) X(after_function) X(before_side_effect) X(clock) X(counts)       \
-    X(depth) X(due) X(include) X(inplace) X(is_idle) X(is_timing) X(look_at_due) X(made) X(min_nbytes)   \
-    X(of_weight) X(out) X(parameters) X(recomputes) X(remakes_anything) X(small) X(step) X(tensor)       \
-    X(unnamed) X(version) X(_buffers) X(_is_zerotensor) X(_modules) X(_parameters) X(args) X(chosen)      \
-    X(device) X(dtype) X(in_place) X(is_conj) X(is_meta) X(is_neg) X(is_nested) X(is_quantized) X(kind)  \
-    X(kwargs) X(offset) X(result) X(asked) X(roles) X(specs) X(data) X(dense) X(guard) X(is_plain) X(members) X(modified) X(next_functions) X(original)            \
-    X(storage) X(value) X(data_ptr) X(itemsize) X(numel) X(shape) X(spec) X(storage_offset) X(stride)
+#define BACKSTASH_NAMES(X) \
+    X(__enter__) X(__exit__) X(__name__) X(_base) X(_buffers) X(_call) X(_cdata) X(_contents) \
+    X(_is_zerotensor) X(_leaning) X(_modules) X(_pack_large) X(_parameters) X(_pending) X(_recognised) \
+    X(_state) X(_values) X(_version) X(after_function) X(args) X(asked) X(before) X(before_side_effect) \
+    X(chosen) X(clock) X(counted) X(counts) X(data) X(data_ptr) X(dense) X(depth) X(detach) X(device) \
+    X(dim) X(dtype) X(due) X(guard) X(in_place) X(include) X(inplace) X(is_conj) X(is_idle) X(is_leaf) \
+    X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(itemsize) \
+    X(kind) X(kwargs) X(layout) X(look_at_due) X(made) X(members) X(min_nbytes) X(modified) X(nbytes) \
+    X(next_functions) X(numel) X(of_matrix) X(of_nodes) X(of_weight) X(offset) X(original) X(otherwise) \
+    X(out) X(parameters) X(recomputes) X(remakes_anything) X(requires_grad) X(result) X(roles) X(shape) \
+    X(small) X(spec) X(specs) X(step) X(storage) X(storage_offset) X(stride) X(tensor) X(unnamed) \
+    X(untyped_storage) X(value) X(version)
 
 #define BACKSTASH_DECLARE_OBJECT(name) inline PyObject* name = nullptr;
 #define BACKSTASH_DECLARE_NAME(name) inline PyObject* s_##name = nullptr;
@@ -74,7 +75,9 @@ public:
             if (is_set_) return;
         }
         context_.reset(PyObject_CallNoArgs(no_function));
-        if (context_) is_set_ = entered_ = static_cast<bool>(Owned(PyObject_CallMethodObjArgs(context_.get(), s___enter__, nullptr)));
+        if (!context_) return;
+        const Owned inside(PyObject_CallMethodObjArgs(context_.get(), s___enter__, nullptr));
+        is_set_ = entered_ = static_cast<bool>(inside);
     }
     ~NoTorchFunction() {
         if (!entered_) return;
@@ -127,7 +130,7 @@ inline int is_transforming() {
     return level ? level.get() != Py_None : -1;
 }
 
-// The classes of objects that the files make; they are added to the module.
+// What the other files have for the module in held.cpp.
 PyObject* make_watch(PyObject*, PyObject* const* args, Py_ssize_t number);  // observer.cpp
 bool make_watch_type();
 PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t number);  // pack.cpp

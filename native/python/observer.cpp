@@ -1,7 +1,8 @@
 // What the observer of torch functions does around each of them, without the interpreter: see capture/observer.py.
 //
-// Most functions of a step save nothing and are none that could be repeated. For these there is a clock to move on and a
-// question whether something was saved. Of what is rare the Watch says so, and it is left to the method in Python.
+// Most functions of a step save nothing and are none that could be repeated. For these there is a clock to move on
+// and a question whether something was saved. Of what is rare the Watch says so, and it is left to the method in
+// Python.
 #include "objects.h"
 
 namespace backstash {
@@ -79,7 +80,9 @@ bool tell_effect(Watch* watch, long effect, PyObject* args, PyObject* kwargs) {
     if (!context || !Owned(PyObject_CallMethodObjArgs(context.get(), s___enter__, nullptr))) return false;
     Owned none(kwargs == nullptr ? PyDict_New() : Py_NewRef(kwargs));
     PyObject* named = PyTuple_GetItem(watch->effects, effect);
-    Owned told(none ? PyObject_CallMethodObjArgs(watch->listener, s_before_side_effect, named, args, none.get(), nullptr) : nullptr);
+    Owned told(nullptr);
+    PyObject* listener = watch->listener;
+    if (none) told.reset(PyObject_CallMethodObjArgs(listener, s_before_side_effect, named, args, none.get(), nullptr));
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     Owned(PyObject_CallMethodObjArgs(context.get(), s___exit__, Py_None, Py_None, Py_None, nullptr));
@@ -137,7 +140,8 @@ PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject
     }
     if (is_noted && (kind & MAY_DRAW)) {
         Owned none(kwargs == nullptr ? PyDict_New() : Py_NewRef(kwargs));
-        before.reset(none ? PyObject_CallFunctionObjArgs(watch->random_state, func, args, none.get(), nullptr) : nullptr);
+        if (!none) return nullptr;
+        before.reset(PyObject_CallFunctionObjArgs(watch->random_state, func, args, none.get(), nullptr));
         if (!before) return nullptr;
     }
     if (!set_integer(listener, s_depth, depth + 1)) return nullptr;
@@ -163,8 +167,9 @@ PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject
         if (!none) return nullptr;
         NoTorchFunction unseen(result.get());
         if (!unseen) return nullptr;
-        if (!Owned(PyObject_CallMethodObjArgs(listener, s_made, func, args, none.get(), result.get(), before.get(), nullptr)))
-            return nullptr;
+        PyObject *made = result.get(), *state = before.get();
+        const Owned told(PyObject_CallMethodObjArgs(listener, s_made, func, args, none.get(), made, state, nullptr));
+        if (!told) return nullptr;
     }
     return result.release();
 }

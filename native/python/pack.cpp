@@ -1,5 +1,5 @@
-// Takes in what autograd saves, without the interpreter where that is a parameter or a small tensor: see Forward.pack in
-// capture/forward.py, and HeldParameter and ParameterStorages in stash/parameters.py.
+// Takes in what autograd saves, without the interpreter where that is a parameter or a small tensor: see
+// Forward.pack in capture/forward.py, and HeldParameter and ParameterStorages in stash/parameters.py.
 #include "objects.h"
 
 namespace backstash {
@@ -76,14 +76,17 @@ PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t number) {
     int is_parameter = knows(parameters.get(), s__state, cdata.get(), storage.get());
     if (is_parameter == 0) {
         is_parameter = knows(parameters.get(), s__recognised, cdata.get(), storage.get());
-        const bool may_be = type_of(x) == parameter_type || (base.get() != Py_None && type_of(base.get()) == parameter_type);
+        const bool may_be = type_of(x) == parameter_type || type_of(base.get()) == parameter_type;
         if (is_parameter == 0 && may_be) {
             Owned found(PyObject_CallMethodObjArgs(parameters.get(), s_include, x, storage.get(), nullptr));
             is_parameter = found ? found.get() == Py_True : -1;
         }
     }
     if (is_parameter < 0) return nullptr;
-    if (is_parameter) return note(forward, s_parameters, cdata.get(), of_storage.get()) ? hold_parameter(x, nbytes.get()) : nullptr;
+    if (is_parameter) {
+        const bool is_noted = note(forward, s_parameters, cdata.get(), of_storage.get());
+        return is_noted ? hold_parameter(x, nbytes.get()) : nullptr;
+    }
     Owned contents(PyObject_GetAttr(forward, s__contents));
     const long long smallest = contents ? integer(contents.get(), s_min_nbytes) : -1;
     if (smallest == -1 && PyErr_Occurred()) return nullptr;

@@ -43,7 +43,8 @@ bool fits_items(PyObject* arg, PyObject* known, PyObject* storage, PyObject* fou
 bool fits(PyObject* arg, PyObject* known, PyObject* storage, bool aliases, PyObject* found, int depth) {
     if (type_of(known) == slot_type) return fits_slot(arg, known, storage, aliases, found);
     if (type_of(arg) != type_of(known)) return false;
-    if (PyTuple_CheckExact(known) || PyList_CheckExact(known)) return depth < 2 && fits_items(arg, known, storage, found, depth);
+    if (PyTuple_CheckExact(known) || PyList_CheckExact(known))
+        return depth < 2 && fits_items(arg, known, storage, found, depth);
     if (arg == known) return true;
     if (PyFloat_CheckExact(known)) {
         const double number = PyFloat_AsDouble(arg), other = PyFloat_AsDouble(known);
@@ -74,15 +75,15 @@ bool fits_result(PyObject* pattern, PyObject* result, PyObject* storage) {
     return all && PyLong_AsLongLong(offset.get()) == 0 && PyObject_RichCompareBool(nbytes.get(), all.get(), Py_EQ) == 1;
 }
 
-bool fits_call(PyObject* pattern, PyObject* args, PyObject* kwargs, PyObject* result, PyObject* storage, PyObject* found) {
-    if (!fits_result(pattern, result, storage)) return false;
+bool fits_call(PyObject* pattern, PyObject* args, PyObject* kwargs, PyObject* storage, PyObject* found) {
     Owned known(PyObject_GetAttr(pattern, s_args));
     Owned named(known ? PyObject_GetAttr(pattern, s_kwargs) : nullptr);
     const int in_place = named ? is_true(pattern, s_in_place) : -1;
     if (in_place < 0 || PyTuple_Size(args) != PyTuple_Size(known.get())) return false;
     for (Py_ssize_t index = 0; index < PyTuple_Size(args); ++index) {
         const bool aliases = in_place && index == 0;
-        if (!fits(PyTuple_GetItem(args, index), PyTuple_GetItem(known.get(), index), storage, aliases, found, 0)) return false;
+        PyObject *arg = PyTuple_GetItem(args, index), *other = PyTuple_GetItem(known.get(), index);
+        if (!fits(arg, other, storage, aliases, found, 0)) return false;
     }
     return fits_named(kwargs, named.get(), storage, found);
 }
@@ -140,7 +141,7 @@ PyObject* fitting(PyObject*, PyObject* const* args, Py_ssize_t number) {
     }
     Owned found(PyList_New(0));
     if (!found) return nullptr;
-    if (!fits_call(args[0], args[1], args[2], args[3], args[4], found.get())) {
+    if (!fits_result(args[0], args[3], args[4]) || !fits_call(args[0], args[1], args[2], args[4], found.get())) {
         PyErr_Clear();  // what cannot be asked does not fit
         Py_RETURN_NONE;
     }
@@ -202,8 +203,8 @@ PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number) {
     return found.release();
 }
 
-// The bytes of elements of a plain tensor on CPU that is dense in memory: see sample.Sample. It takes the tensor, the first
-// element, how far they are apart, and how many there are at most.
+// The bytes of elements of a plain tensor on CPU that is dense in memory: see sample.Sample. It takes the tensor,
+// the first element, how far they are apart, and how many there are at most.
 PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
     if (number != 4 || !is_plain(args[0])) {
         PyErr_SetString(PyExc_TypeError, "elements takes a plain tensor and three numbers");

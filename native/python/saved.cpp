@@ -1,5 +1,5 @@
-// Looks at packed tensors: which nodes have saved them, whether they are what they were, and who else holds their memory.
-// See capture/naming.py, stash/encode.py and stash/pending.py.
+// Looks at packed tensors: which nodes have saved them, whether they are what they were, and who else holds their
+// memory. See capture/naming.py, stash/encode.py and stash/pending.py.
 #include "objects.h"
 
 #include <vector>
@@ -104,8 +104,8 @@ PyObject* attributes_of(PyObject* known, PyObject* node, PyObject* make) {
 
 }  // namespace
 
-// See naming.find_reference. It takes the nodes behind a result, the packed objects, what is known of types of nodes, and
-// the function that finds that out; and it changes the list of nodes.
+// See naming.find_reference. It takes the nodes behind a result, the packed objects, what is known of types of
+// nodes, and the function that finds that out; and it changes the list of nodes.
 PyObject* find(PyObject*, PyObject* const* args, Py_ssize_t number) {
     if (number != 4 || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) || !PyDict_CheckExact(args[2])) {
         PyErr_SetString(PyExc_TypeError, "find takes a list of nodes, a list of packed objects, a dict and a function");
@@ -143,7 +143,7 @@ PyObject* find(PyObject*, PyObject* const* args, Py_ssize_t number) {
     return rest ? PyTuple_Pack(2, answer.get(), rest.get()) : nullptr;
 }
 
-// See names.KnownNode.fits_reference. It takes what is known of a node, the node, the roles and packed objects, and the
+// See names._fits. It takes what is known of a node, the node, the roles and packed objects, and the
 // function that returns an attribute of a node.
 PyObject* fits_node(PyObject*, PyObject* const* args, Py_ssize_t number) {
     if (number != 4 || !PyList_CheckExact(args[2])) {
@@ -232,7 +232,10 @@ PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t number) {
         Owned reference(PyObject_GetAttr(saved.get(), s_original));
         Owned original(reference ? target_of(reference.get()) : nullptr);
         if (!original) return nullptr;
-        if (original.get() != Py_None && !Owned(PyObject_CallFunctionObjArgs(args[1], saved.get(), nullptr))) return nullptr;
+        if (original.get() != Py_None) {
+            const Owned followed(PyObject_CallFunctionObjArgs(args[1], saved.get(), nullptr));
+            if (!followed) return nullptr;
+        }
         const int own = is_same(saved.get(), s_value, value);
         if (own < 0) return nullptr;
         if (!own && saved.get() != guard.get()) continue;  // it follows another tensor's memory now
@@ -245,9 +248,10 @@ PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t number) {
         if (same < 0) return nullptr;
         if (same) {
             if (PyList_Append(fresh.get(), saved.get()) != 0) return nullptr;
-        } else if (PyObject_SetAttr(saved.get(), s_modified, now.get()) != 0 || PyObject_SetAttr(saved.get(), s_dense, Py_None) != 0) {
-            return nullptr;
+            continue;
         }
+        if (PyObject_SetAttr(saved.get(), s_modified, now.get()) != 0) return nullptr;
+        if (PyObject_SetAttr(saved.get(), s_dense, Py_None) != 0) return nullptr;
     }
     return fresh.release();
 }
