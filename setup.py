@@ -1,6 +1,6 @@
 """Compiles native/*.cpp to src/backstash/ops/cpu/libbackstash_native.so: the build step that pyproject.toml cannot say.
 
-And native/python/held.cpp to src/backstash/stash/_held.abi3.so, a module of Python. It uses the limited API of Python
+And native/python/*.cpp to src/backstash/stash/_held.abi3.so, a module of Python. It uses the limited API of Python
 3.11, so it fits every later Python too, as the library does, which is called through ctypes.
 
 The step is optional. If there is no C++ compiler, or if it fails, the install goes on without what it could not compile
@@ -110,7 +110,8 @@ def compile_module(target: Path) -> str | None:
         fresh = Path(scratch) / target.name
         for compiler in compilers():
             command = [*compiler, *FLAGS, "-fvisibility=hidden", f"-I{sysconfig.get_path('include')}", "-shared"]
-            failure = run([*command, *undefined, str(NATIVE / "python" / "held.cpp"), "-o", str(fresh)])
+            sources = map(str, sorted((NATIVE / "python").glob("*.cpp")))
+            failure = run([*command, *undefined, *sources, "-o", str(fresh)])
             if failure is None:
                 os.replace(fresh, target)
                 return None

@@ -25,7 +25,7 @@ PACKAGE = Path(backstash.__file__).parent
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "observe": ("capture/observer", "capture/side_effects", "capture/modules", "capture/hooks", "capture/learned"),
-    "note how values are made": ("stash/calls", "stash/contents", "stash/producers"),
+    "note how values are made": ("stash/calls", "stash/contents", "stash/producers", "stash/patterns"),
     "pack": ("capture/forward", "stash/held", "stash/parameters", "stash/wrapped"),
     "name": ("capture/names", "capture/naming", "needs"),
     "wait and decide": ("stash/pending", "stash/place", "policies/"),

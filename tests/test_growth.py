@@ -18,16 +18,16 @@ from backstash.stash.value import Value
 def checks_per_tensor(number: int, monkeypatch: pytest.MonkeyPatch) -> float:
     """How often the Session asks for the holders of a pending storage, per output, if the program keeps all outputs."""
     checks = 0
-    original = pending._is_orphaned
+    original = pending.is_orphaned
 
-    def count(value: Value) -> bool:
+    def count(value: Value, own_references: int) -> bool:
         nonlocal checks
         checks += 1
-        return original(value)
+        return original(value, own_references)
 
     layer, x = nn.Linear(8, 8), torch.randn(4, 8)
     with monkeypatch.context() as patch:
-        patch.setattr(pending, "_is_orphaned", count)
+        patch.setattr(pending, "is_orphaned", count)
         with Session(min_nbytes=0):
             kept = [layer(x).tanh() for _ in range(number)]
             total = kept[0].sum()

@@ -39,7 +39,7 @@ from backstash.capture.naming import packed_by
 from backstash.errors import SessionError
 from backstash.gradient_error import Monitor
 from backstash.policies.base import Policy
-from backstash.stash import held
+from backstash.stash import compiled, held
 from backstash.stash.accounts import Step
 from backstash.stash.contents import Contents
 from backstash.stash.encode import Encoder
@@ -137,16 +137,15 @@ class Session:
         self._remaking = Remaking(self.policy, self._live, self._leaning, check == "full", decide_first, noting)
         self._encoder = Encoder(self.policy, self.stores, self._live, self._remaking)
         rooms = self._contents, self._leaning, self._pending, self._encoder
-        self._forward = Forward(self.policy, self._names, self._live, *rooms, self._before_save)
-        self._steps = 0
+        self._forward = Forward(self.policy, self._names, self._live, *rooms, self._before_save, self._pack)
+        self._steps, self._elsewhere = 0, False
         self._holding = held.Holding(self._forward.counted, self._before_hold)
-        self._reading = held.Reading(self._unpack, linear.claim_input, accumulation.LINEAR)
+        self._reading = held.Reading(self._unpack, linear.claim_input, linear.claim_weight, accumulation.LINEAR)
         self._hold, self._read = partial(held.hold_quickly, self._holding), partial(held.read_quickly, self._reading)
-        self._elsewhere = False
+        self._take_in = compiled.pack_hook(self._forward, self._pack)
         self._lock = self._live.lock
         self._settings = f"{self.policy!r} {min_nbytes} {check}"
-        self._is_bound = False  # to what was learned of the model
-        self._is_idle = False
+        self._is_bound = self._is_idle = False  # bound to what was learned of the model
         self._hooks: hooks.Hooks | None = None
         self._peak: tuple[PeakRow, ...] = ()
         given = {"model": model, "stores": stores, "check": check, "overwrite_gradients": overwrite_gradients}
@@ -165,11 +164,11 @@ class Session:
             )
         self._elsewhere = False
         self._names.enter_session()
-        self._is_idle = self._may_idle()
+        self._is_idle = self._forward.is_idle = self._may_idle()
         if self._is_idle:
             self._hooks = hooks.Hooks(self._hold, self._read)
         else:
-            self._hooks = hooks.Hooks(self._pack, self._unpack, self, self._forward)
+            self._hooks = hooks.Hooks(self._take_in, self._read, self, self._forward)
         return self
 
     def __exit__(
@@ -193,8 +192,8 @@ class Session:
         """Decide about everything that is pending: from now on nobody watches what the program does to it."""
         self._forward.depth = 0
         self._names.leave_all()
-        self._forward.name(None)
-        with self._lock:
+        with no_torch_function(), self._lock:
+            self._forward.name(None)
             self._pending.look_at_all()
             self._leaning.store_all(self._encoder, self._pending)
 
@@ -288,7 +287,7 @@ class Session:
             self._begin_step()
         assert self._hooks is not None
         if self._is_idle != self._may_idle():
-            self._is_idle = not self._is_idle
+            self._is_idle = self._forward.is_idle = not self._is_idle
             if self._is_idle:
                 self._hooks.stop_observing()
             else:
@@ -305,7 +304,7 @@ class Session:
         if self._chooses_min_nbytes:
             known = self._names.learned
             self._contents.min_nbytes = known.min_nbytes or MIN_NBYTES
-            self._forward.recomputes = self.policy.recomputes and not known.saves_little
+            self._forward.recomputes = bool(self.policy.recomputes) and not known.saves_little
 
     def _learn(self) -> None:
         """A step is over, or the Session is left: note what it may spare the next one."""
@@ -391,10 +390,11 @@ class Session:
             live.unpacked = True
             self._holding.before = self._before_hold
             self._reading.is_simple = live.watcher is None and live.monitor is None
+            self._reading.min_nbytes = self._contents.min_nbytes
             live.stashed_nbytes = live.nbytes
             live.prefetcher.begin_backward()
             live.prefetcher.advance(live.below_peak)
 
 
-for _function in (Session._pack, Session._before_hold, Session._unpack):
+for _function in (Session._pack, Session._before_hold, Session._unpack, linear.claim_input, linear.claim_weight):
     hide_from_dynamo(_function, and_all_below=True)

@@ -23,7 +23,7 @@ Hold = Callable[[Holding, Tensor], Any]
 Read = Callable[[Reading, Any], Tensor]
 Hooks = tuple[Hold, Read]
 
-compiled = held._held
+compiled = held._compiled
 WAYS = {"reference": (held.hold_reference, held.read_reference)}
 if compiled is not None:
     WAYS["compiled"] = compiled.hold, compiled.read
@@ -46,7 +46,7 @@ def refused(packed: Any) -> Tensor:
 
 
 def simple(of_matrix: Callable[[Tensor], Tensor] = lambda x: x, of_nodes: tuple[str, ...] = ()) -> Reading:
-    reading = Reading(refused, of_matrix, of_nodes)
+    reading = Reading(refused, of_matrix, of_matrix, of_nodes)
     reading.is_simple = True
     return reading
 
@@ -134,7 +134,7 @@ def test_what_is_not_simple_goes_the_other_way(ways: Hooks) -> None:
         asked.append(packed)
         return torch.zeros(1)
 
-    reading = Reading(otherwise, lambda x: x, ())
+    reading = Reading(otherwise, lambda x: x, lambda x: x, ())
     read(reading, packed)
     reading.is_simple = True
     other: Any = object()

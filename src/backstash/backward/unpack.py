@@ -35,6 +35,8 @@ def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
         SavedTensorModifiedError: the program has changed it in place since.
         SavedTensorFreedError: its memory was freed since.
     """
+    if type(packed) is Saved and packed.wrapping is None and packed.dense is None and live.watcher is None:
+        return _inner(packed, live)
     tensor = _unpacked(packed, live, min_nbytes)
     if live.watcher is not None:
         saved = packed if isinstance(packed, Saved) else None
@@ -45,7 +47,7 @@ def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
 
 def _unpacked(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
     if type(packed) is tuple:
-        tensor = held.read(packed)
+        tensor = held.read(packed)  # type: ignore[arg-type]  # no HeldParameter, which is another type of tuple
         return linear.claim_input(tensor) if tensor.dim() == 2 else tensor
     if type(packed) is HeldParameter:
         parameter = packed.tensor

@@ -20,10 +20,11 @@ from backstash.capture.names import Names
 from backstash.capture.naming import find, weight_copies
 from backstash.capture.side_effects import SideEffect, affected
 from backstash.policies.base import Policy
-from backstash.saved import PLAIN, Need, SavedTensor, is_odd
+from backstash.saved import PLAIN, Need, SavedTensor
 from backstash.stash import held, parameters, regions, wrapped
 from backstash.stash.accounts import Account, Step
 from backstash.stash.calls import CallPlace, Group
+from backstash.stash.compiled import is_odd
 from backstash.stash.contents import Contents, Inside
 from backstash.stash.decode import follow_original
 from backstash.stash.encode import Encoder
@@ -47,6 +48,7 @@ class Forward:
         live: the running totals.
         contents, leaning, pending, encoder: of the same Session.
         before_save: called before a tensor is taken in, under the lock: a step may begin with it.
+        otherwise: takes in a tensor that is not as common as what a compiled function takes in; an attribute as well.
 
     Attributes:
         depth: how many torch functions are in progress.
@@ -57,6 +59,7 @@ class Forward:
         parameters: tells which storages are parameters and buffers.
         step: the accounts of the step in progress.
         counted: how many tensors were saved in this step, and their bytes.
+        is_idle: whether the Session has nothing to do.
     """
 
     def __init__(
@@ -69,14 +72,17 @@ class Forward:
         pending: Pending,
         encoder: Encoder,
         before_save: Callable[[], None],
+        otherwise: Callable[[Tensor], held.Packed],
     ) -> None:
         self.depth = 0
         self.unnamed: list[Saved] = []
-        self.recomputes = policy.recomputes
+        self.recomputes = bool(policy.recomputes)
+        self.is_idle = False
+        self.otherwise = otherwise
         self.is_timing = True
         self._steps = 0
         self._made_in: dict[int, float] = {}  # seconds, by the address of what was made
-        self.remakes_anything = contents.remakes_anything = policy.remakes_anything
+        self.remakes_anything = contents.remakes_anything = bool(policy.remakes_anything)
         self.step = Step()
         self.counted = [0, 0]
         self.parameters = contents.parameters
@@ -132,10 +138,13 @@ class Forward:
             self._packed, self._packed_before, self._call_place = [], self.counted[0], None
         pending = self._pending
         pending.clock = clock = pending.clock + 1
-        due = pending.due.pop(clock, None)
-        if due is not None:
-            with no_torch_function(), self._lock:
-                pending.look_at(due)
+        if clock in pending.due:
+            self.look_at_due()
+
+    def look_at_due(self) -> None:
+        """Encode what nobody holds any more, of what it is time to look at."""
+        with no_torch_function(), self._lock:
+            self._pending.look_at(self._pending.due.pop(self._pending.clock))
 
     def after_function(self, result: Any) -> None:
         """A torch function has returned: name what it has saved."""
@@ -257,12 +266,13 @@ class Forward:
 
     def _pack_large(self, x: Tensor, inner: Tensor | None, row: tuple[regions.Call, int] | None) -> Saved:
         with self._lock:
-            self._before_save()
+            if not self.step.accounts or self._live.saved == 0:
+                self._before_save()
             saved = Saved(x if inner is None else inner, self._live)
             saved.pinned = parameters.is_pinned(x)
             if inner is not None and inner is not x:
                 saved.wrapping = wrapped.Wrapping(x, inner)
-            elif parameters.is_leaf_of_graph(x):
+            elif saved.pinned and parameters.is_leaf_of_graph(x):
                 saved.dense = x
             self.unnamed.append(saved)
             if row is not None:
@@ -285,11 +295,11 @@ class Forward:
         """
         with self._lock:
             unnamed, self.unnamed = self.unnamed, []
-            wanted = {id(saved): saved for saved in unnamed if saved.is_plain}
-            if not wanted:
+            if not unnamed:
                 return
             is_autocast = any_autocast()
-            for node, found in find(result, wanted):
+            named, others = find(result, unnamed)
+            for node, found in named:
                 copies = weight_copies(node) if is_autocast else ()
                 places, is_known = self._names.places(node, found)
                 for (role, saved), place in zip(found, places, strict=True):
@@ -310,7 +320,7 @@ class Forward:
                     del dense
                     if builtin:
                         saved.node, saved.claimable = node._sequence_nr(), place.claimable
-            for saved in wanted.values():
+            for saved in others:
                 place, is_known = self._names.unknown_place(saved)
                 self.step.named += 1
                 self.step.recognised += is_known
@@ -339,7 +349,8 @@ class Forward:
             return
         if value is None:
             nbytes = storage.nbytes()
-            account = self._account_of_shape(facts, storage) or self.step.open(facts, nbytes, "kept")
+            account = self._account_of_shape(facts, storage) if self._shapes else None
+            account = account or self.step.open(facts, nbytes, "kept")
             account.stash_nbytes, account.codec = nbytes, "kept"
             account.reason = "held by the program, kept by reference"
             self._live.add(nbytes)
@@ -374,6 +385,8 @@ class Forward:
 
 for _function in (
     Forward.before_function,
+    Forward.look_at_due,
+    Forward._pack_large,
     Forward.after_function,
     Forward.before_side_effect,
     Forward.assign_data,

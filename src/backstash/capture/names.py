@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from backstash import needs
 from backstash.capture.learned import Learned
 from backstash.saved import SavedTensor, TensorSpec
+from backstash.stash import compiled
 from backstash.stash.calls import CallPlace
 from backstash.stash.noting import Noting
 from backstash.stash.place import Place
@@ -48,30 +49,42 @@ There are several where a module is called more than once in a step, or where st
 class Frame:
     """A module call in progress: its path, what keys call it, and how many nodes of each op and calls it has made."""
 
-    __slots__ = ("calls", "counts", "fqn", "label")
+    __slots__ = ("counts", "fqn", "label")
 
     def __init__(self, fqn: str, label: str) -> None:
         self.fqn, self.label = fqn, label
-        self.counts: defaultdict[str, int] = defaultdict(int)
-        self.calls: defaultdict[Any, int] = defaultdict(int)
+        self.counts: defaultdict[Any, int] = defaultdict(int)  # by the name of an op, or the function
 
 
 class KnownNode:
     """What is known of the tensors that one node of the model saves (Note: [known nodes])."""
 
-    __slots__ = ("asked", "places", "roles")
+    __slots__ = ("asked", "places", "roles", "specs")
 
     def __init__(self, roles: tuple[str, ...], places: list[Place], asked: tuple[tuple[str, Any], ...]) -> None:
         self.roles, self.places, self.asked = roles, places, asked
+        self.specs = tuple([place.facts.spec for place in places])
 
-    def fits(self, node: Any, roles: tuple[str, ...], found: list[tuple[str, Saved]]) -> bool:
-        """Whether the same holds for a node of the same type, place and number."""
-        if roles != self.roles:
+
+def _fits(known: KnownNode, node: Any, found: list[tuple[str, Saved]], scalar_of: Callable[[Any, str], Any]) -> bool:
+    """Whether the same holds for a node of the same type, place and number.
+
+    Args:
+        known: what is known.
+        node: the node.
+        found: the roles and the tensors that it has saved.
+        scalar_of: returns an attribute of a node.
+    """
+    if known.roles != tuple([role for role, _ in found]):
+        return False
+    for spec, (_, saved) in zip(known.specs, found, strict=True):
+        if not saved.looks_like(spec):
             return False
-        for place, (_, saved) in zip(self.places, found, strict=True):
-            if not saved.looks_like(place.facts.spec):
-                return False
-        return not self.asked or all(_scalar(node, name) == scalar for name, scalar in self.asked)
+    return not known.asked or all(scalar_of(node, name) == scalar for name, scalar in known.asked)
+
+
+fits = _fits if compiled.functions is None else compiled.functions.fits_node
+"""As :func:`_fits`, compiled where there is a compiled one."""
 
 
 class _Result(NamedTuple):
@@ -143,8 +156,8 @@ class Names:
     def call_place(self, function: Any) -> CallPlace | None:
         """The place of a call of a function that is about to run; None where the call need not be noted."""
         frame = self.frames[-1]
-        number = frame.calls[function]
-        frame.calls[function] = number + 1
+        number = frame.counts[function]
+        frame.counts[function] = number + 1
         return self.learned.noting.place(frame.label, function, number)
 
     # -- modules -------------------------------------------------------------------------------------------------
@@ -209,7 +222,6 @@ class Names:
         self._calls.clear()
         outside = self.frames[0]
         outside.counts.clear()
-        outside.calls.clear()
         outside.label = f"+{cycle}" if cycle and self._cycles is not None else ""
 
     def leave_all(self) -> None:
@@ -245,12 +257,11 @@ class Names:
         self._is_fresh = False
         number = frame.counts[op]
         frame.counts[op] = number + 1
-        roles = tuple([role for role, _ in found])
         index = frame.label, type(node), number
         for known in self.learned.nodes.get(index, ()):
-            if known.fits(node, roles, found):
-                for place, (_, saved) in zip(known.places, found, strict=True):
-                    saved.spec = place.facts.spec
+            if fits(known, node, found, _scalar):
+                for spec, (_, saved) in zip(known.specs, found, strict=True):
+                    saved.spec = spec
                 return known.places, True
         specs = {}
         for role, saved in found:
@@ -267,6 +278,7 @@ class Names:
             claimable = builtin and saved.wrapping is None and self._can_claim(op, role, saved.spec)
             places.append(Place(_facts(frame, op, number, role, saved.spec, reading), claimable))
         if _is_comparable(tuple(asked._noted.values())) and all(saved.wrapping is None for _, saved in found):
+            roles = tuple([role for role, _ in found])
             self._remember(index, KnownNode(roles, places, tuple(asked._noted.items())))
         return places, False
 

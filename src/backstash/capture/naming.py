@@ -7,18 +7,33 @@ from typing import Any
 
 from torch import Tensor
 
-from backstash.stash import wrapped
+from backstash.stash import compiled, wrapped
 from backstash.stash.value import Saved
 
+Found = list[tuple[Any, list[tuple[str, Saved]]]]
+"""Autograd nodes, and what each of them has saved under which role."""
 
-def find(result: Any, wanted: dict[int, Saved]) -> list[tuple[Any, list[tuple[str, Saved]]]]:
-    """The autograd nodes behind ``result`` that saved something wanted, and what under which role.
 
-    Found tensors are removed from ``wanted``. The walk is bounded: what a function returns may hang on a long graph
-    although the node that saved is not in it.
+def find(result: Any, unnamed: list[Saved]) -> tuple[Found, list[Saved]]:
+    """The autograd nodes behind ``result`` that saved what has no name yet, and what under which role.
+
+    Returns:
+        What was found of those that are plain, and the rest of these.
     """
     nodes: list[Any] = [result.grad_fn] if type(result) is Tensor else [x.grad_fn for x in _tensors(result)]
-    answer: list[tuple[Any, list[tuple[str, Saved]]]] = []
+    if compiled.functions is not None:
+        known: tuple[Found, list[Saved]] = compiled.functions.find(nodes, unnamed, _attributes, _saved_attributes)
+        return known
+    wanted = {id(saved): saved for saved in unnamed if saved.is_plain}
+    return find_reference(nodes, wanted), list(wanted.values())
+
+
+def find_reference(nodes: list[Any], wanted: dict[int, Saved]) -> Found:
+    """As :func:`find`. Found tensors are removed from ``wanted``.
+
+    The walk is bounded: what a function returns may hang on a long graph although the node that saved is not in it.
+    """
+    answer: Found = []
     most = 16 + 8 * len(wanted)
     for node in nodes:  # which grows on the way
         if node is None:

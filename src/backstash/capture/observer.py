@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from backstash.capture.side_effects import SideEffect, has_inplace_argument, side_effect_of
-from backstash.stash import calls, producers
+from backstash.capture.side_effects import SideEffect, inplace_position, side_effect_of
+from backstash.stash import calls, compiled, producers
 from backstash.stash.regions import Region
 from backstash.torch_internals import functorch_level, hide_from_dynamo, no_torch_function, seen_inside
 
@@ -79,12 +79,18 @@ class Observer(TorchFunctionMode):
     def __init__(self, listener: Listener) -> None:
         super().__init__()
         self.listener = listener
+        functions, self._watch = compiled.functions, _rare
+        if functions is not None:
+            self._watch = functions.watch(listener, _numbers, _RARE, calls.random_state, _RESULTS, _EFFECTS)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():  # traced: the compiled function saves its tensors in one op of its own
             return func(*args, **(kwargs or {}))
+        done = self._watch(func, args, kwargs)
+        if done is not _RARE:
+            return done
         if functorch_level() is not None:  # Note: [transforms] in transforms.py
             return func(*args, **(kwargs or {}))
         listener = self.listener
@@ -151,7 +157,7 @@ class _Kind:
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.effect = side_effect_of(func, (), {})
-        self.has_inplace = has_inplace_argument(func)
+        self.has_inplace = inplace_position(func) is not None
         self.is_cheap = func in producers.CHEAP
         self.is_repeatable = self.effect is SideEffect.NONE and producers.is_repeatable(func)
         self.inside = _ATTENTION if func is F.multi_head_attention_forward else None
@@ -163,6 +169,19 @@ _RESULTS = frozenset({Tensor, tuple, list})
 _ATTENTION = seen_inside(F.multi_head_attention_forward)
 
 _kinds: dict[Callable[..., Any], _Kind] = {}
+_numbers: dict[Callable[..., Any], int] = {}
+"""Of those functions of which the compiled observer knows all that there is to do: the number of their kind."""
+
+_RARE = object()
+"""What the compiled observer returns where it has done nothing, because more is to be done than it knows of."""
+
+
+def _rare(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """In the place of the compiled observer, where there is none."""
+    return _RARE
+
+
+_EFFECTS = tuple(sorted(SideEffect, key=lambda effect: effect.value))
 _MOST_KINDS = 4096
 
 
@@ -171,12 +190,21 @@ def _kind_of(func: Callable[..., Any]) -> _Kind:
         kind = _Kind(func)
         if len(_kinds) < _MOST_KINDS:
             _kinds[func] = kind
+            if not (kind.is_backward or kind.assigns_data or kind.effect is SideEffect.ESCAPES):
+                _numbers[func] = _number_of(func, kind)
     except TypeError:  # it cannot be hashed
         kind = object.__new__(_Kind)
         kind.effect, kind.has_inplace = side_effect_of(func, (), {}), False
         kind.is_cheap = kind.is_repeatable = kind.is_backward = kind.assigns_data = False
         kind.inside = None
     return kind
+
+
+def _number_of(func: Callable[..., Any], kind: _Kind) -> int:
+    """What the compiled observer knows of a function, as one number (see native/python/observer.cpp)."""
+    position = inplace_position(func)
+    draws = producers.may_draw(func)
+    return kind.effect.value + 4 * kind.is_cheap + 8 * draws + 16 * (0 if position is None else position + 1)
 
 
 hide_from_dynamo(Observer.__torch_function__)

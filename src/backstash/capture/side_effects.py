@@ -70,9 +70,9 @@ def side_effect_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     return known
 
 
-def has_inplace_argument(function: Callable[..., Any]) -> bool:
-    """Whether a function, of which the effect was asked before, has a parameter ``inplace``."""
-    return function in _inplace_at
+def inplace_position(function: Callable[..., Any]) -> int | None:
+    """Where a function, of which the effect was asked before, has a parameter ``inplace``; None where it has none."""
+    return _inplace_at.get(function)
 
 
 def _find_side_effect(function: Callable[..., Any]) -> SideEffect:

@@ -111,6 +111,8 @@ class Buffers:
 
     def filled(self, owner: object, whole: Tensor) -> None:
         """Remember whose data ``whole`` holds now; not for a reader that may write into it unseen."""
+        if not self._buffers:
+            return
         cdata = whole.untyped_storage()._cdata
         for buffer in self._buffers:
             if buffer.cdata == cdata:

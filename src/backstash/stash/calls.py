@@ -9,19 +9,21 @@ again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from backstash.errors import SavedTensorModifiedError
-from backstash.saved import PLAIN, TensorSpec, is_odd
+from backstash.saved import PLAIN, TensorSpec
 from backstash.stash import producers
+from backstash.stash.compiled import is_odd
 from backstash.stash.parameters import check_memory
 
 if TYPE_CHECKING:
+    from backstash.stash.patterns import Pattern, Slot
     from backstash.stash.value import Value
 
 Memory = Callable[[], Tensor]
@@ -139,14 +141,16 @@ class CallPlace:
 
     Attributes:
         is_used: whether a recipe has repeated the call in any pass.
+        pattern: what the latest call was like (Note: [patterns of calls]); None where that is not known.
         passes: in how many passes it was noted.
         latest: the number of the latest of these.
     """
 
-    __slots__ = ("is_used", "latest", "passes")
+    __slots__ = ("is_used", "latest", "passes", "pattern")
 
     def __init__(self) -> None:
         self.is_used, self.passes, self.latest = False, 0, -1
+        self.pattern: Pattern | None = None
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -170,6 +174,7 @@ class Call:
         is_cheap: whether any recomputing policy may repeat it (producers.py).
         is_proven: whether it was repeated on the spot and has made the same bits.
         place: where in the model it is; None where all calls are noted.
+        pattern: what it is like; None where that is not known.
     """
 
     name: str
@@ -189,6 +194,28 @@ class Call:
     is_cheap: bool = True
     is_proven: bool = False
     place: CallPlace | None = None
+    pattern: Pattern | None = None
+
+    def without_inputs(self) -> Call:
+        """The same call without what it reads and where it is, for calls that are like it."""
+        return replace(self, inputs=(), statistics=None, place=None)
+
+    def again(self, inputs: tuple[View | Held, ...], statistics: tuple[Held, Held] | None, place: CallPlace) -> Call:
+        """A call that is like this one, and reads these."""
+        return Call(
+            self.name,
+            self.function,
+            self.args,
+            self.kwargs,
+            inputs,
+            self.spec,
+            self.in_place,
+            statistics=statistics,
+            output=self.output,
+            is_cheap=self.is_cheap,
+            place=place,
+            pattern=place.pattern,
+        )
 
     def named_input(self, name: str) -> View | Held | None:
         """The tensor that was given as the keyword argument ``name``; None where none was, or not by its name."""
@@ -219,7 +246,7 @@ def call_of(
     kwargs: dict[str, Any],
     result: Tensor,
     storage: torch.UntypedStorage,
-    view: Callable[[Tensor, torch.UntypedStorage], View | Held | None],
+    view: Callable[[Tensor, torch.UntypedStorage, Slot | None], View | Held | None],
     before: Tensor | None,
     output: int | None = None,
 ) -> tuple[Call, list[Tensor]] | None:
@@ -241,7 +268,7 @@ def call_of(
             in_place, kwargs = True, {**kwargs, "inplace": False}
         if kwargs.get("out") is not None or kwargs.get("generator") is not None:
             return None
-    aliases, tensors = 0, _tensors_in(args, kwargs)
+    aliases, tensors = 0, tensors_in(args, kwargs)
     for x in tensors:
         if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
             return None
@@ -255,11 +282,12 @@ def call_of(
         return None  # a view, a conversion that had nothing to do, or a positional inplace=True
     statistics = None
     if name == "batch_norm":
-        args, kwargs, statistics = _batch_norm(args, kwargs, result)
-        tensors = _tensors_in(args, kwargs)
+        args, kwargs = _batch_norm(args, kwargs)
+        statistics = statistics_of(kwargs, result)
+        tensors = tensors_in(args, kwargs)
     inputs: list[View | Held] = []
     for x in tensors:
-        given = view(x, storage)
+        given = view(x, storage, None)
         if given is None:
             return None
         inputs.append(given)
@@ -293,7 +321,7 @@ class _Input:
 INPUT = _Input()
 
 
-def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """All tensors among the arguments, and one level deep in lists, in order."""
     found: list[Tensor] = []
     for arg in (*args, *kwargs.values()) if kwargs else args:
@@ -312,21 +340,25 @@ def _without_tensors(arg: Any) -> Any:
     return arg
 
 
-def _batch_norm(
-    args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Held, Held] | None]:
-    """Batch norm's arguments without the running statistics that training updates, and the statistics it used."""
+def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Batch norm's arguments by their names, without the running statistics that training updates."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = dict(zip(names, args, strict=False)) | kwargs
     given = {name: given[name] for name in names if name in given}
-    if not given.get("training"):
-        return (), given, None
-    given["running_mean"] = given["running_var"] = None
+    if given.get("training"):
+        given["running_mean"] = given["running_var"] = None
+    return (), given
+
+
+def statistics_of(kwargs: Mapping[str, Any], result: Tensor) -> tuple[Held, Held] | None:
+    """The mean and the inverse standard deviation that a batch norm in training has saved of its input."""
+    if not kwargs.get("training"):
+        return None
     node = result.grad_fn
     if type(node).__name__ not in ("NativeBatchNormBackward0", "CudnnBatchNormBackward0"):
-        return (), given, None
+        return None
     mean, scale = (_statistic(getattr(node, f"_raw_saved_{role}").data) for role in ("result1", "result2"))
-    return (), given, None if mean is None or scale is None else (mean, scale)
+    return None if mean is None or scale is None else (mean, scale)
 
 
 def _statistic(packed: Any) -> Held | None:

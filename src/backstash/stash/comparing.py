@@ -75,7 +75,7 @@ class Comparisons:
         """Whether the sample is to be compared later with that tensor, which a backward pass has just made."""
         return (
             whole.device.type in DEFERS
-            and sample.bits is not None
+            and isinstance(sample.bits, Tensor)
             and sample.allows is None
             and (sample.bits.numel() > 0 and whole.dtype is sample.bits.dtype)
             and graph_task() != -1
@@ -97,7 +97,7 @@ class Comparisons:
         if ours is None:
             ours = self._passes[number] = _Pass()
             at_end_of_backward(ours.compare)
-        assert sample.bits is not None
+        assert isinstance(sample.bits, Tensor)
         found = sample.elements(whole)
         if found.shape != sample.bits.shape:
             raise RecomputedDifferentlyError(failed())

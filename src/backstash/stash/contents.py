@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backstash.saved import TensorSpec, is_odd
-from backstash.stash import calls, repeating
-from backstash.stash.calls import CallPlace, Content, Group, Held, View
+from backstash.saved import TensorSpec
+from backstash.stash import calls, patterns, repeating
+from backstash.stash.calls import Call, CallPlace, Content, Group, Held, View
+from backstash.stash.compiled import is_odd
 from backstash.stash.parameters import ParameterStorages
+from backstash.stash.patterns import Pattern, Slot
+from backstash.torch_internals import any_autocast
 
 SNAPSHOT_NBYTES = 1 << 20
 """A parameter or buffer up to this size is copied for a recipe of cheap calls; a larger one has none."""
@@ -60,10 +63,10 @@ class Contents:
         storage = x.untyped_storage()
         cdata, version = storage._cdata, x._version
         known = self._contents.get(cdata)
+        if known is not None and known.version == version and known.storage() is storage:
+            return known
         if known is None or known.storage() is not storage:
             content = Content(weakref.ref(storage), version)
-        elif known.version == version:
-            return known
         else:
             content = Content(known.storage, version, known if known.version == version - 1 else None)
             content.escaped = known.escaped
@@ -98,6 +101,12 @@ class Contents:
         storage = result.untyped_storage()
         if storage.nbytes() < self.min_nbytes or is_odd(result):
             return
+        if place is not None and place.pattern is not None and not self.remakes_anything:
+            again = self._again(place, place.pattern, args, kwargs, result, storage)
+            if again is not None:
+                content = self.of(result)
+                content.call = None if content.escaped else again
+                return
         known = calls.call_of(function, args, kwargs, result, storage, self._argument, random_state, output)
         content = self.of(result)
         if known is None or content.escaped:
@@ -106,6 +115,8 @@ class Contents:
         call.place = place
         if not self.remakes_anything:
             content.call = call
+            if place is not None:
+                call.pattern = place.pattern = patterns.pattern_of(args, kwargs, tensors, call)
             return
         if inside is not None and not call.in_place:
             call.group, call.saved, call.needs_grad = inside.group, inside.number, _followed(tensors)
@@ -118,6 +129,31 @@ class Contents:
                 return
         call.is_proven = repeating.is_repeated(call, tensors, result)
         content.call = call
+
+    def _again(
+        self,
+        place: CallPlace,
+        pattern: Pattern,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Tensor,
+        storage: torch.UntypedStorage,
+    ) -> Call | None:
+        """The call if it is like the one that was noted at its place before, else None."""
+        if any_autocast():
+            return None
+        tensors = patterns.fitting(pattern, args, kwargs, result, storage)
+        if tensors is None:
+            return None
+        inputs = []
+        for x, slot in zip(tensors, pattern.slots, strict=True):
+            given = self._argument(x, storage, slot)
+            if given is None:
+                return None
+            inputs.append(given)
+        like = pattern.call
+        statistics = calls.statistics_of(like.kwargs, result) if like.name == "batch_norm" else None
+        return like.again(tuple(inputs), statistics, place)
 
     def escape(self, x: Tensor, storage: torch.UntypedStorage) -> None:
         """Something may change the memory of ``x`` from now on without a new version: no recipe reads it."""
@@ -139,8 +175,14 @@ class Contents:
         self._contents.clear()
         self._snapshots.clear()
 
-    def _argument(self, x: Tensor, made: torch.UntypedStorage) -> View | Held | None:
-        """A tensor argument of the call that filled ``made``; None where a call that reads it cannot be repeated."""
+    def _argument(self, x: Tensor, made: torch.UntypedStorage, slot: Slot | None = None) -> View | Held | None:
+        """A tensor argument of the call that filled ``made``; None where a call that reads it cannot be repeated.
+
+        Args:
+            x: the argument.
+            made: the storage.
+            slot: how it looks, where that is known.
+        """
         storage = x.untyped_storage()
         if storage.nbytes() < self.min_nbytes or self.parameters.include(x, storage):
             return self._snapshot(x, storage)
@@ -149,6 +191,8 @@ class Contents:
         else:  # an in-place op: it read the content before this one
             after = self.of(x)
             content, after.before = after.before or Content(after.storage, x._version - 1), None
+        if slot is not None:
+            return View(content, slot.spec, slot.offset)
         return View(content, TensorSpec.of(x), int(x.storage_offset()))
 
     def _snapshot(self, x: Tensor, storage: torch.UntypedStorage) -> Held | None:

@@ -147,8 +147,10 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
         whole = remake(value)
         if not ahead or value.live.may_hold(whole.untyped_storage().nbytes()):
             value.hold(whole.detach())
-        if any(leaf.recipe is not None and leaf.remade is None for leaf in value.recipe.leaves):
-            buffers.shrink()  # there was no room for them
+        for leaf in value.recipe.leaves:
+            if leaf.recipe is not None and leaf.remade is None:
+                buffers.shrink()  # there was no room for them
+                break
     elif form is not None and borrows and (view := base.view(form.codec)) is not None:
         encoded = planes(value, form)
         started = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
-from backstash.stash import roots
+from backstash.stash import compiled, roots
 from backstash.stash.decode import follow_original
 from backstash.stash.live import Live
 from backstash.stash.place import Place
@@ -55,6 +55,7 @@ class Encoder:
         self._live = live
         self._remaking = remaking
         self.is_fixed = policy.is_fixed
+        self._knows_room = type(policy).has_room_for is not Policy.has_room_for
         self.only_keep = self.is_fixed
 
     def begin_step(self) -> None:
@@ -63,7 +64,7 @@ class Encoder:
 
     def encode(self, value: Value) -> None:
         """Store a value that nobody but autograd holds in the form that the policy chooses."""
-        fresh = _unchanged(value)
+        fresh = unchanged(value, follow_original)
         if not fresh:
             return
         strongest = fresh[0] if len(fresh) == 1 else max(fresh, key=_strength)
@@ -80,8 +81,13 @@ class Encoder:
             self.keep(value, facts, "its storage is seen as different types")
             return
         value.key, value.facts = facts.key, facts
-        value.has_room = self.policy.has_room_for(facts.key)
-        action = self._action(value, strongest, facts, fresh)
+        if self._knows_room:
+            value.has_room = self.policy.has_room_for(facts.key)
+        place = strongest.place
+        if self.is_fixed and place is not None and place.facts is facts and place.action is not None:
+            action = place.action
+        else:
+            action = self._action(value, strongest, facts, fresh)
         watcher = self._live.watcher
         if watcher is not None:
             watcher.decided(value, whole, lambda: self._remaking.find(value, strongest))
@@ -177,13 +183,18 @@ class Encoder:
         value.shares = recipe.any_producer
         if value.shares:
             for leaf in set(recipe.leaves):
+                leaf.children = leaf.children or []
                 leaf.children.append(weakref.ref(value))
             if recipe.call.group is not None:
                 recipe.call.group.values.append(weakref.ref(value))
         else:
-            value.depth = 1 + max((leaf.depth for leaf in recipe.leaves), default=0)
+            depth = 0
+            for leaf in recipe.leaves:
+                depth = max(depth, leaf.depth)
+            value.depth = 1 + depth
         for leaf in recipe.leaves:
-            leaf.raise_to(value.height + 1)
+            if leaf.height <= value.height:
+                leaf.raise_to(value.height + 1)
         nbytes = 0 if value.form is None else value.form.ticket.nbytes
         label = "recompute within" if recipe.from_statistics else "recompute"
         self.release(value, fresh, facts, label, nbytes, str(recipe), started)
@@ -203,23 +214,23 @@ class Encoder:
         for saved in fresh:
             saved.dense = None
         account, live = value.account, value.live
-        live.add(-account.device_nbytes)
+        before = account.device_nbytes
         account.stash_nbytes, account.codec, account.reason, account.store = nbytes, codec, note, store
-        live.add(account.device_nbytes)
+        live.add(account.device_nbytes - before)
         if facts.need is Need.VALUE and not value.shares:
             live.will_need(account.saved_nbytes)
         account.encode_seconds += time.perf_counter() - started
-        self._tell(value, Outcome(facts, codec, nbytes))
+        if not self.is_fixed:
+            self._tell(value, Outcome(facts, codec, nbytes))
 
     def keep(self, value: Value, facts: SavedTensor, reason: str) -> None:
         """Hold a value as it is."""
         value.account.codec, value.account.reason = "kept", reason
-        self._tell(value, Outcome(facts, None, value.account.stash_nbytes, reason))
+        if not self.is_fixed:
+            self._tell(value, Outcome(facts, None, value.account.stash_nbytes, reason))
 
     def _tell(self, value: Value, outcome: Outcome) -> None:
-        """Tells the policy what became of a value, if it wants to know."""
-        if self.is_fixed:
-            return
+        """Tells a policy that is not fixed what became of a value, if it wants to know."""
         revision, place = self.policy.revision, value.place
         if revision is not None:
             if not self.policy.observes_changes:
@@ -280,11 +291,16 @@ def _strength(saved: Saved) -> tuple[int, float]:
     return saved.need.value, -math.inf if saved.node is None else -saved.node
 
 
-def _unchanged(value: Value) -> list[Saved]:
-    """The saved tensors that view a value and were not changed since; notes the new version of those that were."""
+def _unchanged(value: Value, follow: Callable[[Saved], None]) -> list[Saved]:
+    """The saved tensors that view a value and were not changed since; notes the new version of those that were.
+
+    Args:
+        value: the value.
+        follow: has a saved tensor follow the program's own tensor where its ``.data`` was assigned.
+    """
     fresh = []
     for saved in value.saved():
-        follow_original(saved)
+        follow(saved)
         dense = saved.dense
         if saved.value is not value and saved is not value.guard:  # it follows another tensor's memory now
             continue
@@ -295,6 +311,12 @@ def _unchanged(value: Value) -> list[Saved]:
     return fresh
 
 
+unchanged: Callable[[Value, Callable[[Saved], None]], list[Saved]] = (
+    _unchanged if compiled.functions is None else compiled.functions.unchanged
+)
+"""As :func:`_unchanged`, compiled where there is a compiled one."""
+
+
 def whole_of(saved: Saved, storage: torch.UntypedStorage) -> Tensor | None:
     """Returns everything in the storage of a saved tensor: the tensor itself if it fills the storage, else flat [n].
 
@@ -303,8 +325,10 @@ def whole_of(saved: Saved, storage: torch.UntypedStorage) -> Tensor | None:
     dense, spec = saved.dense, saved.spec
     assert dense is not None and spec is not None
     itemsize, nbytes = spec.dtype.itemsize, storage.nbytes()
-    if saved.offset == 0 and spec.nbytes == nbytes and is_dense(spec.shape, spec.stride):
-        return dense
+    if saved.offset == 0 and spec.nbytes == nbytes:
+        place = saved.place
+        if is_dense(spec.shape, spec.stride) if place is None or place.facts.spec is not spec else place.is_dense:
+            return dense
     if nbytes % itemsize:
         return None
     return dense.as_strided((nbytes // itemsize,), (1,), 0)

@@ -76,6 +76,9 @@ def has_form(recipe: Recipe) -> bool:
 
 def _parts(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tuple[Recipe, View] | None] | None:
     """The activation, batch norm, its input and what is added; None where the recipe has another form."""
+    name = recipe.call.name
+    if name not in _NUMBERS and name not in ("add", "batch_norm"):
+        return None
     activation = _activation(recipe.call)
     inner = recipe if activation is None else _only_input(recipe)
     if inner is None:

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from backstash.errors import SavedTensorFreedError, SavedTensorModifiedError
-from backstash.ops import backends
 from backstash.saved import TensorSpec
+from backstash.stash import compiled
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import HeldParameter
 from backstash.stash.value import Saved
-from backstash.torch_internals import count_function_modes, in_backward, no_torch_function, running_node
+from backstash.torch_internals import in_backward, no_torch_function, running_node
 
 AsItIs = tuple[Tensor, int, weakref.ref[Tensor] | None]
 """The tensor, its version, and the program's own tensor where that is another object.
@@ -90,17 +89,22 @@ class Reading:
     Attributes:
         otherwise: unpacks where that is not as simple as here.
         is_simple: whether all that there is to do about a held tensor is to read it.
-        of_matrix: makes what the reader of a matrix is given of the matrix.
+        of_matrix, of_weight: make what the reader of a matrix is given of the matrix, or of one that is a parameter.
         of_nodes: the names of the nodes for which that has to be asked.
+        min_nbytes: of a smaller parameter it has not to be asked.
     """
 
-    __slots__ = ("is_simple", "of_matrix", "of_nodes", "otherwise")
+    __slots__ = ("is_simple", "min_nbytes", "of_matrix", "of_nodes", "of_weight", "otherwise")
 
     def __init__(
-        self, otherwise: Callable[[Packed], Tensor], of_matrix: Callable[[Tensor], Tensor], of_nodes: tuple[str, ...]
+        self,
+        otherwise: Callable[[Packed], Tensor],
+        of_matrix: Callable[[Tensor], Tensor],
+        of_weight: Callable[[Tensor], Tensor],
+        of_nodes: tuple[str, ...],
     ) -> None:
-        self.otherwise, self.of_matrix, self.of_nodes = otherwise, of_matrix, of_nodes
-        self.is_simple = False
+        self.otherwise, self.of_matrix, self.of_weight, self.of_nodes = otherwise, of_matrix, of_weight, of_nodes
+        self.is_simple, self.min_nbytes = False, 0
 
 
 def hold_reference(holding: Holding, x: Tensor) -> AsItIs:
@@ -120,28 +124,18 @@ def read_reference(reading: Reading, packed: Packed) -> Tensor:
     if not reading.is_simple or type(packed) is not tuple:
         return reading.otherwise(packed)
     with no_torch_function():
-        tensor = read(packed)
+        tensor = read(packed)  # type: ignore[arg-type]  # no HeldParameter, which is another type of tuple
         if tensor.dim() != 2 or type(running_node()).__name__ not in reading.of_nodes:
             return tensor
         return reading.of_matrix(tensor)
 
 
-def _compiled() -> Any:
-    """The compiled functions; None where there are none, or where the reference was asked for."""
-    try:
-        if backends.choice() != "auto":
-            return None
-        from backstash.stash import _held  # type: ignore[attr-defined]
-    except (ImportError, ValueError):  # not compiled, a Python without the limited API, or the first kernel will say it
-        return None
-    types = Tensor, torch.nn.Parameter, torch.strided
-    _held.configure(*types, no_torch_function, count_function_modes, running_node, read_reference)
-    return _held
+_compiled = compiled.functions
+if _compiled is not None:
+    _compiled.configure(read_reference=read_reference, held_parameter=HeldParameter)
 
-
-_held = _compiled()
-hold_quickly: Callable[[Holding, Tensor], AsItIs] = hold_reference if _held is None else _held.hold
+hold_quickly: Callable[[Holding, Tensor], AsItIs] = hold_reference if _compiled is None else _compiled.hold
 """As :func:`hold_reference`, compiled where there is a compiled one (Note: [held natively])."""
 
-read_quickly: Callable[[Reading, Packed], Tensor] = read_reference if _held is None else _held.read
+read_quickly: Callable[[Reading, Packed], Tensor] = read_reference if _compiled is None else _compiled.read
 """As :func:`read_reference`, compiled where there is a compiled one."""

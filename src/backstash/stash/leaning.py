@@ -37,7 +37,7 @@ class Leaning:
     def watch(self, value: Value, leaves: Iterable[Value], references: Iterable[Held]) -> None:
         """Note which leaves of a value's recipe the program may still change, and the other tensors that it reads."""
         for leaf in leaves:
-            if leaf.is_dense and (leaf.storage is not None or leaf.address is not None):
+            if (leaf.storage is not None or leaf.address is not None) and leaf.is_dense:
                 self._values.setdefault(leaf.cdata, []).append(weakref.ref(value))
         for held in references:
             self._values.setdefault(held.tensor.untyped_storage()._cdata, []).append(weakref.ref(value))

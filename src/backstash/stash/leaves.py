@@ -55,7 +55,7 @@ def find_leaf(view: View, root: Value, max_depth: int, within: frozenset[str] | 
 
 def guard(value: Value) -> None:
     """Make sure that a value that is held dense stays as long as a recipe begins from it."""
-    if not value.is_dense or value.guard is not None:
+    if value.guard is not None or value.form is not None or value.recipe is not None:
         return
     member = holder(value)
     assert member is not None and member.dense is not None

@@ -127,7 +127,9 @@ class Live:
         """So many more bytes on the device; a negative number for fewer."""
         self._nbytes += nbytes
         if nbytes > 0:
-            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+            held = self.nbytes
+            if held > self.peak_nbytes:
+                self.peak_nbytes = held
 
     def add_remade(self, nbytes: int) -> None:
         """So many more bytes of remade values; a negative number for fewer."""

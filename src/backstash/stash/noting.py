@@ -69,7 +69,8 @@ class Noting:
     def use(self, key: str, recipe: Recipe) -> None:
         """The value with that key is made again by a recipe: its calls count from now on."""
         self._has_used = True
-        self._failing.pop(key, None)
+        if self._failing:
+            self._failing.pop(key, None)
         _use(recipe)
 
     def lack(self, key: str, reason: str) -> str:
@@ -102,5 +103,5 @@ def _use(recipe: Recipe) -> None:
     if recipe.call.place is not None:
         recipe.call.place.is_used = True
     for given in recipe.inputs:
-        if isinstance(given, tuple):
+        if type(given) is tuple:
             _use(given[0])

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from backstash.errors import SavedTensorFreedError
 from backstash.saved import PLAIN, TensorSpec
-from backstash.stash import wrapped
+from backstash.stash import compiled, wrapped
 
 StorageReference = weakref.ref[torch.UntypedStorage]
 """A weak reference to a storage's Python object, which lives as long as the storage, whoever holds it."""
@@ -44,12 +44,13 @@ def is_leaf_of_graph(x: Tensor) -> bool:
 
 def is_pinned(x: Tensor) -> bool:
     """Whether ``x`` is a leaf whose gradient is asked for, or a view of one: it must not be encoded."""
+    if x.requires_grad and x.is_leaf:
+        return True
     base = x._base
-    return is_leaf_of_graph(x) or (base is not None and is_leaf_of_graph(base))
+    return base is not None and base.requires_grad and base.is_leaf
 
 
-@dataclass(slots=True, eq=False)  # not frozen, which takes three times as long to make
-class HeldParameter:
+class HeldParameter(NamedTuple):
     """A saved parameter, held by reference (Note: [weights held themselves]).
 
     Attributes:
@@ -109,11 +110,15 @@ class ParameterStorages:
 
     def enter(self, root: nn.Module) -> None:
         """Learn the storages of a root module's parameters and buffers, which is about to be called."""
-        self._roots[root] = {
-            storage._cdata: self._state.get(storage._cdata) or weakref.ref(storage) for storage in _state_storages(root)
-        }
-        self._state = {}
-        for storages in self._roots.values():
+        state = None if compiled.functions is None else compiled.functions.state_of(root, self._state)
+        if state is None:  # some of it is not plain
+            state = {
+                storage._cdata: self._state.get(storage._cdata) or weakref.ref(storage)
+                for storage in _state_storages(root)
+            }
+        self._roots[root] = state
+        self._state = dict(state)
+        for storages in self._roots.values() if len(self._roots) > 1 else ():
             self._state |= storages
         self._recognised = {cdata: known for cdata, known in self._recognised.items() if known() is not None}
 

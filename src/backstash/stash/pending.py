@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 
+from backstash.stash import compiled
 from backstash.stash.accounts import Account
 from backstash.stash.live import Live
 from backstash.stash.value import Value
@@ -79,7 +80,7 @@ class Pending:
 
     def decide_if_orphaned(self, value: Value) -> bool:
         """Decide about a value if nobody else holds its storage; returns whether that was so."""
-        if value.cdata not in self._values or not _is_orphaned(value):
+        if value.cdata not in self._values or not is_orphaned(value, _OWN_REFERENCES):
             return False
         del self._values[value.cdata]  # so it is decided about once
         if value.place is not None:
@@ -112,8 +113,13 @@ class Pending:
             looks.append(look)
 
 
-def _is_orphaned(value: Value) -> bool:
-    """Whether only autograd's saves hold the storage of a value."""
+def _is_orphaned(value: Value, own_references: int) -> bool:
+    """Whether only autograd's saves hold the storage of a value.
+
+    Args:
+        value: the value.
+        own_references: how many references there are to its storage's Python object where nobody else holds it.
+    """
     assert value.storage is not None  # no variable of its own: it would count
     count = storage_use_count(value.storage._cdata) - 1  # its Python object
     members = value.members
@@ -123,7 +129,13 @@ def _is_orphaned(value: Value) -> bool:
         saved = member()
         if saved is not None and saved.dense is not None:
             count -= 1
-    return count == 0 and _references(value) <= _OWN_REFERENCES  # the program may hold its Python object as well
+    return count == 0 and _references(value) <= own_references  # the program may hold its Python object as well
+
+
+is_orphaned: Callable[[Value, int], bool] = (
+    _is_orphaned if compiled.functions is None else compiled.functions.is_orphaned
+)
+"""As :func:`_is_orphaned`, compiled where there is a compiled one."""
 
 
 def _references(value: Value) -> int:
@@ -136,5 +148,8 @@ def _references_of_nobody_else() -> int:
     x = torch.empty(1, device="cpu")
     return _references(Value(x.untyped_storage(), Account(None, 0, ""), Live()))  # type: ignore[arg-type]
 
+
+if compiled.functions is not None:  # whose count leaves other references on the stack
+    _references = compiled.functions.references_of
 
 _OWN_REFERENCES = _references_of_nobody_else()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from backstash.codecs.base import is_dense
 from backstash.saved import SavedTensor
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Place:
     Attributes:
         facts: about the tensor.
         claimable: whether a kernel of the package backward reads it.
+        is_dense: whether its elements lie in memory without gaps.
         action: what the policy said; None where it was not asked yet, or may say something else next time.
         answer: what a policy that is not fixed said, with its revision and the facts that it was asked about.
         releases: whether the policy lets go of a tensor of which only the shape is read; None where it was not asked.
@@ -34,6 +36,7 @@ class Place:
         told: a policy's revision, and the bytes of the value that it was told of under it (Policy.observes_changes).
         proof: what the last proven recipe was like, with all settings that its bits depend on, and how it makes the
             value.
+        proven: the same of the tree of that recipe's patterns; None where a pattern is not known.
         tolerance: how far elements that the recipe made within bounds could be off, with the policy's revision.
         uses: how often that proof was used.
         delay: how many torch functions after the save the storage is looked at first.
@@ -53,8 +56,10 @@ class Place:
         "facts",
         "gone",
         "held",
+        "is_dense",
         "made_seconds",
         "proof",
+        "proven",
         "releases",
         "root",
         "settled",
@@ -66,11 +71,13 @@ class Place:
 
     def __init__(self, facts: SavedTensor, claimable: bool = False) -> None:
         self.facts, self.claimable = facts, claimable
+        self.is_dense = is_dense(facts.spec.shape, facts.spec.stride)
         self.action: Action | None = None
         self.answer: tuple[object | None, tuple[SavedTensor, ...], Action] | None = None
         self.releases: bool | None = None
         self.declined: tuple[Action, str] | None = None
         self.proof: tuple[tuple[object, ...], str] | None = None
+        self.proven: tuple[tuple[object, ...], str] | None = None
         self.tolerance: tuple[object | None, float] | None = None
         self.root: Root | None = None
         self.told: tuple[object, int] | None = None

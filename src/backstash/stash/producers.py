@@ -103,7 +103,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def draws(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws from the generator of its first argument's device."""
-    if not _may_draw(function):
+    if not may_draw(function):
         return False
     name = name_of(function)
     if name in _DROPOUTS or name in _NOISE:
@@ -114,7 +114,7 @@ def draws(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 @functools.lru_cache(maxsize=4096)
-def _may_draw(function: Callable[..., Any]) -> bool:
+def may_draw(function: Callable[..., Any]) -> bool:
     """Whether any call of a function draws: most never do, which is asked of every call."""
     name = name_of(function)
     return name in _DROPOUTS or name in _NOISE or name in _RECURRENT or name == "scaled_dot_product_attention"

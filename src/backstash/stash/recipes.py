@@ -9,7 +9,7 @@ their errors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -48,11 +48,23 @@ class Recipe:
         leaves: the stored values that it begins from, each as often as it is read.
         references: the program's own tensors that it reads where they are.
         any_producer: whether it may have costly calls, so that what it makes is made once and shared.
+        tree: patterns of the calls, one in another as the calls are (Note: [patterns of calls]); None where one is not
+            known.
         first_use: what is told how the recipe made the value's bits the first time, "fused" or "plain"; None where that
             is known.
     """
 
-    __slots__ = ("any_producer", "call", "first_use", "from_statistics", "fused", "inputs", "leaves", "references")
+    __slots__ = (
+        "any_producer",
+        "call",
+        "first_use",
+        "from_statistics",
+        "fused",
+        "inputs",
+        "leaves",
+        "references",
+        "tree",
+    )
 
     def __init__(
         self,
@@ -67,14 +79,22 @@ class Recipe:
         self.first_use: Callable[[str], None] | None = None
         self.leaves: list[Value] = []
         self.references: list[Held] = []
+        tree: list[Any] = [call.pattern]
+        is_known = call.pattern is not None
         for given in inputs:
-            if isinstance(given, Leaf):
-                self.leaves.append(given.value)
-            elif isinstance(given, tuple):
-                self.leaves += given[0].leaves
-                self.references += given[0].references
-            elif given.is_reference:
-                self.references.append(given)
+            kind: Any = type(given)
+            if kind is Leaf:
+                self.leaves.append(given.value)  # type: ignore[union-attr]
+            elif kind is tuple:
+                inner = given[0]  # type: ignore[index]
+                self.leaves += inner.leaves
+                self.references += inner.references
+                is_known = is_known and inner.tree is not None
+                kind = inner.tree
+            elif given.is_reference:  # type: ignore[union-attr]
+                self.references.append(given)  # type: ignore[arg-type]
+            tree.append(kind)
+        self.tree: tuple[Any, ...] | None = tuple(tree) if is_known else None
 
     def __str__(self) -> str:
         inner = [str(given[0]) for given in self.inputs if isinstance(given, tuple)]

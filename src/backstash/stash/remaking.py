@@ -96,7 +96,9 @@ class Remaking:
         if action.max_inputs is not None and len(begins_from) > action.max_inputs:
             return f"it would begin from {len(begins_from)} stored values"
         assert strongest.tensor is not None
-        bounded = any(leaf.errors for leaf in begins_from)
+        bounded = False
+        for leaf in begins_from:
+            bounded = bounded or bool(leaf.errors)
         if bounded and value.height:
             return "others, which were proven with its exact numbers, are made again of it"
         if bounded and not leaves.keeps_signs(recipe, value, whole):
@@ -196,11 +198,19 @@ class Remaking:
 
     def _way(self, place: Place, recipe: Recipe, whole: Tensor, bounded: bool, repeats: bool) -> str:
         """How the recipe makes the value: "fused", "plain", "within", or "" where it does not."""
-        likeness = recipe.likeness()
         device = whole.device.type
-        facts = (likeness, TensorSpec.of(whole), self._own if bounded else None, numeric_settings(device))
+        own, settings = self._own if bounded else None, numeric_settings(device)
         known = place.proof
+        proven = None if recipe.tree is None else (recipe.tree, TensorSpec.of(whole), own, settings)
+        if proven is not None and place.proven is not None and place.proven[0] == proven:
+            way = place.proven[1]
+            if not way or not repeats or (place.uses + 1) % REPEAT:
+                place.uses += 1
+                return way
+        likeness = recipe.likeness()
+        facts = (likeness, TensorSpec.of(whole), own, settings)
         if known is not None and known[0] == facts:
+            place.proven = None if proven is None else (proven, known[1])
             place.uses += 1
             if not known[1] or not repeats or place.uses % REPEAT:
                 return known[1]
@@ -218,7 +228,7 @@ class Remaking:
         way = proofs.ask("recipe", question, prove, device_type=device, again=again, counts=self._step.counts)
         if not again:  # others are repeated in other steps
             place.uses = zlib.crc32(place.facts.key.encode()) % REPEAT
-        place.proof = facts, way
+        place.proof, place.proven = (facts, way), None if proven is None else (proven, way)
         return way
 
 

@@ -54,6 +54,13 @@ def repeat(
         tensors: what is read in the places of the call's tensors.
         take: of a call that has saved tensors inside: is given all of them with their numbers, instead of the group.
     """
+    pattern = call.pattern
+    if pattern is not None and pattern.places is not None and not torch.is_autocast_enabled(call.spec.device.type):
+        args = list(call.args)
+        for place, x in zip(pattern.places, tensors, strict=True):
+            args[place] = x
+        made: Tensor = function(*args, **call.kwargs)
+        return made
     if call.group is not None:
         tensors = [
             x.detach().requires_grad_() if needed else x for x, needed in zip(tensors, call.needs_grad, strict=True)

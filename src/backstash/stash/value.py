@@ -12,9 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.bitmask import Bitmask
-from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec, is_odd
+from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec
 from backstash.stash.accounts import Account
 from backstash.stash.buffers import Buffers
+from backstash.stash.compiled import is_odd, looks_like
 from backstash.stash.live import Live
 from backstash.stash.place import Place
 from backstash.stash.prefetch import Tag
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from backstash.stash.calls import Content
     from backstash.stash.recipes import Recipe
     from backstash.stash.wrapped import Wrapping
+
+
+NO_ERRORS: frozenset[str] = frozenset()
+"""The errors of an exact value: one object for all of them."""
 
 
 class Form:
@@ -65,7 +70,7 @@ class Value:
         errors: keys of the bounded values whose errors it has, its own among them.
         exact: in a checked step, the exact data beside a form or a recipe that has an error.
         shares: whether what its recipe makes is held for all who read it, and not made again for each.
-        children: the values that are remade from it, where it shares.
+        children: the values that are remade from it, where these share; None where there are none.
         has_room: whether the policy knows that its readers may hold it until they are done.
         born: when it was queued, on the Session's clock.
         place: where in the model it was saved first.
@@ -123,14 +128,14 @@ class Value:
         self.remade: Tensor | None = None
         self.sample: Sample | None = None
         self.shares = False
-        self.children: list[weakref.ref[Value]] = []
+        self.children: list[weakref.ref[Value]] | None = None
         self.otherwise: Keep | Stash | None = None
         self.guard: Saved | None = None
         self.has_room = False
         self.height = 0
         self.key = ""
         self.facts: SavedTensor | None = None
-        self.errors: frozenset[str] = frozenset()
+        self.errors = NO_ERRORS
         self.exact: Tensor | None = None
         self.born = 0
         self.place = place
@@ -158,7 +163,10 @@ class Value:
     def begin_round(self) -> None:
         """It is decoded or remade anew: every member has yet to read that."""
         self.round += 1
-        self.unread = sum(1 for _ in self.saved())
+        unread = 0
+        for member in self.members:
+            unread += member() is not None
+        self.unread = unread
 
     def hold(self, whole: Tensor | None) -> None:
         """Keep what was remade for who reads it next; None: no longer."""
@@ -173,7 +181,7 @@ class Value:
         """Whether a saved tensor has yet to read what was made, or a value that has yet to be made from it."""
         if self.unread > 0:
             return True
-        return any((value := child()) is not None and value.round == 0 for child in self.children)
+        return any((value := child()) is not None and value.round == 0 for child in self.children or ())
 
     def let_go(self) -> None:
         """Hold what was remade no longer, unless somebody waits for it."""
@@ -267,9 +275,8 @@ class Saved:
 
     def looks_like(self, spec: TensorSpec) -> bool:
         """Whether the dense tensor has that spec."""
-        x = self.dense
-        assert x is not None
-        return x.dtype is spec.dtype and x.shape == spec.shape and x.stride() == spec.stride and x.device == spec.device
+        assert self.dense is not None
+        return looks_like(self.dense, spec)
 
     def has_read(self) -> None:
         """Note that it has read what its value was decoded or remade to last."""
@@ -294,5 +301,8 @@ def version_of(x: Tensor) -> Tensor:
 
 def holder(value: Value) -> Saved | None:
     """A saved tensor by which a value that is neither encoded nor recomputed is held for its data."""
-    wanted = (Need.VALUE, Need.INDEX)
-    return next((saved for saved in value.saved() if saved.need in wanted and saved.dense is not None), None)
+    for member in value.members:
+        saved = member()
+        if saved is not None and saved.dense is not None and (saved.need is Need.VALUE or saved.need is Need.INDEX):
+            return saved
+    return None

@@ -1,0 +1,240 @@
+// What the observer of torch functions does around each of them, without the interpreter: see capture/observer.py.
+//
+// Most functions of a step save nothing and are none that could be repeated. For these there is a clock to move on
+// and a question whether something was saved. Of what is rare the Watch says so, and it is left to the method in
+// Python.
+#include "objects.h"
+
+namespace backstash {
+namespace {
+
+struct Watch {
+    PyObject_HEAD
+    PyObject* listener;  // see observer.Listener
+    PyObject* kinds;     // by function: a number, see observer._number_of; the others are rare
+    PyObject* rare;      // what is returned where nothing was done yet, and the method has to do it
+    PyObject* random_state;
+    PyObject* results;  // types of results that can be noted
+    PyObject* effects;  // SideEffect by number
+};
+
+enum Kind : long { EFFECT = 3, CHEAP = 4, MAY_DRAW = 8, INPLACE_AT = 16 };
+
+Watch* watch_of(PyObject* self) { return reinterpret_cast<Watch*>(self); }
+
+int watch_traverse(PyObject* self, visitproc visit, void* arg) {
+    Watch* watch = watch_of(self);
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(watch->listener);
+    Py_VISIT(watch->kinds);
+    Py_VISIT(watch->rare);
+    Py_VISIT(watch->random_state);
+    Py_VISIT(watch->results);
+    Py_VISIT(watch->effects);
+    return 0;
+}
+
+int watch_clear(PyObject* self) {
+    Watch* watch = watch_of(self);
+    Py_CLEAR(watch->listener);
+    Py_CLEAR(watch->kinds);
+    Py_CLEAR(watch->rare);
+    Py_CLEAR(watch->random_state);
+    Py_CLEAR(watch->results);
+    Py_CLEAR(watch->effects);
+    return 0;
+}
+
+void watch_dealloc(PyObject* self) {
+    PyTypeObject* type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    watch_clear(self);
+    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+// What a call does to its arguments' memory, as a number of SideEffect; -1 with an error set. See side_effect_of.
+long effect_of(long kind, PyObject* args, PyObject* kwargs) {
+    const long effect = kind & EFFECT;
+    if (effect != 0) return effect;
+    if (kwargs != nullptr) {
+        PyObject* out = PyDict_GetItemWithError(kwargs, s_out);
+        if (out != nullptr ? out != Py_None : PyErr_Occurred() != nullptr) return out == nullptr ? -1 : 1;
+        PyObject* inplace = PyDict_GetItemWithError(kwargs, s_inplace);
+        if (inplace == nullptr && PyErr_Occurred()) return -1;
+        const int is_set = inplace == nullptr ? 0 : PyObject_IsTrue(inplace);
+        if (is_set != 0) return is_set;
+    }
+    const long position = kind / INPLACE_AT - 1;
+    if (position < 0 || PyTuple_Size(args) <= position) return 0;
+    return PyObject_IsTrue(PyTuple_GetItem(args, position));
+}
+
+// Tells the listener of a side effect, if anything leans on what a function may change; returns whether that went well.
+bool tell_effect(Watch* watch, long effect, PyObject* args, PyObject* kwargs) {
+    Owned leaning(PyObject_GetAttr(watch->listener, s__leaning));
+    Owned values(leaning ? PyObject_GetAttr(leaning.get(), s__values) : nullptr);
+    if (!values) return false;
+    if (PyDict_Size(values.get()) == 0) return true;
+    Owned context(PyObject_CallNoArgs(no_function));
+    if (!context || !Owned(PyObject_CallMethodObjArgs(context.get(), s___enter__, nullptr))) return false;
+    Owned none(kwargs == nullptr ? PyDict_New() : Py_NewRef(kwargs));
+    PyObject* named = PyTuple_GetItem(watch->effects, effect);
+    Owned told(nullptr);
+    PyObject* listener = watch->listener;
+    if (none) told.reset(PyObject_CallMethodObjArgs(listener, s_before_side_effect, named, args, none.get(), nullptr));
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    Owned(PyObject_CallMethodObjArgs(context.get(), s___exit__, Py_None, Py_None, Py_None, nullptr));
+    PyErr_Restore(type, error, trace);
+    return static_cast<bool>(told);
+}
+
+// A function is about to run: moves the clock on, and has what is due looked at. See Forward.before_function.
+bool begin(PyObject* listener) {
+    Owned pending(PyObject_GetAttr(listener, s__pending));
+    if (!pending) return false;
+    const long long clock = integer(pending.get(), s_clock) + 1;
+    if (clock <= 0 && PyErr_Occurred()) return false;
+    Owned now(PyLong_FromLongLong(clock));
+    if (!now || PyObject_SetAttr(pending.get(), s_clock, now.get()) != 0) return false;
+    Owned due(PyObject_GetAttr(pending.get(), s_due));
+    if (!due) return false;
+    PyObject* looks = PyDict_GetItemWithError(due.get(), now.get());
+    if (looks == nullptr) return !PyErr_Occurred();
+    return static_cast<bool>(Owned(PyObject_CallMethodObjArgs(listener, s_look_at_due, nullptr)));
+}
+
+// The function has returned, or raised (then there is no result): has what it has saved named, if there is anything.
+bool end(PyObject* listener, PyObject* result) {
+    const long long depth = integer(listener, s_depth) - 1;
+    if (PyErr_Occurred() || !set_integer(listener, s_depth, depth)) return false;
+    if (depth != 0) return true;
+    Owned unnamed(PyObject_GetAttr(listener, s_unnamed));
+    if (!unnamed) return false;
+    if (PyList_Size(unnamed.get()) == 0) return true;
+    return static_cast<bool>(Owned(PyObject_CallMethodObjArgs(listener, s_after_function, result, nullptr)));
+}
+
+// Calls the function as the observer does, whose kind is known.
+PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject* kwargs) {
+    PyObject* listener = watch->listener;
+    if (!begin(listener)) return nullptr;
+    const int recomputes = is_true(listener, s_recomputes);
+    if (recomputes < 0) return nullptr;
+    if (recomputes) {
+        const long effect = effect_of(kind, args, kwargs);
+        if (effect < 0 || (effect != 0 && !tell_effect(watch, effect, args, kwargs))) return nullptr;
+    }
+    Owned has_graph(PyObject_CallNoArgs(is_grad_enabled));
+    if (!has_graph) return nullptr;
+    if (has_graph.get() != Py_True) return PyObject_Call(func, args, kwargs);
+    const long long depth = integer(listener, s_depth);
+    if (depth == -1 && PyErr_Occurred()) return nullptr;
+    bool is_noted = recomputes && depth == 0 && (kind & CHEAP);
+    Owned before(Py_NewRef(Py_None));
+    if (is_noted) {
+        Owned counts(PyObject_CallMethodObjArgs(listener, s_counts, func, nullptr));
+        if (!counts) return nullptr;
+        is_noted = counts.get() == Py_True;
+    }
+    if (is_noted && (kind & MAY_DRAW)) {
+        Owned none(kwargs == nullptr ? PyDict_New() : Py_NewRef(kwargs));
+        if (!none) return nullptr;
+        before.reset(PyObject_CallFunctionObjArgs(watch->random_state, func, args, none.get(), nullptr));
+        if (!before) return nullptr;
+    }
+    if (!set_integer(listener, s_depth, depth + 1)) return nullptr;
+    Owned result(PyObject_Call(func, args, kwargs));
+    if (!result) {
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        if (end(listener, Py_None)) {
+            PyErr_Restore(type, error, trace);
+        } else {  // as an error in a finally block, which stands for the first
+            Py_XDECREF(type);
+            Py_XDECREF(error);
+            Py_XDECREF(trace);
+        }
+        return nullptr;
+    }
+    if (!end(listener, result.get())) return nullptr;
+    if (!is_noted) return result.release();
+    const int is_result = PySet_Contains(watch->results, type_of(result.get()));
+    if (is_result < 0) return nullptr;
+    if (is_result) {
+        Owned none(kwargs == nullptr ? PyDict_New() : Py_NewRef(kwargs));
+        if (!none) return nullptr;
+        NoTorchFunction unseen(result.get());
+        if (!unseen) return nullptr;
+        PyObject *made = result.get(), *state = before.get();
+        const Owned told(PyObject_CallMethodObjArgs(listener, s_made, func, args, none.get(), made, state, nullptr));
+        if (!told) return nullptr;
+    }
+    return result.release();
+}
+
+// Whether the listener wants what only the method tells it: 1 or 0, or -1 with an error set.
+int wants_more(PyObject* listener) {
+    const int more = is_true(listener, s_remakes_anything);
+    return more != 0 ? more : is_true(listener, s_is_timing);
+}
+
+PyObject* watch_call(PyObject* self, PyObject* given, PyObject*) {
+    Watch* watch = watch_of(self);
+    if (PyTuple_Size(given) != 3) {
+        PyErr_SetString(PyExc_TypeError, "a Watch takes a function, its arguments and its keyword arguments");
+        return nullptr;
+    }
+    PyObject *func = PyTuple_GetItem(given, 0), *args = PyTuple_GetItem(given, 1), *kwargs = PyTuple_GetItem(given, 2);
+    if (kwargs == Py_None || (PyDict_CheckExact(kwargs) && PyDict_Size(kwargs) == 0)) kwargs = nullptr;
+    if (!PyTuple_CheckExact(args) || (kwargs != nullptr && !PyDict_CheckExact(kwargs))) return Py_NewRef(watch->rare);
+    PyObject* known = PyDict_GetItemWithError(watch->kinds, func);
+    if (known == nullptr) {  // not seen yet, or one that cannot be hashed
+        PyErr_Clear();
+        return Py_NewRef(watch->rare);
+    }
+    const int transforming = is_transforming();
+    const int more = transforming == 0 ? wants_more(watch->listener) : transforming;
+    if (more < 0) return nullptr;
+    return more ? Py_NewRef(watch->rare) : call(watch, PyLong_AsLong(known), func, args, kwargs);
+}
+
+PyType_Slot slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(watch_dealloc)}, {Py_tp_traverse, reinterpret_cast<void*>(watch_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(watch_clear)},     {Py_tp_call, reinterpret_cast<void*>(watch_call)},
+    {0, nullptr},
+};
+
+PyType_Spec specification = {
+    "backstash.stash._held.Watch", sizeof(Watch), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots,
+};
+
+PyTypeObject* watch_type = nullptr;
+
+}  // namespace
+
+bool make_watch_type() {
+    watch_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&specification));
+    return watch_type != nullptr;
+}
+
+PyObject* make_watch(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 6) {
+        PyErr_SetString(PyExc_TypeError, "watch takes six objects");
+        return nullptr;
+    }
+    PyObject* made = reinterpret_cast<allocfunc>(PyType_GetSlot(watch_type, Py_tp_alloc))(watch_type, 0);
+    if (made == nullptr) return nullptr;
+    Watch* watch = watch_of(made);
+    watch->listener = Py_NewRef(args[0]);
+    watch->kinds = Py_NewRef(args[1]);
+    watch->rare = Py_NewRef(args[2]);
+    watch->random_state = Py_NewRef(args[3]);
+    watch->results = Py_NewRef(args[4]);
+    watch->effects = Py_NewRef(args[5]);
+    return made;
+}
+
+}  // namespace backstash

@@ -1,0 +1,98 @@
+// Takes in what autograd saves, without the interpreter where that is a parameter or a small tensor: see
+// Forward.pack in capture/forward.py, and HeldParameter and ParameterStorages in stash/parameters.py.
+#include "objects.h"
+
+namespace backstash {
+namespace {
+
+// Whether a dict of weak references by address knows that storage: 1 or 0, or -1 with an error set.
+int knows(PyObject* parameters, PyObject* name, PyObject* cdata, PyObject* storage) {
+    Owned known(PyObject_GetAttr(parameters, name));
+    if (!known) return -1;
+    PyObject* reference = PyDict_GetItemWithError(known.get(), cdata);
+    if (reference == nullptr) return PyErr_Occurred() ? -1 : 0;
+    Owned alive(PyObject_CallNoArgs(reference));
+    return alive ? alive.get() == storage : -1;
+}
+
+PyObject* hold_parameter(PyObject* x, PyObject* nbytes) {
+    const int leaf = is_true(x, s_is_leaf);
+    if (leaf < 0) return nullptr;
+    Owned held(leaf ? Py_NewRef(x) : PyObject_CallMethodObjArgs(x, s_detach, nullptr));
+    Owned version(held ? PyObject_GetAttr(x, s__version) : nullptr);
+    Owned all(version ? PyTuple_Pack(3, held.get(), version.get(), nbytes) : nullptr);
+    if (!all) return nullptr;
+    Owned given(PyTuple_Pack(1, all.get()));
+    static const newfunc make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
+    return given ? make(reinterpret_cast<PyTypeObject*>(held_parameter), given.get(), nullptr) : nullptr;
+}
+
+// Notes bytes under an address in one of the dicts of the step's accounts.
+bool note(PyObject* forward, PyObject* name, PyObject* cdata, PyObject* nbytes) {
+    Owned step(PyObject_GetAttr(forward, s_step));
+    Owned noted(step ? PyObject_GetAttr(step.get(), name) : nullptr);
+    return noted && PyDict_SetItem(noted.get(), cdata, nbytes) == 0;
+}
+
+PyObject* otherwise(PyObject* forward, PyObject* x) {
+    return PyObject_CallMethodObjArgs(forward, s_otherwise, x, nullptr);
+}
+
+// Whether a tensor is none that needs a closer look: 1 or 0, or -1 with an error set.
+int is_common(PyObject* forward, PyObject* x) {
+    const int idle = is_true(forward, s_is_idle);
+    if (idle != 0) return idle < 0 ? -1 : 0;
+    const int outside = is_same(forward, s__call, Py_None);
+    if (outside <= 0) return outside;
+    const int transforming = is_transforming();
+    if (transforming != 0) return transforming < 0 ? -1 : 0;
+    return is_same(x, s_layout, strided);
+}
+
+}  // namespace
+
+PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 2) {
+        PyErr_SetString(PyExc_TypeError, "pack takes a Forward and a tensor");
+        return nullptr;
+    }
+    PyObject *forward = args[0], *x = args[1];
+    if (!is_plain(x)) return otherwise(forward, x);
+    NoTorchFunction unseen(x);
+    const int common = unseen ? is_common(forward, x) : -1;
+    if (common < 0) return nullptr;
+    Owned base(PyObject_GetAttr(x, s__base));
+    if (!base) return nullptr;
+    if (!common || (base.get() != Py_None && !is_plain(base.get()))) return otherwise(forward, x);
+    Owned storage(PyObject_CallMethodObjArgs(x, s_untyped_storage, nullptr));
+    Owned of_storage(storage ? PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr) : nullptr);
+    Owned nbytes(of_storage ? PyObject_GetAttr(x, s_nbytes) : nullptr);
+    Owned cdata(nbytes ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
+    Owned counted(cdata ? PyObject_GetAttr(forward, s_counted) : nullptr);
+    static PyObject* one = PyLong_FromLong(1);
+    if (!counted || !add_to(counted.get(), 0, one) || !add_to(counted.get(), 1, nbytes.get())) return nullptr;
+    Owned parameters(PyObject_GetAttr(forward, s_parameters));
+    if (!parameters) return nullptr;
+    int is_parameter = knows(parameters.get(), s__state, cdata.get(), storage.get());
+    if (is_parameter == 0) {
+        is_parameter = knows(parameters.get(), s__recognised, cdata.get(), storage.get());
+        const bool may_be = type_of(x) == parameter_type || type_of(base.get()) == parameter_type;
+        if (is_parameter == 0 && may_be) {
+            Owned found(PyObject_CallMethodObjArgs(parameters.get(), s_include, x, storage.get(), nullptr));
+            is_parameter = found ? found.get() == Py_True : -1;
+        }
+    }
+    if (is_parameter < 0) return nullptr;
+    if (is_parameter) {
+        const bool is_noted = note(forward, s_parameters, cdata.get(), of_storage.get());
+        return is_noted ? hold_parameter(x, nbytes.get()) : nullptr;
+    }
+    Owned contents(PyObject_GetAttr(forward, s__contents));
+    const long long smallest = contents ? integer(contents.get(), s_min_nbytes) : -1;
+    if (smallest == -1 && PyErr_Occurred()) return nullptr;
+    if (PyLong_AsLongLong(of_storage.get()) < smallest)
+        return note(forward, s_small, cdata.get(), of_storage.get()) ? hold_in(x) : nullptr;
+    return PyObject_CallMethodObjArgs(forward, s__pack_large, x, x, Py_None, nullptr);
+}
+
+}  // namespace backstash

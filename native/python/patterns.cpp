@@ -1,0 +1,232 @@
+// Whether a call is like the one that was noted at its place in an earlier step: see stash/patterns.py.
+#include "objects.h"
+
+#include <cstring>
+#include <initializer_list>
+
+namespace backstash {
+namespace {
+
+// What a method of a tensor without arguments says: 1 or 0, or -1 with an error set.
+int says(PyObject* x, PyObject* method) {
+    Owned answer(PyObject_CallMethodObjArgs(x, method, nullptr));
+    return answer ? answer.get() == Py_True : -1;
+}
+
+bool fits(PyObject* arg, PyObject* known, PyObject* storage, bool aliases, PyObject* found, int depth);
+
+bool fits_slot(PyObject* arg, PyObject* slot, PyObject* storage, bool aliases, PyObject* found) {
+    Owned kind(PyObject_GetAttr(slot, s_kind));
+    if (!kind || kind.get() != type_of(arg)) return false;
+    if (is_same(arg, s_layout, strided) != 1) return false;
+    Owned memory(PyObject_CallMethodObjArgs(arg, s_untyped_storage, nullptr));
+    if (!memory || (memory.get() == storage) != aliases) return false;
+    Owned spec(PyObject_GetAttr(slot, s_spec));
+    if (!spec || looks_like(arg, spec.get()) != 1 || is_odd(arg) != 0) return false;
+    Owned offset(PyObject_CallMethodObjArgs(arg, s_storage_offset, nullptr));
+    Owned known(offset ? PyObject_GetAttr(slot, s_offset) : nullptr);
+    return known && PyObject_RichCompareBool(offset.get(), known.get(), Py_EQ) == 1 && PyList_Append(found, arg) == 0;
+}
+
+bool fits_items(PyObject* arg, PyObject* known, PyObject* storage, PyObject* found, int depth) {
+    const Py_ssize_t number = PySequence_Size(known);
+    if (number < 0 || PySequence_Size(arg) != number) return false;
+    for (Py_ssize_t index = 0; index < number; ++index) {
+        Owned item(PySequence_GetItem(arg, index));
+        Owned other(item ? PySequence_GetItem(known, index) : nullptr);
+        if (!other || !fits(item.get(), other.get(), storage, false, found, depth + 1)) return false;
+    }
+    return true;
+}
+
+// Whether an argument is like the known one. An error may be set where it is not.
+bool fits(PyObject* arg, PyObject* known, PyObject* storage, bool aliases, PyObject* found, int depth) {
+    if (type_of(known) == slot_type) return fits_slot(arg, known, storage, aliases, found);
+    if (type_of(arg) != type_of(known)) return false;
+    if (PyTuple_CheckExact(known) || PyList_CheckExact(known))
+        return depth < 2 && fits_items(arg, known, storage, found, depth);
+    if (arg == known) return true;
+    if (PyFloat_CheckExact(known)) {
+        const double number = PyFloat_AsDouble(arg), other = PyFloat_AsDouble(known);
+        return std::memcmp(&number, &other, sizeof number) == 0;
+    }
+    return PyObject_RichCompareBool(arg, known, Py_EQ) == 1;
+}
+
+bool fits_named(PyObject* given, PyObject* known, PyObject* storage, PyObject* found) {
+    if (PyDict_Size(given) != PyDict_Size(known)) return false;
+    Py_ssize_t at = 0, other_at = 0;
+    PyObject *key, *other_key, *arg, *other;
+    while (PyDict_Next(given, &at, &key, &arg)) {
+        if (!PyDict_Next(known, &other_at, &other_key, &other)) return false;
+        if (key != other_key && PyObject_RichCompareBool(key, other_key, Py_EQ) != 1) return false;
+        if (!fits(arg, other, storage, false, found, 0)) return false;
+    }
+    return true;
+}
+
+// Whether the result fills its storage as the known one did.
+bool fits_result(PyObject* pattern, PyObject* result, PyObject* storage) {
+    Owned spec(PyObject_GetAttr(pattern, s_result));
+    if (!spec || looks_like(result, spec.get()) != 1) return false;
+    Owned offset(PyObject_CallMethodObjArgs(result, s_storage_offset, nullptr));
+    Owned nbytes(offset ? PyObject_GetAttr(spec.get(), s_nbytes) : nullptr);
+    Owned all(nbytes ? PyObject_CallMethodObjArgs(storage, s_nbytes, nullptr) : nullptr);
+    return all && PyLong_AsLongLong(offset.get()) == 0 && PyObject_RichCompareBool(nbytes.get(), all.get(), Py_EQ) == 1;
+}
+
+bool fits_call(PyObject* pattern, PyObject* args, PyObject* kwargs, PyObject* storage, PyObject* found) {
+    Owned known(PyObject_GetAttr(pattern, s_args));
+    Owned named(known ? PyObject_GetAttr(pattern, s_kwargs) : nullptr);
+    const int in_place = named ? is_true(pattern, s_in_place) : -1;
+    if (in_place < 0 || PyTuple_Size(args) != PyTuple_Size(known.get())) return false;
+    for (Py_ssize_t index = 0; index < PyTuple_Size(args); ++index) {
+        const bool aliases = in_place && index == 0;
+        PyObject *arg = PyTuple_GetItem(args, index), *other = PyTuple_GetItem(known.get(), index);
+        if (!fits(arg, other, storage, aliases, found, 0)) return false;
+    }
+    return fits_named(kwargs, named.get(), storage, found);
+}
+
+}  // namespace
+
+int looks_like(PyObject* x, PyObject* spec) {
+    Owned own(PyObject_GetAttr(x, s_dtype)), known(PyObject_GetAttr(spec, s_dtype));
+    if (!own || !known) return -1;
+    if (own.get() != known.get()) return 0;
+    own.reset(PyObject_GetAttr(x, s_shape));
+    known.reset(PyObject_GetAttr(spec, s_shape));
+    int same = own && known ? PyObject_RichCompareBool(own.get(), known.get(), Py_EQ) : -1;
+    if (same <= 0) return same;
+    own.reset(PyObject_CallMethodObjArgs(x, s_stride, nullptr));
+    known.reset(PyObject_GetAttr(spec, s_stride));
+    same = own && known ? PyObject_RichCompareBool(own.get(), known.get(), Py_EQ) : -1;
+    if (same <= 0) return same;
+    own.reset(PyObject_GetAttr(x, s_device));
+    known.reset(PyObject_GetAttr(spec, s_device));
+    return own && known ? PyObject_RichCompareBool(own.get(), known.get(), Py_EQ) : -1;
+}
+
+int is_odd(PyObject* x) {
+    for (PyObject* name : {s_is_quantized, s_is_meta, s_is_nested}) {
+        const int odd = is_true(x, name);
+        if (odd != 0) return odd;
+    }
+    for (PyObject* method : {s_is_conj, s_is_neg, s__is_zerotensor}) {
+        const int odd = says(x, method);
+        if (odd != 0) return odd;
+    }
+    return 0;
+}
+
+PyObject* is_odd_tensor(PyObject*, PyObject* x) {
+    const int odd = is_odd(x);
+    return odd < 0 ? nullptr : PyBool_FromLong(odd);
+}
+
+PyObject* looks_like_spec(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 2) {
+        PyErr_SetString(PyExc_TypeError, "looks_like takes a tensor and a TensorSpec");
+        return nullptr;
+    }
+    const int same = looks_like(args[0], args[1]);
+    return same < 0 ? nullptr : PyBool_FromLong(same);
+}
+
+// See patterns.fitting_reference.
+PyObject* fitting(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 5 || !PyTuple_CheckExact(args[1]) || !PyDict_CheckExact(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "fitting takes a Pattern, arguments, a result and its storage");
+        return nullptr;
+    }
+    Owned found(PyList_New(0));
+    if (!found) return nullptr;
+    if (!fits_result(args[0], args[3], args[4]) || !fits_call(args[0], args[1], args[2], args[4], found.get())) {
+        PyErr_Clear();  // what cannot be asked does not fit
+        Py_RETURN_NONE;
+    }
+    Owned chosen(PyObject_GetAttr(args[0], s_chosen));
+    if (!chosen) return nullptr;
+    if (chosen.get() == Py_None) return found.release();
+    const Py_ssize_t many = PyTuple_Size(chosen.get());
+    Owned read(PyList_New(many));
+    if (!read) return nullptr;
+    for (Py_ssize_t index = 0; index < many; ++index) {
+        const Py_ssize_t from = PyLong_AsSsize_t(PyTuple_GetItem(chosen.get(), index));
+        PyObject* x = from < 0 ? nullptr : PyList_GetItem(found.get(), from);
+        if (x == nullptr) return nullptr;
+        PyList_SetItem(read.get(), index, Py_NewRef(x));
+    }
+    return read.release();
+}
+
+// The weak references of all storages of a module's parameters and buffers, by address: see parameters._state_storages.
+// None where a tensor is not plain.
+PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 2 || !PyDict_CheckExact(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "state_of takes a module and what is known of storages");
+        return nullptr;
+    }
+    Owned found(PyDict_New()), modules(PyList_New(0));
+    if (!found || !modules || PyList_Append(modules.get(), args[0]) != 0) return nullptr;
+    for (Py_ssize_t index = 0; index < PyList_Size(modules.get()); ++index) {
+        PyObject* module = PyList_GetItem(modules.get(), index);
+        for (PyObject* name : {s__parameters, s__buffers}) {
+            Owned tensors(PyObject_GetAttr(module, name));
+            if (!tensors) return nullptr;
+            if (!PyDict_Check(tensors.get())) Py_RETURN_NONE;
+            Py_ssize_t at = 0;
+            PyObject *key, *x;
+            while (PyDict_Next(tensors.get(), &at, &key, &x)) {
+                if (x == Py_None) continue;
+                if (!is_plain(x)) Py_RETURN_NONE;
+                const int dense = is_same(x, s_layout, strided);
+                if (dense < 0) return nullptr;
+                if (!dense) continue;
+                Owned storage(PyObject_CallMethodObjArgs(x, s_untyped_storage, nullptr));
+                Owned cdata(storage ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
+                if (!cdata) return nullptr;
+                PyObject* known = PyDict_GetItemWithError(args[1], cdata.get());
+                if (known == nullptr && PyErr_Occurred()) return nullptr;
+                Owned reference(known == nullptr ? PyWeakref_NewRef(storage.get(), nullptr) : Py_NewRef(known));
+                if (!reference || PyDict_SetItem(found.get(), cdata.get(), reference.get()) != 0) return nullptr;
+            }
+        }
+        Owned children(PyObject_GetAttr(module, s__modules));
+        if (!children) return nullptr;
+        if (!PyDict_Check(children.get())) Py_RETURN_NONE;
+        Py_ssize_t at = 0;
+        PyObject *key, *child;
+        while (PyDict_Next(children.get(), &at, &key, &child))
+            if (child != Py_None && PyList_Append(modules.get(), child) != 0) return nullptr;
+    }
+    return found.release();
+}
+
+// The bytes of elements of a plain tensor on CPU that is dense in memory: see sample.Sample. It takes the tensor,
+// the first element, how far they are apart, and how many there are at most.
+PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 4 || !is_plain(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "elements takes a plain tensor and three numbers");
+        return nullptr;
+    }
+    NoTorchFunction unseen(args[0]);
+    Owned address(unseen ? PyObject_CallMethodObjArgs(args[0], s_data_ptr, nullptr) : nullptr);
+    Owned numel(address ? PyObject_CallMethodObjArgs(args[0], s_numel, nullptr) : nullptr);
+    const long long size = numel ? integer(args[0], s_itemsize) : -1;
+    if (size < 0) return nullptr;
+    const long long begin = PyLong_AsLongLong(args[1]), step = PyLong_AsLongLong(args[2]);
+    const long long most = PyLong_AsLongLong(args[3]), there = PyLong_AsLongLong(numel.get());
+    const char* from = static_cast<const char*>(PyLong_AsVoidPtr(address.get()));
+    if (PyErr_Occurred()) return nullptr;
+    const long long fitting = begin < there && step > 0 ? (there - begin + step - 1) / step : 0;
+    const long long many = fitting < most ? fitting : most;
+    Owned bytes(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size * many)));
+    if (!bytes) return nullptr;
+    char* to = PyBytes_AsString(bytes.get());
+    for (long long index = 0; index < many; ++index)
+        std::memcpy(to + index * size, from + (begin + index * step) * size, static_cast<std::size_t>(size));
+    return bytes.release();
+}
+
+}  // namespace backstash

@@ -1,0 +1,259 @@
+// Looks at packed tensors: which nodes have saved them, whether they are what they were, and who else holds their
+// memory. See capture/naming.py, stash/encode.py and stash/pending.py.
+#include "objects.h"
+
+#include <vector>
+
+namespace backstash {
+namespace {
+
+// What a weak reference refers to, None where that is gone; None stands for a reference that is None.
+PyObject* target_of(PyObject* reference) {
+    return reference == Py_None ? Py_NewRef(Py_None) : PyObject_CallNoArgs(reference);
+}
+
+// See value.Saved.is_plain: 1 or 0, or -1 with an error set.
+int is_plain_saved(PyObject* saved) {
+    Owned dense(PyObject_GetAttr(saved, s_dense));
+    if (!dense) return -1;
+    if (!is_plain(dense.get())) {  // None, or a class that the reference knows better
+        Owned answer(PyObject_GetAttr(saved, s_is_plain));
+        return answer ? answer.get() == Py_True : -1;
+    }
+    const int dense_layout = is_same(dense.get(), s_layout, strided);
+    if (dense_layout <= 0) return dense_layout;
+    const int odd = is_odd(dense.get());
+    return odd < 0 ? -1 : !odd;
+}
+
+// The saved tensors that are yet to be found, and how many of them there still are.
+class Wanted {
+public:
+    bool add(PyObject* saved) {
+        saved_.push_back(saved);
+        ++left_;
+        return true;
+    }
+    // Whether that object is wanted; it no longer is then.
+    bool take(PyObject* object) {
+        for (PyObject*& each : saved_) {
+            if (each != object) continue;
+            each = nullptr;
+            --left_;
+            return true;
+        }
+        return false;
+    }
+    Py_ssize_t left() const { return left_; }
+    PyObject* rest() const {
+        Owned rest(PyList_New(0));
+        for (PyObject* each : saved_)
+            if (rest && each != nullptr && PyList_Append(rest.get(), each) != 0) return nullptr;
+        return rest.release();
+    }
+
+private:
+    std::vector<PyObject*> saved_;  // the caller's list holds them
+    Py_ssize_t left_ = 0;
+};
+
+// Of a saved variable, whether its packed object was wanted, which is noted then; returns whether that went well.
+bool look_at_variable(PyObject* variable, PyObject* role, Wanted& wanted, PyObject* found) {
+    Owned packed(PyObject_GetAttr(variable, s_data));
+    if (!packed) {  // None, or an undefined optional input
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError) && !PyErr_ExceptionMatches(PyExc_RuntimeError)) return false;
+        PyErr_Clear();
+        return true;
+    }
+    if (!wanted.take(packed.get())) return true;
+    Owned pair(PyTuple_Pack(2, role, packed.get()));
+    return pair && PyList_Append(found, pair.get()) == 0;
+}
+
+// Everything wanted that a node has saved, as a list of roles and packed objects.
+PyObject* found_in(PyObject* node, PyObject* attributes, Wanted& wanted) {
+    Owned found(PyList_New(0));
+    if (!found) return nullptr;
+    for (Py_ssize_t index = 0; index < PyTuple_Size(attributes) && wanted.left() > 0; ++index) {
+        PyObject* attribute = PyTuple_GetItem(attributes, index);
+        PyObject* role = PyTuple_GetItem(attribute, 1);
+        Owned raw(PyObject_GetAttr(node, PyTuple_GetItem(attribute, 0)));
+        if (!raw) {  // an older node, whose backward has run and freed what it saved
+            if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return nullptr;
+            PyErr_Clear();
+            break;
+        }
+        if (!PyTuple_CheckExact(raw.get()) && !PyList_CheckExact(raw.get())) {
+            if (!look_at_variable(raw.get(), role, wanted, found.get())) return nullptr;
+            continue;
+        }
+        for (Py_ssize_t each = 0; each < PySequence_Size(raw.get()); ++each) {
+            Owned variable(PySequence_GetItem(raw.get(), each));
+            if (!variable || !look_at_variable(variable.get(), role, wanted, found.get())) return nullptr;
+        }
+    }
+    return found.release();
+}
+
+// The names of what nodes of a type save: see naming._saved_attributes.
+PyObject* attributes_of(PyObject* known, PyObject* node, PyObject* make) {
+    PyObject* attributes = PyDict_GetItemWithError(known, type_of(node));
+    if (attributes != nullptr) return Py_NewRef(attributes);
+    return PyErr_Occurred() ? nullptr : PyObject_CallFunctionObjArgs(make, type_of(node), nullptr);
+}
+
+}  // namespace
+
+// See naming.find_reference. It takes the nodes behind a result, the packed objects, what is known of types of
+// nodes, and the function that finds that out; and it changes the list of nodes.
+PyObject* find(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 4 || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) || !PyDict_CheckExact(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "find takes a list of nodes, a list of packed objects, a dict and a function");
+        return nullptr;
+    }
+    PyObject *nodes = args[0], *unnamed = args[1];
+    Wanted wanted;
+    for (Py_ssize_t index = 0; index < PyList_Size(unnamed); ++index) {
+        PyObject* saved = PyList_GetItem(unnamed, index);
+        const int plain = is_plain_saved(saved);
+        if (plain < 0) return nullptr;
+        if (plain) wanted.add(saved);
+    }
+    Owned answer(PyList_New(0));
+    if (!answer) return nullptr;
+    Py_ssize_t most = 16 + 8 * wanted.left();
+    for (Py_ssize_t index = 0; index < PyList_Size(nodes) && wanted.left() > 0 && most > 0; ++index) {
+        PyObject* node = PyList_GetItem(nodes, index);
+        if (node == Py_None) continue;
+        Owned attributes(attributes_of(args[2], node, args[3]));
+        Owned found(attributes ? found_in(node, attributes.get(), wanted) : nullptr);
+        if (!found) return nullptr;
+        if (PyList_Size(found.get()) > 0) {
+            Owned pair(PyTuple_Pack(2, node, found.get()));
+            if (!pair || PyList_Append(answer.get(), pair.get()) != 0) return nullptr;
+        }
+        --most;
+        if (wanted.left() == 0 || most == 0) break;
+        Owned following(PyObject_GetAttr(node, s_next_functions));
+        if (!following) return nullptr;
+        for (Py_ssize_t each = 0; each < PyTuple_Size(following.get()); ++each)
+            if (PyList_Append(nodes, PyTuple_GetItem(PyTuple_GetItem(following.get(), each), 0)) != 0) return nullptr;
+    }
+    Owned rest(wanted.rest());
+    return rest ? PyTuple_Pack(2, answer.get(), rest.get()) : nullptr;
+}
+
+// See names._fits. It takes what is known of a node, the node, the roles and packed objects, and the
+// function that returns an attribute of a node.
+PyObject* fits_node(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 4 || !PyList_CheckExact(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "fits takes a KnownNode, a node, a list and a function");
+        return nullptr;
+    }
+    PyObject *known = args[0], *found = args[2];
+    Owned roles(PyObject_GetAttr(known, s_roles)), specs(PyObject_GetAttr(known, s_specs));
+    Owned asked(roles && specs ? PyObject_GetAttr(known, s_asked) : nullptr);
+    if (!asked) return nullptr;
+    const Py_ssize_t many = PyList_Size(found);
+    if (PyTuple_Size(roles.get()) != many) Py_RETURN_FALSE;
+    for (Py_ssize_t index = 0; index < many; ++index) {
+        PyObject* pair = PyList_GetItem(found, index);
+        PyObject *role = PyTuple_GetItem(roles.get(), index), *own = PyTuple_GetItem(pair, 0);
+        int same = role == own ? 1 : PyObject_RichCompareBool(role, own, Py_EQ);
+        if (same == 0) Py_RETURN_FALSE;
+        Owned dense(same < 0 ? nullptr : PyObject_GetAttr(PyTuple_GetItem(pair, 1), s_dense));
+        same = dense ? looks_like(dense.get(), PyTuple_GetItem(specs.get(), index)) : -1;
+        if (same < 0) return nullptr;
+        if (same == 0) Py_RETURN_FALSE;
+    }
+    for (Py_ssize_t index = 0; index < PyTuple_Size(asked.get()); ++index) {
+        PyObject* pair = PyTuple_GetItem(asked.get(), index);
+        Owned scalar(PyObject_CallFunctionObjArgs(args[3], args[1], PyTuple_GetItem(pair, 0), nullptr));
+        const int same = scalar ? PyObject_RichCompareBool(scalar.get(), PyTuple_GetItem(pair, 1), Py_EQ) : -1;
+        if (same < 0) return nullptr;
+        if (same == 0) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+// How many references there are to the Python object of a value's storage, as is_orphaned counts them.
+long references(PyObject* value) {
+    Owned storage(PyObject_GetAttr(value, s_storage));
+    Owned number(storage ? PyObject_CallFunctionObjArgs(getrefcount, storage.get(), nullptr) : nullptr);
+    return number ? PyLong_AsLong(number.get()) : -1;
+}
+
+PyObject* references_of(PyObject*, PyObject* value) {
+    const long number = references(value);
+    return number < 0 ? nullptr : PyLong_FromLong(number);
+}
+
+// See pending._is_orphaned. It takes the value, and what references_of says of one that nobody else holds.
+PyObject* is_orphaned(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 2) {
+        PyErr_SetString(PyExc_TypeError, "is_orphaned takes a Value and a number");
+        return nullptr;
+    }
+    PyObject* value = args[0];
+    const long held = references(value), own = PyLong_AsLong(args[1]);
+    if (held < 0 || PyErr_Occurred()) return nullptr;
+    Owned members(PyObject_GetAttr(value, s_members));
+    Owned storage(members ? PyObject_GetAttr(value, s_storage) : nullptr);
+    Owned cdata(storage ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
+    Owned uses(cdata ? PyObject_CallFunctionObjArgs(storage_use_count, cdata.get(), nullptr) : nullptr);
+    if (!uses) return nullptr;
+    Py_ssize_t count = PyLong_AsSsize_t(uses.get()) - 1;  // its Python object
+    const Py_ssize_t many = PyList_Size(members.get());
+    if (count > many) Py_RETURN_FALSE;
+    for (Py_ssize_t index = 0; index < many; ++index) {
+        Owned saved(PyObject_CallNoArgs(PyList_GetItem(members.get(), index)));
+        if (!saved) return nullptr;
+        if (saved.get() == Py_None) continue;
+        const int let_go = is_same(saved.get(), s_dense, Py_None);
+        if (let_go < 0) return nullptr;
+        count -= !let_go;
+    }
+    return PyBool_FromLong(count == 0 && held <= own);
+}
+
+// See encode._unchanged. It takes the value, and the function that follows a tensor whose data was assigned.
+PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 2) {
+        PyErr_SetString(PyExc_TypeError, "unchanged takes a Value and a function");
+        return nullptr;
+    }
+    PyObject* value = args[0];
+    Owned members(PyObject_GetAttr(value, s_members)), guard(PyObject_GetAttr(value, s_guard)), fresh(PyList_New(0));
+    if (!members || !guard || !fresh) return nullptr;
+    for (Py_ssize_t index = 0; index < PyList_Size(members.get()); ++index) {
+        Owned saved(PyObject_CallNoArgs(PyList_GetItem(members.get(), index)));
+        if (!saved) return nullptr;
+        if (saved.get() == Py_None) continue;
+        Owned reference(PyObject_GetAttr(saved.get(), s_original));
+        Owned original(reference ? target_of(reference.get()) : nullptr);
+        if (!original) return nullptr;
+        if (original.get() != Py_None) {
+            const Owned followed(PyObject_CallFunctionObjArgs(args[1], saved.get(), nullptr));
+            if (!followed) return nullptr;
+        }
+        const int own = is_same(saved.get(), s_value, value);
+        if (own < 0) return nullptr;
+        if (!own && saved.get() != guard.get()) continue;  // it follows another tensor's memory now
+        Owned dense(PyObject_GetAttr(saved.get(), s_dense));
+        if (!dense) return nullptr;
+        if (dense.get() == Py_None) continue;
+        Owned now(PyObject_GetAttr(dense.get(), s__version));
+        Owned version(now ? PyObject_GetAttr(saved.get(), s_version) : nullptr);
+        const int same = version ? PyObject_RichCompareBool(now.get(), version.get(), Py_EQ) : -1;
+        if (same < 0) return nullptr;
+        if (same) {
+            if (PyList_Append(fresh.get(), saved.get()) != 0) return nullptr;
+            continue;
+        }
+        if (PyObject_SetAttr(saved.get(), s_modified, now.get()) != 0) return nullptr;
+        if (PyObject_SetAttr(saved.get(), s_dense, Py_None) != 0) return nullptr;
+    }
+    return fresh.release();
+}
+
+}  // namespace backstash
