@@ -36,20 +36,21 @@ def _functions() -> Any:
         if backends.choice() != "auto":
             return None
         from backstash.stash import _held  # type: ignore[attr-defined]
-    except (ImportError, ValueError):  # not compiled, a Python without the limited API, or the first kernel will say it
-        return None
-    _held.configure(
-        tensor_type=Tensor,
-        parameter_type=torch.nn.Parameter,
-        strided=torch.strided,
-        no_function=no_torch_function,
-        count_modes=count_function_modes,
-        running_node=running_node,
-        functorch_level=functorch_level,
-        is_grad_enabled=torch.is_grad_enabled,
-        storage_use_count=storage_use_count,
-        getrefcount=sys.getrefcount,
-    )
+
+        _held.configure(
+            tensor_type=Tensor,
+            parameter_type=torch.nn.Parameter,
+            strided=torch.strided,
+            no_function=no_torch_function,
+            count_modes=count_function_modes,
+            running_node=running_node,
+            functorch_level=functorch_level,
+            is_grad_enabled=torch.is_grad_enabled,
+            storage_use_count=storage_use_count,
+            getrefcount=sys.getrefcount,
+        )
+    except (ImportError, ValueError, TypeError):
+        return None  # not compiled, a Python without the limited API, a bad choice, or a library of an older version
     return _held
 
 
