@@ -286,7 +286,7 @@ class Session:
         if self._live.unpacked and torch.is_grad_enabled() and not in_backward():
             self._begin_step()
         assert self._hooks is not None
-        if self._is_idle != self._may_idle():
+        if self._is_idle != self._may_idle() and not in_backward():  # a node undoes what is pushed or popped in it
             self._is_idle = self._forward.is_idle = not self._is_idle
             if self._is_idle:
                 self._hooks.stop_observing()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gradient_checks import differences
 from session_checks import gradients_of, hooks_installed
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from backstash import Session
 from backstash.capture import learned
@@ -224,3 +227,33 @@ def test_freed_memory_is_an_error_in_an_idle_session_too() -> None:
                 loss.backward()
         else:
             loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+@pytest.mark.parametrize("opened", ["each step", "each forward pass", "once"])
+def test_what_is_called_again_in_backward_does_not_begin_or_end_the_idleness(opened: str, reentrant: bool) -> None:
+    """A node of the backward pass undoes what is pushed or popped in it, so that the observer was lost or stayed."""
+
+    def steps(opens: Callable[[], AbstractContextManager[object]]) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        inner, outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        found = []
+        for number in range(24):
+            x = torch.randn(2 + 9 * (number % 8 == 7), 8, requires_grad=True)
+            inside, around = (opens(), nullcontext()) if opened == "each forward pass" else (nullcontext(), opens())
+            with around:
+                with inside:
+                    y = checkpoint(lambda x: F.gelu(inner(x)), x, use_reentrant=reentrant)
+                    loss = (outer(y) if number % 3 == 0 else y).square().mean()
+                loss.backward()
+            found += [*gradients_of(inner), *gradients_of(outer)]
+        return found
+
+    expected, one = steps(nullcontext), Session("lossless")
+    if opened == "once":
+        with one:
+            got = steps(nullcontext)
+    else:
+        got = steps(lambda: Session("lossless"))
+    assert not differences(expected, got)
+    assert hooks_installed() == []
