@@ -19,10 +19,7 @@ bool count(PyObject* x, PyObject* counted) {
 
 // See held.hold_reference.
 PyObject* hold(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (number != 2) {
-        PyErr_SetString(PyExc_TypeError, "hold takes a Holding and a tensor");
-        return nullptr;
-    }
+    if (!takes(number, 2, "hold takes a Holding and a tensor")) return nullptr;
     PyObject *holding = args[0], *x = args[1];
     Owned before(PyObject_GetAttr(holding, s_before));
     if (!before) return nullptr;
@@ -108,10 +105,7 @@ PyObject* read_parameter(PyObject* reading, PyObject* packed) {
 
 // See held.read_reference.
 PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (number != 2) {
-        PyErr_SetString(PyExc_TypeError, "read takes a Reading and what a pack hook has returned");
-        return nullptr;
-    }
+    if (!takes(number, 2, "read takes a Reading and what a pack hook has returned")) return nullptr;
     PyObject *reading = args[0], *packed = args[1];
     const int is_simple = is_true(reading, s_is_simple);
     if (is_simple < 0) return nullptr;

@@ -130,6 +130,12 @@ inline int is_transforming() {
     return level ? level.get() != Py_None : -1;
 }
 
+// Whether a function was given as many arguments as it takes; an error is set where it was not.
+inline bool takes(Py_ssize_t number, Py_ssize_t wanted, const char* what) {
+    if (number != wanted) PyErr_SetString(PyExc_TypeError, what);
+    return number == wanted;
+}
+
 // What the other files have for the module in held.cpp.
 PyObject* make_watch(PyObject*, PyObject* const* args, Py_ssize_t number);  // observer.cpp
 bool make_watch_type();

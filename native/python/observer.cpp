@@ -8,14 +8,20 @@
 namespace backstash {
 namespace {
 
+// What a Watch holds, in the order in which it is given:
+// listener: see observer.Listener.
+// kinds: by function a number, see observer._number_of; the others are rare.
+// rare: what is returned where nothing was done yet, and the method has to do it.
+// random_state: see calls.random_state.
+// results: types of results that can be noted.
+// effects: SideEffect by number.
+#define BACKSTASH_WATCHED(X) X(listener) X(kinds) X(rare) X(random_state) X(results) X(effects)
+
 struct Watch {
     PyObject_HEAD
-    PyObject* listener;  // see observer.Listener
-    PyObject* kinds;     // by function: a number, see observer._number_of; the others are rare
-    PyObject* rare;      // what is returned where nothing was done yet, and the method has to do it
-    PyObject* random_state;
-    PyObject* results;  // types of results that can be noted
-    PyObject* effects;  // SideEffect by number
+#define BACKSTASH_MEMBER(name) PyObject* name;
+    BACKSTASH_WATCHED(BACKSTASH_MEMBER)
+#undef BACKSTASH_MEMBER
 };
 
 enum Kind : long { EFFECT = 3, CHEAP = 4, MAY_DRAW = 8, INPLACE_AT = 16 };
@@ -25,23 +31,17 @@ Watch* watch_of(PyObject* self) { return reinterpret_cast<Watch*>(self); }
 int watch_traverse(PyObject* self, visitproc visit, void* arg) {
     Watch* watch = watch_of(self);
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(watch->listener);
-    Py_VISIT(watch->kinds);
-    Py_VISIT(watch->rare);
-    Py_VISIT(watch->random_state);
-    Py_VISIT(watch->results);
-    Py_VISIT(watch->effects);
+#define BACKSTASH_VISIT(name) Py_VISIT(watch->name);
+    BACKSTASH_WATCHED(BACKSTASH_VISIT)
+#undef BACKSTASH_VISIT
     return 0;
 }
 
 int watch_clear(PyObject* self) {
     Watch* watch = watch_of(self);
-    Py_CLEAR(watch->listener);
-    Py_CLEAR(watch->kinds);
-    Py_CLEAR(watch->rare);
-    Py_CLEAR(watch->random_state);
-    Py_CLEAR(watch->results);
-    Py_CLEAR(watch->effects);
+#define BACKSTASH_CLEAR(name) Py_CLEAR(watch->name);
+    BACKSTASH_WATCHED(BACKSTASH_CLEAR)
+#undef BACKSTASH_CLEAR
     return 0;
 }
 
@@ -221,19 +221,13 @@ bool make_watch_type() {
 }
 
 PyObject* make_watch(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (number != 6) {
-        PyErr_SetString(PyExc_TypeError, "watch takes six objects");
-        return nullptr;
-    }
+    if (!takes(number, 6, "watch takes six objects")) return nullptr;
     PyObject* made = reinterpret_cast<allocfunc>(PyType_GetSlot(watch_type, Py_tp_alloc))(watch_type, 0);
     if (made == nullptr) return nullptr;
     Watch* watch = watch_of(made);
-    watch->listener = Py_NewRef(args[0]);
-    watch->kinds = Py_NewRef(args[1]);
-    watch->rare = Py_NewRef(args[2]);
-    watch->random_state = Py_NewRef(args[3]);
-    watch->results = Py_NewRef(args[4]);
-    watch->effects = Py_NewRef(args[5]);
+#define BACKSTASH_TAKE(name) watch->name = Py_NewRef(*args++);
+    BACKSTASH_WATCHED(BACKSTASH_TAKE)
+#undef BACKSTASH_TAKE
     return made;
 }
 

@@ -52,10 +52,7 @@ int is_common(PyObject* forward, PyObject* x) {
 }  // namespace
 
 PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (number != 2) {
-        PyErr_SetString(PyExc_TypeError, "pack takes a Forward and a tensor");
-        return nullptr;
-    }
+    if (!takes(number, 2, "pack takes a Forward and a tensor")) return nullptr;
     PyObject *forward = args[0], *x = args[1];
     if (!is_plain(x)) return otherwise(forward, x);
     NoTorchFunction unseen(x);

@@ -125,10 +125,7 @@ PyObject* is_odd_tensor(PyObject*, PyObject* x) {
 }
 
 PyObject* looks_like_spec(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (number != 2) {
-        PyErr_SetString(PyExc_TypeError, "looks_like takes a tensor and a TensorSpec");
-        return nullptr;
-    }
+    if (!takes(number, 2, "looks_like takes a tensor and a TensorSpec")) return nullptr;
     const int same = looks_like(args[0], args[1]);
     return same < 0 ? nullptr : PyBool_FromLong(same);
 }

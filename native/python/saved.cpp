@@ -29,10 +29,9 @@ int is_plain_saved(PyObject* saved) {
 // The saved tensors that are yet to be found, and how many of them there still are.
 class Wanted {
 public:
-    bool add(PyObject* saved) {
+    void add(PyObject* saved) {
         saved_.push_back(saved);
         ++left_;
-        return true;
     }
     // Whether that object is wanted; it no longer is then.
     bool take(PyObject* object) {
@@ -100,6 +99,13 @@ PyObject* attributes_of(PyObject* known, PyObject* node, PyObject* make) {
     PyObject* attributes = PyDict_GetItemWithError(known, type_of(node));
     if (attributes != nullptr) return Py_NewRef(attributes);
     return PyErr_Occurred() ? nullptr : PyObject_CallFunctionObjArgs(make, type_of(node), nullptr);
+}
+
+// How many references there are to the Python object of a value's storage, as is_orphaned counts them.
+long references(PyObject* value) {
+    Owned storage(PyObject_GetAttr(value, s_storage));
+    Owned number(storage ? PyObject_CallFunctionObjArgs(getrefcount, storage.get(), nullptr) : nullptr);
+    return number ? PyLong_AsLong(number.get()) : -1;
 }
 
 }  // namespace
@@ -176,13 +182,6 @@ PyObject* fits_node(PyObject*, PyObject* const* args, Py_ssize_t number) {
     Py_RETURN_TRUE;
 }
 
-// How many references there are to the Python object of a value's storage, as is_orphaned counts them.
-long references(PyObject* value) {
-    Owned storage(PyObject_GetAttr(value, s_storage));
-    Owned number(storage ? PyObject_CallFunctionObjArgs(getrefcount, storage.get(), nullptr) : nullptr);
-    return number ? PyLong_AsLong(number.get()) : -1;
-}
-
 PyObject* references_of(PyObject*, PyObject* value) {
     const long number = references(value);
     return number < 0 ? nullptr : PyLong_FromLong(number);
@@ -190,10 +189,7 @@ PyObject* references_of(PyObject*, PyObject* value) {
 
 // See pending._is_orphaned. It takes the value, and what references_of says of one that nobody else holds.
 PyObject* is_orphaned(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (number != 2) {
-        PyErr_SetString(PyExc_TypeError, "is_orphaned takes a Value and a number");
-        return nullptr;
-    }
+    if (!takes(number, 2, "is_orphaned takes a Value and a number")) return nullptr;
     PyObject* value = args[0];
     const long held = references(value), own = PyLong_AsLong(args[1]);
     if (held < 0 || PyErr_Occurred()) return nullptr;
@@ -218,10 +214,7 @@ PyObject* is_orphaned(PyObject*, PyObject* const* args, Py_ssize_t number) {
 
 // See encode._unchanged. It takes the value, and the function that follows a tensor whose data was assigned.
 PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (number != 2) {
-        PyErr_SetString(PyExc_TypeError, "unchanged takes a Value and a function");
-        return nullptr;
-    }
+    if (!takes(number, 2, "unchanged takes a Value and a function")) return nullptr;
     PyObject* value = args[0];
     Owned members(PyObject_GetAttr(value, s_members)), guard(PyObject_GetAttr(value, s_guard)), fresh(PyList_New(0));
     if (!members || !guard || !fresh) return nullptr;
