@@ -145,7 +145,7 @@ class Session:
         self._take_in = compiled.pack_hook(self._forward, self._pack)
         self._lock = self._live.lock
         self._settings = f"{self.policy!r} {min_nbytes} {check}"
-        self._is_bound = self._is_idle = False  # bound to what was learned of the model
+        self._is_bound = False  # to what was learned of the model
         self._hooks: hooks.Hooks | None = None
         self._peak: tuple[PeakRow, ...] = ()
         given = {"model": model, "stores": stores, "check": check, "overwrite_gradients": overwrite_gradients}
@@ -164,8 +164,8 @@ class Session:
             )
         self._elsewhere = False
         self._names.enter_session()
-        self._is_idle = self._forward.is_idle = self._may_idle()
-        if self._is_idle:
+        self._forward.is_idle = self._may_idle()
+        if self._forward.is_idle:
             self._hooks = hooks.Hooks(self._hold, self._read)
         else:
             self._hooks = hooks.Hooks(self._take_in, self._read, self, self._forward)
@@ -227,11 +227,11 @@ class Session:
         with self._lock:
             step = self._forward.step
             peak_nbytes = self._live.peak_nbytes
-            if self._is_idle:
+            if self._forward.is_idle:
                 step = self._names.learned.step
                 peak_nbytes = max(peak_nbytes, self._names.learned.peak_nbytes)
             saves_little = self._chooses_min_nbytes and self._names.learned.saves_little
-            own_notes = step.notes(self._is_idle, self.min_nbytes if saves_little else None, self._elsewhere)
+            own_notes = step.notes(self._forward.is_idle, self.min_nbytes if saves_little else None, self._elsewhere)
             return Report(
                 repr(self.policy),
                 self._steps,
@@ -268,7 +268,7 @@ class Session:
         if self._names.is_outside:
             with no_torch_function():
                 self._enter_root(module if self._names.model is None else self._names.model)
-        self._names.enter(None if self._is_idle else module)
+        self._names.enter(None if self._forward.is_idle else module)
 
     def leave_module(self) -> None:
         """It has returned or raised."""
@@ -286,13 +286,11 @@ class Session:
         if self._live.unpacked and torch.is_grad_enabled() and not in_backward():
             self._begin_step()
         assert self._hooks is not None
-        if self._is_idle != self._may_idle() and not in_backward():  # a node undoes what is pushed or popped in it
-            self._is_idle = self._forward.is_idle = not self._is_idle
-            if self._is_idle:
-                self._hooks.stop_observing()
-            else:
-                self._hooks.observe()
-        if not self._is_idle:
+        may_idle = self._may_idle()
+        if self._forward.is_idle != may_idle and not in_backward():  # a node undoes what is pushed or popped in it
+            self._forward.is_idle = may_idle
+            (self._hooks.stop_observing if may_idle else self._hooks.observe)()
+        if not self._forward.is_idle:
             self._names.enter_root(module)
             self._contents.parameters.enter(module)
 
@@ -311,7 +309,7 @@ class Session:
         known, step, encoder = self._names.learned, self._forward.step, self._encoder
         counted = self._forward.counted[0], self._forward.counted[1]
         self._forward.counted[:] = 0, 0
-        if self._is_idle:
+        if self._forward.is_idle:
             known.end_idle_step(counted)
             return
         if not step.is_whole:
@@ -355,7 +353,7 @@ class Session:
         self._holding.before = None
 
     def _pack(self, x: Tensor) -> held.Packed:
-        return self._hold(x) if self._is_idle else self._forward.pack(x)
+        return self._hold(x) if self._forward.is_idle else self._forward.pack(x)
 
     def _before_save(self) -> None:
         """A tensor is about to be taken in: a step begins if it is the first one, or if the last graph is gone."""

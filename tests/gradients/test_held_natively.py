@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 from backstash import Session
 from backstash.errors import SavedTensorModifiedError
 from backstash.stash import held
+from backstash.stash.compiled import functions as compiled
 from backstash.stash.held import Holding, Reading
 
 Hold = Callable[[Holding, Tensor], Any]
 Read = Callable[[Reading, Any], Tensor]
 Hooks = tuple[Hold, Read]
 
-compiled = held._compiled
 WAYS = {"reference": (held.hold_reference, held.read_reference)}
 if compiled is not None:
     WAYS["compiled"] = compiled.hold, compiled.read
@@ -210,7 +210,7 @@ def test_an_idle_session_has_the_same_gradients(ways: Hooks) -> None:
             loss = model(x).square().sum()
         loss.backward()
         assert not differences([parameter.grad for parameter in model.parameters()], expected)
-    assert session._is_idle
+    assert session._forward.is_idle
 
 
 @pytest.mark.parametrize("policy", ["keep", "lossless"])

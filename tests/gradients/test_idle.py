@@ -186,7 +186,7 @@ def test_a_new_session_with_nothing_to_do_does_not_look_at_the_models_modules(mo
         train(model)
     expected = gradients_of(model)
     monkeypatch.setattr(Names, "_learn_paths", fail)
-    assert train(model)._is_idle
+    assert train(model)._forward.is_idle
     assert not differences(expected, gradients_of(model))
 
 
@@ -196,7 +196,7 @@ def test_an_idle_session_inside_a_long_with_looks_again_when_the_steps_change() 
     with session:
         for size in (8, 8, 8, 9, 9, 9, 9, 9, 9):
             model(torch.ones(size, 64)).sum().backward()
-            idle.append(session._is_idle)
+            idle.append(session._forward.is_idle)
     assert idle[2] and not idle[4] and idle[-1]
 
 

@@ -266,7 +266,7 @@ class Forward:
 
     def _pack_large(self, x: Tensor, inner: Tensor | None, row: tuple[regions.Call, int] | None) -> Saved:
         with self._lock:
-            if not self.step.accounts or self._live.saved == 0:
+            if not self.step.accounts or self._live.saved == 0:  # else no step can begin
                 self._before_save()
             saved = Saved(x if inner is None else inner, self._live)
             saved.pinned = parameters.is_pinned(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, require
 from backstash.codecs.minifloat import Minifloat
-from backstash.codecs.sample import count_nonzeros
+from backstash.codecs.sample import look
 from backstash.codecs.zvc import Zvc
 from backstash.errors import DamagedPlanesError
 from backstash.ops.layout import CSR_ROW, ZVC_CHUNK, csr_rows
@@ -99,7 +99,7 @@ class Csr:
 
     def declines(self, x: Tensor) -> str | None:
         """Declines where a sample has too few zeros (see codecs.sample). On CUDA the host waits for it."""
-        elements, nonzeros = count_nonzeros(flat(x))
+        elements, nonzeros, _ = look(flat(x))
         if elements == 0:
             return "it is empty"
         density, width = nonzeros / elements, 8 * x.element_size()

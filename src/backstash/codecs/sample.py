@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from backstash.ops import backends
-from backstash.ops.reference import bits_of
 
 _RUNS, _RUN, _WHOLE = 32, 32, 4096
 
@@ -26,18 +24,6 @@ def look(x: Tensor) -> tuple[int, int, int]:
     runs, run, step = _layout(x.numel())
     nonzeros, patterns = backends.serving(x.device.type).sample_counts(x, runs, run, step) if x.numel() else (0, 0)
     return runs * run, nonzeros, patterns
-
-
-def count_nonzeros(x: Tensor) -> tuple[int, int]:
-    """How many elements of the flat tensor ``x`` a sample shows, and how many of them are not zero.
-
-    On CUDA the host waits once.
-    """
-    if x.device.type == "cpu":
-        elements, nonzeros, _ = look(x)
-        return elements, nonzeros
-    found = sample(x)
-    return found.numel(), int(torch.count_nonzero(bits_of(found)))
 
 
 def _layout(numel: int) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ from backstash.codecs.base import (
 )
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.minifloat import Minifloat
-from backstash.codecs.sample import count_nonzeros
+from backstash.codecs.sample import look
 from backstash.ops.layout import bytes_for, zvc_chunks
 from backstash.saved import Mask, Need, TensorSpec, Test
 
@@ -108,7 +108,7 @@ class Zvc:
 
     def declines(self, x: Tensor) -> str | None:
         """Declines where a sample has too few zeros (see codecs.sample). On CUDA the host waits for it."""
-        elements, nonzeros = count_nonzeros(flat(x))
+        elements, nonzeros, _ = look(flat(x))
         if elements == 0:
             return "it is empty"
         density = nonzeros / elements

@@ -3,8 +3,8 @@
 Note: [compared at the end]
     To compare numbers on a GPU the host has to wait for all that the GPU was told before, and then the GPU waits for
     the host. So what was made is used at once, and a few of its elements are put aside. The callback that autograd runs
-    at the end of a pass compares all of them, and the host waits once. A difference is an error of the same pass, as it
-    is on CPU; but its gradients have been computed already.
+    at the end of a pass compares all of them, and the host waits once for each device. A difference is an error of the
+    same pass, as it is on CPU; but its gradients have been computed already.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 DEFERS = frozenset({"cuda"})
 """Types of devices for which the host waits when it looks at numbers."""
 
-
 COMPUTED = "Gradients were computed from it before that was known: do not use those of this backward pass."
 """What an error at the end of a pass says of its gradients."""
 
@@ -38,12 +37,13 @@ COMPUTED = "Gradients were computed from it before that was known: do not use th
 class _Pass:
     """What is to be compared at the end of one backward pass. Its callback owns it, and dies with a pass that fails."""
 
-    __slots__ = ("__weakref__", "expected", "failed", "found")
+    __slots__ = ("__weakref__", "expected", "failed", "found", "streams")
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []
         self.expected: list[Tensor] = []
         self.failed: list[Callable[[], str]] = []
+        self.streams: set[torch.cuda.Stream] = set()  # on which the elements were copied
 
     def compare(self) -> None:
         """Compares all samples with what was made.
@@ -51,16 +51,19 @@ class _Pass:
         Raises:
             RecomputedDifferentlyError: one differs.
         """
+        for stream in self.streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)  # on the device; the host does not wait
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for at, found in enumerate(self.found):
             groups.setdefault((found.device, found.dtype), []).append(at)
+        unequal: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
         for (device, _), members in groups.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # whichever streams have made them
             found, expected = (torch.cat([group[at] for at in members]) for group in (self.found, self.expected))
-            different = bits_of(found) != bits_of(expected)
-            if bool(different.any()):
-                ends = torch.tensor([self.found[at].numel() for at in members]).cumsum(0)
+            unequal.setdefault(device, []).append((members, bits_of(found) != bits_of(expected)))
+        for of_device in unequal.values():
+            if torch.stack([different.any() for _, different in of_device]).any():  # the host waits here
+                members, different = next(pair for pair in of_device if pair[1].any())
+                ends = torch.tensor([self.found[at].numel() for at in members], device="cpu").cumsum(0)
                 first = int(different.long().argmax())
                 raise RecomputedDifferentlyError(self.failed[members[int((ends <= first).sum())]]())
 
@@ -77,7 +80,8 @@ class Comparisons:
             whole.device.type in DEFERS
             and isinstance(sample.bits, Tensor)
             and sample.allows is None
-            and (sample.bits.numel() > 0 and whole.dtype is sample.bits.dtype)
+            and sample.bits.numel() > 0
+            and whole.dtype is sample.bits.dtype
             and graph_task() != -1
         )
 
@@ -104,6 +108,8 @@ class Comparisons:
         ours.found.append(found.clone())
         ours.expected.append(sample.bits)
         ours.failed.append(failed)
+        if whole.is_cuda:
+            ours.streams.add(torch.cuda.current_stream(whole.device))
 
 
 def check_sample(value: Value, whole: Tensor) -> None:

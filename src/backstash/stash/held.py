@@ -130,12 +130,15 @@ def read_reference(reading: Reading, packed: Packed) -> Tensor:
         return reading.of_matrix(tensor)
 
 
-_compiled = compiled.functions
-if _compiled is not None:
-    _compiled.configure(read_reference=read_reference, held_parameter=HeldParameter)
+if compiled.functions is not None:
+    compiled.functions.configure(read_reference=read_reference, held_parameter=HeldParameter)
 
-hold_quickly: Callable[[Holding, Tensor], AsItIs] = hold_reference if _compiled is None else _compiled.hold
+hold_quickly: Callable[[Holding, Tensor], AsItIs] = (
+    hold_reference if compiled.functions is None else compiled.functions.hold
+)
 """As :func:`hold_reference`, compiled where there is a compiled one (Note: [held natively])."""
 
-read_quickly: Callable[[Reading, Packed], Tensor] = read_reference if _compiled is None else _compiled.read
+read_quickly: Callable[[Reading, Packed], Tensor] = (
+    read_reference if compiled.functions is None else compiled.functions.read
+)
 """As :func:`read_reference`, compiled where there is a compiled one."""

@@ -44,10 +44,8 @@ def is_leaf_of_graph(x: Tensor) -> bool:
 
 def is_pinned(x: Tensor) -> bool:
     """Whether ``x`` is a leaf whose gradient is asked for, or a view of one: it must not be encoded."""
-    if x.requires_grad and x.is_leaf:
-        return True
     base = x._base
-    return base is not None and base.requires_grad and base.is_leaf
+    return is_leaf_of_graph(x) or (base is not None and is_leaf_of_graph(base))
 
 
 class HeldParameter(NamedTuple):

@@ -54,20 +54,11 @@ def repeat(
         tensors: what is read in the places of the call's tensors.
         take: of a call that has saved tensors inside: is given all of them with their numbers, instead of the group.
     """
-    pattern = call.pattern
-    if pattern is not None and pattern.places is not None and not torch.is_autocast_enabled(call.spec.device.type):
-        args = list(call.args)
-        for place, x in zip(pattern.places, tensors, strict=True):
-            args[place] = x
-        made: Tensor = function(*args, **call.kwargs)
-        return made
     if call.group is not None:
         tensors = [
             x.detach().requires_grad_() if needed else x for x, needed in zip(tensors, call.needs_grad, strict=True)
         ]
-    given = iter(tensors)
-    args = [_with_tensors(arg, given) for arg in call.args]
-    kwargs = {key: _with_tensors(arg, given) for key, arg in call.kwargs.items()}
+    args, kwargs = _arguments(call, tensors)
     device = call.spec.device.type
     is_autocast = torch.is_autocast_enabled(device)
     if call.group is None and call.random_state is None and call.autocast is None and not is_autocast:
@@ -86,6 +77,19 @@ def repeat(
             else:
                 made = function(*args, **kwargs)
     return _output(call, made)
+
+
+def _arguments(call: Call, tensors: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """A call's arguments with these tensors in the places of its own."""
+    places = None if call.pattern is None else call.pattern.places
+    if places is not None:
+        args = list(call.args)
+        for place, x in zip(places, tensors, strict=True):
+            args[place] = x
+        return args, call.kwargs
+    given = iter(tensors)
+    args = [_with_tensors(arg, given) for arg in call.args]
+    return args, {key: _with_tensors(arg, given) for key, arg in call.kwargs.items()}
 
 
 def _repeat_inside(call: Call, group: Group, function: Callable[[], Any]) -> Tensor:
