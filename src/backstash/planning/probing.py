@@ -8,8 +8,9 @@ Note: [one pass for many values]
     Backward reads the input of a convolution or of a linear layer for the weight's gradient alone. So all such values
     are rounded in one pass, and the error of each is that of its own weight's gradient. An error in any other value is
     passed on to all layers below, so such a value takes a pass of its own. If there are too many of them, values that
-    were saved one after the other share a pass, and the error is divided among them by the squares of the errors that
-    rounding made in the values themselves.
+    were saved one after the other share a pass. Then the group with the largest error is divided, and so on as long as
+    there are passes, so that what causes large errors is measured alone. What a group causes in the end is divided
+    among its values by the squares of the errors that rounding made in these.
 
 Note: [one codec for all]
     Only one codec of a value is tried. To first order the gradients' error is proportional to the value's own, so the
@@ -138,13 +139,26 @@ class Probe(Monitor):
             for key, place in alone.items():
                 self._note(key, found[place])
         others = [key for key in self._codecs if key in readers and key not in alone]
-        count = min(PASSES, len(others))
-        for number in range(count):
-            group = others[number * len(others) // count : (number + 1) * len(others) // count]
-            square = sum(errors(group))
+        for group, square in self._shared(others, errors):
             noise = sum(self._noise[key] ** 2 for key in group)
             for key in group:
                 self._note(key, square * (self._noise[key] ** 2 / noise if noise else 1.0))
+
+    def _shared(
+        self, keys: Sequence[str], errors: Callable[[Sequence[str]], list[float]]
+    ) -> list[tuple[Sequence[str], float]]:
+        """The values in groups, each with the square of the error that the rounding of the group causes."""
+        passes = PASSES if len(keys) <= PASSES else PASSES // 2
+        count = min(passes, len(keys))
+        groups = [keys[number * len(keys) // count : (number + 1) * len(keys) // count] for number in range(count)]
+        found = [(group, sum(errors(group))) for group in groups]
+        for _ in range((PASSES - passes) // 2):
+            group, _ = largest = max(found, key=lambda each: (len(each[0]) > 1, each[1]))
+            if len(group) == 1:
+                break
+            found.remove(largest)
+            found += [(half, sum(errors(half))) for half in (group[: len(group) // 2], group[len(group) // 2 :])]
+        return found
 
     def _note(self, key: str, square: float) -> None:
         if math.isfinite(square):
