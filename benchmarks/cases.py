@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import datasets, networks
 from benchmarks.networks.resnet import Residual
+from benchmarks.networks.transformers_vision import VISION
 
 SEED = 20
 """Of weights, stand-in images, and the dropout of every step."""
@@ -136,7 +137,10 @@ class Workload:
 def build(case: Case, device: str) -> Workload:
     """Makes the network, its gradients and a batch, the same at every call."""
     torch.manual_seed(SEED)
-    workload = _gpt2(case, device) if case.network.startswith("gpt2") else _images(case, device)
+    if case.network in VISION:
+        workload = _vision(case, device)
+    else:
+        workload = _gpt2(case, device) if case.network.startswith("gpt2") else _images(case, device)
     for parameter in workload.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return workload
@@ -180,6 +184,23 @@ def _images(case: Case, device: str) -> Workload:
         return functional.cross_entropy(x, labels)
 
     return Workload(case, model, device, data, loss, checkpointed_loss, f"{count} segments")
+
+
+def _vision(case: Case, device: str) -> Workload:
+    """One of the networks for images that the library transformers builds."""
+    model = VISION[case.network]().to(device)
+    data, images, labels = image_batch(case.batch, case.size)
+    images, labels = images.to(device), labels.to(device)
+    blocks = [module for name, module in model.named_modules() if name.rpartition(".")[0].endswith(("layer", "layers"))]
+
+    def loss() -> Tensor:
+        return functional.cross_entropy(model(images), labels)
+
+    def checkpointed_loss() -> Tensor:
+        with recomputed(blocks):
+            return loss()
+
+    return Workload(case, model, device, data, loss, checkpointed_loss, f"{len(blocks)} layers")
 
 
 def segments(model: nn.Module) -> list[tuple[nn.Module, bool]]:

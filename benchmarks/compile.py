@@ -31,11 +31,11 @@ from torch._functorch import config as functorch
 import backstash
 from backstash import Session, policies
 from backstash.report.meter import CountedPeak
+from benchmarks import cases
 from benchmarks.cases import SEED, Case, Workload
 from benchmarks.machine import load
 from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
-from benchmarks.steptime import build
 
 FORMAT = 1
 """Version of the JSON's layout."""
@@ -208,7 +208,7 @@ def measure(case: Case, effort: Effort, only: Sequence[str] = ()) -> list[Row]:
         effort: how many rounds.
         only: names of candidates to measure beside compiled plain and itself again; all if empty.
     """
-    state = {name: value.clone() for name, value in build(case).model.state_dict().items()}
+    state = {name: value.clone() for name, value in cases.build(case, "cpu").model.state_dict().items()}
     runners: list[Runner] = []
     facts: dict[str, tuple[int, int, float]] = {}
     exact: list[Tensor] = []
@@ -217,7 +217,7 @@ def measure(case: Case, effort: Effort, only: Sequence[str] = ()) -> list[Row]:
         candidate = waiting.pop(0)
         if runners and only and candidate.name not in (AGAIN, *only):
             continue
-        runner = Runner(candidate, build(case))
+        runner = Runner(candidate, cases.build(case, "cpu"))
         runner.workload.model.load_state_dict(state)
         gradients = runner.gradients()
         exact = exact or gradients

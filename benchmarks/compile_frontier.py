@@ -17,12 +17,12 @@ import torch
 
 import backstash
 from backstash import policies
+from benchmarks import cases
 from benchmarks import compile as compiled
 from benchmarks.cases import Case
 from benchmarks.compile import Candidate, Row, Runner, error
 from benchmarks.results import Results
 from benchmarks.rounds import Effort, interleave, summarise, table
-from benchmarks.steptime import build
 
 TORCH = tuple(step / 10 for step in range(1, 11))
 """Settings of activation_memory_budget."""
@@ -67,7 +67,7 @@ def measure(case: Case, effort: Effort, only: Sequence[str], known: Sequence[dic
         only: names of candidates to measure beside compiled plain and itself again; all if empty.
         known: rows of an earlier run.
     """
-    state = {name: value.clone() for name, value in build(case).model.state_dict().items()}
+    state = {name: value.clone() for name, value in cases.build(case, "cpu").model.state_dict().items()}
     plain = _runner(Candidate("compiled", options={}), case, state)
     exact, rounds, longest = plain.gradients(), Effort(effort.rounds), 0.0
     saved, peak = plain.saved_nbytes(), plain.peak_nbytes()
@@ -94,7 +94,7 @@ def measure(case: Case, effort: Effort, only: Sequence[str], known: Sequence[dic
 
 
 def _runner(candidate: Candidate, case: Case, state: dict[str, torch.Tensor]) -> Runner:
-    workload = build(case)
+    workload = cases.build(case, "cpu")
     workload.model.load_state_dict(state)
     return Runner(candidate, workload)
 

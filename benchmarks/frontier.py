@@ -135,7 +135,7 @@ def build(case: Case) -> Workload:
         return _unet(case)
     if case.network == "llama":
         return _llama(case)
-    return cases.build(case, "cpu") if case.network.startswith("gpt2") else steptime.build(case)
+    return cases.build(case, "cpu")
 
 
 def _unet(case: Case) -> Workload:

@@ -3,10 +3,10 @@
 For each network, every way of keeping less: bits, peak and time of a step beside plain PyTorch's, a checkpoint's and
 those of ``torch.autograd.graph.save_on_cpu``.
 
-1. Four steps from the same weights, data and dropout. After each of them, all gradients of an exact way must have the
+1. Three steps from the same weights, data and dropout. After each of them, all gradients of an exact way must have the
    bits of plain's, but for those that plain PyTorch itself computes differently a second time. A difference is reported
-   with the row, and the row has no times. With the fourth step the peak is counted: of the GPU's allocator, above what
-   it held before the step.
+   with the row, and the row has no times. In a fourth step the peak is counted: of the GPU's allocator, above what it
+   held before the step.
 2. Plans: a profile of a step, then a plan for each share of plain's peak. What they take is reported too.
 3. Rounds: every way once per round, each round in another order, each a few steps between two waits for the GPU.
 
@@ -29,27 +29,24 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 import backstash as bs
 from backstash.errors import BudgetError
 from backstash.planning.plan import Planner
-from backstash.report.meter import CountedPeak
 from benchmarks import cases
-from benchmarks.cases import SEED, Case, Workload, image_batch
+from benchmarks.cases import SEED, Case
 from benchmarks.hostcost import count_saved
-from benchmarks.networks.transformers_vision import VISION
 from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, Summary, interleave, mib, spread, summarise, table
 from benchmarks.step_table import same_bits, uncollected
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON's layout."""
 
 SHARES = (0.7, 0.5)
 """Budgets of plans, as shares of plain's peak."""
 
-GATED_STEPS, TIMED_STEPS = 4, 2
+COMPARED_STEPS, TIMED_STEPS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,7 @@ class Row:
         is_exact: whether the gradients must have plain's bits.
         differing: how many of them have not, in any of the steps.
         ratio: of the bytes saved to the bytes held for them; None for what is no Session.
+        predicted_nbytes: the peak that a plan predicts; None for what is no plan.
         note: what else is to be said.
     """
 
@@ -101,6 +99,7 @@ class Row:
     is_exact: bool = True
     differing: int = 0
     ratio: float | None = None
+    predicted_nbytes: int | None = None
     note: str = ""
 
 
@@ -133,12 +132,14 @@ class Way:
         context: what the forward pass runs in.
         is_exact: whether gradients have plain's bits.
         checkpointed: whether parts are recomputed by torch's checkpoint.
+        predicted_nbytes: the peak that a plan predicts.
         note: what is to be said of it.
     """
 
     context: AbstractContextManager[object]
     is_exact: bool = True
     checkpointed: bool = False
+    predicted_nbytes: int | None = None
     note: str = ""
 
 
@@ -146,7 +147,7 @@ class Training:
     """Steps of one network."""
 
     def __init__(self, work: Work, device: str) -> None:
-        self.workload = build(work.case, device)
+        self.workload = cases.build(work.case, device)
         self.autocast = work.autocast
         self.device = device
 
@@ -174,16 +175,7 @@ class Training:
     def peak(self, way: Way, seed: int) -> int:
         """The peak of a step."""
         gc.collect()
-        if self.device == "cpu":
-            with CountedPeak() as counter:
-                self.step(way, seed)
-            return counter.peak_nbytes
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.step(way, seed)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return bs.measure(lambda: self.step(way, seed), repeats=1, warmup=0, device=self.device).peak_nbytes
 
     def seconds(self, way: Way) -> float:
         """Seconds of a step, of a few between two waits for the device."""
@@ -198,28 +190,6 @@ class Training:
     def _wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
-
-
-def build(case: Case, device: str) -> Workload:
-    """The network on the device, with its gradients and a batch."""
-    if case.network not in VISION:
-        return cases.build(case, device)
-    torch.manual_seed(SEED)
-    model = VISION[case.network]().to(device)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    data, images, labels = image_batch(case.batch, case.size)
-    images, labels = images.to(device), labels.to(device)
-    blocks = [module for name, module in model.named_modules() if name.rpartition(".")[0].endswith(("layer", "layers"))]
-
-    def loss() -> Tensor:
-        return functional.cross_entropy(model(images), labels)
-
-    def checkpointed_loss() -> Tensor:
-        with cases.recomputed(blocks):
-            return loss()
-
-    return Workload(case, model, device, data, loss, checkpointed_loss, f"{len(blocks)} layers")
 
 
 def ways(training: Training) -> dict[str, Way]:
@@ -252,7 +222,8 @@ def plans(training: Training, plain_nbytes: int) -> dict[str, Way]:
         seconds = time.perf_counter() - started
         found[name] = Way(
             bs.Session(plan),
-            note=f"{mib(plan.peak_nbytes)} MiB predicted; profile {profiled:.1f} s, plan {seconds:.1f} s",
+            predicted_nbytes=plan.peak_nbytes,
+            note=f"profile {profiled:.1f} s, plan {seconds:.1f} s",
         )
     return found
 
@@ -269,20 +240,21 @@ def measure(work: Work, device: str, rounds: int, deadline: Deadline, with_plans
 
     def judge(name: str, way: Way) -> None:
         differing: set[int] = set()
-        for number in range(GATED_STEPS - 1):
+        for number in range(COMPARED_STEPS):
             training.step(way, SEED + number)
             gradients = training.gradients()
             if len(reference) <= number:
                 reference.append(gradients)
-            found = {at for at, pair in enumerate(zip(gradients, reference[number], strict=True)) if not same(pair)}
-            differing |= found
+            are_same = map(same_bits, gradients, reference[number])
+            differing |= {at for at, is_same in enumerate(are_same) if not is_same}
         if name == "plain again":
             unstable.update(differing)
         peak = training.peak(way, SEED)
         report = way.context.report() if isinstance(way.context, bs.Session) else None
         ratio = None if report is None else report.ratio
         wrong = len(differing - unstable) if way.is_exact and name != "plain again" else 0
-        gated[name] = way, Row(name, peak, None, None, way.is_exact, wrong, ratio, way.note)
+        row = Row(name, peak, is_exact=way.is_exact, differing=wrong, ratio=ratio)
+        gated[name] = way, replace(row, predicted_nbytes=way.predicted_nbytes, note=way.note)
 
     def judge_all(group: dict[str, Way]) -> None:
         for name, way in group.items():
@@ -311,11 +283,6 @@ def measure(work: Work, device: str, rounds: int, deadline: Deadline, with_plans
     return Measured(work.case.name, what, saved, len(unstable), tuple(rows), tuple(failed))
 
 
-def same(pair: tuple[Tensor, Tensor]) -> bool:
-    """Whether two gradients have the same bits."""
-    return same_bits(*pair)
-
-
 def show(found: Measured) -> str:
     """A line for each way."""
     lines = [
@@ -326,6 +293,7 @@ def show(found: Measured) -> str:
             spread(row.seconds, 1e3, 1),
             spread(row.times_plain, digits=3),
             "" if row.ratio is None else f"{row.ratio:.2f}",
+            "" if row.predicted_nbytes is None else mib(row.predicted_nbytes),
             f"{row.differing} DIFFER" if row.differing else "equal" if row.is_exact else "",
             row.note,
         )
@@ -333,7 +301,7 @@ def show(found: Measured) -> str:
     ]
     head = (
         f"{found.name}: {found.what}; {found.saved} saved tensors; plain differs from itself in {found.unstable}",
-        table(("way", "peak MiB", "x plain", "step ms", "x plain", "ratio", "bits", "note"), lines),
+        table(("way", "peak MiB", "x plain", "step ms", "x plain", "ratio", "predicted", "bits", "note"), lines),
         *(f"FAILED {text}" for text in found.failed),
     )
     return "\n".join(head)

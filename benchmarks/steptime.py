@@ -35,14 +35,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from backstash import Session
 from benchmarks import cases
-from benchmarks.cases import SEED, Case, Workload, image_batch
+from benchmarks.cases import SEED, Case, Workload
 from benchmarks.hostcost import count_saved, identity_hooks
 from benchmarks.machine import load
-from benchmarks.networks.transformers_vision import VISION
 from benchmarks.results import Results
 from benchmarks.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
 from benchmarks.step_table import GateError, same_bits, uncollected
@@ -149,22 +147,6 @@ class Measured:
     rows: tuple[Row, ...] = ()
 
 
-def build(case: Case) -> Workload:
-    """Returns the network with its gradients and a batch, the same at every call."""
-    if case.network not in VISION:
-        return cases.build(case, "cpu")
-    torch.manual_seed(SEED)
-    model = VISION[case.network]()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    data, images, labels = image_batch(case.batch, case.size)
-
-    def loss() -> Tensor:
-        return functional.cross_entropy(model(images), labels)
-
-    return Workload(case, model, "cpu", data, loss, loss, "0 segments")
-
-
 def step(workload: Workload, candidate: Candidate) -> float:
     """Runs a forward and a backward pass, from gradients of zero; returns their seconds."""
     for parameter in workload.model.parameters():
@@ -246,7 +228,7 @@ def measure(case: Case, effort: Effort) -> Measured:
     if reason is not None:
         return Measured(case, "skipped", reason)
     before = load()
-    workload, measured = build(case), candidates()
+    workload, measured = cases.build(case, "cpu"), candidates()
     saved = count_saved(workload.loss)
     try:
         gated = gate(workload, measured)
