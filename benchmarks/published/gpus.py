@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from benchmarks.published.results import ENOUGH, load, machine_line, mib, summary, table
@@ -15,9 +16,25 @@ def steps() -> str:
     for network in load(_KIND)["networks"]:
         plain = network["rows"][0]
         rows = [_row(row, plain) for row in network["rows"]]
-        title = f"{network['what']}, {network['saved']} saved tensors"
-        parts.append(f"**{title}**\n\n{table(('', 'peak, MiB', 'x plain', 'step, x plain', 'bits'), rows)}")
+        title = f"**{network['what']}, {network['saved']} saved tensors{_compared(network['unstable'])}**"
+        head = ("", "peak, MiB", "predicted, MiB", "x plain", "step, x plain", "bits")
+        parts.append(f"{title}\n\n{table(head, rows)}")
     return "\n\n".join(parts)
+
+
+def _compared(unstable: int) -> str:
+    """What is to be said of gradients that plain PyTorch itself computes differently a second time."""
+    return f"; {unstable} gradients, which plain itself computes differently a second time, are not compared" * (
+        unstable > 0
+    )
+
+
+def _predicted(row: dict[str, Any]) -> str:
+    """The peak that a plan predicts; the first results hold it in the note's text."""
+    if row.get("predicted_nbytes") is not None:
+        return mib(row["predicted_nbytes"])
+    found = re.match(r"([\d.]+) MiB predicted", row["note"])
+    return "" if found is None else f"{float(found[1]):,.0f}"
 
 
 def _row(row: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
@@ -26,6 +43,7 @@ def _row(row: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["way"] if row["way"].startswith("plain") else f"`{row['way']}`",
         mib(row["peak_nbytes"]),
+        _predicted(row),
         f"{row['peak_nbytes'] / plain['peak_nbytes']:.2f}",
         "" if times is None or times["count"] < ENOUGH else summary(times),
         bits,
