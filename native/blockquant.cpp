@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "elements.h"
 #include "isa.h"
@@ -24,6 +25,19 @@ struct BlockQuantJob {
     void* ranges;
     bool stream;
 };
+
+// Planes of a compiled graph: a group's codes are a row. The bytes of a row have the fields of several groups (`across`),
+// which lie `byte_rows` apart, or of one group's several parts. Extremes have planes of their own.
+struct BlockQuantRows {
+    BlockQuantJob job;
+    void *low, *high;
+    int64_t n, byte_rows, byte_columns;
+    bool across;
+    int64_t channels, area;  // of images in channels last; 0 for elements in order
+};
+
+constexpr int64_t kTile = 64;     // positions of an image that are decoded at a time
+constexpr int64_t kChannels = 32;  // channels of these
 
 }  // namespace bs
 
@@ -49,4 +63,40 @@ BS_EXPORT void bs_blockquant_decode(uint8_t* codes, void* ranges, int bits, int6
     const bs::BlockQuantJob job{out, bs::Float(type), bits, group_size, false, 0, codes, ranges, stream};
     const auto decode = BS_PICK(decode_groups);
     bs::for_blocks(n, bs::kGroupBlock, threads, [&](int64_t begin, int64_t end) { decode(job, begin, end); });
+}
+
+// `channels` and `area` (pixels of an image) where x is images in channels last, of whole groups and, across, of a number
+// that is a multiple of the fields in a byte; 0 where it lies in order.
+BS_EXPORT void bs_blockquant_encode_rows(void* x, int64_t n, int type, int bits, int64_t group_size, int stochastic,
+                                         uint32_t seed, int across, int64_t channels, int64_t area, uint8_t* codes,
+                                         void* low, void* high, int threads) {
+    const int64_t count = (n + group_size - 1) / group_size, fields = 8 / bits;
+    const bs::BlockQuantJob job{x, bs::Float(type), bits, group_size, stochastic != 0, seed, codes, nullptr, false};
+    const int64_t rows = across != 0 ? count / fields : count, columns = across != 0 ? group_size : group_size / fields;
+    const bs::BlockQuantRows all{job, low, high, n, rows, columns, across != 0, channels, area};
+    if (channels != 0) {
+        const auto encode = BS_PICK(encode_images);
+        const int64_t images = n / (channels * area) / (across != 0 ? fields : 1);
+        bs::for_blocks(images, 1, threads, [&](int64_t begin, int64_t end) { encode(all, begin, end); });
+        return;
+    }
+    const auto encode = BS_PICK(encode_rows);
+    const int64_t block = std::max<int64_t>(bs::kGroupBlock / group_size / (across != 0 ? fields : 1), 1);
+    bs::for_blocks(rows, block, threads, [&](int64_t begin, int64_t end) { encode(all, begin, end); });
+}
+
+// `channels` and `area` as there, for the result; any images will do.
+BS_EXPORT void bs_blockquant_decode_rows(uint8_t* codes, void* low, void* high, int bits, int64_t group_size, int across,
+                                         void* out, int64_t n, int type, int64_t channels, int64_t area, int threads) {
+    const int64_t count = (n + group_size - 1) / group_size, fields = 8 / bits;
+    const bs::BlockQuantJob job{out, bs::Float(type), bits, group_size, false, 0, codes, nullptr, false};
+    const int64_t rows = across != 0 ? count / fields : count, columns = across != 0 ? group_size : group_size / fields;
+    const bs::BlockQuantRows all{job, low, high, n, rows, columns, across != 0, channels, area};
+    if (channels == 0) {
+        const auto decode = BS_PICK(decode_rows);
+        bs::for_blocks(n, bs::kGroupBlock, threads, [&](int64_t begin, int64_t end) { decode(all, begin, end); });
+        return;
+    }
+    const auto decode = BS_PICK(decode_pixels);
+    bs::for_blocks(n / channels, bs::kTile * 16, threads, [&](int64_t begin, int64_t end) { decode(all, begin, end); });
 }

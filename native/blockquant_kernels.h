@@ -139,3 +139,198 @@ void decode_groups(const BlockQuantJob& job, int64_t begin, int64_t end) {
         default: return run(BFloat16());
     }
 }
+
+// The codes of one group, a byte each with zeros behind the last, and its extremes. A group that holds something that is
+// not finite, or whose range is not, gets NaN for both.
+template <class F>
+inline void encode_group(const BlockQuantRows& rows, int64_t group, const typename Dense<F>::U* x, uint8_t* codes) {
+    using U = typename Dense<F>::U;
+    const BlockQuantJob& job = rows.job;
+    const int64_t begin = group * job.group_size, count = std::min(job.group_size, rows.n - begin);
+    prefetch_ahead(x, count);
+    const Range range = range_of<F>(x, count);
+    const float span = range.high - range.low;
+    const bool broken = range.strange != 0 || (bits_of(span) & kMagnitude) >= kInfinity;
+    static_cast<U*>(rows.low)[group] = Dense<F>::narrow(broken ? kQuiet : bits_of(range.low));
+    static_cast<U*>(rows.high)[group] = Dense<F>::narrow(broken ? kQuiet : bits_of(range.high));
+    if (broken) {
+        std::memset(codes, 0, size_t(job.group_size));
+        return;
+    }
+    const float levels = float((1 << job.bits) - 1), divisor = span > 0.0f ? span : 1.0f;
+    const uint32_t first = mixed(bits_of(range.low) ^ job.seed), second = mixed(first ^ bits_of(range.high));
+    const Keys keys{uint32_t(begin), first, second + uint32_t(uint64_t(begin) >> 32)};
+    if (job.stochastic) quantise<F, true>(x, count, range.low, divisor, levels, keys, codes);
+    else quantise<F, false>(x, count, range.low, divisor, levels, keys, codes);
+    std::memset(codes + count, 0, size_t(job.group_size - count));
+}
+
+__attribute__((noinline)) void put_field(const uint8_t* __restrict codes, int64_t n, int shift,
+                                         uint8_t* __restrict packed) {
+    if (shift == 0) {
+        std::memcpy(packed, codes, size_t(n));
+        return;
+    }
+    for (int64_t i = 0; i < n; ++i) packed[i] = uint8_t(packed[i] | codes[i] << shift);
+}
+
+// Puts the codes of one group, whose first field clears its bytes, where they belong.
+template <class F>
+inline void put_group(const BlockQuantRows& rows, int64_t group, const typename Dense<F>::U* x) {
+    const BlockQuantJob& job = rows.job;
+    uint8_t codes[kGroupMost];
+    encode_group<F>(rows, group, x, codes);
+    if (rows.across) {
+        const int64_t field = group / rows.byte_rows, row = group % rows.byte_rows;
+        put_field(codes, rows.byte_columns, int(field) * job.bits, job.codes + row * rows.byte_columns);
+        return;
+    }
+    for (int field = 0; field < 8 / job.bits; ++field) {
+        uint8_t* const packed = job.codes + group * rows.byte_columns;
+        put_field(codes + field * rows.byte_columns, rows.byte_columns, field * job.bits, packed);
+    }
+}
+
+// Turns `rows` by `columns` elements into columns by rows. Rows begin `from_step` and `to_step` elements apart.
+template <class U>
+inline void turn(const U* from, int64_t from_step, int64_t rows, int64_t columns, U* to, int64_t to_step) {
+    constexpr int64_t side = 16;
+    int64_t row = 0;
+    for (; row + side <= rows; row += side) {
+        int64_t column = 0;
+        for (; column + side <= columns; column += side) {
+            U block[side][side], turned[side][side];
+            for (int64_t r = 0; r < side; ++r)
+                std::memcpy(block[r], from + (row + r) * from_step + column, sizeof block[r]);
+            for (int64_t c = 0; c < side; ++c)
+                for (int64_t r = 0; r < side; ++r) turned[c][r] = block[r][c];
+            for (int64_t c = 0; c < side; ++c) std::memcpy(to + (column + c) * to_step + row, turned[c], sizeof turned[c]);
+        }
+        for (; column < columns; ++column)
+            for (int64_t r = row; r < row + side; ++r) to[column * to_step + r] = from[r * from_step + column];
+    }
+    for (; row < rows; ++row)
+        for (int64_t c = 0; c < columns; ++c) to[c * to_step + row] = from[row * from_step + c];
+}
+
+template <class F>
+inline void encode_rows_as(const BlockQuantRows& rows, int64_t begin, int64_t end) {
+    const BlockQuantJob& job = rows.job;
+    const auto* x = static_cast<const typename Dense<F>::U*>(job.dense);
+    for (int64_t row = begin; row < end; ++row) {
+        if (!rows.across) put_group<F>(rows, row, x + row * job.group_size);
+        for (int field = 0; rows.across && field < 8 / job.bits; ++field) {
+            const int64_t group = row + field * rows.byte_rows;
+            put_group<F>(rows, group, x + group * job.group_size);
+        }
+    }
+}
+
+// Images in channels last, `begin` to `end`, each with those whose codes share its bytes. An image is turned into
+// channels of positions in memory of the thread's own; a group does not reach from one image into the next.
+template <class F>
+inline void encode_images_as(const BlockQuantRows& rows, int64_t begin, int64_t end) {
+    using U = typename Dense<F>::U;
+    const BlockQuantJob& job = rows.job;
+    const int64_t size = rows.channels * rows.area, groups = size / job.group_size;
+    const int64_t apart = rows.byte_rows / groups;  // images from one field to the next
+    std::vector<U> turned(static_cast<size_t>(size));
+    for (int64_t first = begin; first < end; ++first) {
+        for (int field = 0; field < (rows.across ? 8 / job.bits : 1); ++field) {
+            const int64_t image = first + field * apart;
+            const U* const image_data = static_cast<const U*>(job.dense) + image * size;
+            turn(image_data, rows.channels, rows.area, rows.channels, turned.data(), rows.area);
+            for (int64_t group = 0; group < groups; ++group)
+                put_group<F>(rows, image * groups + group, turned.data() + group * job.group_size);
+        }
+    }
+}
+
+void encode_images(const BlockQuantRows& rows, int64_t begin, int64_t end) {
+    switch (rows.job.type) {
+        case Float::F32: return encode_images_as<float>(rows, begin, end);
+        case Float::F16: return encode_images_as<Half>(rows, begin, end);
+        default: return encode_images_as<BFloat16>(rows, begin, end);
+    }
+}
+
+void encode_rows(const BlockQuantRows& rows, int64_t begin, int64_t end) {
+    switch (rows.job.type) {
+        case Float::F32: return encode_rows_as<float>(rows, begin, end);
+        case Float::F16: return encode_rows_as<Half>(rows, begin, end);
+        default: return encode_rows_as<BFloat16>(rows, begin, end);
+    }
+}
+
+// What the fields of `count` bytes stand for.
+template <class F>
+__attribute__((noinline)) void levels_of_fields(const uint8_t* __restrict packed, int64_t count, int shift, int most,
+                                                float low, float span, float unit,
+                                                typename Dense<F>::U* __restrict values) {
+    for (int64_t i = 0; i < count; ++i) {
+        const float share = float((int32_t(packed[i]) >> shift) & most) * unit;
+        values[i] = rounded<F>(bits_of(share * span + low));
+    }
+}
+
+// The elements [begin, end), in order.
+template <class F>
+inline void decode_span(const BlockQuantRows& rows, int64_t begin, int64_t end, typename Dense<F>::U* values) {
+    using U = typename Dense<F>::U;
+    const BlockQuantJob& job = rows.job;
+    const int most = (1 << job.bits) - 1;
+    const float unit = float(1.0 / double(most));
+    while (begin < end) {
+        const int64_t group = begin / job.group_size, at = begin - group * job.group_size;
+        const int64_t row = rows.across ? group % rows.byte_rows : group, column = at % rows.byte_columns;
+        const int64_t field = rows.across ? group / rows.byte_rows : at / rows.byte_columns;
+        const int64_t count = std::min(end - begin, rows.byte_columns - column);
+        const float low = float_of(Dense<F>::widen(static_cast<const U*>(rows.low)[group]));
+        const float span = float_of(Dense<F>::widen(static_cast<const U*>(rows.high)[group])) - low;
+        const uint8_t* packed = job.codes + row * rows.byte_columns + column;
+        levels_of_fields<F>(packed, count, int(field) * job.bits, most, low, span, unit, values);
+        values += count;
+        begin += count;
+    }
+}
+
+void decode_rows(const BlockQuantRows& rows, int64_t begin, int64_t end) {
+    const auto run = [&](auto f) {
+        using F = decltype(f);
+        decode_span<F>(rows, begin, end, static_cast<typename Dense<F>::U*>(rows.job.dense) + begin);
+    };
+    switch (rows.job.type) {
+        case Float::F32: return run(float());
+        case Float::F16: return run(Half());
+        default: return run(BFloat16());
+    }
+}
+
+// Tiles of channels by positions are decoded into a buffer in the first-level cache, and written the other way around.
+template <class F>
+inline void decode_pixels_as(const BlockQuantRows& rows, int64_t begin, int64_t end) {
+    using U = typename Dense<F>::U;
+    alignas(64) U tile[kChannels][kTile];
+    for (int64_t pixel = begin; pixel < end;) {
+        const int64_t image = pixel / rows.area, at = pixel - image * rows.area;
+        const int64_t many = std::min({kTile, rows.area - at, end - pixel});
+        for (int64_t channel = 0; channel < rows.channels; channel += kChannels) {
+            const int64_t wide = std::min(kChannels, rows.channels - channel);
+            for (int64_t c = 0; c < wide; ++c) {
+                const int64_t from = (image * rows.channels + channel + c) * rows.area + at;
+                decode_span<F>(rows, from, from + many, tile[c]);
+            }
+            U* const out = static_cast<U*>(rows.job.dense) + pixel * rows.channels + channel;
+            turn(tile[0], kTile, wide, many, out, rows.channels);
+        }
+        pixel += many;
+    }
+}
+
+void decode_pixels(const BlockQuantRows& rows, int64_t begin, int64_t end) {
+    switch (rows.job.type) {
+        case Float::F32: return decode_pixels_as<float>(rows, begin, end);
+        case Float::F16: return decode_pixels_as<Half>(rows, begin, end);
+        default: return decode_pixels_as<BFloat16>(rows, begin, end);
+    }
+}

@@ -24,12 +24,20 @@ from native_checks import (
 from thinning import star
 from triton_checks import SHORT_TAILS, bits, expected, filled, half_zeros, launchers, on_device, triton_test
 
+from backstash.errors import DamagedPlanesError
+
 
 def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     """Arguments of this family's kernels for ``n`` elements."""
     x = (torch.arange(n) % 3).to(dtype)
     planes = reference.blockquant_encode(x, 2, 16, True, 0)[:2]
-    return {"blockquant_encode": (x, 2, 16, True, 0), "blockquant_decode": (*planes, 2, 16, torch.empty_like(x))}
+    rows = reference.blockquant_encode_rows(x, 2, 16, True, 0, False, 0, 0)
+    return {
+        "blockquant_encode": (x, 2, 16, True, 0),
+        "blockquant_decode": (*planes, 2, 16, torch.empty_like(x)),
+        "blockquant_encode_rows": (x, 2, 16, True, 0, False, 0, 0),
+        "blockquant_decode_rows": (*rows, 2, 16, False, 0, 0, torch.empty_like(x)),
+    }
 
 
 @native_test
@@ -67,6 +75,98 @@ def test_blockquant_large(threads: int, isa: str) -> None:
         cpu.blockquant_decode(codes, ranges, 4, 256, out[offset : x.numel() + offset])
         assert same(out[offset : x.numel() + offset], want)
         assert (out[x.numel() + offset :] == 3).all() and (out[:offset] == 3).all()
+
+
+ROWS = ("codes", "low", "high")
+
+
+@native_test
+@pytest.mark.parametrize(("isa", "bits", "dtype"), isas_and([2, 1, 4, 8], SMALL_FLOATS), indirect=["isa"])
+def test_rows(bits: int, dtype: torch.dtype, isa: str) -> None:
+    """Equal planes and values, with fields along the groups and along each group, in order and as images."""
+    fields = 8 // bits
+    for n, group_size, across in itertools.product((*TAILS[:24], 255, 4097, 70_000), (16, 256, 4096), (False, True)):
+        if across and -(-n // group_size) % fields:
+            continue
+        settings = bits, group_size, n % 2 == 0, 7, across, 0, 0
+        for x in (torch.randn(n, generator=generator(n)) * 10, torch.rand(n, generator=generator(n)) * 2**-130):
+            planes = cpu.blockquant_encode_rows(x.to(dtype), *settings)
+            wanted = reference.blockquant_encode_rows(x.to(dtype), *settings)
+            for name, plane, want in zip(ROWS, planes, wanted, strict=True):
+                assert same(plane, want), (name, n, group_size, across)
+            out, untouched = poisoned(n, dtype, n % 3)
+            cpu.blockquant_decode_rows(*wanted, bits, group_size, across, 0, 0, out)
+            again = torch.empty(n, dtype=dtype)
+            reference.blockquant_decode_rows(*wanted, bits, group_size, across, 0, 0, again)
+            assert same(out, again) and untouched(), (n, group_size, across)
+        strange = contents(n, dtype, 0.7, n)
+        wanted = reference.blockquant_encode_rows(strange, *settings)
+        for plane, want in zip(cpu.blockquant_encode_rows(strange, *settings), wanted, strict=True):
+            assert same(plane, want), (n, group_size, across)
+
+
+@native_test
+@pytest.mark.parametrize(("isa", "dtype"), isas_and(SMALL_FLOATS), indirect=["isa"])
+@pytest.mark.parametrize("shape", [(3, 1, 5, 7), (2, 33, 9, 8), (1, 64, 16, 16), (4, 40, 12, 4), (2, 8, 64, 65)])
+def test_rows_become_images_in_channels_last(shape: tuple[int, int, int, int], dtype: torch.dtype, isa: str) -> None:
+    x = torch.randn(shape, generator=generator(1)).to(dtype)
+    channels, area = shape[1], shape[2] * shape[3]
+    for across in (False, True):
+        if across and -(-x.numel() // 16) % 2:
+            continue
+        planes = reference.blockquant_encode_rows(x.flatten(), 4, 16, False, 0, across, 0, 0)
+        in_order, out = torch.empty_like(x).flatten(), torch.empty_like(x).flatten()
+        reference.blockquant_decode_rows(*planes, 4, 16, across, 0, 0, in_order)
+        reference.blockquant_decode_rows(*planes, 4, 16, across, channels, area, out)
+        assert same(out.view(shape[0], area, channels).transpose(1, 2).reshape(-1), in_order)
+        native, untouched = poisoned(x.numel(), dtype, 1)
+        cpu.blockquant_decode_rows(*planes, 4, 16, across, channels, area, native)
+        assert same(native, out) and untouched()
+        encode = reference.blockquant_encode_rows, cpu.blockquant_encode_rows
+        for stochastic, function in itertools.product((False, True), encode):
+            wanted = encode[0](in_order, 4, 16, stochastic, 5, across, 0, 0)
+            for plane, want in zip(function(out, 4, 16, stochastic, 5, across, channels, area), wanted, strict=True):
+                assert same(plane, want)
+
+
+@native_test
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_large_rows(threads: int, isa: str) -> None:
+    """Many blocks: what two threads write and read is what one does."""
+    x = torch.randn(8, 96, 57, 61, generator=generator())
+    flat = x.flatten()
+    for across in (False, True):
+        flat = flat[: 2 * 4096 * (flat.numel() // (2 * 4096))] if across else flat
+        planes = cpu.blockquant_encode_rows(flat, 4, 4096, False, 0, across, 0, 0)
+        for plane, want in zip(
+            planes, reference.blockquant_encode_rows(flat, 4, 4096, False, 0, across, 0, 0), strict=True
+        ):
+            assert same(plane, want)
+        out, want = torch.empty_like(flat), torch.empty_like(flat)
+        for image in ((0, 0), (96, 57 * 61) if flat.numel() == x.numel() else (32, 128)):
+            cpu.blockquant_decode_rows(*planes, 4, 4096, across, *image, out)
+            reference.blockquant_decode_rows(*planes, 4, 4096, across, *image, want)
+            assert same(out, want)
+
+
+@pytest.mark.parametrize("function", [reference.blockquant_encode_rows, cpu.blockquant_encode_rows])
+def test_what_is_not_finite_makes_its_group_nan_and_no_other(function: Any) -> None:
+    x = torch.randn(64, generator=generator())
+    x[20], x[40:42] = math.inf, torch.tensor([3e38, -3e38])
+    codes, low, high = function(x, 4, 16, False, 0, True, 0, 0)
+    assert low.isnan().tolist() == high.isnan().tolist() == [False, True, True, False]
+    assert [int(row.sum()) > 0 for row in (codes.view(2, 16) & 15, codes.view(2, 16) >> 4)] == [True, True]
+    assert not (codes.view(2, 16)[1] & 15).any() and not (codes.view(2, 16)[0] >> 4).any()
+
+
+@pytest.mark.parametrize("function", [reference.blockquant_decode_rows, cpu.blockquant_decode_rows])
+def test_rows_of_other_sizes_are_refused(function: Any) -> None:
+    planes = reference.blockquant_encode_rows(torch.randn(64), 4, 16, False, 0, False, 0, 0)
+    for index, name in enumerate(ROWS):
+        damaged = [*planes]
+        damaged[index] = damaged[index][1:]
+        with pytest.raises(DamagedPlanesError, match=f"in the plane '{name}'"):
+            function(*damaged, 4, 16, False, 0, 0, torch.empty(64))
 
 
 GROUPS = (16, 256, 4096)

@@ -70,9 +70,19 @@ class GraphEmitter:
         before: the node in front of which calls are added.
         fake_mode: the mode of the graph's fake tensors.
         meta: what each new node carries beside its fake result.
+        fuses: whether the compiler of the graph makes one loop of elementwise operators, in whose middle nothing is
+            stored; an attribute as well.
     """
 
-    def __init__(self, graph: fx.Graph, before: fx.Node, fake_mode: Any, meta: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        before: fx.Node,
+        fake_mode: Any,
+        meta: dict[str, Any] | None = None,
+        fuses: bool = False,
+    ) -> None:
+        self.fuses = fuses
         self._graph = graph
         self._before = before
         self._fake_mode = fake_mode
@@ -103,6 +113,11 @@ class GraphEmitter:
         with self._fake_mode:
             node.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
         node.meta.update(self._meta)
+
+
+def is_fusing(emit: Emitter) -> bool:
+    """Whether what is computed on the way from one value to another is never stored."""
+    return isinstance(emit, GraphEmitter) and emit.fuses
 
 
 def product(sizes: Sequence[Any]) -> Any:

@@ -17,7 +17,7 @@ from backstash.codecs import Bitmask, BlockQuant, Codec, FewBit, Minifloat, Narr
 from backstash.codecs.base import SINGLES
 from backstash.integrations.compile.emit import Emitter, Value, tensor_of
 from backstash.integrations.compile.graph_rounding import GraphBlockQuant, GraphFewBit, GraphMinifloat
-from backstash.integrations.compile.layout import cast, constant, pack, packed_nbytes, unpack
+from backstash.integrations.compile.layout import cast, constant, pack, packed_nbytes, unpack, unpack_bools
 from backstash.saved import Mask, Test
 
 _aten = torch.ops.aten
@@ -62,7 +62,7 @@ class Bits:
 
     def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
         """A bool."""
-        return cast(emit, unpack(emit, planes[0], 1, list(like.shape)), torch.bool)
+        return unpack_bools(emit, planes[0], list(like.shape))
 
     def nbytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
         """A bit per element."""
@@ -129,7 +129,7 @@ class Sides:
         mask = self.mask
 
         def where(plane: Value, number: float, otherwise: Value) -> Value:
-            bits = cast(emit, unpack(emit, plane, 1, list(like.shape)), torch.bool)
+            bits = unpack_bools(emit, plane, list(like.shape))
             return emit(_aten.where.self, bits, constant(emit, number, plane, like.dtype), otherwise)
 
         clear = constant(emit, 0.0 if mask.ternary else mask.if_clear, planes[0], like.dtype)

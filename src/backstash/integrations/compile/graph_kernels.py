@@ -9,7 +9,6 @@ decoding is one call too: it stands in front of its reader and fills the memory 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from backstash.codecs.fewbit_table import TABLE
-from backstash.integrations.compile.emit import Emitter, Value, product, rounded, run_now, sizes_of, tensor_of
+from backstash.integrations.compile.emit import Emitter, Value, product, run_now, sizes_of, tensor_of
 from backstash.integrations.compile.graph_codecs import GraphCodec
 from backstash.integrations.compile.graph_rounding import GraphBlockQuant, GraphFewBit, GraphMinifloat
 from backstash.integrations.compile.layout import pack_along, packed_dimension
@@ -108,67 +107,34 @@ def _fields(packed: Tensor, bits: int, count: int, padded: int) -> Tensor:
 def _round_in_groups(
     x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = _flat(x)
-    stream, ranges, refused = _kernels.blockquant_encode(x, bits, group_size, stochastic, seed)
-    # Compiled code expects a memory of its own for each result.
-    low, high = (ranges[first::2].clone(memory_format=torch.contiguous_format) for first in (0, 1))
-    count = low.numel()
-    if int(refused):  # a graph cannot refuse: nothing in these groups is decoded to a number
-        padded = x.new_zeros(count * group_size)
-        padded[: x.numel()] = x
-        rows = padded.float().view(count, group_size)
-        broken = ~(rows.amax(1) - rows.amin(1)).isfinite()
-        low[broken] = high[broken] = math.nan
-    codes = _fields(stream, bits, x.numel(), count * group_size).view(count, group_size)
-    return pack_along(run_now, codes, bits, dim), low, high
-
-
-_CHUNK = 1 << 16
-"""Elements that are decoded at a time, so that they stay in a cache until they are where they belong."""
+    is_turned = _is_channels_last(x)
+    flat = x.permute(0, 2, 3, 1).view(-1) if is_turned else _flat(x)
+    settings = bits, group_size, stochastic, seed, dim == 0
+    codes, low, high = _kernels.blockquant_encode_rows(flat, *settings, *_image(list(x.shape), is_turned))
+    rows = low.numel() * bits // 8 if dim == 0 else low.numel()
+    return codes.view(rows, -1), low, high
 
 
 def _values_of_groups(
     codes: Tensor, low: Tensor, high: Tensor, bits: int, sizes: list[int], channels_last: bool
 ) -> Tensor:
     out = _values_like(codes, low, high, bits, sizes, channels_last)
-    count, fields = low.numel(), 8 // bits
-    group_size = codes.numel() * fields // count
+    count = low.numel()
+    group_size = codes.numel() * 8 // bits // count
     across = codes.shape[0] != count  # the codes of several groups share bytes, or those of one
-    numel, each = out.numel(), out[0].numel()
-    is_in_order = out.is_contiguous()
-    # By images where these are whole groups, because the elements of an image lie in another order.
-    images = each // group_size if each % group_size == 0 else count
-    step = max(_CHUNK // group_size, 1) if is_in_order else images
-    unit = rounded(1 / (2**bits - 1), torch.float32)
-    for first in range(0, count, step):
-        last = min(first + step, count)
-        rows = _rows(codes, bits, first, last, across, count).float()
-        lows, highs = (plane[first:last].float().unsqueeze(1) for plane in (low, high))
-        values = rows.mul_(unit).mul_(highs - lows).add_(lows).view(-1)[: numel - first * group_size]
-        if is_in_order:
-            out.view(-1)[first * group_size : first * group_size + values.numel()] = values
-        elif step == count:
-            out.copy_(values.view(sizes))
-        else:
-            out[first // step].copy_(values.view(sizes[1:]))
+    flat = out.permute(0, 2, 3, 1).reshape(-1) if channels_last else out.view(-1)
+    settings = bits, group_size, across, *_image(sizes, channels_last)
+    _kernels.blockquant_decode_rows(codes.view(-1), low, high, *settings, flat)
     return out
 
 
-def _rows(codes: Tensor, bits: int, first: int, last: int, across: bool, count: int) -> Tensor:
-    """The codes of some groups, a byte each."""
-    fields, most = 8 // bits, (1 << bits) - 1
-    if fields == 1:
-        return codes[first:last]
-    if not across:
-        packed = codes[first:last]
-        return torch.cat([(packed >> field * bits) & most for field in range(fields)], 1)
-    size = count // fields
-    parts = []
-    for field in range(fields):
-        begin, end = max(first, field * size), min(last, (field + 1) * size)
-        if begin < end:
-            parts.append((codes[begin - field * size : end - field * size] >> field * bits) & most)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _is_channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _image(sizes: list[int], channels_last: bool) -> tuple[int, int]:
+    """Channels and pixels of images in channels last; 0 and 0 for what is none."""
+    return (sizes[1], sizes[2] * sizes[3]) if channels_last else (0, 0)
 
 
 def _values_like(codes: Tensor, low: Tensor, high: Tensor, bits: int, sizes: list[int], channels_last: bool) -> Tensor:

@@ -9,13 +9,13 @@ Note: [packed along a dimension]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from backstash.integrations.compile.emit import Emitter, Value, is_multiple, product, sizes_of, tensor_of
+from backstash.integrations.compile.emit import Emitter, Value, is_fusing, is_multiple, product, sizes_of, tensor_of
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 
@@ -146,16 +146,40 @@ def pack_along(emit: Emitter, codes: Value, bits: int, dim: int | None) -> Value
 
 def unpack(emit: Emitter, packed: Value, bits: int, sizes: Sequence[Any]) -> Value:
     """Undoes :func:`pack`, given the sizes of the codes."""
+
+    def fields(rows: Value, shifts: Value) -> Value:
+        spread = emit(_aten.bitwise_right_shift.Tensor, rows, shifts)
+        return emit(_aten.bitwise_and.Scalar, spread, (1 << bits) - 1)
+
+    return packed if bits == 8 else _unpacked(emit, packed, bits, sizes, fields)
+
+
+def unpack_bools(emit: Emitter, packed: Value, sizes: Sequence[Any]) -> Value:
+    """Undoes :func:`pack` of bools.
+
+    Each bit is tested where it is, and as a float where that is not stored: a compiler's vectors of bytes are shifted
+    one byte at a time, and so are masks of bytes made into those of floats.
+    """
+
+    def tests(rows: Value, shifts: Value) -> Value:
+        weights = emit(_aten.bitwise_left_shift.Tensor, constant(emit, 1, shifts), shifts)
+        found = emit(_aten.bitwise_and.Tensor, rows, weights)
+        return emit(_aten.ne.Scalar, cast(emit, found, torch.float32) if is_fusing(emit) else found, 0)
+
+    return _unpacked(emit, packed, 1, sizes, tests)
+
+
+def _unpacked(
+    emit: Emitter, packed: Value, bits: int, sizes: Sequence[Any], fields_of: Callable[[Value, Value], Value]
+) -> Value:
+    """The fields of bytes, given what takes them from rows of bytes, and how far they have to be shifted."""
     fields = 8 // bits
-    if fields == 1:
-        return packed
     dim = packed_dimension(sizes, fields)
     inner = sizes_of(packed)
     at = 0 if dim is None else dim
     shifts = count_up(emit, fields, packed, torch.uint8, bits)
     shifts = emit(_aten.view.default, shifts, [fields] + [1] * (len(inner) - at))
-    spread = emit(_aten.bitwise_right_shift.Tensor, emit(_aten.unsqueeze.default, packed, at), shifts)
-    codes = emit(_aten.bitwise_and.Scalar, spread, (1 << bits) - 1)
+    codes = fields_of(emit(_aten.unsqueeze.default, packed, at), shifts)
     if dim is None:
         flat = emit(_aten.view.default, codes, [fields * inner[0]])
         whole = emit(_aten.slice.Tensor, flat, 0, 0, product(sizes))

@@ -124,7 +124,7 @@ class Treatment:
         planes: dict[int, list[fx.Node]] = {}
         for number, (value, choice) in enumerate(plan):
             if not choice.is_kept:
-                planes[number] = rewrite(split, value, choice, self.fuses and self.budget is not None)
+                planes[number] = rewrite(split, value, choice, self.fuses, self.fuses and self.budget is not None)
         rows = [
             self._row(f"{name}/{key}", *item, planes.get(number))
             for number, (key, item) in enumerate(zip(keys, plan, strict=True))

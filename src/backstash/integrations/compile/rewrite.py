@@ -20,7 +20,13 @@ from backstash.integrations.compile.emit import GraphEmitter, Value
 from backstash.integrations.compile.graph_bounded import GraphSzp
 from backstash.integrations.compile.graph_codecs import Bits
 from backstash.integrations.compile.graph_kernels import decode_by_kernel, encode_by_kernel
-from backstash.integrations.compile.layout import in_memory_order, is_identity, like_original, memory_order
+from backstash.integrations.compile.layout import (
+    have_same_sizes,
+    in_memory_order,
+    is_identity,
+    like_original,
+    memory_order,
+)
 from backstash.integrations.compile.reading import is_view, name_of, reads_fused
 from backstash.integrations.compile.values import Member, SavedValue, Split, after_last_use, hint
 
@@ -29,13 +35,16 @@ UNCHECKED = "saved_tensor_with_no_vc_check"
 """The mark of tensors at the end of the results, whose version autograd does not compare."""
 
 
-def rewrite(split: Split, value: SavedValue, choice: Choice, is_apart: bool = False) -> list[fx.Node]:
+def rewrite(
+    split: Split, value: SavedValue, choice: Choice, fuses: bool = False, is_apart: bool = False
+) -> list[fx.Node]:
     """Carries a choice out on both graphs.
 
     Args:
         split: the graphs.
         value: the value.
         choice: its form; the value is not kept.
+        fuses: whether the compiler of the graphs fuses elementwise operators.
         is_apart: whether it is decoded for each call of a library that reads it, so that it is not held in between.
 
     Returns:
@@ -52,7 +61,7 @@ def rewrite(split: Split, value: SavedValue, choice: Choice, is_apart: bool = Fa
     _replace_results(split, value, flat)
     inputs = _replace_inputs(split, members, flat)
     outcomes = list(zip(_test_nodes(tests), inputs[len(planes) :], strict=True))
-    _decode(split, value, choice, inputs[: len(planes)], outcomes, is_apart)
+    _decode(split, value, choice, inputs[: len(planes)], outcomes, fuses, is_apart)
     for member in members:
         split.backward.graph.erase_node(member.placeholder)
     _show_gradients(split, value, choice)
@@ -173,13 +182,14 @@ def _decode(
     choice: Choice,
     planes: Sequence[fx.Node],
     tests: Sequence[tuple[fx.Node, fx.Node]],
+    fuses: bool,
     is_apart: bool,
 ) -> None:
     """Decodes in front of the first reader, and lets every reader read what was decoded."""
     graph, fake_mode = split.backward.graph, value.fake_mode
     meta = {"autograd_backward": True}
     for node, plane in tests:
-        emit = GraphEmitter(graph, node, fake_mode, meta)
+        emit = GraphEmitter(graph, node, fake_mode, meta, fuses)
         original = node.meta["val"]
         order = memory_order(original)
         assert order is not None
@@ -195,13 +205,15 @@ def _decode(
     ordered_users = [node for node in graph.nodes if node in users]
     calls = [user for user in ordered_users if is_apart and not (reads_fused(user) or is_view(user))]
     others = [user for user in ordered_users if user not in calls]
+    may_be_image = value.tensor.dim() == 4 and is_identity(order)
+    is_image = may_be_image and fuses and not is_apart and _looks_like_convolved(graph, value.tensor)
     for readers in filter(None, (others, *([call] for call in calls))):
         first = readers[0]
-        emit = GraphEmitter(graph, first, fake_mode, meta)
+        emit = GraphEmitter(graph, first, fake_mode, meta, fuses)
         like, ordered = value.tensor.permute(order), None
-        if first in calls:
-            is_image = name_of(first) == "aten::convolution_backward" and like.dim() == 4 and is_identity(order)
-            ordered = decode_by_kernel(emit, choice.codec, planes, like, is_image)
+        if first in calls or is_image:
+            channels_last = is_image or (may_be_image and name_of(first) == "aten::convolution_backward")
+            ordered = decode_by_kernel(emit, choice.codec, planes, like, channels_last)
         if ordered is None:
             ordered = choice.codec.decode(emit, planes, like)
         for member in value.members:
@@ -209,6 +221,19 @@ def _decode(
                 view = _view(emit, ordered, member.node.meta["val"], value.tensor)
                 member.placeholder.replace_all_uses_with(view, delete_user_cb=set(readers).__contains__)
                 split.twins[view] = member.node
+
+
+def _looks_like_convolved(graph: fx.Graph, x: torch.Tensor) -> bool:
+    """Whether a convolution of the backward graph has read, or made, something of these sizes.
+
+    On a CPU Inductor lays such values out in channels last. Planes lie by channel, so what it writes to decode them in
+    the loops of a batch norm's backward reads far apart bytes, several times each. One call of a kernel is faster.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
+        for argument in node.args[:2]:
+            if have_same_sizes(argument.meta["val"].shape, x.shape):
+                return True
+    return False
 
 
 def _show_gradients(split: Split, value: SavedValue, choice: Choice) -> None:

@@ -46,6 +46,14 @@ def blockquant_encode(
         dtype, the smallest and the largest element of each group; and int64 [1], the number of elements that are not
         finite plus the number of groups whose range is not. If that is not zero, the planes are useless.
     """
+    codes, low, high, refused = _quantised(x, bits, group_size, stochastic, seed)
+    return pack(codes, bits), torch.stack([low, high], 1).view(-1).to(x.dtype), refused.view(1)
+
+
+def _quantised(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes int64 [n], each group's extremes in float32, and how many elements and ranges are not finite."""
     numel, count = x.numel(), groups(x.numel(), group_size)
     single = x.float()
     finite = single.isfinite()
@@ -67,9 +75,7 @@ def blockquant_encode(
     steps = (single - each(low)) / each(torch.where(span > 0, span, 1.0)) * levels
     uniform = (_hash(low, high, each, numel, seed) >> 8).float() * 2.0**-24
     steps = steps + (uniform if stochastic else 0.5)
-    codes = steps.nan_to_num(nan=0.0).floor().clamp(0, levels).long()
-    ranges = torch.stack([low, high], 1).view(-1).to(x.dtype)
-    return pack(codes, bits), ranges, refused.view(1)
+    return steps.nan_to_num(nan=0.0).floor().clamp(0, levels).long(), low, high, refused
 
 
 @kernel("(Tensor codes, Tensor ranges, int bits, int group_size, Tensor(a!) out) -> ()")
@@ -85,6 +91,110 @@ def blockquant_decode(codes: Tensor, ranges: Tensor, bits: int, group_size: int,
     low, high = (extreme.repeat_interleave(group_size)[:numel] for extreme in ranges.float().view(-1, 2).unbind(1))
     unit = torch.tensor(1 / (2**bits - 1), dtype=torch.float32, device=out.device)
     out.copy_((unpack(codes, bits, numel).float() * unit) * (high - low) + low)
+
+
+_IN_GRAPHS = {"triton": "what compiles a graph for CUDA writes such code itself"}
+
+
+def _rows(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, across: bool, channels: int, area: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    count = groups(x.numel(), group_size)
+    return x.new_empty(count * group_size * bits // 8, dtype=torch.uint8), x.new_empty(count), x.new_empty(count)
+
+
+@kernel(
+    "(Tensor x, int bits, int group_size, bool stochastic, int seed, bool across, int channels, int area)"
+    " -> (Tensor, Tensor, Tensor)",
+    _rows,
+    without=_IN_GRAPHS,
+)
+def blockquant_encode_rows(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, across: bool, channels: int, area: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`blockquant_encode`, in planes from which a compiled graph decodes without looking into a byte twice.
+
+    A group's codes are a row, with zeros behind the last element. Of the codes [groups, group_size] those that share a
+    byte lie a field's size apart, along the groups (``across``) or along each group. A group that holds something that
+    is not finite, or whose range is not, has NaN as both extremes, because a graph cannot refuse it.
+
+    Args:
+        x: float32, bfloat16 or float16 [n].
+        bits, group_size, stochastic, seed: as there.
+        across: whether fields are taken along the groups, whose number has to be a multiple of ``8 / bits`` then.
+        channels, area: of images that lie in ``x`` by image, position and channel, and whose elements are encoded by
+            image, channel and position; 0 where they are encoded as they lie there.
+
+    Returns:
+        codes uint8 [groups * group_size * bits / 8]; the smallest element of each group [groups], of ``x``'s dtype; and
+        the largest.
+    """
+    if channels:
+        x = x.view(-1, area, channels).transpose(1, 2).reshape(-1)
+    numel, count = x.numel(), groups(x.numel(), group_size)
+    codes, low, high, _ = _quantised(x, bits, group_size, stochastic, seed)
+    whole = codes.new_zeros(count * group_size)
+    whole[:numel] = codes
+    padded = torch.nn.functional.pad(x.float(), (0, count * group_size - numel)).view(count, group_size)
+    broken = ~(padded.isfinite().all(1) & (high - low).isfinite())
+    rows = whole.view(count, group_size).masked_fill(broken[:, None], 0)
+    dim, fields = 0 if across else 1, 8 // bits
+    parts = rows.chunk(fields, dim) if count else [rows]
+    packed = sum((part << field * bits for field, part in enumerate(parts[1:], 1)), parts[0])
+    low, high = (plane.to(x.dtype).masked_fill(broken, math.nan) for plane in (low, high))
+    return packed.to(torch.uint8).reshape(-1), low, high
+
+
+@kernel(
+    "(Tensor codes, Tensor low, Tensor high, int bits, int group_size, bool across, int channels, int area,"
+    " Tensor(a!) out) -> ()",
+    without=_IN_GRAPHS,
+)
+def blockquant_decode_rows(
+    codes: Tensor,
+    low: Tensor,
+    high: Tensor,
+    bits: int,
+    group_size: int,
+    across: bool,
+    channels: int,
+    area: int,
+    out: Tensor,
+) -> None:
+    """Fills ``out`` [n] from the planes of :func:`blockquant_encode_rows`.
+
+    Args:
+        codes, low, high: the planes.
+        bits, group_size, across: as they were encoded with.
+        channels, area: of images that lie in ``out`` by image, position and channel; 0 where they lie there as they
+            were encoded.
+        out: what is filled.
+
+    Raises:
+        DamagedPlanesError: a plane is not of the size that ``out`` needs.
+    """
+    numel, count = out.numel(), groups(out.numel(), group_size)
+    check_rows(codes, low, high, bits, group_size, numel)
+    fields, most = 8 // bits, 2**bits - 1
+    packed = codes.view(-1, group_size if across else group_size // fields).long()
+    parts = [packed >> field * bits & most for field in range(fields)]
+    rows = torch.cat(parts, 0 if across else 1).view(count, group_size).float()
+    unit = torch.tensor(1 / most, dtype=torch.float32, device=out.device)
+    low, high = low.float().unsqueeze(1), high.float().unsqueeze(1)
+    values = ((rows * unit) * (high - low) + low).view(-1)[:numel]
+    out.copy_(values.view(-1, channels, area).transpose(1, 2).reshape(-1) if channels else values)
+
+
+def check_rows(codes: Tensor, low: Tensor, high: Tensor, bits: int, group_size: int, numel: int) -> None:
+    """Checks that the planes of rows are of the sizes that so many elements need.
+
+    Raises:
+        DamagedPlanesError: one is not.
+    """
+    count = groups(numel, group_size)
+    check_plane("blockquant_decode_rows", "codes", codes, count * group_size * bits // 8)
+    check_plane("blockquant_decode_rows", "low", low, count)
+    check_plane("blockquant_decode_rows", "high", high, count)
 
 
 def _hash(low: Tensor, high: Tensor, each: Callable[[Tensor], Tensor], numel: int, seed: int) -> Tensor:
