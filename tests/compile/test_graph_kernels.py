@@ -29,6 +29,9 @@ ROUNDING: list[Codec] = [
     *(FewBit("gelu", bits) for bits in (1, 2, 3, 4)),
     FewBit("silu", 3),
 ]
+DECODED = [
+    codec for codec in ROUNDING if isinstance(codec, BlockQuant) or (isinstance(codec, Minifloat) and codec.group_size)
+]
 SHAPES = [(8, 3, 5), (7, 37), (1000,), (3, 16, 6, 6), (2, 256), (512, 1), (1,)]
 
 
@@ -149,20 +152,60 @@ def test_gradients_have_the_bits_of_the_operators(policy: Any, dynamic: bool, mo
     assert not torch.equal(found[0], gradients(model, lambda net: net(x))[0])
 
 
-def test_inductor_calls_the_kernels() -> None:
+class Convolutions(nn.Module):
+    """Convolutions, batch norms and relus: images in channels last under Inductor, and masks of rounded values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.norms = nn.ModuleList((nn.BatchNorm2d(16), nn.BatchNorm2d(16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.norms[0](self.first(x)))
+        hidden = F.relu(self.norms[1](self.last(hidden)) + hidden)
+        return hidden.mean((2, 3)).square().mean()
+
+
+NETWORKS = {"layers": (Layers, (24, 32)), "convolutions": (Convolutions, (8, 3, 12, 16))}
+
+
+@pytest.mark.parametrize("policy", POLICIES[::2], ids=repr)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_inductor_calls_the_kernels(name: str, policy: Any) -> None:
     torch.manual_seed(5)
-    model, x = Layers(), torch.randn(24, 32)
-    backends = [compile_backend(policies.quantized(4), inner, min_nbytes=0) for inner in ("aot_eager", "inductor")]
+    make, shape = NETWORKS[name]
+    model, x = make(), torch.randn(shape)
+    backends = [compile_backend(policy, inner, min_nbytes=0) for inner in ("aot_eager", "inductor")]
     found = []
     for backend in backends:
         torch._dynamo.reset()
         found.append(gradients(model, lambda net: net(x), torch.compile(model, backend=backend)))
+        rounded = sum("blockquant" in row.codec or "float8" in row.codec for row in backend.report().rows)
+        assert rounded >= 2
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
+def test_images_are_decoded_by_one_call_each() -> None:
+    """In the backward graph under Inductor, and nowhere else."""
+    torch.manual_seed(5)
+    model, x = Convolutions(), torch.randn(8, 3, 12, 16)
+    calls: dict[str, int] = {}
+    for inner in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        backend = compile_backend(policies.quantized(4), inner, min_nbytes=0)
+        step = torch.compile(model, backend=backend)
+        step(x).backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step(x).backward()
+        names = [event.key for event in profile.key_averages() for _ in range(event.count)]
+        calls[inner] = names.count("backstash_graph::values_of_groups")
+    assert calls["aot_eager"] == 0
+    assert calls["inductor"] >= 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("codec", [codec for codec in ROUNDING if isinstance(codec, BlockQuant)], ids=repr)
+@pytest.mark.parametrize("codec", DECODED, ids=repr)
 def test_a_kernel_decodes_what_the_operators_decode(codec: Codec, dtype: torch.dtype) -> None:
     for shape in [*SHAPES, (4, 16, 8, 8), (3, 64, 32, 64), (1000, 300)]:
         x, codec_form = numbers(shape, dtype), form(codec, dtype)

@@ -65,9 +65,15 @@ def decode_by_kernel(
         like: has the sizes and the dtype.
         channels_last: whether the result lies in memory in this order, and not by its sizes.
     """
-    if not isinstance(codec, GraphBlockQuant) or like.device.type != "cpu":
+    sizes = list(like.shape)
+    if like.device.type != "cpu":
         return None
-    return emit(_ops.values_of_groups.default, *planes, codec.bits, list(like.shape), channels_last)
+    if isinstance(codec, GraphBlockQuant):
+        return emit(_ops.values_of_groups.default, *planes, codec.bits, sizes, channels_last)
+    if isinstance(codec, GraphMinifloat) and codec.group_size and FORMATS[codec.format].fields == 1:
+        settings = codec.format, codec.group_size, sizes, like.dtype, channels_last
+        return emit(_ops.values_with_scales.default, *planes, *settings)
+    return None
 
 
 def is_for_backward_alone(x: Value) -> bool:
@@ -126,6 +132,33 @@ def _values_of_groups(
     settings = bits, group_size, across, *_image(sizes, channels_last)
     _kernels.blockquant_decode_rows(codes.view(-1), low, high, *settings, flat)
     return out
+
+
+def _values_with_scales(
+    codes: Tensor,
+    scales: Tensor,
+    format: str,
+    group_size: int,
+    sizes: list[int],
+    dtype: torch.dtype,
+    channels_last: bool,
+) -> Tensor:
+    out = torch.empty(sizes, dtype=dtype)
+    _kernels.minifloat_scaled_decode(_flat(codes), scales, format, group_size, out.view(-1))
+    return out.contiguous(memory_format=torch.channels_last) if channels_last else out
+
+
+def _scaled_values_like(
+    codes: Tensor,
+    scales: Tensor,
+    format: str,
+    group_size: int,
+    sizes: list[int],
+    dtype: torch.dtype,
+    channels_last: bool,
+) -> Tensor:
+    order = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(sizes, dtype=dtype, device=codes.device, memory_format=order)
 
 
 def _is_channels_last(x: Tensor) -> bool:
@@ -189,6 +222,12 @@ _OPERATORS = (
         " -> Tensor",
         _values_of_groups,
         _values_like,
+    ),
+    (
+        "values_with_scales(Tensor codes, Tensor scales, str format, int group_size, SymInt[] sizes, ScalarType dtype,"
+        " bool channels_last) -> Tensor",
+        _values_with_scales,
+        _scaled_values_like,
     ),
     ("find_intervals(Tensor x, float[] bounds, int bits, int? dim) -> Tensor", _find_intervals, _intervals_like),
     ("round_to_format(Tensor x, str format) -> Tensor", _round_to_format, _codes_like),
