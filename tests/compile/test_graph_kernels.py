@@ -180,8 +180,8 @@ def test_inductor_calls_the_kernels(name: str, policy: Any) -> None:
     for backend in backends:
         torch._dynamo.reset()
         found.append(gradients(model, lambda net: net(x), torch.compile(model, backend=backend)))
-        rounded = sum("blockquant" in row.codec or "float8" in row.codec for row in backend.report().rows)
-        assert rounded >= 2
+    rounded = [row for row in backends[0].report().rows if "blockquant" in row.codec or "float8" in row.codec]
+    assert len(rounded) >= 2  # Inductor may take the second graph from its cache, and then the report has no rows
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
