@@ -1,8 +1,10 @@
-"""The table of compiled models under budgets: peak and time of ours beside torch's ``activation_memory_budget``."""
+"""The tables of compiled models: plain and treated, and under budgets beside torch's ``activation_memory_budget``."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from benchmarks.published.results import MIB, case_title, kinds, load, machine_line, newest, summary, table
 
@@ -42,4 +44,40 @@ def _asked(candidate: str, plain: int) -> str:
     return f"{float(share[1]) * plain / MIB:.0f}" if share else ""
 
 
-TABLES = {"compiled-frontier": frontiers}
+def compiled() -> str:
+    """Bytes saved, peaks and times of compiled graphs; a notice until they have been measured.
+
+    A file with a remark has no times worth showing: the remark says why.
+    """
+    found = [kind for kind in kinds() if kind.startswith("compile-") and not kind.startswith(_KIND)]
+    return "\n\n".join(map(_compiled, found)) or "Not measured yet. The command is `python -m benchmarks.compile`."
+
+
+def _compiled(kind: str) -> str:
+    found, path = load(kind), newest(kind)
+    timed = not found["remark"]
+    rows = [
+        (
+            case_title(measured["case"]),
+            row["candidate"],
+            f"{row['saved_nbytes'] / 2**20:.1f}",
+            f"{row['peak_nbytes'] / 2**20:.1f}",
+            *([summary(row["times_plain"])] if timed else []),
+            _against_compiled(row),
+        )
+        for measured in found["measured"]
+        for row in measured["rows"]
+    ]
+    times = ["step, times compiled plain's"] if timed else []
+    header = ("network", "", "MiB after forward", "MiB at the peak", *times, "gradient, from compiled plain")
+    remark = f" {found['remark']}" if found["remark"] else ""
+    return f"[{path.name}](results:{path.name}). {machine_line(kind)}{remark}\n\n{table(header, rows)}"
+
+
+def _against_compiled(row: Mapping[str, Any]) -> str:
+    if row["candidate"].startswith("eager"):
+        return "other random numbers in dropout"
+    return f"off by {row['error']:.2g}" if row["error"] else "equal bits"
+
+
+TABLES = {"compiled": compiled, "compiled-frontier": frontiers}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from statistics import median
 from typing import Any
@@ -298,43 +297,6 @@ def step_overhead() -> str:
     return f"[{path.name}](results:{path.name}). {machine_line(_STEPTIME)}\n\n{table(header, rows)}"
 
 
-_COMPILE = "compile-cpu"
-
-
-def _against_compiled(row: Mapping[str, Any]) -> str:
-    if row["candidate"].startswith("eager"):
-        return "other random numbers in dropout"
-    return f"off by {row['error']:.2g}" if row["error"] else "equal bits"
-
-
-def compiled() -> str:
-    """Bytes saved, peaks and times of compiled graphs; a notice until they have been measured.
-
-    A file with a remark has no times worth showing: the remark says why.
-    """
-    if _COMPILE not in kinds():
-        return "Not measured yet. The command is `python -m benchmarks.compile`."
-    found = load(_COMPILE)
-    timed = not found["remark"]
-    rows = [
-        (
-            case_title(measured["case"]),
-            row["candidate"],
-            f"{row['saved_nbytes'] / 2**20:.1f}",
-            f"{row['peak_nbytes'] / 2**20:.1f}",
-            *([summary(row["times_plain"])] if timed else []),
-            _against_compiled(row),
-        )
-        for measured in found["measured"]
-        for row in measured["rows"]
-    ]
-    times = ["step, times compiled plain's"] if timed else []
-    header = ("network", "", "MiB after forward", "MiB at the peak", *times, "gradient, from compiled plain")
-    path = newest(_COMPILE)
-    remark = f" {found['remark']}" if found["remark"] else ""
-    return f"[{path.name}](results:{path.name}). {machine_line(_COMPILE)}{remark}\n\n{table(header, rows)}"
-
-
 def ground() -> str:
     """Facts about the machine that decisions rest on."""
     rows = [
@@ -472,7 +434,6 @@ TABLES = {
     "allocators": allocators,
     "plans": plans,
     "frontier": frontier,
-    "compiled": compiled,
     "headline": headline,
     "picture": image,
     "peaks": peaks,
