@@ -77,7 +77,8 @@ BS_EXPORT void bs_blockquant_encode_rows(void* x, int64_t n, int type, int bits,
     if (channels != 0) {
         const auto encode = BS_PICK(encode_images);
         const int64_t images = n / (channels * area) / (across != 0 ? fields : 1);
-        bs::for_blocks(images, 1, threads, [&](int64_t begin, int64_t end) { encode(all, begin, end); });
+        const int64_t some = std::max<int64_t>(images / (threads * 4), 1);  // a thread's memory serves several images
+        bs::for_blocks(images, some, threads, [&](int64_t begin, int64_t end) { encode(all, begin, end); });
         return;
     }
     const auto encode = BS_PICK(encode_rows);

@@ -166,7 +166,27 @@ class Convolutions(nn.Module):
         return hidden.mean((2, 3)).square().mean()
 
 
-NETWORKS = {"layers": (Layers, (24, 32)), "convolutions": (Convolutions, (8, 3, 12, 16))}
+class Flattened(nn.Module):
+    """Images of which a linear layer, a pooling and a padding of other sizes read views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.norm, self.linear = nn.BatchNorm2d(16), nn.Linear(16 * 12 * 16, 8)
+        self.attention = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.norm(self.first(x)))
+        other = self.attention(hidden.flatten(2).transpose(1, 2)).transpose(1, 2).view(hidden.shape)
+        hidden = F.silu(self.last(hidden) + other)
+        return self.linear(hidden.flatten(1)).square().mean() + F.max_pool2d(hidden, 2).mean()
+
+
+NETWORKS = {
+    "flattened": (Flattened, (8, 3, 12, 16)),
+    "layers": (Layers, (24, 32)),
+    "convolutions": (Convolutions, (8, 3, 12, 16)),
+}
 
 
 @pytest.mark.parametrize("policy", POLICIES[::2], ids=repr)

@@ -117,8 +117,9 @@ def _round_in_groups(
     flat = x.permute(0, 2, 3, 1).view(-1) if is_turned else _flat(x)
     settings = bits, group_size, stochastic, seed, dim == 0
     codes, low, high = _kernels.blockquant_encode_rows(flat, *settings, *_image(list(x.shape), is_turned))
-    rows = low.numel() * bits // 8 if dim == 0 else low.numel()
-    return codes.view(rows, -1), low, high
+    count = low.numel()
+    sizes = (count * bits // 8, group_size) if dim == 0 else (count, group_size * bits // 8)
+    return codes.view(sizes), low, high
 
 
 def _values_of_groups(
@@ -126,11 +127,13 @@ def _values_of_groups(
 ) -> Tensor:
     out = _values_like(codes, low, high, bits, sizes, channels_last)
     count = low.numel()
+    if count == 0:
+        return out
     group_size = codes.numel() * 8 // bits // count
     across = codes.shape[0] != count  # the codes of several groups share bytes, or those of one
     flat = out.permute(0, 2, 3, 1).reshape(-1) if channels_last else out.view(-1)
     settings = bits, group_size, across, *_image(sizes, channels_last)
-    _kernels.blockquant_decode_rows(codes.view(-1), low, high, *settings, flat)
+    _kernels.blockquant_decode_rows(_flat(codes), _flat(low), _flat(high), *settings, flat)
     return out
 
 
@@ -144,7 +147,7 @@ def _values_with_scales(
     channels_last: bool,
 ) -> Tensor:
     out = torch.empty(sizes, dtype=dtype)
-    _kernels.minifloat_scaled_decode(_flat(codes), scales, format, group_size, out.view(-1))
+    _kernels.minifloat_scaled_decode(_flat(codes), _flat(scales), format, group_size, out.view(-1))
     return out.contiguous(memory_format=torch.channels_last) if channels_last else out
 
 

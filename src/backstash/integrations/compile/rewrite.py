@@ -206,7 +206,9 @@ def _decode(
     calls = [user for user in ordered_users if is_apart and not (reads_fused(user) or is_view(user))]
     others = [user for user in ordered_users if user not in calls]
     may_be_image = value.tensor.dim() == 4 and is_identity(order)
-    is_image = may_be_image and fuses and not is_apart and _looks_like_convolved(graph, value.tensor)
+    is_whole = all(have_same_sizes(member.node.meta["val"].shape, value.tensor.shape) for member in value.members)
+    is_image = may_be_image and is_whole and fuses and not is_apart and not any(map(is_view, ordered_users))
+    is_image = is_image and _looks_like_convolved(graph, value.tensor)
     for readers in filter(None, (others, *([call] for call in calls))):
         first = readers[0]
         emit = GraphEmitter(graph, first, fake_mode, meta, fuses)
