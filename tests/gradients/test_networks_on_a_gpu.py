@@ -19,6 +19,8 @@ import backstash as bs
 from backstash import Session
 from backstash.errors import BudgetError
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of kernels that are not deterministic
+
 STEPS = 4
 """So many that a Session replays what it has seen."""
 
@@ -42,7 +44,6 @@ Step = Callable[[AbstractContextManager[object]], list[Tensor | None]]
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where torch has a kernel that computes the same twice, it is used."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
