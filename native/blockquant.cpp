@@ -36,6 +36,13 @@ struct BlockQuantRows {
     int64_t channels, area;  // of images in channels last; 0 for elements in order
 };
 
+inline BlockQuantRows rows_of(const BlockQuantJob& job, int64_t n, bool across, void* low, void* high, int64_t channels,
+                              int64_t area) {
+    const int64_t count = (n + job.group_size - 1) / job.group_size, fields = 8 / job.bits;
+    const int64_t rows = across ? count / fields : count, columns = across ? job.group_size : job.group_size / fields;
+    return {job, low, high, n, rows, columns, across, channels, area};
+}
+
 constexpr int64_t kTile = 64;     // positions of an image that are decoded at a time
 constexpr int64_t kChannels = 32;  // channels of these
 
@@ -70,29 +77,26 @@ BS_EXPORT void bs_blockquant_decode(uint8_t* codes, void* ranges, int bits, int6
 BS_EXPORT void bs_blockquant_encode_rows(void* x, int64_t n, int type, int bits, int64_t group_size, int stochastic,
                                          uint32_t seed, int across, int64_t channels, int64_t area, uint8_t* codes,
                                          void* low, void* high, int threads) {
-    const int64_t count = (n + group_size - 1) / group_size, fields = 8 / bits;
     const bs::BlockQuantJob job{x, bs::Float(type), bits, group_size, stochastic != 0, seed, codes, nullptr, false};
-    const int64_t rows = across != 0 ? count / fields : count, columns = across != 0 ? group_size : group_size / fields;
-    const bs::BlockQuantRows all{job, low, high, n, rows, columns, across != 0, channels, area};
+    const bs::BlockQuantRows all = bs::rows_of(job, n, across != 0, low, high, channels, area);
+    const int64_t together = across != 0 ? 8 / bits : 1;  // groups, or images, whose codes share bytes
     if (channels != 0) {
         const auto encode = BS_PICK(encode_images);
-        const int64_t images = n / (channels * area) / (across != 0 ? fields : 1);
+        const int64_t images = n / (channels * area) / together;
         const int64_t some = std::max<int64_t>(images / (threads * 4), 1);  // a thread's memory serves several images
         bs::for_blocks(images, some, threads, [&](int64_t begin, int64_t end) { encode(all, begin, end); });
         return;
     }
     const auto encode = BS_PICK(encode_rows);
-    const int64_t block = std::max<int64_t>(bs::kGroupBlock / group_size / (across != 0 ? fields : 1), 1);
-    bs::for_blocks(rows, block, threads, [&](int64_t begin, int64_t end) { encode(all, begin, end); });
+    const int64_t block = std::max<int64_t>(bs::kGroupBlock / group_size / together, 1);
+    bs::for_blocks(all.byte_rows, block, threads, [&](int64_t begin, int64_t end) { encode(all, begin, end); });
 }
 
 // `channels` and `area` as there, for the result; any images will do.
 BS_EXPORT void bs_blockquant_decode_rows(uint8_t* codes, void* low, void* high, int bits, int64_t group_size, int across,
                                          void* out, int64_t n, int type, int64_t channels, int64_t area, int threads) {
-    const int64_t count = (n + group_size - 1) / group_size, fields = 8 / bits;
     const bs::BlockQuantJob job{out, bs::Float(type), bits, group_size, false, 0, codes, nullptr, false};
-    const int64_t rows = across != 0 ? count / fields : count, columns = across != 0 ? group_size : group_size / fields;
-    const bs::BlockQuantRows all{job, low, high, n, rows, columns, across != 0, channels, area};
+    const bs::BlockQuantRows all = bs::rows_of(job, n, across != 0, low, high, channels, area);
     if (channels == 0) {
         const auto decode = BS_PICK(decode_rows);
         bs::for_blocks(n, bs::kGroupBlock, threads, [&](int64_t begin, int64_t end) { decode(all, begin, end); });

@@ -24,9 +24,9 @@ def steps() -> str:
 
 def _compared(unstable: int) -> str:
     """What is to be said of gradients that plain PyTorch itself computes differently a second time."""
-    return f"; {unstable} gradients, which plain itself computes differently a second time, are not compared" * (
-        unstable > 0
-    )
+    if not unstable:
+        return ""
+    return f"; {unstable} gradients, which plain itself computes differently a second time, are not compared"
 
 
 def _predicted(row: dict[str, Any]) -> str:

@@ -131,7 +131,7 @@ def _values_of_groups(
         return out
     group_size = codes.numel() * 8 // bits // count
     across = codes.shape[0] != count  # the codes of several groups share bytes, or those of one
-    flat = out.permute(0, 2, 3, 1).reshape(-1) if channels_last else out.view(-1)
+    flat = out.permute(0, 2, 3, 1).view(-1) if channels_last else out.view(-1)
     settings = bits, group_size, across, *_image(sizes, channels_last)
     _kernels.blockquant_decode_rows(_flat(codes), _flat(low), _flat(high), *settings, flat)
     return out
@@ -151,17 +151,9 @@ def _values_with_scales(
     return out.contiguous(memory_format=torch.channels_last) if channels_last else out
 
 
-def _scaled_values_like(
-    codes: Tensor,
-    scales: Tensor,
-    format: str,
-    group_size: int,
-    sizes: list[int],
-    dtype: torch.dtype,
-    channels_last: bool,
-) -> Tensor:
-    order = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(sizes, dtype=dtype, device=codes.device, memory_format=order)
+def _scaled_values_like(codes: Tensor, *settings: Any) -> Tensor:
+    sizes, dtype, channels_last = settings[-3:]
+    return _empty(sizes, dtype, codes.device, channels_last)
 
 
 def _is_channels_last(x: Tensor) -> bool:
@@ -174,8 +166,12 @@ def _image(sizes: list[int], channels_last: bool) -> tuple[int, int]:
 
 
 def _values_like(codes: Tensor, low: Tensor, high: Tensor, bits: int, sizes: list[int], channels_last: bool) -> Tensor:
+    return _empty(sizes, low.dtype, low.device, channels_last)
+
+
+def _empty(sizes: list[int], dtype: torch.dtype, device: torch.device, channels_last: bool) -> Tensor:
     order = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(sizes, dtype=low.dtype, device=low.device, memory_format=order)
+    return torch.empty(sizes, dtype=dtype, device=device, memory_format=order)
 
 
 def _find_intervals(x: Tensor, bounds: list[float], bits: int, dim: int | None) -> Tensor:

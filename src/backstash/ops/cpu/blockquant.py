@@ -17,6 +17,8 @@ from backstash.ops.formats import groups
 from backstash.ops.layout import bytes_for
 from backstash.ops.reference import blockquant as reference
 
+_PLANES, _IMAGE = [c_void_p] * 3, [c_int64] * 2  # codes, low, high; channels, area
+
 _lib: Any = library.functions(
     {
         "bs_blockquant_encode": (
@@ -26,24 +28,11 @@ _lib: Any = library.functions(
         "bs_blockquant_decode": (None, [c_void_p, c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
         "bs_blockquant_encode_rows": (
             None,
-            [
-                c_void_p,
-                c_int64,
-                c_int,
-                c_int,
-                c_int64,
-                c_int,
-                c_uint32,
-                c_int,
-                c_int64,
-                c_int64,
-                *[c_void_p] * 3,
-                c_int,
-            ],
+            [c_void_p, c_int64, c_int, c_int, c_int64, c_int, c_uint32, c_int, *_IMAGE, *_PLANES, c_int],
         ),
         "bs_blockquant_decode_rows": (
             None,
-            [c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int, c_void_p, c_int64, c_int, c_int64, c_int64, c_int],
+            [*_PLANES, c_int, c_int64, c_int, c_void_p, c_int64, c_int, *_IMAGE, c_int],
         ),
     }
 )
@@ -120,6 +109,5 @@ def blockquant_decode_rows(
         return reference.blockquant_decode_rows(codes, low, high, bits, group_size, across, channels, area, out)
     reference.check_rows(codes, low, high, bits, group_size, n)
     planes = codes.data_ptr(), low.data_ptr(), high.data_ptr()
-    image = channels, area
-    arguments = bits, group_size, across, out.data_ptr(), n, SMALL_FLOATS[out.dtype], *image, threads_for(out.nbytes)
-    _lib.bs_blockquant_decode_rows(*planes, *arguments)
+    arguments = bits, group_size, across, out.data_ptr(), n, SMALL_FLOATS[out.dtype], channels, area
+    _lib.bs_blockquant_decode_rows(*planes, *arguments, threads_for(out.nbytes))
