@@ -9,8 +9,8 @@ For each case, in this order:
 4. The rounds: each candidate's step once per round, each round in another order; median and quartiles. "compiled,
    again" is compiled plain once more: its times over compiled plain's say how far times of equal work lie apart.
 
-Torch's own candidates are compiled plain, and compiled with ``activation_memory_budget`` at three settings. With
-``--frontier`` there are many more budgets, of torch and of ours: see :mod:`benchmarks.compile_frontier`.
+Torch's own candidates are compiled plain, compiled with ``activation_memory_budget`` at three settings, and with its
+own fp8 for what is saved. With ``--frontier`` there are many more budgets, of torch and of ours: see :mod:`benchmarks.compile_frontier`.
 """
 
 from __future__ import annotations
@@ -113,6 +113,15 @@ def candidates() -> list[Candidate]:
         Candidate(f"compiled, {setting} {share}", is_exact=False, options={}, settings={setting: share})
         for share in BUDGETS
     ]
+    # Torch's own rounding of what a graph saves: undocumented, one scale for each value, off unless it is asked for.
+    rounding = {
+        "quant_type": "torch.float8_e4m3fn",
+        "size_in_mb": 0,
+        "allowed_dtypes": "torch.float32",
+        "use_scaling": True,
+        "exclude_primals": True,
+    }
+    torch_fp8 = {"post_grad_fusion_options": {"activation_quantization_aten_pass": rounding}}
     fp8 = policies.gist("float8_e4m3fn")
     return [
         Candidate("compiled", options={}),
@@ -120,9 +129,11 @@ def candidates() -> list[Candidate]:
         Candidate("eager", is_exact=False),
         Candidate("eager, lossless", is_exact=False, context=lambda: session),
         *torch_budgets,
+        Candidate("compiled, fp8 of torch", is_exact=False, options=torch_fp8),
         Candidate("ours, lossless", options=backstash.compile_options("lossless")),
         Candidate("ours, fp8", is_exact=False, options=backstash.compile_options(fp8)),
         Candidate("ours, 4 bits", is_exact=False, options=backstash.compile_options(policies.quantized(4))),
+        Candidate("ours, 2 bits", is_exact=False, options=backstash.compile_options(policies.quantized(2))),
     ]
 
 

@@ -8,6 +8,7 @@
 #include "isa.h"
 #include "memory.h"
 #include "parallel.h"
+#include "tiles.h"
 
 namespace bs {
 
@@ -42,9 +43,6 @@ inline BlockQuantRows rows_of(const BlockQuantJob& job, int64_t n, bool across, 
     const int64_t rows = across ? count / fields : count, columns = across ? job.group_size : job.group_size / fields;
     return {job, low, high, n, rows, columns, across, channels, area};
 }
-
-constexpr int64_t kTile = 64;     // positions of an image that are decoded at a time
-constexpr int64_t kChannels = 32;  // channels of these
 
 }  // namespace bs
 

@@ -2,6 +2,7 @@
 
 #include "dense.h"
 #include "fields.h"
+#include "turn.h"
 
 struct Range {
     float low, high;  // of what is finite
@@ -191,28 +192,6 @@ inline void put_group(const BlockQuantRows& rows, int64_t group, const typename 
     }
 }
 
-// Turns `rows` by `columns` elements into columns by rows. Rows begin `from_step` and `to_step` elements apart.
-template <class U>
-inline void turn(const U* from, int64_t from_step, int64_t rows, int64_t columns, U* to, int64_t to_step) {
-    constexpr int64_t side = 16;
-    int64_t row = 0;
-    for (; row + side <= rows; row += side) {
-        int64_t column = 0;
-        for (; column + side <= columns; column += side) {
-            U block[side][side], turned[side][side];
-            for (int64_t r = 0; r < side; ++r)
-                std::memcpy(block[r], from + (row + r) * from_step + column, sizeof block[r]);
-            for (int64_t c = 0; c < side; ++c)
-                for (int64_t r = 0; r < side; ++r) turned[c][r] = block[r][c];
-            for (int64_t c = 0; c < side; ++c) std::memcpy(to + (column + c) * to_step + row, turned[c], sizeof turned[c]);
-        }
-        for (; column < columns; ++column)
-            for (int64_t r = row; r < row + side; ++r) to[column * to_step + r] = from[r * from_step + column];
-    }
-    for (; row < rows; ++row)
-        for (int64_t c = 0; c < columns; ++c) to[c * to_step + row] = from[row * from_step + c];
-}
-
 template <class F>
 inline void encode_rows_as(const BlockQuantRows& rows, int64_t begin, int64_t end) {
     const BlockQuantJob& job = rows.job;
@@ -306,25 +285,11 @@ void decode_rows(const BlockQuantRows& rows, int64_t begin, int64_t end) {
     }
 }
 
-// Tiles of channels by positions are decoded into a buffer in the first-level cache, and written the other way around.
 template <class F>
 inline void decode_pixels_as(const BlockQuantRows& rows, int64_t begin, int64_t end) {
     using U = typename Dense<F>::U;
-    alignas(64) U tile[kChannels][kTile];
-    for (int64_t pixel = begin; pixel < end;) {
-        const int64_t image = pixel / rows.area, at = pixel - image * rows.area;
-        const int64_t many = std::min({kTile, rows.area - at, end - pixel});
-        for (int64_t channel = 0; channel < rows.channels; channel += kChannels) {
-            const int64_t wide = std::min(kChannels, rows.channels - channel);
-            for (int64_t c = 0; c < wide; ++c) {
-                const int64_t from = (image * rows.channels + channel + c) * rows.area + at;
-                decode_span<F>(rows, from, from + many, tile[c]);
-            }
-            U* const out = static_cast<U*>(rows.job.dense) + pixel * rows.channels + channel;
-            turn(tile[0], kTile, wide, many, out, rows.channels);
-        }
-        pixel += many;
-    }
+    const auto decode = [&](int64_t from, int64_t to, U* values) { decode_span<F>(rows, from, to, values); };
+    turn_spans(decode, rows.channels, rows.area, begin, end, static_cast<U*>(rows.job.dense));
 }
 
 void decode_pixels(const BlockQuantRows& rows, int64_t begin, int64_t end) {

@@ -4,11 +4,13 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "elements.h"
 #include "isa.h"
 #include "memory.h"
 #include "parallel.h"
+#include "tiles.h"
 
 namespace bs {
 
@@ -167,6 +169,27 @@ BS_EXPORT void bs_minifloat_scaled_decode(uint8_t* codes, float* scales, int for
     const auto decode = BS_PICK(decode_scaled);
     const int64_t block = std::max<int64_t>(1, (int64_t(1) << 16) / group_size) * group_size;
     bs::for_blocks(n, block, threads, [&](int64_t begin, int64_t end) { decode(job, begin, end); });
+}
+
+// `x` is images in channels last, of `channels` and `area` pixels each, which whole groups fill.
+BS_EXPORT void bs_minifloat_images_encode(void* x, int64_t n, int type, int format, int64_t group_size,
+                                          int64_t channels, int64_t area, uint8_t* codes, float* scales, int threads) {
+    const bs::ScaledJob job{x, bs::Float(type), bs::Mini(format), n, group_size, codes, scales, false};
+    if (n == 0) return;
+    const auto encode = BS_PICK(encode_scaled_images);
+    const int64_t images = n / (channels * area);
+    const int64_t some = std::max<int64_t>(images / (threads * 4), 1);  // a thread's memory serves several images
+    bs::for_blocks(images, some, threads, [&](int64_t begin, int64_t end) { encode(job, channels, area, begin, end); });
+}
+
+// As there, for the result; any images will do.
+BS_EXPORT void bs_minifloat_images_decode(uint8_t* codes, float* scales, int format, int64_t group_size,
+                                          int64_t channels, int64_t area, void* out, int64_t n, int type, int threads) {
+    const bs::ScaledJob job{out, bs::Float(type), bs::Mini(format), n, group_size, codes, scales, false};
+    if (n == 0) return;
+    const auto decode = BS_PICK(decode_scaled_images);
+    bs::for_blocks(n / channels, bs::kTile * 16, threads,
+                   [&](int64_t begin, int64_t end) { decode(job, channels, area, begin, end); });
 }
 
 // First half of encode: fills `mask` and `offsets`, and returns how many values there are, so that the caller can

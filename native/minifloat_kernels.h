@@ -4,6 +4,7 @@
 
 #include "count_mask.h"
 #include "dense.h"
+#include "turn.h"
 
 // All bits where `x` is negative, else none. The encoders select with it, with minima and maxima and not by comparing:
 // what is chosen in two steps by two masks GCC moves from register to register for longer than all else takes.
@@ -292,24 +293,32 @@ inline void encode_scaled_as(const ScaledJob& job, int64_t begin, int64_t end) {
     }
 }
 
+// The elements [begin, end), in order.
 template <bool stream, class M, class F>
-inline void decode_scaled_range(const ScaledJob& job, int64_t begin, int64_t end) {
+inline void decode_scaled_span(const ScaledJob& job, int64_t begin, int64_t end, typename Dense<F>::U* out) {
     using U = typename Dense<F>::U;
     alignas(64) U values[kCodes];
-    for (int64_t i = begin; i < end; i += job.group_size) {
-        const float scale = job.scales[i / job.group_size];
-        const int64_t last = std::min(i + job.group_size, end);
-        for (int64_t from = i; from < last; from += kCodes) {
-            const int64_t count = std::min(kCodes, last - from);
-            const uint8_t* const __restrict codes = job.codes + from;
-            U* const out = static_cast<U*>(job.dense) + from;
+    while (begin < end) {
+        const int64_t group = begin / job.group_size;
+        const float scale = job.scales[group];
+        const int64_t last = std::min((group + 1) * job.group_size, end);
+        for (; begin < last; begin += kCodes) {
+            const int64_t count = std::min(kCodes, last - begin);
+            const uint8_t* const __restrict codes = job.codes + begin;
             U* const __restrict to = stream ? values : out;
             for (int64_t k = 0; k < count; ++k)
                 to[k] = Dense<F>::narrow(
                     finish_one<M>(codes[k], bits_of(float_of(magnitude_of<M>(codes[k])) * scale)));
             if (stream) copy_out<true>(values, count, out);
+            out += count;
         }
+        begin = last;
     }
+}
+
+template <bool stream, class M, class F>
+inline void decode_scaled_range(const ScaledJob& job, int64_t begin, int64_t end) {
+    decode_scaled_span<stream, M, F>(job, begin, end, static_cast<typename Dense<F>::U*>(job.dense) + begin);
 }
 
 template <class Body>
@@ -331,6 +340,39 @@ void decode_scaled(const ScaledJob& job, int64_t begin, int64_t end) {
         } else {
             decode_scaled_range<false, decltype(m), decltype(f)>(job, begin, end);
         }
+    });
+}
+
+// Images in channels last, which are turned into channels of positions in memory of the thread's own; a group does not
+// reach from one image into the next.
+template <class M, class F>
+inline void encode_scaled_images_as(const ScaledJob& job, int64_t channels, int64_t area, int64_t begin, int64_t end) {
+    using U = typename Dense<F>::U;
+    const int64_t size = channels * area;
+    std::vector<U> turned(static_cast<size_t>(size));
+    for (int64_t image = begin; image < end; ++image) {
+        const int64_t first = image * size;
+        turn(static_cast<const U*>(job.dense) + first, channels, area, channels, turned.data(), area);
+        ScaledJob own = job;
+        own.dense = turned.data(), own.codes += first, own.scales += first / job.group_size;
+        encode_scaled_as<M, F>(own, 0, size);
+    }
+}
+
+void encode_scaled_images(const ScaledJob& job, int64_t channels, int64_t area, int64_t begin, int64_t end) {
+    with_scaled_types(job.format, job.type, [&](auto m, auto f) {
+        encode_scaled_images_as<decltype(m), decltype(f)>(job, channels, area, begin, end);
+    });
+}
+
+// The positions `begin` to `end` of images in channels last.
+void decode_scaled_images(const ScaledJob& job, int64_t channels, int64_t area, int64_t begin, int64_t end) {
+    with_scaled_types(job.format, job.type, [&](auto m, auto f) {
+        using U = typename Dense<decltype(f)>::U;
+        const auto decode = [&](int64_t from, int64_t to, U* values) {
+            decode_scaled_span<false, decltype(m), decltype(f)>(job, from, to, values);
+        };
+        turn_spans(decode, channels, area, begin, end, static_cast<U*>(job.dense));
     });
 }
 

@@ -44,6 +44,8 @@ def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
         "minifloat_decode": (reference.minifloat_encode(x, "fp10", False), "fp10", torch.empty_like(x)),
         "minifloat_scaled_encode": (x, "float8_e4m3fn", 16),
         "minifloat_scaled_decode": (*scaled, "float8_e4m3fn", 16, torch.empty_like(x)),
+        "minifloat_images_encode": (x, "float8_e4m3fn", 16, 1, n),
+        "minifloat_images_decode": (*scaled, "float8_e4m3fn", 16, 1, n, torch.empty_like(x)),
         "zvc_minifloat_encode": (x, "fp10"),
         "zvc_minifloat_decode": (*reference.zvc_minifloat_encode(x, "fp10"), "fp10", torch.empty_like(x)),
     }
@@ -214,6 +216,52 @@ def test_minifloat_past_the_caches(format: str, threads: int, isa: str) -> None:
         kept = reference.minifloat_encode(x[part], format, True)
         reference.minifloat_decode(kept, format, expected)
         assert same(zvc_out[part], torch.where(x[part].view(torch.int32) == 0, x[part], expected))
+
+
+@native_test
+@pytest.mark.parametrize(
+    ("isa", "format", "dtype"), isas_and_each([(f, d) for f, d in MINIFLOATS if f in SCALED]), indirect=["isa"]
+)
+@pytest.mark.parametrize("shape", [(3, 1, 5, 7), (2, 33, 9, 8), (1, 64, 16, 16), (4, 40, 12, 4), (2, 8, 64, 65)])
+def test_images_in_channels_last(shape: tuple[int, int, int, int], format: str, dtype: torch.dtype, isa: str) -> None:
+    x = 600 * torch.randn(shape, generator=generator(1)).to(dtype)
+    x.flatten()[::97] = float("nan")
+    x.flatten()[5::101] = float("inf")
+    image = shape[1], shape[2] * shape[3]
+    turned = x.permute(0, 2, 3, 1).reshape(-1)
+    wanted = reference.minifloat_scaled_encode(x.flatten(), format, 16)
+    for encode in (reference.minifloat_images_encode, cpu.minifloat_images_encode):
+        for plane, want in zip(encode(turned, format, 16, *image), wanted, strict=True):
+            assert same(plane, want)
+    in_order = torch.empty_like(turned)
+    reference.minifloat_scaled_decode(*wanted, format, 16, in_order)
+    for decode in (reference.minifloat_images_decode, cpu.minifloat_images_decode):
+        out, untouched = poisoned(turned.numel(), dtype, 1)
+        decode(*wanted, format, 16, *image, out)
+        assert same(out.view(shape[0], image[1], image[0]).transpose(1, 2).reshape(-1), in_order) and untouched()
+
+
+@native_test
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_many_images(threads: int, isa: str) -> None:
+    """Many blocks: what two threads write and read is what one does."""
+    x = torch.randn(8, 57 * 64, 96, generator=generator())
+    flat, image = x.flatten(), (96, 57 * 64)
+    planes = cpu.minifloat_images_encode(flat, "float8_e4m3fn", 256, *image)
+    for plane, want in zip(planes, reference.minifloat_images_encode(flat, "float8_e4m3fn", 256, *image), strict=True):
+        assert same(plane, want)
+    out, want = torch.empty_like(flat), torch.empty_like(flat)
+    cpu.minifloat_images_decode(*planes, "float8_e4m3fn", 256, *image, out)
+    reference.minifloat_images_decode(*planes, "float8_e4m3fn", 256, *image, want)
+    assert same(out, want)
+
+
+@pytest.mark.parametrize("decode", [reference.minifloat_images_decode, cpu.minifloat_images_decode])
+def test_images_of_other_sizes_are_refused(decode: Any) -> None:
+    codes, scales = reference.minifloat_images_encode(torch.randn(64), "float8_e4m3fn", 16, 4, 8)
+    for planes, name in (((codes[:-1], scales), "codes"), ((codes, scales[:-1]), "scales")):
+        with pytest.raises(DamagedPlanesError, match=name):
+            decode(*planes, "float8_e4m3fn", 16, 4, 8, torch.empty(64))
 
 
 @triton_test

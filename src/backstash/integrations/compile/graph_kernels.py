@@ -146,9 +146,13 @@ def _values_with_scales(
     dtype: torch.dtype,
     channels_last: bool,
 ) -> Tensor:
-    out = torch.empty(sizes, dtype=dtype)
-    _kernels.minifloat_scaled_decode(_flat(codes), _flat(scales), format, group_size, out.view(-1))
-    return out.contiguous(memory_format=torch.channels_last) if channels_last else out
+    planes, out = (_flat(codes), _flat(scales)), _empty(sizes, dtype, codes.device, channels_last)
+    if channels_last:
+        flat = out.permute(0, 2, 3, 1).view(-1)
+        _kernels.minifloat_images_decode(*planes, format, group_size, *_image(sizes, True), flat)
+    else:
+        _kernels.minifloat_scaled_decode(*planes, format, group_size, out.view(-1))
+    return out
 
 
 def _scaled_values_like(codes: Tensor, *settings: Any) -> Tensor:
@@ -186,7 +190,11 @@ def _round_to_format(x: Tensor, format: str) -> Tensor:
 
 
 def _round_with_scales(x: Tensor, format: str, group_size: int) -> tuple[Tensor, Tensor]:
-    codes, scales = _kernels.minifloat_scaled_encode(_flat(x), format, group_size)
+    if _is_channels_last(x):
+        flat, image = x.permute(0, 2, 3, 1).view(-1), _image(list(x.shape), True)
+        codes, scales = _kernels.minifloat_images_encode(flat, format, group_size, *image)
+    else:
+        codes, scales = _kernels.minifloat_scaled_encode(_flat(x), format, group_size)
     return codes.view(x.shape), scales
 
 

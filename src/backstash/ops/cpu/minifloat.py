@@ -26,6 +26,14 @@ _lib: Any = library.functions(
         "bs_minifloat_decode": (None, [c_void_p, c_int, c_void_p, c_int64, c_int, c_int]),
         "bs_minifloat_scaled_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int64, c_void_p, c_void_p, c_int]),
         "bs_minifloat_scaled_decode": (None, [c_void_p, c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
+        "bs_minifloat_images_encode": (
+            None,
+            [c_void_p, c_int64, c_int, c_int, *[c_int64] * 3, c_void_p, c_void_p, c_int],
+        ),
+        "bs_minifloat_images_decode": (
+            None,
+            [c_void_p, c_void_p, c_int, *[c_int64] * 3, c_void_p, c_int64, c_int, c_int],
+        ),
         "bs_zvc_minifloat_encode": (
             c_int64,
             [c_void_p, c_int64, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int],
@@ -97,6 +105,36 @@ def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_si
     check_plane("minifloat_scaled_decode", "scales", scales, groups(n, group_size))
     arguments = codes.data_ptr(), scales.data_ptr(), form.code, group_size, out.data_ptr(), n, FLOATS[out.dtype]
     _lib.bs_minifloat_scaled_decode(*arguments, threads_for(out.nbytes))
+
+
+def minifloat_images_encode(x: Tensor, format: str, group_size: int, channels: int, area: int) -> tuple[Tensor, Tensor]:
+    """See :func:`backstash.ops.reference.minifloat.minifloat_images_encode`."""
+    form, n = FORMATS[format], x.numel()
+    if not _takes(form, x.dtype) or format not in SCALED:
+        return reference.minifloat_images_encode(x, format, group_size, channels, area)
+    if n and channels * area % group_size:  # a group reaches from one image into the next
+        return minifloat_scaled_encode(x.view(-1, area, channels).transpose(1, 2).reshape(-1), format, group_size)
+    codes, scales = new_plane(n, form.dtype), new_plane(groups(n, group_size), torch.float32)
+    arguments = x.data_ptr(), n, FLOATS[x.dtype], form.code, group_size, channels, area
+    _lib.bs_minifloat_images_encode(*arguments, codes.data_ptr(), scales.data_ptr(), threads_for(x.nbytes))
+    return codes, scales
+
+
+def minifloat_images_decode(
+    codes: Tensor, scales: Tensor, format: str, group_size: int, channels: int, area: int, out: Tensor
+) -> None:
+    """See :func:`backstash.ops.reference.minifloat.minifloat_images_decode`.
+
+    Raises:
+        DamagedPlanesError: a plane is not of the size that ``out`` needs.
+    """
+    form, n = FORMATS[format], out.numel()
+    if not _takes(form, out.dtype) or format not in SCALED or scales.dtype is not torch.float32:
+        return reference.minifloat_images_decode(codes, scales, format, group_size, channels, area, out)
+    check_plane("minifloat_images_decode", "codes", codes, n)
+    check_plane("minifloat_images_decode", "scales", scales, groups(n, group_size))
+    arguments = codes.data_ptr(), scales.data_ptr(), form.code, group_size, channels, area
+    _lib.bs_minifloat_images_decode(*arguments, out.data_ptr(), n, FLOATS[out.dtype], threads_for(out.nbytes))
 
 
 def zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:

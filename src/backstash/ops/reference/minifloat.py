@@ -143,6 +143,45 @@ def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_si
     _fill(out, magnitudes * scales.double().repeat_interleave(group_size)[:numel], nan, negative)
 
 
+_IN_GRAPHS = {"triton": "what compiles a graph for CUDA writes such code itself"}
+
+
+def _planes_of_images(x: Tensor, format: str, group_size: int, channels: int, area: int) -> tuple[Tensor, Tensor]:
+    return _codes_and_scales(x, format, group_size)
+
+
+@kernel(
+    "(Tensor x, str format, int group_size, int channels, int area) -> (Tensor, Tensor)",
+    _planes_of_images,
+    without=_IN_GRAPHS,
+)
+def minifloat_images_encode(x: Tensor, format: str, group_size: int, channels: int, area: int) -> tuple[Tensor, Tensor]:
+    """As :func:`minifloat_scaled_encode`, of images that lie in ``x`` [n] by image, position and channel.
+
+    Their elements are encoded by image, channel and position. An image has ``channels`` and ``area`` positions.
+    """
+    turned = x.view(-1, area, channels).transpose(1, 2).reshape(-1) if x.numel() else x
+    return minifloat_scaled_encode(turned, format, group_size)
+
+
+@kernel(
+    "(Tensor codes, Tensor scales, str format, int group_size, int channels, int area, Tensor(a!) out) -> ()",
+    without=_IN_GRAPHS,
+)
+def minifloat_images_decode(
+    codes: Tensor, scales: Tensor, format: str, group_size: int, channels: int, area: int, out: Tensor
+) -> None:
+    """Fills ``out`` [n] from the planes of :func:`minifloat_images_encode`.
+
+    Raises:
+        DamagedPlanesError: a plane is not of the size that ``out`` needs.
+    """
+    turned = torch.empty_like(out)
+    minifloat_scaled_decode(codes, scales, format, group_size, turned)
+    if out.numel():
+        out.copy_(turned.view(-1, channels, area).transpose(1, 2).reshape(-1))
+
+
 @kernel("(Tensor x, str format) -> (Tensor, Tensor, Tensor)", _zvc_codes)
 def zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
     """Runs :func:`zvc_encode`, and :func:`minifloat_encode` on the values, none of which becomes zero."""
