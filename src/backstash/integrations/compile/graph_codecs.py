@@ -17,7 +17,15 @@ from backstash.codecs import Bitmask, BlockQuant, Codec, FewBit, Minifloat, Narr
 from backstash.codecs.base import SINGLES
 from backstash.integrations.compile.emit import Emitter, Value, tensor_of
 from backstash.integrations.compile.graph_rounding import GraphBlockQuant, GraphFewBit, GraphMinifloat
-from backstash.integrations.compile.layout import cast, constant, pack, packed_nbytes, unpack, unpack_bools
+from backstash.integrations.compile.layout import (
+    cast,
+    constant,
+    pack,
+    pack_bools,
+    packed_nbytes,
+    unpack,
+    unpack_bools,
+)
 from backstash.saved import Mask, Test
 
 _aten = torch.ops.aten
@@ -58,7 +66,7 @@ class Bits:
 
     def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
         """One plane."""
-        return (pack(emit, cast(emit, x, torch.uint8), 1),)
+        return (pack_bools(emit, x),)
 
     def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
         """A bool."""
@@ -122,7 +130,7 @@ class Sides:
             planes.append(emit(_aten.lt.Scalar, x, 0))
         if self.mask.nan:
             planes.append(emit(_aten.ne.Tensor, x, x))
-        return tuple(pack(emit, cast(emit, plane, torch.uint8), 1) for plane in planes)
+        return tuple(pack_bools(emit, plane) for plane in planes)
 
     def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
         """The stand-ins of codecs.Bitmask in the value's dtype."""

@@ -14,6 +14,8 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.effect import gradient_nodes
+from backstash.integrations.compile.image_gradients import is_split, scratch_nbytes
+from backstash.integrations.compile.images import convolved_images, looks_convolved
 from backstash.integrations.compile.reading import (
     MOVES,
     RANDOM,
@@ -68,9 +70,11 @@ class Joint:
         is_input: whether it is an input of the graph.
         fuses: whether a compiler computes it inside the kernel of whoever reads it.
         is_shared: whether several operators read it.
+        is_image: whether one call decodes it, if it is saved in few bits.
         is_heavy: whether a compiler that fuses stores its result rather than compute it for each of several readers.
         reads_fused: whether a compiler reads others' results without their ever being stored.
         stored: sums of gradients that the compiler is told to store.
+        scratch: bytes that a library holds while it computes the value.
         copied: bytes of the inputs that the compiler copies for convolutions.
         saves_copies: whether these copies are saved, and not the inputs themselves.
         takes_over: for sums that are computed in the memory of a summand that summand.
@@ -126,6 +130,9 @@ class Joint:
         self.nbytes = [
             0 if name_of(node) in constants else nbytes for node, nbytes in zip(self.nodes, self.nbytes, strict=True)
         ]
+        self.scratch = [scratch_nbytes(node) if fuses else 0 for node in self.nodes]
+        if fuses:
+            self._split_convolutions()
         copied = copied_inputs(graph) if fuses else set()
         self.copied = {self._numbers[node]: spec_of(node.meta["val"]).nbytes for node in copied}
         self.saves_copies = True
@@ -142,6 +149,8 @@ class Joint:
         stored = stored_sums(graph) if fuses and stores_sums else []
         self.stored = frozenset(self._numbers[node] for node in stored)
         self.is_shared = [len(node.users) > 1 for node in self.nodes]
+        images = convolved_images(graph) if fuses else []
+        self.is_image = [is_tensor(node) and looks_convolved(node.meta["val"], images) for node in self.nodes]
         self.is_heavy = [_is_heavy(node) for node in self.nodes]
         self.fuses = [fuses and is_elementwise(node) and node not in sums for node in self.nodes]
         self.is_forward = [False] * len(self.nodes)
@@ -157,6 +166,16 @@ class Joint:
             if number in kept or parent in kept:
                 again = not kept.get(parent, kept.get(number))
             self._repeats.append(again)
+
+    def _split_convolutions(self) -> None:
+        """Lets the images' gradient read what its call reads when it comes, and the weight's gradient no weight."""
+        for number, node in enumerate(self.nodes):
+            call = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
+            if isinstance(call, fx.Node) and is_split(call):
+                first, gradient, weight = (self.number(each) for each in (call, call.args[0], call.args[2]))
+                assert first is not None and gradient is not None and weight is not None
+                self.reads[first] = tuple(each for each in self.reads[first] if each != weight)
+                self.reads[number] = (first, gradient, weight)
 
     def _sums(self) -> dict[fx.Node, fx.Node]:
         """The additions that one call of a library computes together with a product, and these products."""

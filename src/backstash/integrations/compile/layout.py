@@ -127,21 +127,34 @@ def pack(emit: Emitter, codes: Value, bits: int) -> Value:
     return pack_along(emit, codes, bits, packed_dimension(sizes_of(codes), 8 // bits))
 
 
+def pack_bools(emit: Emitter, x: Value) -> Value:
+    """The same for bools, a bit each."""
+    return pack(emit, cast(emit, x, torch.float32 if is_fusing(emit) else torch.uint8), 1)
+
+
 def pack_along(emit: Emitter, codes: Value, bits: int, dim: int | None) -> Value:
-    """The same along a given dimension, or along the flattened codes."""
+    """The same along a given dimension, or along the flattened codes.
+
+    Where sums are not stored, bytes are summed up as floats, which hold them exactly: a compiler's vectors of bytes are
+    shifted one byte at a time.
+    """
     fields = 8 // bits
     if fields == 1:
         return codes
     if dim is None:
         codes, dim = _padded(emit, codes, fields), 0
     size = sizes_of(codes)[dim] // fields
+    as_floats = is_fusing(emit)
     packed: Value = None
     for field in range(fields):
         part = emit(_aten.slice.Tensor, codes, dim, field * size, (field + 1) * size)
-        if field:
+        if as_floats:
+            part = emit(_aten.mul.Scalar, cast(emit, part, torch.float32), float(1 << field * bits))
+        elif field:
             part = emit(_aten.bitwise_left_shift.Tensor_Scalar, part, field * bits)
-        packed = part if packed is None else emit(_aten.bitwise_or.Tensor, packed, part)
-    return packed
+        add = _aten.add.Tensor if as_floats else _aten.bitwise_or.Tensor
+        packed = part if packed is None else emit(add, packed, part)
+    return cast(emit, packed, torch.uint8) if as_floats else packed
 
 
 def unpack(emit: Emitter, packed: Value, bits: int, sizes: Sequence[Any]) -> Value:

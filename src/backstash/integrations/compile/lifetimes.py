@@ -14,7 +14,7 @@ import numpy as np
 
 from backstash.integrations.compile.joint import BYTES_PER_SECOND, Joint
 
-ROUNDED_BYTES_PER_SECOND = 2e9
+ROUNDED_BYTES_PER_SECOND = 3.5e9
 """Rounding to integers in groups on a CPU and back, by a kernel and in code that a compiler has generated."""
 
 _MOST_READS = 4
@@ -112,11 +112,15 @@ class Run:
         outcome = self._outcomes.get(number)
         if outcome is not None:
             touched.add(outcome)
+        if not joint.reads_fused[number] and any(source in self._encoded for source in joint.reads[number]):
+            self._store_before(joint.reads[number])
         for source in joint.reads[number] if outcome is None else ():
             if source in self.born:
                 touched.add(source)
                 if source in joint.copied and not joint.reads_fused[number] and not self.nbytes[source]:
                     self.copies[self.moment] = self.copies.get(self.moment, 0) + joint.copied[source]
+            elif source in self._encoded and joint.is_image[source] and joint.reads_fused[number]:
+                touched.add(self._decoded(source))
             elif joint.reads_fused[number]:
                 touched |= self._touches.get(source, set())
                 is_heavy = is_heavy or source in self._heavy
@@ -127,6 +131,8 @@ class Run:
                 self._store(source)
                 touched.add(source)
         self._read(touched)
+        if joint.scratch[number]:
+            self.copies[self.moment] = self.copies.get(self.moment, 0) + joint.scratch[number]
         if not joint.fuses[number]:
             self.hold(number, joint.nbytes[number])
             if number in joint.takes_over:
@@ -138,6 +144,21 @@ class Run:
             self._store(number)
         elif is_heavy:
             self._heavy.add(number)
+
+    def _store_before(self, sources: Iterable[int]) -> None:
+        """What an operator reads beside an encoded value is there when that is decoded."""
+        absent = [source for source in sources if source not in self.born and source not in self._encoded]
+        for source in absent:
+            self._store(source)
+        self.moment += bool(absent)
+
+    def _decoded(self, source: int) -> int:
+        """An encoded image as one call decodes it, for all operators that fuse with each other."""
+        decoded = 2 * len(self._joint.nodes) + source
+        if decoded not in self.born:
+            self._read(self._touches[source])
+            self.hold(decoded, self._joint.nbytes[source])
+        return decoded
 
     def finish(self, kept: Iterable[int]) -> np.ndarray:
         """Bytes at each operator, of which ``kept`` are held until the end."""

@@ -22,12 +22,14 @@ from backstash.integrations.compile.budget import Chosen, Partition, Plan, cheap
 from backstash.integrations.compile.choose import Choice, choose
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.graph_offload import HOST, Offloaded
+from backstash.integrations.compile.image_gradients import split_convolutions
 from backstash.integrations.compile.lifetimes import Estimate
 from backstash.integrations.compile.rewrite import planes_nbytes, rewrite
 from backstash.integrations.compile.saved_inputs import save_as_matrices
 from backstash.integrations.compile.substitutes import substitutes
 from backstash.integrations.compile.sums import add_products_in_place, store_sums, take_apart
 from backstash.integrations.compile.values import SavedValue, Split, spec_of
+from backstash.integrations.compile.waiting import wait_for_gradients
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Entry, Report
 from backstash.torch_internals import SavedValues, asks_what_to_save, compile_counters, min_cut_partition
@@ -138,6 +140,9 @@ class Treatment:
             add_products_in_place(split.backward.graph)
         if chosen.stores_sums:
             store_sums(split.backward.graph)
+        if self.fuses and self.budget is not None:
+            split_convolutions(split.backward.graph)
+            wait_for_gradients(split.backward.graph)
         for module in (split.forward, split.backward):
             module.graph.lint()
             module.recompile()

@@ -20,6 +20,7 @@ from backstash.integrations.compile.emit import GraphEmitter, Value
 from backstash.integrations.compile.graph_bounded import GraphSzp
 from backstash.integrations.compile.graph_codecs import Bits
 from backstash.integrations.compile.graph_kernels import decode_by_kernel, encode_by_kernel
+from backstash.integrations.compile.images import convolved_images, looks_convolved
 from backstash.integrations.compile.layout import (
     have_same_sizes,
     in_memory_order,
@@ -50,7 +51,7 @@ def rewrite(
     Returns:
         The planes in the forward graph.
     """
-    planes, tests = _encode(split, value, choice)
+    planes, tests = _encode(split, value, choice, fuses)
     members = value.members
     first = members[0]
     mark = bool(first.node.meta.get(UNCHECKED, False))
@@ -84,11 +85,13 @@ def _nbytes(x: torch.Tensor) -> int:
     return total
 
 
-def _encode(split: Split, value: SavedValue, choice: Choice) -> tuple[list[fx.Node], list[tuple[fx.Node, fx.Node]]]:
+def _encode(
+    split: Split, value: SavedValue, choice: Choice, fuses: bool
+) -> tuple[list[fx.Node], list[tuple[fx.Node, fx.Node]]]:
     """The planes in the forward graph, and for each comparison of the backward graph the plane of its outcome."""
     base, graph = value.base, split.forward.graph
     inputs = {twin for node in choice.tests for twin in _inputs(split, node)}
-    emit = GraphEmitter(graph, after_last_use(value, inputs), value.fake_mode)
+    emit = GraphEmitter(graph, after_last_use(value, inputs), value.fake_mode, fuses=fuses)
     ordered: Value = None
     planes: list[fx.Node] = []
     if choice.codec is not None:
@@ -207,8 +210,8 @@ def _decode(
     others = [user for user in ordered_users if user not in calls]
     may_be_image = value.tensor.dim() == 4 and is_identity(order)
     is_whole = all(have_same_sizes(member.node.meta["val"].shape, value.tensor.shape) for member in value.members)
-    is_image = may_be_image and is_whole and fuses and not is_apart and not any(map(is_view, ordered_users))
-    is_image = is_image and _looks_like_convolved(graph, value.tensor)
+    is_image = may_be_image and is_whole and fuses and not any(map(is_view, ordered_users))
+    is_image = is_image and looks_convolved(value.tensor, convolved_images(graph))
     for readers in filter(None, (others, *([call] for call in calls))):
         first = readers[0]
         emit = GraphEmitter(graph, first, fake_mode, meta, fuses)
@@ -223,19 +226,6 @@ def _decode(
                 view = _view(emit, ordered, member.node.meta["val"], value.tensor)
                 member.placeholder.replace_all_uses_with(view, delete_user_cb=set(readers).__contains__)
                 split.twins[view] = member.node
-
-
-def _looks_like_convolved(graph: fx.Graph, x: torch.Tensor) -> bool:
-    """Whether a convolution of the backward graph has read, or made, something of these sizes.
-
-    On a CPU Inductor lays such values out in channels last. Planes lie by channel, so what it writes to decode them in
-    the loops of a batch norm's backward reads far apart bytes, several times each. One call of a kernel is faster.
-    """
-    for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
-        for argument in node.args[:2]:
-            if have_same_sizes(argument.meta["val"].shape, x.shape):
-                return True
-    return False
 
 
 def _show_gradients(split: Split, value: SavedValue, choice: Choice) -> None:
