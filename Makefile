@@ -40,7 +40,7 @@ test-reference: export BACKSTASH_KERNELS = reference
 test-reference: $(VENV)/.dev
 	$(BIN)/python $(PYTEST) -m "not slow" $(REFERENCE_TESTS) -k "not test_network or resnet18 or vgg_small"
 
-# The tests that are not slow, with another torch: `make test-torch TORCH=2.11.0`, and TESTS=tests/compile for a part.
+# The tests that are not slow, with another torch: `make test-torch TORCH=2.15.0`, and TESTS=tests/compile for a part.
 test-torch: $(OTHER)/.dev
 	$(OTHER)/bin/python $(PYTEST) -m "not slow" $(TESTS)
 

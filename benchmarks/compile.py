@@ -10,7 +10,8 @@ For each case, in this order:
    again" is compiled plain once more: its times over compiled plain's say how far times of equal work lie apart.
 
 Torch's own candidates are compiled plain, compiled with ``activation_memory_budget`` at three settings, and with its
-own fp8 for what is saved. With ``--frontier`` there are many more budgets, of torch and of ours: see :mod:`benchmarks.compile_frontier`.
+own fp8 for what is saved. With ``--frontier`` there are many more budgets, of torch and of ours: see
+:mod:`benchmarks.compile_frontier`.
 """
 
 from __future__ import annotations

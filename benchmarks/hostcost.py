@@ -77,6 +77,20 @@ def _checkpointed(loss: Loss) -> Any:
     return checkpoint(loss, use_reentrant=False)
 
 
+def _node_hook() -> dict[str, Forward]:
+    """Collects every autograd node when it is made, as a Session without a function mode could; from torch 2.15 on."""
+    make = getattr(torch.autograd.graph, "node_creation_hook", None)
+    if make is None:
+        return {}
+
+    def forward(loss: Loss) -> Any:
+        nodes: list[Any] = []
+        with make(nodes.append):
+            return loss()
+
+    return {"node creation hook": forward}
+
+
 def candidates() -> dict[str, Forward]:
     """All candidates by name, plain PyTorch first; a Session is one for all steps, as a training loop has it."""
     return {
@@ -84,6 +98,7 @@ def candidates() -> dict[str, Forward]:
         "plain again": within(nullcontext()),
         "identity hooks": within(identity_hooks()),
         "function mode": within(Nothing()),
+        **_node_hook(),
         "save_on_cpu": within(torch.autograd.graph.save_on_cpu()),
         "checkpoint": _checkpointed,
         "keep": within(Session("keep")),

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <vector>
+#include <new>
 
 #include "elements.h"
 #include "isa.h"
@@ -101,5 +101,5 @@ BS_EXPORT void bs_blockquant_decode_rows(uint8_t* codes, void* low, void* high, 
         return;
     }
     const auto decode = BS_PICK(decode_pixels);
-    bs::for_blocks(n / channels, bs::kTile * 16, threads, [&](int64_t begin, int64_t end) { decode(all, begin, end); });
+    bs::for_blocks(n / channels, bs::kTurned, threads, [&](int64_t begin, int64_t end) { decode(all, begin, end); });
 }

@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "elements.h"
 #include "isa.h"
@@ -188,7 +188,7 @@ BS_EXPORT void bs_minifloat_images_decode(uint8_t* codes, float* scales, int for
     const bs::ScaledJob job{out, bs::Float(type), bs::Mini(format), n, group_size, codes, scales, false};
     if (n == 0) return;
     const auto decode = BS_PICK(decode_scaled_images);
-    bs::for_blocks(n / channels, bs::kTile * 16, threads,
+    bs::for_blocks(n / channels, bs::kTurned, threads,
                    [&](int64_t begin, int64_t end) { decode(job, channels, area, begin, end); });
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -228,6 +229,8 @@ def nodes() -> str:
 _HOST = (
     "plain again",
     "identity hooks",
+    "function mode",
+    "node creation hook",
     "save_on_cpu",
     "keep",
     "lossless_stored",
@@ -236,10 +239,10 @@ _HOST = (
 )
 
 
-def host_time() -> str:
+def host_time(kind: str = "hostcost-cpu") -> str:
     """Time of a Session's own work per saved tensor, in networks whose tensors are small."""
     by_case: dict[str, dict[str, Any]] = {}
-    for row in load("hostcost-cpu")["rows"]:
+    for row in load(kind)["rows"]:
         if not row["case"].startswith("held"):
             by_case.setdefault(row["case"], {})[row["candidate"]] = row
     rows = []
@@ -256,7 +259,7 @@ def host_time() -> str:
             for name in known
         ]
     header = ("network", "", "time of a step over plain's (quartiles)", "µs more per tensor", "tensors saved")
-    return f"{machine_line('hostcost-cpu')} `plain again` is the noise.\n\n{table(header, rows)}"
+    return f"{machine_line(kind)} `plain again` is the noise.\n\n{table(header, rows)}"
 
 
 _STEPTIME = "steptime-cpu"
@@ -441,6 +444,7 @@ TABLES = {
     "alive-at-peak": alive,
     "nodes": nodes,
     "host-time": host_time,
+    "host-time-of-nodes": partial(host_time, "hostcost-nodes-cpu"),
     "ground": ground,
     "step-overhead": step_overhead,
     "planner": planner,
