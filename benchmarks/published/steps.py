@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -262,6 +261,10 @@ def host_time(kind: str = "hostcost-cpu") -> str:
     return f"{machine_line(kind)} `plain again` is the noise.\n\n{table(header, rows)}"
 
 
+def _host_time_with_nodes() -> str:
+    return host_time("hostcost-nodes-cpu")
+
+
 _STEPTIME = "steptime-cpu"
 
 _OVERHEAD = {
@@ -444,7 +447,7 @@ TABLES = {
     "alive-at-peak": alive,
     "nodes": nodes,
     "host-time": host_time,
-    "host-time-of-nodes": partial(host_time, "hostcost-nodes-cpu"),
+    "host-time-of-nodes": _host_time_with_nodes,
     "ground": ground,
     "step-overhead": step_overhead,
     "planner": planner,

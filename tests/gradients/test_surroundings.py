@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from gradient_checks import Everything, difference, differences
 from session_checks import by_policy, codecs_used, gradients_of, holds_nothing, images, network
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from backstash import Policy, Session
 from backstash.errors import (
@@ -102,6 +105,34 @@ def test_checkpoint_inside_a_session(policy: str | Policy, reentrant: bool, insi
             with session:
                 loss = forward()
             loss.backward()
+        return [x.grad, *gradients_of(model)]
+
+    session = Session(policy, min_nbytes=0)
+    assert not differences(run(None), run(session))
+    assert holds_nothing(session)
+
+
+@by_policy
+@pytest.mark.parametrize("asks_hooks", [False, True])
+def test_selective_checkpoint_inside_a_session(policy: str | Policy, asks_hooks: bool) -> None:
+    """What a selective checkpoint keeps is the checkpoint's own, unless torch is told to ask the Session's hooks."""
+    is_known = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    settings = {"respect_saved_tensors_hooks": asks_hooks} if is_known else {}
+    if asks_hooks and not is_known:
+        pytest.skip("this torch has no such setting")
+
+    def chosen(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        kept = op in (torch.ops.aten.convolution.default, torch.ops.aten.relu.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(session: Session | None) -> list[Tensor | None]:
+        torch.manual_seed(6)
+        model, x = network(), images().requires_grad_()
+        with nullcontext() if session is None else session:
+            contexts = partial(create_selective_checkpoint_contexts, chosen)
+            h = checkpoint(model[:5], x, use_reentrant=False, context_fn=contexts, **settings)
+            loss = model[5:](h).square().sum()
+        loss.backward()
         return [x.grad, *gradients_of(model)]
 
     session = Session(policy, min_nbytes=0)
