@@ -10,10 +10,8 @@ what is saved in the place of values that cannot be rounded. Error bounds come f
 (``bounding.py``, ``bounds.py``, ``layers.py``), and ``announce.py`` tells a Session around what the graph saves. Under
 a budget, ``budget.py`` chooses what the forward graph saves: ``joint.py`` reads the joint graph, ``lifetimes.py`` knows
 its memory, ``search.py`` searches, and ``saved_inputs.py`` saves inputs where a compiler would save copies of them.
-``sums.py`` lets sums of products be computed in the memory of a summand, ``image_gradients.py`` computes a
-convolution's gradients one after the other, and ``waiting.py`` lets the backward graph read saved values no earlier
-than it needs them. ``account.py`` has the report, ``options.py``
-what users call.
+``sums.py`` lets sums of products be computed in the memory of a summand, and ``image_gradients.py`` computes a
+convolution's gradients one after the other. ``account.py`` has the report, ``options.py`` what users call.
 """
 
 from backstash.integrations.compile.options import (

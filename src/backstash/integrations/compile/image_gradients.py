@@ -19,7 +19,6 @@ from torch import Tensor, fx
 from backstash.integrations.compile.emit import GraphEmitter
 from backstash.integrations.compile.reading import arguments_of
 from backstash.integrations.compile.values import is_tensor, spec_of
-from backstash.integrations.compile.waiting import AFTER
 from backstash.torch_internals import hide_from_dynamo
 
 _aten = torch.ops.aten
@@ -27,6 +26,7 @@ _LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 _LIBRARY.define("unread_images(Tensor images) -> Tensor", tags=_TAGS)
 _LIBRARY.define("unread_weight(Tensor weight, Tensor images) -> Tensor", tags=_TAGS)
+_LIBRARY.define("after(Tensor(a) x, Tensor other) -> Tensor(a)", tags=_TAGS)
 _ops: Any = torch.ops.backstash_graph
 
 
@@ -45,7 +45,7 @@ def split_convolutions(graph: fx.Graph) -> int:
         of_weight = emit(call, gradient, images, no_weight, *settings, [False, *mask[1:]])
         parts = {place: emit(operator.getitem, of_weight, place) for place in (1, 2)}
         # Otherwise a compiler would copy the weight to channels last while the images are still there.
-        late = emit(AFTER, weight, parts[1])
+        late = emit(_ops.after.default, weight, parts[1])
         of_images = emit(call, gradient, unread, late, *settings, [True, False, False])
         parts[0] = emit(operator.getitem, of_images, 0)
         for reader in list(node.users):
@@ -121,6 +121,17 @@ def _weight_like(weight: Tensor, images: Tensor) -> Tensor:
         return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
     return torch.empty_like(weight, memory_format=last)
 
+
+def _after(x: Tensor, other: Tensor) -> Tensor:
+    """A view of ``x`` that is not there before the other one is."""
+    # A view of the same sizes may change the strides of dimensions of one element.
+    view: Tensor = torch.ops.aten.alias.default(x)
+    return view
+
+
+hide_from_dynamo(_after, and_all_below=True)
+_LIBRARY.impl("after", _after, "CompositeExplicitAutograd")
+torch.library.register_fake("backstash_graph::after", _after, lib=_LIBRARY)
 
 for _name, _run, _like in (
     ("unread_images", _unread_images, _images_like),

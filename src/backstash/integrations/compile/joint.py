@@ -130,8 +130,9 @@ class Joint:
         self.nbytes = [
             0 if name_of(node) in constants else nbytes for node, nbytes in zip(self.nodes, self.nbytes, strict=True)
         ]
-        self.scratch = [scratch_nbytes(node) if fuses else 0 for node in self.nodes]
-        if fuses:
+        splits = fuses and stores_sums  # where nothing is rounded, the peak lies elsewhere
+        self.scratch = [scratch_nbytes(node) if splits else 0 for node in self.nodes]
+        if splits:
             self._split_convolutions()
         copied = copied_inputs(graph) if fuses else set()
         self.copied = {self._numbers[node]: spec_of(node.meta["val"]).nbytes for node in copied}

@@ -29,7 +29,6 @@ from backstash.integrations.compile.saved_inputs import save_as_matrices
 from backstash.integrations.compile.substitutes import substitutes
 from backstash.integrations.compile.sums import add_products_in_place, store_sums, take_apart
 from backstash.integrations.compile.values import SavedValue, Split, spec_of
-from backstash.integrations.compile.waiting import wait_for_gradients
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Entry, Report
 from backstash.torch_internals import SavedValues, asks_what_to_save, compile_counters, min_cut_partition
@@ -140,9 +139,8 @@ class Treatment:
             add_products_in_place(split.backward.graph)
         if chosen.stores_sums:
             store_sums(split.backward.graph)
-        if self.fuses and self.budget is not None:
+        if self.fuses and chosen.stores_sums:
             split_convolutions(split.backward.graph)
-            wait_for_gradients(split.backward.graph)
         for module in (split.forward, split.backward):
             module.graph.lint()
             module.recompile()
