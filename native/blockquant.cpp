@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <new>
+#include <vector>
 
 #include "elements.h"
 #include "isa.h"

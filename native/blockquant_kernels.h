@@ -205,19 +205,22 @@ inline void encode_rows_as(const BlockQuantRows& rows, int64_t begin, int64_t en
     }
 }
 
-// Images in channels last, `begin` to `end`, each with those whose codes share its bytes.
+// Images in channels last, `begin` to `end`, each with those whose codes share its bytes. An image is turned into
+// channels of positions in memory of the thread's own; a group does not reach from one image into the next.
 template <class F>
 inline void encode_images_as(const BlockQuantRows& rows, int64_t begin, int64_t end) {
     using U = typename Dense<F>::U;
     const BlockQuantJob& job = rows.job;
-    Turned<U> turned(rows.channels, rows.area, job.group_size);
-    const int64_t groups = turned.groups(), apart = rows.byte_rows / groups;  // images from one field to the next
+    const int64_t size = rows.channels * rows.area, groups = size / job.group_size;
+    const int64_t apart = rows.byte_rows / groups;  // images from one field to the next
+    std::vector<U> turned(static_cast<size_t>(size));
     for (int64_t first = begin; first < end; ++first) {
         for (int field = 0; field < (rows.across ? 8 / job.bits : 1); ++field) {
             const int64_t image = first + field * apart;
-            turned.take(static_cast<const U*>(job.dense) + image * rows.channels * rows.area);
+            const U* const image_data = static_cast<const U*>(job.dense) + image * size;
+            turn(image_data, rows.channels, rows.area, rows.channels, turned.data(), rows.area);
             for (int64_t group = 0; group < groups; ++group)
-                put_group<F>(rows, image * groups + group, turned.group(group));
+                put_group<F>(rows, image * groups + group, turned.data() + group * job.group_size);
         }
     }
 }

@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <new>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "elements.h"
 #include "isa.h"

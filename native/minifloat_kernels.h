@@ -277,23 +277,20 @@ __attribute__((noinline)) void encode_group(const typename Dense<F>::U* __restri
 }
 
 template <class M, class F>
-inline void encode_scaled_group(const typename Dense<F>::U* x, int64_t count, uint8_t* codes, float* scale_of_group) {
-    constexpr uint32_t ceiling = Dense<F>::largest >> (23 - M::mantissa) << (23 - M::mantissa);
-    uint32_t largest = largest_of<F, true>(x, count);
-    const bool nans = largest > kInfinity;
-    if (nans) largest = largest_of<F, false>(x, count);
-    const uint32_t scale = scale_of<M>(std::min(largest, ceiling));
-    *scale_of_group = float_of(scale);
-    const float reciprocal = float_of((254u << 23) - scale);
-    if (nans) encode_group<M, F, true>(x, count, ceiling, reciprocal, codes);
-    else encode_group<M, F, false>(x, count, ceiling, reciprocal, codes);
-}
-
-template <class M, class F>
 inline void encode_scaled_as(const ScaledJob& job, int64_t begin, int64_t end) {
     const auto* x = static_cast<const typename Dense<F>::U*>(job.dense);
-    for (int64_t i = begin; i < end; i += job.group_size)
-        encode_scaled_group<M, F>(x + i, std::min(job.group_size, end - i), job.codes + i, job.scales + i / job.group_size);
+    constexpr uint32_t ceiling = Dense<F>::largest >> (23 - M::mantissa) << (23 - M::mantissa);
+    for (int64_t i = begin; i < end; i += job.group_size) {
+        const int64_t count = std::min(job.group_size, end - i);
+        uint32_t largest = largest_of<F, true>(x + i, count);
+        const bool nans = largest > kInfinity;
+        if (nans) largest = largest_of<F, false>(x + i, count);
+        const uint32_t scale = scale_of<M>(std::min(largest, ceiling));
+        job.scales[i / job.group_size] = float_of(scale);
+        const float reciprocal = float_of((254u << 23) - scale);
+        if (nans) encode_group<M, F, true>(x + i, count, ceiling, reciprocal, job.codes + i);
+        else encode_group<M, F, false>(x + i, count, ceiling, reciprocal, job.codes + i);
+    }
 }
 
 // The elements [begin, end), in order.
@@ -346,21 +343,22 @@ void decode_scaled(const ScaledJob& job, int64_t begin, int64_t end) {
     });
 }
 
+// Images in channels last, which are turned into channels of positions in memory of the thread's own; a group does not
+// reach from one image into the next.
 template <class M, class F>
 inline void encode_scaled_images_as(const ScaledJob& job, int64_t channels, int64_t area, int64_t begin, int64_t end) {
     using U = typename Dense<F>::U;
-    Turned<U> turned(channels, area, job.group_size);
+    const int64_t size = channels * area;
+    std::vector<U> turned(static_cast<size_t>(size));
     for (int64_t image = begin; image < end; ++image) {
-        turned.take(static_cast<const U*>(job.dense) + image * channels * area);
-        for (int64_t group = 0; group < turned.groups(); ++group) {
-            const int64_t number = image * turned.groups() + group;
-            encode_scaled_group<M, F>(turned.group(group), job.group_size, job.codes + number * job.group_size,
-                                      job.scales + number);
-        }
+        const int64_t first = image * size;
+        turn(static_cast<const U*>(job.dense) + first, channels, area, channels, turned.data(), area);
+        ScaledJob own = job;
+        own.dense = turned.data(), own.codes += first, own.scales += first / job.group_size;
+        encode_scaled_as<M, F>(own, 0, size);
     }
 }
 
-// Images in channels last.
 void encode_scaled_images(const ScaledJob& job, int64_t channels, int64_t area, int64_t begin, int64_t end) {
     with_scaled_types(job.format, job.type, [&](auto m, auto f) {
         encode_scaled_images_as<decltype(m), decltype(f)>(job, channels, area, begin, end);

@@ -60,34 +60,6 @@ inline void turn(const U* from, int64_t from_step, int64_t rows, int64_t columns
         for (int64_t c = 0; c < columns; ++c) to[c * to_step + row] = from[row * from_step + c];
 }
 
-// An image in channels last, turned in memory of the thread's own. Groups of elements do not reach from one image into
-// the next.
-template <class U>
-class Turned {
-public:
-    Turned(int64_t channels, int64_t area, int64_t group_size) : channels_(channels), area_(area), size_(group_size) {
-        // Channels a multiple of 4 KiB apart would push one another out of the first-level cache.
-        const bool is_whole = area % group_size == 0;
-        step_ = is_whole && area * int64_t(sizeof(U)) % 4096 == 0 ? area + 64 / int64_t(sizeof(U)) : area;
-        groups_of_row_ = is_whole ? area / group_size : channels * area / group_size;
-        const size_t nbytes = static_cast<size_t>(channels * step_) * sizeof(U);
-        memory_ = static_cast<U*>(::operator new(nbytes, std::align_val_t(64)));
-    }
-    ~Turned() { ::operator delete(memory_, std::align_val_t(64)); }
-    Turned(const Turned&) = delete;
-    Turned& operator=(const Turned&) = delete;
-
-    void take(const U* image) { turn(image, channels_, area_, channels_, memory_, step_); }
-    int64_t groups() const { return channels_ * area_ / size_; }
-    const U* group(int64_t number) const {
-        return memory_ + number / groups_of_row_ * step_ + number % groups_of_row_ * size_;
-    }
-
-private:
-    int64_t channels_, area_, size_, step_, groups_of_row_;
-    U* memory_;
-};
-
 // Tiles of channels by positions are made in a buffer in the first-level cache, and written the other way around.
 // `decode(from, to, values)` makes the elements [from, to) in order; `begin` to `end` are positions of all images.
 template <class U, class Decode>

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_steps import compare
+from compiled_steps import differences, gradients
 from torch import Tensor, fx, nn
+from torch._functorch import config as functorch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from backstash.integrations.compile import image_gradients
+from backstash import policies
+from backstash.integrations.compile import compile_backend, image_gradients, partitioner
 from backstash.report.meter import CountedPeak
 
 backward = torch.ops.aten.convolution_backward.default
@@ -133,8 +135,28 @@ class Residual(nn.Module):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
-def test_a_network_under_a_budget_keeps_its_bits(order: torch.memory_format) -> None:
+def test_a_network_has_the_bits_that_it_has_with_one_call(
+    order: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Residual(16, 32), Residual(32, 64)).to(memory_format=order)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     x = torch.randn(4, 3, 32, 32).contiguous(memory_format=order)
-    compare(model, lambda net: net(x).square().mean(), budget=1 << 20, backend="inductor", steps=2)
+    split: list[int] = []
+
+    def steps(splits: bool) -> list[list[Tensor | None]]:
+        def carry_out(graph: fx.Graph) -> int:
+            split.append(image_gradients.split_convolutions(graph) if splits else 0)
+            return split[-1]
+
+        monkeypatch.setattr(partitioner, "split_convolutions", carry_out)
+        model.load_state_dict(state)
+        torch._dynamo.reset()
+        backend = compile_backend(policies.quantized(4), "inductor", budget=1 << 20, min_nbytes=0)
+        with functorch.patch(enable_autograd_cache=False):  # it does not know who has split
+            compiled = torch.compile(model, backend=backend)
+            return [gradients(model, lambda net: net(x).square().mean(), compiled) for _ in range(2)]
+
+    for expected, found in zip(steps(splits=False), steps(splits=True), strict=True):
+        assert differences(model, expected, found) == []
+    assert split[0] == 0 < split[-1]

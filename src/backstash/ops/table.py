@@ -63,6 +63,10 @@ def _no_outputs(*args: object) -> None:
     """The fake of a kernel that fills a tensor which it was given."""
 
 
+IN_GRAPHS: Mapping[str, str] = {"triton": "what compiles a graph for CUDA writes such code itself"}
+"""Why kernels that compiled graphs call on a CPU alone have no other implementation (``without`` of :func:`kernel`)."""
+
+
 def kernel(
     schema: str | None,
     fake: Callable[..., Any] = _no_outputs,

@@ -2,8 +2,8 @@
 
 ``convolution_backward`` computes the gradients of the weight and of the images together: it holds the images, which may
 have been decoded or computed again for it alone, beside their gradient of the same size. On a CPU the library computes
-one after the other anyway, so two calls take the same time and give the same bits. Of what only the other gradient
-depends on a call reads the sizes and the order in memory: it is given zeros that take no memory.
+one after the other anyway, so two calls give the same bits. Of what only the other gradient depends on a call reads the
+sizes and the order in memory: it is given zeros that take no memory.
 """
 
 from __future__ import annotations

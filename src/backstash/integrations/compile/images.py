@@ -16,11 +16,11 @@ from backstash.integrations.compile.layout import have_same_sizes
 
 
 def convolved_images(graph: fx.Graph) -> list[Tensor]:
-    """What the convolutions of a backward graph have read, and the gradients of what they have returned."""
+    """What convolutions on a CPU have read, and the gradients of what they have returned, in a backward graph."""
     target = torch.ops.aten.convolution_backward.default
     calls = graph.find_nodes(op="call_function", target=target)
     read: list[Any] = [argument for node in calls for argument in node.args[:2]]
-    found = [argument.meta["val"] for argument in read]
+    found = [x for argument in read if (x := argument.meta["val"]).device.type == "cpu"]
     return list({tuple(map(str, x.shape)): x for x in found}.values())
 
 

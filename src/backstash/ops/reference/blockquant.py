@@ -11,7 +11,7 @@ from torch import Tensor
 from backstash.ops.formats import groups
 from backstash.ops.layout import bytes_for
 from backstash.ops.reference.bits import bits_of, check_plane, pack, unpack
-from backstash.ops.table import kernel
+from backstash.ops.table import IN_GRAPHS, kernel
 
 _WORD = 0xFFFFFFFF
 
@@ -93,9 +93,6 @@ def blockquant_decode(codes: Tensor, ranges: Tensor, bits: int, group_size: int,
     out.copy_((unpack(codes, bits, numel).float() * unit) * (high - low) + low)
 
 
-_IN_GRAPHS = {"triton": "what compiles a graph for CUDA writes such code itself"}
-
-
 def _rows(
     x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, across: bool, channels: int, area: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +104,7 @@ def _rows(
     "(Tensor x, int bits, int group_size, bool stochastic, int seed, bool across, int channels, int area)"
     " -> (Tensor, Tensor, Tensor)",
     _rows,
-    without=_IN_GRAPHS,
+    without=IN_GRAPHS,
 )
 def blockquant_encode_rows(
     x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, across: bool, channels: int, area: int
@@ -148,7 +145,7 @@ def blockquant_encode_rows(
 @kernel(
     "(Tensor codes, Tensor low, Tensor high, int bits, int group_size, bool across, int channels, int area,"
     " Tensor(a!) out) -> ()",
-    without=_IN_GRAPHS,
+    without=IN_GRAPHS,
 )
 def blockquant_decode_rows(
     codes: Tensor,

@@ -10,7 +10,7 @@ from backstash.ops.formats import FORMATS, LEAST_SCALE, Format, groups, scale_ce
 from backstash.ops.layout import bytes_for, zvc_chunks
 from backstash.ops.reference.bits import bits_of, check_plane, unpack
 from backstash.ops.reference.sparse import zvc_damage, zvc_decode, zvc_encode
-from backstash.ops.table import dynamic_size, kernel
+from backstash.ops.table import IN_GRAPHS, dynamic_size, kernel
 
 
 def _codes(x: Tensor, format: str, nonzero: bool = False) -> Tensor:
@@ -143,9 +143,6 @@ def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_si
     _fill(out, magnitudes * scales.double().repeat_interleave(group_size)[:numel], nan, negative)
 
 
-_IN_GRAPHS = {"triton": "what compiles a graph for CUDA writes such code itself"}
-
-
 def _planes_of_images(x: Tensor, format: str, group_size: int, channels: int, area: int) -> tuple[Tensor, Tensor]:
     return _codes_and_scales(x, format, group_size)
 
@@ -153,7 +150,7 @@ def _planes_of_images(x: Tensor, format: str, group_size: int, channels: int, ar
 @kernel(
     "(Tensor x, str format, int group_size, int channels, int area) -> (Tensor, Tensor)",
     _planes_of_images,
-    without=_IN_GRAPHS,
+    without=IN_GRAPHS,
 )
 def minifloat_images_encode(x: Tensor, format: str, group_size: int, channels: int, area: int) -> tuple[Tensor, Tensor]:
     """As :func:`minifloat_scaled_encode`, of images that lie in ``x`` [n] by image, position and channel.
@@ -166,7 +163,7 @@ def minifloat_images_encode(x: Tensor, format: str, group_size: int, channels: i
 
 @kernel(
     "(Tensor codes, Tensor scales, str format, int group_size, int channels, int area, Tensor(a!) out) -> ()",
-    without=_IN_GRAPHS,
+    without=IN_GRAPHS,
 )
 def minifloat_images_decode(
     codes: Tensor, scales: Tensor, format: str, group_size: int, channels: int, area: int, out: Tensor
