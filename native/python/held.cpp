@@ -161,6 +161,8 @@ PyCFunction as_method(Function function) { return reinterpret_cast<PyCFunction>(
 
 PyMethodDef methods[] = {
     {"configure", as_method(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"enter_module", as_method(enter_module), METH_FASTCALL, nullptr},
+    {"leave_module", leave_module, METH_O, nullptr},
     {"elements", as_method(elements), METH_FASTCALL, nullptr},
     {"find", as_method(find), METH_FASTCALL, nullptr},
     {"fits_node", as_method(fits_node), METH_FASTCALL, nullptr},

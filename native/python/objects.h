@@ -13,21 +13,21 @@ namespace backstash {
 #define BACKSTASH_OBJECTS(X) \
     X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node) \
     X(functorch_level) X(is_grad_enabled) X(read_reference) X(held_parameter) X(slot_type) \
-    X(storage_use_count) X(getrefcount)
+    X(storage_use_count) X(getrefcount) X(frame_type)
 
 // Names of attributes, made once.
 #define BACKSTASH_NAMES(X) \
-    X(__enter__) X(__exit__) X(__name__) X(_base) X(_buffers) X(_call) X(_cdata) X(_contents) \
-    X(_is_zerotensor) X(_leaning) X(_modules) X(_pack_large) X(_parameters) X(_pending) X(_recognised) \
-    X(_state) X(_values) X(_version) X(after_function) X(args) X(asked) X(before) X(before_side_effect) \
-    X(chosen) X(clock) X(counted) X(counts) X(data) X(data_ptr) X(dense) X(depth) X(detach) X(device) \
-    X(dim) X(dtype) X(due) X(guard) X(in_place) X(include) X(inplace) X(is_conj) X(is_idle) X(is_leaf) \
-    X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(itemsize) \
-    X(kind) X(kwargs) X(layout) X(look_at_due) X(made) X(members) X(min_nbytes) X(modified) X(nbytes) \
-    X(next_functions) X(numel) X(of_matrix) X(of_nodes) X(of_weight) X(offset) X(original) X(otherwise) \
-    X(out) X(parameters) X(recomputes) X(remakes_anything) X(requires_grad) X(result) X(roles) X(shape) \
-    X(small) X(spec) X(specs) X(step) X(storage) X(storage_offset) X(stride) X(tensor) X(unnamed) \
-    X(untyped_storage) X(value) X(version)
+    X(__enter__) X(__exit__) X(__name__) X(_base) X(_buffers) X(_call) X(_call_place) X(_cdata) X(_contents) \
+    X(_cycles) X(_forward) X(_found) X(_is_zerotensor) X(_leaning) X(_modules) X(_names) X(_pack_large) \
+    X(_parameters) X(_pending) X(_places) X(_recognised) X(_state) X(_values) X(_version) X(after_function) X(args) \
+    X(asked) X(before) X(before_side_effect) X(chosen) X(clock) X(counted) X(counts) X(data) X(data_ptr) X(dense) \
+    X(depth) X(detach) X(device) X(dim) X(dtype) X(due) X(fqn) X(frames) X(guard) X(in_place) X(include) X(inplace) \
+    X(is_conj) X(is_idle) X(is_leaf) X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) \
+    X(is_timing) X(is_used) X(itemsize) X(kind) X(kwargs) X(label) X(layout) X(learned) X(look_at_due) X(made) \
+    X(members) X(min_nbytes) X(modified) X(nbytes) X(next_functions) X(noting) X(numel) X(of_matrix) X(of_nodes) \
+    X(of_weight) X(offset) X(original) X(otherwise) X(out) X(parameters) X(place) X(recomputes) X(remakes_anything) \
+    X(requires_grad) X(result) X(roles) X(shape) X(small) X(spec) X(specs) X(step) X(storage) X(storage_offset) \
+    X(stride) X(tensor) X(unnamed) X(untyped_storage) X(value) X(version)
 
 #define BACKSTASH_DECLARE_OBJECT(name) inline PyObject* name = nullptr;
 #define BACKSTASH_DECLARE_NAME(name) inline PyObject* s_##name = nullptr;
@@ -156,6 +156,10 @@ PyObject* fits_node(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* is_orphaned(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* references_of(PyObject*, PyObject* value);
 PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t number);
+
+// modules.cpp
+PyObject* enter_module(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* leave_module(PyObject*, PyObject* session);
 
 PyObject* hold_in(PyObject* x);  // held.cpp: the tuple of held.hold
 

@@ -116,6 +116,38 @@ bool end(PyObject* listener, PyObject* result) {
     return static_cast<bool>(Owned(PyObject_CallMethodObjArgs(listener, s_after_function, result, nullptr)));
 }
 
+// The place of a call that is about to run; None where it need not be noted. See Names.call_place and Noting.place.
+PyObject* call_place(PyObject* names, PyObject* func) {
+    Owned frames(PyObject_GetAttr(names, s_frames));
+    PyObject* frame = frames ? PyList_GetItem(frames.get(), PyList_Size(frames.get()) - 1) : nullptr;
+    Owned counts(frame != nullptr ? PyObject_GetAttr(frame, s_counts) : nullptr);
+    if (!counts) return nullptr;
+    PyObject* before = PyDict_GetItemWithError(counts.get(), func);
+    if (before == nullptr && PyErr_Occurred()) return nullptr;
+    Owned number(before != nullptr ? Py_NewRef(before) : PyLong_FromLong(0));
+    Owned after(number ? PyLong_FromLongLong(PyLong_AsLongLong(number.get()) + 1) : nullptr);
+    if (!after || PyDict_SetItem(counts.get(), func, after.get()) != 0) return nullptr;
+    Owned label(PyObject_GetAttr(frame, s_label));
+    Owned learned(label ? PyObject_GetAttr(names, s_learned) : nullptr);
+    Owned noting(learned ? PyObject_GetAttr(learned.get(), s_noting) : nullptr);
+    Owned places(noting ? PyObject_GetAttr(noting.get(), s__places) : nullptr);
+    Owned index(places ? PyTuple_Pack(3, label.get(), func, number.get()) : nullptr);
+    if (!index) return nullptr;
+    PyObject* known = PyDict_GetItemWithError(places.get(), index.get());
+    const int used = known != nullptr ? is_true(known, s_is_used) : 0;
+    if (used < 0 || PyErr_Occurred()) return nullptr;
+    if (used) return Py_NewRef(known);
+    return PyObject_CallMethodObjArgs(noting.get(), s_place, label.get(), func, number.get(), nullptr);
+}
+
+// Whether the listener wants to know of a call that is about to run: 1 or 0, or -1 with an error set. See Forward.counts.
+int counts_call(PyObject* listener, PyObject* func) {
+    Owned names(PyObject_GetAttr(listener, s__names));
+    Owned place(names ? call_place(names.get(), func) : nullptr);
+    if (!place || PyObject_SetAttr(listener, s__call_place, place.get()) != 0) return -1;
+    return place.get() != Py_None;
+}
+
 // Calls the function as the observer does, whose kind is known.
 PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject* kwargs) {
     PyObject* listener = watch->listener;
@@ -134,9 +166,9 @@ PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject
     bool is_noted = recomputes && depth == 0 && (kind & CHEAP);
     Owned before(Py_NewRef(Py_None));
     if (is_noted) {
-        Owned counts(PyObject_CallMethodObjArgs(listener, s_counts, func, nullptr));
-        if (!counts) return nullptr;
-        is_noted = counts.get() == Py_True;
+        const int counts = counts_call(listener, func);
+        if (counts < 0) return nullptr;
+        is_noted = counts;
     }
     if (is_noted && (kind & MAY_DRAW)) {
         Owned none(kwargs == nullptr ? PyDict_New() : Py_NewRef(kwargs));

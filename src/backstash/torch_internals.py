@@ -26,7 +26,7 @@ def _find(path: str) -> Any:
         if found is None:
             raise ImportError(
                 f"backstash needs torch.{path}, which torch {torch.__version__} does not have. backstash is tested "
-                f"with torch 2.11 to 2.14: install one of these, or a newer backstash."
+                f"with torch 2.11 to 2.15: install one of these, or a newer backstash."
             )
     return found
 
@@ -54,6 +54,13 @@ push_saved_tensor_hooks: Callable[[Any, Any], None] = _find("_C._autograd._push_
 
 pop_saved_tensor_hooks: Callable[[], None] = _find("_C._autograd._pop_saved_tensors_default_hooks")
 """Takes the innermost pair of saved-tensor hooks away."""
+
+is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+"""Whether Dynamo traces what asks: it is told True, and anybody else False. With ``compiler._is_compiling_flag``, which
+is set while something is exported, this is ``torch.compiler.is_compiling``, without its second call."""
+
+compiler: Any = torch.compiler
+_find("compiler._is_compiling_flag")
 
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled")
 """Whether autocast is on for any type of device."""
@@ -270,6 +277,35 @@ def numeric_settings(device_type: str) -> tuple[object, ...]:
         _cublas_reduces_bf16(),
         _cublas_adds_up_fp16(),
     )
+
+
+_set_deterministic: Callable[..., None] = _find("_C._set_deterministic_algorithms")
+_deterministic_warns: Callable[[], bool] = _find("_C._get_deterministic_algorithms_warn_only")
+_fills: Callable[[], bool] = _find("_C._get_deterministic_fill_uninitialized_memory")
+_set_fills: Callable[[bool], None] = _find("_C._set_deterministic_fill_uninitialized_memory")
+
+
+@contextmanager
+def filled_memory(device_type: str) -> Iterator[None]:
+    """Inside, torch fills what it hands out unwritten on a CPU: with NaN, or with the largest integer.
+
+    So a function that returns or saves memory which it has not filled does so with other bits than outside, where the
+    system hands out zeros again and again. Torch does this under its setting of determinism, which chooses no other
+    kernels on a CPU. On a GPU it does, so nothing changes there. Torch's public setter would import Inductor.
+    """
+    if device_type != "cpu":
+        yield
+        return
+    before, fills = (_deterministic(), _deterministic_warns()), _fills()
+    try:
+        _set_fills(True)
+        _set_deterministic(True, warn_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kernels that have no deterministic way
+            yield
+    finally:
+        _set_deterministic(before[0], warn_only=before[1])
+        _set_fills(fills)
 
 
 def partitioner_base() -> type[Any]:

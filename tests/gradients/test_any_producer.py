@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from backstash import Keep, Recompute, Session, policies
+from backstash.capture import observer
 from backstash.ops import backends
 from backstash.proofs import proofs
 from backstash.stash import fused, producers
@@ -487,3 +488,62 @@ def test_a_recurrent_network_is_repeated_once_however_many_tensors_it_saves_insi
         assert not differences(expected, found)
         numbers.append(len(repeated))
     assert max(numbers) < 10
+
+
+@pytest.fixture
+def ctc_loss_is_tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if nobody knew that ctc_loss saves a table of which it fills only what the lengths of the texts need."""
+    monkeypatch.setattr(producers, "_UNREPEATABLE", producers._UNREPEATABLE - {"ctc_loss"})
+    monkeypatch.setattr(observer, "_kinds", {})
+    monkeypatch.setattr(observer, "_numbers", {})
+    producers.is_repeatable.cache_clear()
+    proofs.forget()
+    yield
+    producers.is_repeatable.cache_clear()
+
+
+@pytest.mark.usefixtures("ctc_loss_is_tried")
+@pytest.mark.parametrize("samples", [2, 256])  # tables of 24 KiB and 3 MiB: of the heap, and of pages that are zeros
+def test_what_saves_memory_that_nobody_has_filled_fails_its_proof(
+    samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it passes where the memory happens to hold the same bits twice, and other bits when it is read."""
+    symbols = torch.randn(50, samples, 20).log_softmax(-1).requires_grad_()
+    texts, lengths = torch.randint(1, 20, (samples, 30)), torch.randint(1, 31, (samples,))
+    lengths[0] = 30
+
+    def gradient(context: Any) -> Tensor:
+        with context:
+            loss = F.ctc_loss(symbols, texts, torch.full((samples,), 50), lengths)
+        return torch.autograd.grad(loss, symbols)[0]
+
+    saved: list[Any] = []
+    expected = gradient(torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x))  # type: ignore[func-returns-value]
+    table = saved.index((samples, 50, 61))
+    ask, answers = proofs.ask, []
+
+    def asked(operation: str, *args: Any, **kwargs: Any) -> Any:
+        answers.append((operation, ask(operation, *args, **kwargs)))
+        return answers[-1][1]
+
+    monkeypatch.setattr(proofs, "ask", asked)
+    session = Session(Remake(), min_nbytes=0)
+    for _ in range(3):
+        assert torch.equal(gradient(session), expected)
+    same = [answer.split() for operation, answer in answers if operation == "saved inside"]
+    assert same
+    assert not any(str(table) in each for each in same)
+
+
+def test_memory_is_filled_inside_a_proof_and_settings_are_as_before() -> None:
+    from backstash.torch_internals import filled_memory
+
+    for before in (False, True):
+        torch.use_deterministic_algorithms(before, warn_only=before)
+        try:
+            with filled_memory("cpu"):
+                assert torch.empty(1 << 20).isnan().all()
+            assert torch.are_deterministic_algorithms_enabled() is before
+            assert torch.is_deterministic_algorithms_warn_only_enabled() is before
+        finally:
+            torch.use_deterministic_algorithms(False)

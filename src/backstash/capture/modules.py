@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from backstash.torch_internals import functorch_level, hide_from_dynamo
+from backstash.torch_internals import compiler, functorch_level, hide_from_dynamo, is_dynamo_compiling
 
 
 class Listener(Protocol):
@@ -36,7 +36,6 @@ _numbers: tuple[int, int] | None = None
 """Of the two hooks, once they were registered: of the one before a forward, and of the one after it."""
 
 _lock = threading.Lock()
-_is_compiling = torch.compiler.is_compiling
 
 
 def is_active() -> bool:
@@ -97,8 +96,8 @@ def _uninstall() -> None:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    if _is_compiling() or functorch_level() is not None:  # Note: [transforms] in transforms.py
-        return
+    if is_dynamo_compiling() or compiler._is_compiling_flag or functorch_level() is not None:
+        return  # traced, or Note: [transforms] in transforms.py
     listener = getattr(_active, "listener", None)
     if listener is not None:
         listener.enter_module(module)
@@ -110,8 +109,8 @@ def _enter(module: nn.Module, args: Any) -> None:
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    if _is_compiling() or functorch_level() is not None:  # Note: [transforms] in transforms.py
-        return
+    if is_dynamo_compiling() or compiler._is_compiling_flag or functorch_level() is not None:
+        return  # traced, or Note: [transforms] in transforms.py
     listener = getattr(_active, "listener", None)
     if listener is not None:
         listener.leave_module()

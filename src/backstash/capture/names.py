@@ -20,7 +20,7 @@ Note: [calls apart]
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,7 +53,28 @@ class Frame:
 
     def __init__(self, fqn: str, label: str) -> None:
         self.fqn, self.label = fqn, label
-        self.counts: defaultdict[Any, int] = defaultdict(int)  # by the name of an op, or the function
+        self.counts: dict[Any, int] = {}  # by the name of an op, or the function
+
+
+if compiled.functions is not None:
+    compiled.functions.configure(frame_type=Frame)
+
+
+def _enter_known(session: Any, module: nn.Module) -> bool:
+    """Does what :meth:`Session.enter_module` does, if it is a common case; returns whether it was one."""
+    return False
+
+
+def _leave(session: Any) -> None:
+    """Does what :meth:`Session.leave_module` does."""
+    session._names.leave()
+
+
+enter_known = _enter_known if compiled.functions is None else compiled.functions.enter_module
+"""As :func:`_enter_known`, compiled where there is a compiled one."""
+
+leave = _leave if compiled.functions is None else compiled.functions.leave_module
+"""As :func:`_leave`, compiled where there is a compiled one."""
 
 
 class KnownNode:
@@ -156,7 +177,7 @@ class Names:
     def call_place(self, function: Any) -> CallPlace | None:
         """The place of a call of a function that is about to run; None where the call need not be noted."""
         frame = self.frames[-1]
-        number = frame.counts[function]
+        number = frame.counts.get(function, 0)
         frame.counts[function] = number + 1
         return self.learned.noting.place(frame.label, function, number)
 
@@ -255,7 +276,7 @@ class Names:
         op = needs.op_of(node)
         frame = self.frames[-1]
         self._is_fresh = False
-        number = frame.counts[op]
+        number = frame.counts.get(op, 0)
         frame.counts[op] = number + 1
         index = frame.label, type(node), number
         for known in self.learned.nodes.get(index, ()):
@@ -287,7 +308,7 @@ class Names:
         assert saved.dense is not None
         frame = self.frames[-1]
         self._is_fresh = False
-        number = frame.counts["?"]
+        number = frame.counts.get("?", 0)
         frame.counts["?"] = number + 1
         saved.spec = TensorSpec.of(saved.dense)
         index = frame.label, type(None), number

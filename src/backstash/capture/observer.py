@@ -14,7 +14,14 @@ from torch.overrides import TorchFunctionMode
 from backstash.capture.side_effects import SideEffect, inplace_position, side_effect_of
 from backstash.stash import calls, compiled, producers
 from backstash.stash.regions import Region
-from backstash.torch_internals import functorch_level, hide_from_dynamo, no_torch_function, seen_inside
+from backstash.torch_internals import (
+    compiler,
+    functorch_level,
+    hide_from_dynamo,
+    is_dynamo_compiling,
+    no_torch_function,
+    seen_inside,
+)
 
 
 class Listener(Protocol):
@@ -86,7 +93,8 @@ class Observer(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():  # traced: the compiled function saves its tensors in one op of its own
+        if is_dynamo_compiling() or compiler._is_compiling_flag:
+            # It is traced: the compiled function saves its tensors in one op of its own.
             return func(*args, **(kwargs or {}))
         done = self._watch(func, args, kwargs)
         if done is not _RARE:

@@ -14,13 +14,15 @@ from backstash.stash.decode import fetch
 from backstash.stash.gains import gains
 from backstash.stash.recipes import Recipe
 from backstash.stash.value import holder
+from backstash.torch_internals import filled_memory
 
 
 def prove(recipe: Recipe, whole: Tensor) -> str:
     """How the recipe makes the bits of ``whole``: "fused", "plain" (call by call), or "" if it does not."""
-    for way, candidate in (("fused", recipe), ("plain", recipe.unfused())):
-        if equals(candidate.run(fetch_unguarded), whole):
-            return way
+    with filled_memory(whole.device.type):
+        for way, candidate in (("fused", recipe), ("plain", recipe.unfused())):
+            if equals(candidate.run(fetch_unguarded), whole):
+                return way
     return ""
 
 

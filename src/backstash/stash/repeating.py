@@ -7,6 +7,9 @@ Note: [proven calls]
     A call that works in place has overwritten what it has read, so both ways run on random numbers instead. The proof
     is not repeated in later steps, where it would take memory that a budget has not planned for: there samples watch
     the bits. Nor is it repeated in a process that reads a plan from a file (Note: [proofs that travel] in proofs.py).
+
+    Some functions save memory that they have not filled. Where a system hands out zeros, that memory has the same bits
+    twice, and others later. So a proof runs in memory that is filled with other bits, and such a function fails it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
 from backstash.stash.calls import INPUT, Call, Group
-from backstash.torch_internals import as_if_outermost
+from backstash.torch_internals import as_if_outermost, filled_memory
 
 OVERWRITES: dict[str, Callable[..., Any]] = {
     "relu": lambda x, *args, **kwargs: torch.relu_(x),
@@ -151,7 +154,7 @@ def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
     )
 
     def prove() -> bool:
-        with torch.no_grad():
+        with torch.no_grad(), filled_memory(call.spec.device.type):
             if not call.in_place:
                 try:
                     again = repeat(call, call.function, tensors)
@@ -196,7 +199,7 @@ def repeats_inside(call: Call, tensors: list[Tensor], saved: Mapping[int, Tensor
             if number in saved and _equal_memory(again.detach(), saved[number]):
                 same.append(number)
 
-        with torch.no_grad():
+        with torch.no_grad(), filled_memory(call.spec.device.type):
             try:
                 repeat(call, call.function, tensors, compare)
             except RuntimeError:  # it cannot be called once more with what it was called with

@@ -1,0 +1,63 @@
+// Which module is running, without the interpreter: see capture/names.py, and enter_module in session.py.
+#include "objects.h"
+
+namespace backstash {
+namespace {
+
+// A new Frame of a path; see names.Frame.
+PyObject* make_frame(PyObject* path) {
+    static const newfunc make = reinterpret_cast<newfunc>(
+        PyType_GetSlot(reinterpret_cast<PyTypeObject*>(frame_type), Py_tp_new));
+    Owned none(PyTuple_New(0));
+    Owned frame(none ? make(reinterpret_cast<PyTypeObject*>(frame_type), none.get(), nullptr) : nullptr);
+    Owned counts(frame ? PyDict_New() : nullptr);
+    const bool is_made = counts && PyObject_SetAttr(frame.get(), s_fqn, path) == 0 &&
+                         PyObject_SetAttr(frame.get(), s_label, path) == 0 &&
+                         PyObject_SetAttr(frame.get(), s_counts, counts.get()) == 0;
+    return is_made ? frame.release() : nullptr;
+}
+
+// The path of a module that was entered before; null without an error where that is not known.
+PyObject* path_of(PyObject* names, PyObject* module) {
+    Owned found(PyObject_GetAttr(names, s__found));
+    Owned id(found ? PyLong_FromVoidPtr(module) : nullptr);
+    if (!id) return nullptr;
+    PyObject* known = PyDict_GetItemWithError(found.get(), id.get());
+    if (known == nullptr) return nullptr;
+    Owned alive(PyObject_CallNoArgs(PyTuple_GetItem(known, 0)));
+    return alive && alive.get() == module ? Py_NewRef(PyTuple_GetItem(known, 1)) : nullptr;
+}
+
+}  // namespace
+
+// See Session.enter_module: returns whether it was done, else the method has to do it.
+PyObject* enter_module(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (!takes(number, 2, "enter_module takes a Session and a module")) return nullptr;
+    Owned names(PyObject_GetAttr(args[0], s__names));
+    Owned frames(names ? PyObject_GetAttr(names.get(), s_frames) : nullptr);
+    if (!frames) return nullptr;
+    if (PyList_Size(frames.get()) == 1) Py_RETURN_FALSE;
+    Owned forward(PyObject_GetAttr(args[0], s__forward));
+    const int idle = forward ? is_true(forward.get(), s_is_idle) : -1;
+    if (idle < 0) return nullptr;
+    if (idle) return PyBool_FromLong(PyList_Append(frames.get(), PyList_GetItem(frames.get(), 0)) == 0);
+    const int is_common = is_same(names.get(), s__cycles, Py_None);
+    if (is_common < 0) return nullptr;
+    Owned path(is_common ? path_of(names.get(), args[1]) : nullptr);
+    if (!path) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_False);
+    Owned frame(make_frame(path.get()));
+    if (!frame || PyList_Append(frames.get(), frame.get()) != 0) return nullptr;
+    Py_RETURN_TRUE;
+}
+
+// See Session.leave_module.
+PyObject* leave_module(PyObject*, PyObject* session) {
+    Owned names(PyObject_GetAttr(session, s__names));
+    Owned frames(names ? PyObject_GetAttr(names.get(), s_frames) : nullptr);
+    if (!frames) return nullptr;
+    const Py_ssize_t depth = PyList_Size(frames.get());
+    if (depth > 1 && PyList_SetSlice(frames.get(), depth - 1, depth, nullptr) != 0) return nullptr;
+    Py_RETURN_NONE;
+}
+
+}  // namespace backstash
