@@ -22,10 +22,10 @@ namespace backstash {
     X(_parameters) X(_pending) X(_places) X(_recognised) X(_state) X(_values) X(_version) X(after_function) X(args) \
     X(asked) X(before) X(before_side_effect) X(chosen) X(clock) X(counted) X(counts) X(data) X(data_ptr) X(dense) \
     X(depth) X(detach) X(device) X(dim) X(dtype) X(due) X(fqn) X(frames) X(guard) X(in_place) X(include) X(inplace) \
-    X(is_conj) X(is_idle) X(is_leaf) X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) \
-    X(is_timing) X(is_used) X(itemsize) X(kind) X(kwargs) X(label) X(layout) X(learned) X(look_at_due) X(made) \
-    X(members) X(min_nbytes) X(modified) X(nbytes) X(next_functions) X(noting) X(numel) X(of_matrix) X(of_nodes) \
-    X(of_weight) X(offset) X(original) X(otherwise) X(out) X(parameters) X(place) X(recomputes) X(remakes_anything) \
+    X(is_conj) X(is_idle) X(is_inference) X(is_leaf) X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) \
+    X(is_simple) X(is_timing) X(is_used) X(itemsize) X(kind) X(kwargs) X(label) X(layout) X(learned) X(look_at_due) \
+    X(made) X(members) X(min_nbytes) X(modified) X(nbytes) X(next_functions) X(noting) X(numel) X(of_matrix) \
+    X(of_nodes) X(of_weight) X(offset) X(original) X(otherwise) X(out) X(parameters) X(place) X(recomputes) X(remakes_anything) \
     X(requires_grad) X(result) X(roles) X(shape) X(small) X(spec) X(specs) X(step) X(storage) X(storage_offset) \
     X(stride) X(tensor) X(unnamed) X(untyped_storage) X(value) X(version)
 

@@ -112,7 +112,7 @@ int is_odd(PyObject* x) {
         const int odd = is_true(x, name);
         if (odd != 0) return odd;
     }
-    for (PyObject* method : {s_is_conj, s_is_neg, s__is_zerotensor}) {
+    for (PyObject* method : {s_is_conj, s_is_neg, s_is_inference, s__is_zerotensor}) {
         const int odd = says(x, method);
         if (odd != 0) return odd;
     }

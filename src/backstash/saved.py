@@ -16,9 +16,12 @@ PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 def is_odd(x: torch.Tensor) -> bool:
     """Whether no codec handles the tensor: it is quantized, lazily conjugated or negated, nested, or has no memory.
 
-    A zero tensor of forward-mode differentiation has a storage with a size, and no memory in it.
+    A zero tensor of forward-mode differentiation has a storage with a size, and no memory in it. A tensor that was made
+    in inference mode has no version, so nobody could tell whether it was changed.
     """
-    return x.is_quantized or x.is_conj() or x.is_neg() or x.is_meta or x.is_nested or x._is_zerotensor()
+    if x.is_quantized or x.is_conj() or x.is_neg() or x.is_meta or x.is_nested or x.is_inference():
+        return True
+    return x._is_zerotensor()
 
 
 class Need(Enum):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from backstash import Session, saved
 from backstash.capture import naming
+from backstash.capture.names import Names
 from backstash.capture.observer import Observer, _rare
 from backstash.capture.side_effects import SideEffect
 from backstash.saved import TensorSpec
@@ -44,7 +45,13 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
     "negated": lambda: torch.ones(2, 3, dtype=torch.complex64).conj().imag,
     "meta": lambda: torch.ones(2, 3, device="meta"),
     "zero": lambda: torch._efficientzerotensor((2, 3)),
+    "inference": lambda: made_in_inference_mode(),
 }
+
+
+@torch.inference_mode()
+def made_in_inference_mode() -> Tensor:
+    return torch.ones(2, 3)
 
 
 def description(x: Any) -> Any:
@@ -276,6 +283,7 @@ class Listener:
         self.depth = 0
         self.unnamed: list[Any] = []
         self._pending, self._leaning = Pending(), Leaning()
+        self._names, self._call_place = Names(None, lambda op, role, spec: False), None
 
     def before_function(self) -> None:
         self._pending.clock += 1
@@ -300,11 +308,16 @@ class Listener:
         self.unnamed.clear()
 
     def counts(self, function: Any) -> bool:
-        self.told.append(("counts", function))
-        return function is not torch.add
+        self._call_place = self._names.call_place(function)
+        return self._call_place is not None
 
     def made(self, function: Any, args: Any, kwargs: Any, result: Any, state: Any) -> None:
         self.told.append(("made", function, len(args), sorted(kwargs), type(result), state is None))
+        self.told.append(("place", [at[1:] for at, known in self.places.items() if known is self._call_place]))
+
+    @property
+    def places(self) -> dict[Any, Any]:
+        return self._names.noting()._places
 
 
 def a_program(listener: Listener) -> Any:
@@ -339,13 +352,22 @@ def test_the_observer_tells_the_same() -> None:
         observer = Observer(listener)  # type: ignore[arg-type]
         if not is_compiled:
             observer._watch = _rare
-        with observer:
-            gradient = a_program(listener)
+        for number in range(4):
+            listener._pending.clock = 0
+            with observer:
+                gradient = a_program(listener)
+            listener._names.leave_all()
+            listener._names.begin_step()
+            listener._names.noting().end_pass()
+            listener._names.noting()._has_used = True
+            for index, place in listener.places.items():
+                place.is_used = index[1] is not Tensor.add
+            listener.told.append(number)
         assert listener.depth == 0
         told.append((listener.told, listener._pending.clock, gradient.tolist()))
     assert told[0] == told[1] == told[2]
-    kinds = {each if type(each) is str else each[0] for each in told[0][0]}
-    assert kinds >= {"due", "after", "counts", "made", "data", "backward", SideEffect.CHANGES, SideEffect.CHANGES_SELF}
+    kinds = {each[0] if type(each) is tuple else each for each in told[0][0]}
+    assert kinds >= {"due", "after", "place", "made", "data", "backward", SideEffect.CHANGES, SideEffect.CHANGES_SELF}
 
 
 # -- whole steps -------------------------------------------------------------------------------------------------------
@@ -354,14 +376,22 @@ SCRIPT = """
 import torch, backstash
 from torch import nn
 torch.manual_seed(0)
+class Fails(nn.Module):
+    def forward(self, x):
+        raise ValueError
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
+        self.twice, self.fails = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU()), Fails()
         self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 8, 3), nn.GELU())
         self.head = nn.Linear(8, 4)
         self.scale = nn.Buffer(torch.ones(8))
     def forward(self, x):
-        x = self.layers(x)
+        x = self.twice(self.twice(self.layers(x)))
+        try:
+            self.fails(x)
+        except ValueError:
+            x = nn.Softplus()(x)  # of which nobody knew before
         x = torch.cat([x, x.tanh()]).mean((2, 3)) * self.scale
         return torch.nn.functional.dropout(self.head(x), 0.3).logsumexp(-1).sum()
 net, x = Net(), torch.randn(4, 3, 12, 12)

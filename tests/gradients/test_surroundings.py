@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gradient_checks import Everything, difference, differences
+from gradient_checks import Everything, Remake, difference, differences
 from session_checks import by_policy, codecs_used, gradients_of, holds_nothing, images, network
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -218,6 +218,31 @@ def test_inference_mode_and_no_grad_inside() -> None:
             model(x)
     loss.backward()
     assert not differences(expected, gradients_of(model))
+
+
+@pytest.mark.parametrize("policy", ["lossless", "lossless_stored", "keep", Remake()])
+def test_a_teacher_in_inference_mode(policy: Any) -> None:
+    """Its results have no version. Torch lets nothing save them, but calls that can be repeated may read them."""
+    student, teacher, x = network(), network().eval(), images()
+
+    def step(context: Any) -> list[Tensor]:
+        student.zero_grad()
+        torch.manual_seed(0)  # for the dropout
+        with context:
+            with torch.inference_mode():
+                wanted, mean = teacher(x), x.mean((0, 2, 3), keepdim=True)
+                wanted.mul_(0.5)
+            target = (wanted * 2.0 - 1.0).sigmoid()
+            loss = F.mse_loss(student(x - mean), target) + (student(torch.cat([x, mean + x])) * 1.0).mean()
+        loss.backward()
+        return gradients_of(student)
+
+    state = {name: each.clone() for name, each in student.state_dict().items()}
+    expected = [step(nullcontext()) for _ in range(4)]
+    student.load_state_dict(state)
+    session = Session(policy, min_nbytes=0)
+    for each in expected:
+        assert not differences(each, step(session))
 
 
 def test_first_backward_after_inference_mode() -> None:

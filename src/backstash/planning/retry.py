@@ -60,7 +60,8 @@ class Before:
         """Notes everything before a forward pass."""
         model = self._model()
         assert model is not None
-        buffers = {name: x for name, x in model.named_buffers() if x.layout is torch.strided}
+        strided = ((name, x) for name, x in model.named_buffers() if x.layout is torch.strided)
+        buffers = {name: x for name, x in strided if not x.is_inference()}  # which cannot change outside that mode
         if self._changing is None and self._versions:
             same = {name for name, (x, copy) in self._copies.items() if equal_bits(x, copy)}
             self._changing = set(self._versions) - same
