@@ -25,7 +25,8 @@ PyObject* hold(PyObject*, PyObject* const* args, Py_ssize_t number) {
     if (!before) return nullptr;
     if (before.get() != Py_None && !Owned(PyObject_CallNoArgs(before.get()))) return nullptr;
     NoTorchFunction unseen(x);
-    if (!unseen) return nullptr;
+    const int traced = unseen ? is_traced() : -1;
+    if (traced != 0) return traced < 0 ? nullptr : PyObject_CallFunctionObjArgs(hold_traced, x, nullptr);
     Owned counted(PyObject_GetAttr(holding, s_counted));
     if (!counted || !count(x, counted.get())) return nullptr;
     return hold_in(x);

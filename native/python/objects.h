@@ -12,7 +12,8 @@ namespace backstash {
 // Of torch and of the package, by the names under which Python hands them over; see configure() in held.cpp.
 #define BACKSTASH_OBJECTS(X) \
     X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node) \
-    X(functorch_level) X(is_grad_enabled) X(read_reference) X(held_parameter) X(slot_type) \
+    X(functorch_level) X(is_jit_tracing) X(count_dispatch_modes) X(has_tracing_mode) X(has_replacing_mode) \
+    X(is_grad_enabled) X(read_reference) X(hold_traced) X(held_parameter) X(slot_type) \
     X(storage_use_count) X(getrefcount) X(frame_type)
 
 // Names of attributes, made once.
@@ -25,9 +26,9 @@ namespace backstash {
     X(is_conj) X(is_idle) X(is_inference) X(is_leaf) X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) \
     X(is_simple) X(is_timing) X(is_used) X(itemsize) X(kind) X(kwargs) X(label) X(layout) X(learned) X(look_at_due) \
     X(made) X(members) X(min_nbytes) X(modified) X(nbytes) X(next_functions) X(noting) X(numel) X(of_matrix) \
-    X(of_nodes) X(of_weight) X(offset) X(original) X(otherwise) X(out) X(parameters) X(place) X(recomputes) X(remakes_anything) \
-    X(requires_grad) X(result) X(roles) X(shape) X(small) X(spec) X(specs) X(step) X(storage) X(storage_offset) \
-    X(stride) X(tensor) X(unnamed) X(untyped_storage) X(value) X(version)
+    X(of_nodes) X(of_weight) X(offset) X(original) X(otherwise) X(out) X(parameters) X(place) X(recomputes) \
+    X(remakes_anything) X(requires_grad) X(result) X(roles) X(shape) X(small) X(spec) X(specs) X(step) X(storage) \
+    X(storage_offset) X(stride) X(tensor) X(unnamed) X(untyped_storage) X(value) X(version)
 
 #define BACKSTASH_DECLARE_OBJECT(name) inline PyObject* name = nullptr;
 #define BACKSTASH_DECLARE_NAME(name) inline PyObject* s_##name = nullptr;
@@ -124,10 +125,32 @@ inline bool add_to(PyObject* list, Py_ssize_t index, PyObject* number) {
     return sum != nullptr && PyList_SetItem(list, index, sum) == 0;  // which takes the reference
 }
 
-// Whether a transform of torch.func runs: 1 or 0, or -1 with an error set.
-inline int is_transforming() {
+// How many dispatch modes are active: -1 with an error set.
+inline long dispatch_modes() {
+    Owned modes(PyObject_CallNoArgs(count_dispatch_modes));
+    return modes ? PyLong_AsLong(modes.get()) : -1;
+}
+
+// See has_replacing_mode in torch_internals.py: 1 or 0, or -1 with an error set.
+inline int may_be_replaced() {
+    Owned functions(PyObject_CallNoArgs(count_modes));
+    const long modes = functions ? dispatch_modes() : -1;
+    if (modes < 0) return -1;
+    if (modes == 0 && PyLong_AsLong(functions.get()) == 0) return 0;
+    Owned found(PyObject_CallNoArgs(has_replacing_mode));
+    return found ? found.get() == Py_True : -1;
+}
+
+// See is_traced in torch_internals.py: 1 or 0, or -1 with an error set.
+inline int is_traced() {
     Owned level(PyObject_CallNoArgs(functorch_level));
-    return level ? level.get() != Py_None : -1;
+    if (!level || level.get() != Py_None) return level ? 1 : -1;
+    Owned tracing(PyObject_CallNoArgs(is_jit_tracing));
+    if (!tracing || tracing.get() == Py_True) return tracing ? 1 : -1;
+    const long modes = dispatch_modes();
+    if (modes <= 0) return static_cast<int>(modes);
+    Owned found(PyObject_CallNoArgs(has_tracing_mode));
+    return found ? found.get() == Py_True : -1;
 }
 
 // Whether a function was given as many arguments as it takes; an error is set where it was not.

@@ -140,7 +140,7 @@ PyObject* call_place(PyObject* names, PyObject* func) {
     return PyObject_CallMethodObjArgs(noting.get(), s_place, label.get(), func, number.get(), nullptr);
 }
 
-// Whether the listener wants to know of a call that is about to run: 1 or 0, or -1 with an error set. See Forward.counts.
+// Whether the listener wants to know of a call that is about to run: 1 or 0, or -1 with an error. See Forward.counts.
 int counts_call(PyObject* listener, PyObject* func) {
     Owned names(PyObject_GetAttr(listener, s__names));
     Owned place(names ? call_place(names.get(), func) : nullptr);
@@ -164,6 +164,9 @@ PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject
     const long long depth = integer(listener, s_depth);
     if (depth == -1 && PyErr_Occurred()) return nullptr;
     bool is_noted = recomputes && depth == 0 && (kind & CHEAP);
+    const int replaced = is_noted ? may_be_replaced() : 0;  // Note: [modes that replace]
+    if (replaced < 0) return nullptr;
+    is_noted = is_noted && !replaced;
     Owned before(Py_NewRef(Py_None));
     if (is_noted) {
         const int counts = counts_call(listener, func);
@@ -226,8 +229,8 @@ PyObject* watch_call(PyObject* self, PyObject* given, PyObject*) {
         PyErr_Clear();
         return Py_NewRef(watch->rare);
     }
-    const int transforming = is_transforming();
-    const int more = transforming == 0 ? wants_more(watch->listener) : transforming;
+    const int traced = is_traced();
+    const int more = traced == 0 ? wants_more(watch->listener) : traced;
     if (more < 0) return nullptr;
     return more ? Py_NewRef(watch->rare) : call(watch, PyLong_AsLong(known), func, args, kwargs);
 }

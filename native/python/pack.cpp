@@ -44,8 +44,8 @@ int is_common(PyObject* forward, PyObject* x) {
     if (idle != 0) return idle < 0 ? -1 : 0;
     const int outside = is_same(forward, s__call, Py_None);
     if (outside <= 0) return outside;
-    const int transforming = is_transforming();
-    if (transforming != 0) return transforming < 0 ? -1 : 0;
+    const int traced = is_traced();
+    if (traced != 0) return traced < 0 ? -1 : 0;
     return is_same(x, s_layout, strided);
 }
 

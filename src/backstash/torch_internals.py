@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._device import DeviceContext  # which torch itself imports on first use only
 
 
 def _find(path: str) -> Any:
@@ -42,6 +43,41 @@ will_run_node: Callable[[Any], bool] = _find("_C._will_engine_execute_node")
 
 functorch_level: Callable[[], Any] = _find("_C._functorch.peek_interpreter_stack")
 """The innermost functorch transform that is active; None where there is none."""
+
+is_jit_tracing: Callable[[], bool] = _find("_C._is_tracing")
+"""Whether torch.jit.trace records the operations of this thread."""
+
+count_dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack")
+"""How many TorchDispatchModes are active on this thread, torch's own ones included."""
+
+_tracing_mode: Callable[[Any], Any] = _find("_C._get_dispatch_mode")
+_TRACING_MODES = tuple(_find("_C._TorchDispatchModeKey").__members__.values())
+
+
+def has_tracing_mode() -> bool:
+    """Whether one of torch's own dispatch modes is active: they make fake tensors, or write operations down."""
+    return any(_tracing_mode(key) is not None for key in _TRACING_MODES)
+
+
+def is_traced() -> bool:
+    """Whether the operations of this thread are transformed or written down: Note: [transforms] in transforms.py."""
+    if functorch_level() is not None or is_jit_tracing():
+        return True
+    return count_dispatch_modes() > 0 and has_tracing_mode()
+
+
+_function_modes: Callable[[], list[Any]] = _find("overrides._get_current_function_mode_stack")
+
+
+def has_replacing_mode() -> bool:
+    """Whether a mode of the program may put something else in the place of an operation (Note: [modes that replace]).
+
+    The one behind ``torch.set_default_device`` tells functions that make tensors where to make them, and no others.
+    """
+    if count_dispatch_modes():
+        return True
+    return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _function_modes())
+
 
 dispatch_mode: Callable[[], Any] = _find("utils._python_dispatch._get_current_dispatch_mode")
 """The innermost TorchDispatchMode that is active; None where there is none."""

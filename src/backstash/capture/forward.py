@@ -33,7 +33,7 @@ from backstash.stash.live import Live
 from backstash.stash.pending import Pending
 from backstash.stash.place import Place
 from backstash.stash.value import Saved, Value, version_of
-from backstash.torch_internals import any_autocast, functorch_level, hide_from_dynamo, in_backward, no_torch_function
+from backstash.torch_internals import any_autocast, hide_from_dynamo, in_backward, is_traced, no_torch_function
 
 TIMED_STEPS = 2
 """Steps in which it is noted how long functions take; the first also pays for what they prepare."""
@@ -241,8 +241,8 @@ class Forward:
     def pack(self, x: Tensor) -> held.Packed:
         """What autograd holds in the place of a tensor that it saves."""
         with no_torch_function():
-            if functorch_level() is not None:  # Note: [transforms] in transforms.py
-                return held.hold(x)
+            if is_traced():  # Note: [transforms] in transforms.py
+                return held.hold_traced(x)
             counted = self.counted
             counted[0] += 1
             call, row = self._call, None

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from backstash.torch_internals import compiler, functorch_level, hide_from_dynamo, is_dynamo_compiling
+from backstash.torch_internals import compiler, hide_from_dynamo, is_dynamo_compiling, is_traced
 
 
 class Listener(Protocol):
@@ -96,8 +96,8 @@ def _uninstall() -> None:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    if is_dynamo_compiling() or compiler._is_compiling_flag or functorch_level() is not None:
-        return  # traced, or Note: [transforms] in transforms.py
+    if is_dynamo_compiling() or compiler._is_compiling_flag or is_traced():
+        return  # Note: [transforms] in transforms.py
     listener = getattr(_active, "listener", None)
     if listener is not None:
         listener.enter_module(module)
@@ -109,8 +109,8 @@ def _enter(module: nn.Module, args: Any) -> None:
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    if is_dynamo_compiling() or compiler._is_compiling_flag or functorch_level() is not None:
-        return  # traced, or Note: [transforms] in transforms.py
+    if is_dynamo_compiling() or compiler._is_compiling_flag or is_traced():
+        return  # Note: [transforms] in transforms.py
     listener = getattr(_active, "listener", None)
     if listener is not None:
         listener.leave_module()

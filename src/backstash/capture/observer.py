@@ -16,9 +16,10 @@ from backstash.stash import calls, compiled, producers
 from backstash.stash.regions import Region
 from backstash.torch_internals import (
     compiler,
-    functorch_level,
+    has_replacing_mode,
     hide_from_dynamo,
     is_dynamo_compiling,
+    is_traced,
     no_torch_function,
     seen_inside,
 )
@@ -99,7 +100,7 @@ class Observer(TorchFunctionMode):
         done = self._watch(func, args, kwargs)
         if done is not _RARE:
             return done
-        if functorch_level() is not None:  # Note: [transforms] in transforms.py
+        if is_traced():  # Note: [transforms] in transforms.py
             return func(*args, **(kwargs or {}))
         listener = self.listener
         listener.before_function()
@@ -127,7 +128,7 @@ class Observer(TorchFunctionMode):
                 with self:  # what happens inside is seen as if the program had called it
                     return kind.inside(*args, **kwargs)
             noted = kind.is_repeatable and not producers.may_change_state(func, args, kwargs)
-        noted = noted and listener.counts(func)
+        noted = noted and not has_replacing_mode() and listener.counts(func)  # Note: [modes that replace]
         before = calls.random_state(func, args, kwargs) if noted else None
         listener.depth += 1
         result = None

@@ -1,9 +1,10 @@
-"""The transforms of torch.func inside a Session.
+"""The transforms of torch.func inside a Session, and whatever else traces operations there.
 
 Note: [transforms]
     What a transform of torch.func calls is computed on wrapped tensors, and whatever is called meanwhile would be
     transformed as well, an encoder's operations too. So a Session looks at nothing as long as a transform runs: what
-    autograd saves is held as plain PyTorch holds it. Some transforms, such as ``grad``, ``vjp`` and ``jacrev``, do not
+    autograd saves is held as plain PyTorch holds it. The same goes for what writes operations down or runs them on fake
+    tensors: torch.jit.trace, make_fx, torch.export. Some transforms, such as ``grad``, ``vjp`` and ``jacrev``, do not
     run at all where saved-tensor hooks are installed: they switch hooks off, and torch refuses that where there are
     any. So the two functions that switch hooks off and on are replaced as long as a Session is open on any thread, and
     a Session's hooks step aside in between.

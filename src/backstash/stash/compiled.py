@@ -22,8 +22,12 @@ from backstash import saved
 from backstash.ops import backends
 from backstash.saved import TensorSpec
 from backstash.torch_internals import (
+    count_dispatch_modes,
     count_function_modes,
     functorch_level,
+    has_replacing_mode,
+    has_tracing_mode,
+    is_jit_tracing,
     no_torch_function,
     running_node,
     storage_use_count,
@@ -45,6 +49,10 @@ def _functions() -> Any:
             count_modes=count_function_modes,
             running_node=running_node,
             functorch_level=functorch_level,
+            is_jit_tracing=is_jit_tracing,
+            count_dispatch_modes=count_dispatch_modes,
+            has_tracing_mode=has_tracing_mode,
+            has_replacing_mode=has_replacing_mode,
             is_grad_enabled=torch.is_grad_enabled,
             storage_use_count=storage_use_count,
             getrefcount=sys.getrefcount,

@@ -22,7 +22,7 @@ from backstash.stash import compiled
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import HeldParameter
 from backstash.stash.value import Saved
-from backstash.torch_internals import in_backward, no_torch_function, running_node
+from backstash.torch_internals import in_backward, is_jit_tracing, is_traced, no_torch_function, running_node
 
 AsItIs = tuple[Tensor, int, weakref.ref[Tensor] | None]
 """The tensor, its version, and the program's own tensor where that is another object.
@@ -41,6 +41,11 @@ def hold(x: Tensor) -> AsItIs:
     if x.requires_grad and x.is_leaf:
         return x, x._version, None
     return x.detach(), x._version, weakref.ref(x)
+
+
+def hold_traced(x: Tensor) -> AsItIs:
+    """As :func:`hold`, where operations are transformed or written down: torch.jit.trace would write the detach."""
+    return (x, x._version, None) if is_jit_tracing() else hold(x)
 
 
 def read(packed: AsItIs) -> Tensor:
@@ -112,6 +117,8 @@ def hold_reference(holding: Holding, x: Tensor) -> AsItIs:
     if holding.before is not None:
         holding.before()
     with no_torch_function():
+        if is_traced():  # Note: [transforms] in transforms.py
+            return hold_traced(x)
         counted = holding.counted
         counted[0] += 1
         if x.layout is torch.strided:
@@ -131,7 +138,7 @@ def read_reference(reading: Reading, packed: Packed) -> Tensor:
 
 
 if compiled.functions is not None:
-    compiled.functions.configure(read_reference=read_reference, held_parameter=HeldParameter)
+    compiled.functions.configure(read_reference=read_reference, held_parameter=HeldParameter, hold_traced=hold_traced)
 
 hold_quickly: Callable[[Holding, Tensor], AsItIs] = (
     hold_reference if compiled.functions is None else compiled.functions.hold
