@@ -101,3 +101,24 @@ def test_inductors_bits_with_weights_saved_themselves() -> None:
     strides = [[None if each is None else each.stride() for each in every] for every in (expected, found)]
     assert strides[0] == strides[1]
     assert len([each for each in saved(compiled, lambda net: net(x).sum()) if each.dim() == 2]) == 3
+
+
+@pytest.mark.parametrize("groups", [2, 16])
+def test_inductors_bits_of_convolutions_with_groups(groups: int) -> None:
+    """Their gradients have other bits in other memory formats, so no convolution is computed again beside them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, groups=groups),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 4, 3, padding=2, dilation=2, groups=2),
+        nn.ReLU(),
+    )
+    x = torch.randn(4, 3, 16, 16)
+    torch._dynamo.reset()
+    expected = gradients(model, lambda net: net(x).sum(), torch.compile(model))
+    found = gradients(model, lambda net: net(x).sum(), treated(model, 1, "inductor"))
+    assert differences(model, expected, found) == []

@@ -137,7 +137,8 @@ def _searched(joint: Joint, starts: list[_Start], options: Options, budget: int)
     named = [{joint.number(node) for node in joint.graph.nodes if node.name in start.names} for start in starts]
     saved = [[number for number in options.held if number in numbers] for numbers in named]
     alone = [Lifetimes(joint).estimate({number: options.held[number] for number in each}) for each in saved]
-    joint.saves_copies = alone[0].peak <= budget  # to make them once more costs little, but not nothing
+    # To make them once more costs little, but not nothing.
+    joint.saves_copies = joint.keeps_formats or alone[0].peak <= budget
     again = [estimate.again for estimate in alone]
     options = replace(options, starts=list(zip(saved, again, strict=True)))
     exact = replace(options, rounded={}, tests={})
