@@ -40,7 +40,10 @@ PyObject* enter_module(PyObject*, PyObject* const* args, Py_ssize_t number) {
     Owned forward(PyObject_GetAttr(args[0], s__forward));
     const int idle = forward ? is_true(forward.get(), s_is_idle) : -1;
     if (idle < 0) return nullptr;
-    if (idle) return PyBool_FromLong(PyList_Append(frames.get(), PyList_GetItem(frames.get(), 0)) == 0);
+    if (idle) {
+        const bool is_entered = PyList_Append(frames.get(), PyList_GetItem(frames.get(), 0)) == 0;
+        return is_entered ? Py_NewRef(Py_True) : nullptr;
+    }
     const int is_common = is_same(names.get(), s__cycles, Py_None);
     if (is_common < 0) return nullptr;
     Owned path(is_common ? path_of(names.get(), args[1]) : nullptr);

@@ -18,8 +18,10 @@ from backstash import Keep, Recompute, Session, policies
 from backstash.capture import observer
 from backstash.ops import backends
 from backstash.proofs import proofs
+from backstash.saved import is_odd
 from backstash.stash import fused, producers
 from backstash.stash.recipes import Recipe
+from backstash.torch_internals import filled_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -535,9 +537,43 @@ def test_what_saves_memory_that_nobody_has_filled_fails_its_proof(
     assert not any(str(table) in each for each in same)
 
 
-def test_memory_is_filled_inside_a_proof_and_settings_are_as_before() -> None:
-    from backstash.torch_internals import filled_memory
+UNFILLED = {
+    **UNSTEADY,
+    "nn_functional_ctc_loss": "nobody fills all of the table that it saves",
+    "nn_functional_rrelu": "nobody fills the noise that it saves where it draws none",
+    **dict.fromkeys(("empty_like", "new_empty", "new_empty_strided"), "nobody fills its result"),
+}
 
+
+@by_part
+@pytest.mark.parametrize("op", OPS, ids=[op.formatted_name for op in OPS])
+def test_filled_memory_has_no_op_compute_anything_else(op: Any, which: str) -> None:
+    """Else a function would fail its proof for another reason than that it leaves memory unfilled."""
+    if op.formatted_name in EXCEPTIONS | UNFILLED:
+        pytest.skip((EXCEPTIONS | UNFILLED)[op.formatted_name])
+
+    def made(forward: Forward) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+
+        def note(x: Any) -> Any:
+            if isinstance(x, Tensor) and x.layout is torch.strided and not is_odd(x):
+                found.append(x.detach().clone())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            # Copies, because some ops change running averages that they are given.
+            tree_map(note, forward(lambda x: x.detach().clone().requires_grad_(x.requires_grad)))
+        return found
+
+    for forward in part(op_forwards(op, SAMPLES), which, QUICK_SAMPLES):
+        expected, error = outcome(lambda: made(forward))  # noqa: B023
+        with filled_memory("cpu"):
+            got, got_error = outcome(lambda: made(forward))  # noqa: B023
+        assert got_error == error
+        assert not differences(expected, got)
+
+
+def test_memory_is_filled_inside_a_proof_and_settings_are_as_before() -> None:
     for before in (False, True):
         torch.use_deterministic_algorithms(before, warn_only=before)
         try:
