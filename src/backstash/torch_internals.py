@@ -95,6 +95,9 @@ is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """Whether Dynamo traces what asks: it is told True, and anybody else False. With ``compiler._is_compiling_flag``, which
 is set while something is exported, this is ``torch.compiler.is_compiling``, without its second call."""
 
+next_sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr")
+"""The number that autograd gives to the next node that is made on this thread."""
+
 compiler: Any = torch.compiler
 _find("compiler._is_compiling_flag")
 

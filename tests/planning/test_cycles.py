@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from backstash.errors import BudgetError
 from backstash.planning.budgeted import Budgeted
 from backstash.planning.cycles import MOST_CYCLES, MOST_SEEN, cycles_of
 from backstash.report.meter import CountedPeak
@@ -48,6 +49,16 @@ def found_after(passes: Sequence[set[str]]) -> tuple[int, int]:
 )
 def test_a_step_is_what_repeats_itself(passes: list[set[str]], cycles: int) -> None:
     assert found_after(passes) == (cycles, 2 * cycles)
+
+
+@pytest.mark.parametrize("cycles", [[CRITIC], [CRITIC | GENERATOR, CRITIC], [CRITIC, {"a"}, GENERATOR]])
+def test_a_first_pass_that_never_comes_back_is_no_part_of_a_step(cycles: list[set[str]]) -> None:
+    for seen in range(1, 100):
+        found = cycles_of([{"warm-up"}, *(cycles[index % len(cycles)] for index in range(seen))])
+        if found:
+            break
+    assert found == len(cycles)
+    assert seen <= 2 * MOST_CYCLES
 
 
 def test_some_layers_may_be_drawn_anew() -> None:
@@ -226,3 +237,57 @@ def test_a_loop_that_asks_for_gradients_has_a_plan() -> None:
     assert run.period == 1 and run.found.plan is not None
     assert 0 < run.found.reached_nbytes <= run.found.budget_nbytes
     assert all(torch.equal(x, y) for x, y in zip(trained_with(contextlib.nullcontext()), found, strict=True))
+
+
+def _two_models(is_first: Callable[[int], bool], steps: int) -> tuple[Budgeted, list[Tensor]]:
+    """Steps of two models in turns within a budget; returns the gradients as well."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
+    second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    session, x, found = Budgeted("100%", min_nbytes=0), torch.randn(WIDTH, WIDTH), list[Tensor]()
+    for number in range(steps):
+        model = first if is_first(number) else second
+        with session:
+            loss = model(x).square().sum()
+        found += torch.autograd.grad(loss, list(model.parameters()))
+    return session, found
+
+
+def test_a_first_step_of_another_model() -> None:
+    session, _ = _two_models(lambda number: number == 0, STEPS)
+    assert session.period == 1
+    assert session.found.plans > 0
+
+
+def test_passes_that_never_repeat_themselves() -> None:
+    """The step is long then, and that is no error."""
+    torch.manual_seed(0)
+    session, x = Budgeted("100%", min_nbytes=0), torch.randn(WIDTH, WIDTH)
+    for number in range(MOST_SEEN + 4):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
+        for depth in range(number):
+            model = nn.Sequential(model, nn.Tanh()) if depth % 2 else nn.Sequential(nn.Sigmoid(), model)
+        with session:
+            loss = model(x).square().sum()
+        loss.backward()
+
+
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_backward_passes_of_others_are_none_of_a_step(steps: int) -> None:
+    """A model that trains without the Session goes on training, whatever its neighbour's budget is."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)), torch.randn(WIDTH, WIDTH)
+    session = Budgeted("30%", min_nbytes=0)
+    for _ in range(steps):
+        with session:
+            loss = model(x).square().sum()
+        with contextlib.suppress(BudgetError):
+            loss.backward()
+    cycles = session.cycles
+    other = nn.Linear(8, 8)
+    for _ in range(8):
+        other(torch.randn(4, 8)).square().sum().backward()
+        torch.autograd.grad(other(torch.randn(4, 8)).sum(), other.weight)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.zeros(2).sum().backward()
+    assert session.cycles == cycles

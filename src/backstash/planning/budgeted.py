@@ -119,12 +119,10 @@ class Budgeted(Following):
         self._open: list[Session] = []  # the Session that is open now, if any
         self._hook: Any = None
         self._chain: list[nn.Module] = []
-        self._thread = 0
+        self._thread = self._retried = self._nbytes = 0
         self._modes: tuple[Any, Any] = (None, None)
-        self._retried = 0
         self._guards: list[Guard] = []
         self._before: weakref.WeakKeyDictionary[nn.Module, Before] = weakref.WeakKeyDictionary()
-        self._nbytes = 0
         self.spared: Callable[[], int] = lambda: 0
         self._steps = 0  # of Sessions that are not used any more
 
@@ -372,10 +370,12 @@ class Budgeted(Following):
         below = current_function_mode()
         session.__enter__()
         self._open.append(session)
+        self._spans.begin()
         self._modes = below, current_function_mode()
 
     def _leave(self, kind: Any, error: Any, trace: Any) -> None:
         if self._open:
+            self._spans.end()
             self._open.pop().__exit__(kind, error, trace)
 
     def _escalate(self) -> bool:

@@ -134,9 +134,11 @@ class Course:
         is_first = owner.period == 0
         seen = Keys()
         owner.watch(seen)
+        begun = [owner.buckets.begun]
         yield "cycle"
         first, began = dict(seen.keys), time.perf_counter()
-        passes, seconds, begun = [set(first)], [0.0], [owner.buckets.begun]
+        passes, seconds = [set(first)], [0.0]
+        begun.append(owner.buckets.begun)
         fingerprint = owner.buckets.fingerprint(first)
         known = owner.buckets.known(fingerprint)
         if is_first:

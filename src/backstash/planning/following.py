@@ -11,6 +11,7 @@ from backstash.capture import passes
 from backstash.planning.buckets import Bucket
 from backstash.planning.course import Awaited, Course
 from backstash.planning.recording import Recording
+from backstash.planning.spans import Spans
 from backstash.planning.survey import Births
 from backstash.session import Session
 
@@ -33,6 +34,8 @@ class Following:
         self.last: Bucket | None = None
         self.adds_up = self.may_add_up = False
         self._session = session  # that of the step in progress, or of the last one
+        self._spans = Spans()
+        self._is_own = True  # whether the backward pass in progress is that of a step
         self._watcher: Births | None = None
         self._watching = ExitStack()
         self._course: Course | None = None
@@ -114,13 +117,16 @@ class Following:
         """A backward pass begins."""
         if self._is_measuring:
             return
+        self._is_own = self._course is None or self._spans.include(tensors)
+        if not self._is_own:
+            return
         weight = self._witness()
         self.adds_up = weight is not None and weight.grad is not None
         self.may_add_up = self.may_add_up or self.adds_up
 
     def end_backward(self) -> None:
         """A backward pass has ended."""
-        if self._is_measuring:
+        if self._is_measuring or not self._is_own:
             return
         self._is_new = True
         if self._course is None:
@@ -137,7 +143,7 @@ class Following:
 
     def fail_backward(self) -> None:
         """A backward pass has raised."""
-        if not self._is_measuring:
+        if self._is_own and not self._is_measuring:
             self.abandon()
 
     @property
