@@ -45,6 +45,7 @@ CASES = (
     Case("resnet_cifar20", "resnet_cifar20", 32, 32),
     Case("resnet18", "resnet18", 8, 112),
     Case("gpt2", "gpt2", 2, 256, needs="transformers"),
+    Case("mobilenet_v2", "mobilenet_v2", 8, 224),
     Case("resnet50", "resnet50", 8, 224),
     Case("vit_b16", "vit_b16", 4, 224, needs="transformers"),
     Case("gpt2-50257_words", "gpt2_words", 2, 512, needs="transformers"),

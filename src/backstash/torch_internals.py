@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +20,12 @@ import torch
 from torch.utils._device import DeviceContext  # which torch itself imports on first use only
 
 
-def _find(path: str) -> Any:
+def find(path: str) -> Any:
+    """A function of torch by its path.
+
+    Raises:
+        ImportError: this torch has none of that name.
+    """
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -32,26 +37,26 @@ def _find(path: str) -> Any:
     return found
 
 
-storage_use_count: Callable[[int], int] = _find("_C._storage_Use_Count")
+storage_use_count: Callable[[int], int] = find("_C._storage_Use_Count")
 """How many references there are to the storage with that ``_cdata``; its Python object counts as one."""
 
-running_node: Callable[[], Any] = _find("_C._current_autograd_node")
+running_node: Callable[[], Any] = find("_C._current_autograd_node")
 """The autograd node that runs on this thread; None outside the backward pass."""
 
-will_run_node: Callable[[Any], bool] = _find("_C._will_engine_execute_node")
+will_run_node: Callable[[Any], bool] = find("_C._will_engine_execute_node")
 """Whether the backward pass in progress is going to run that node."""
 
-functorch_level: Callable[[], Any] = _find("_C._functorch.peek_interpreter_stack")
+functorch_level: Callable[[], Any] = find("_C._functorch.peek_interpreter_stack")
 """The innermost functorch transform that is active; None where there is none."""
 
-is_jit_tracing: Callable[[], bool] = _find("_C._is_tracing")
+is_jit_tracing: Callable[[], bool] = find("_C._is_tracing")
 """Whether torch.jit.trace records the operations of this thread."""
 
-count_dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack")
+count_dispatch_modes: Callable[[], int] = find("_C._len_torch_dispatch_stack")
 """How many TorchDispatchModes are active on this thread, torch's own ones included."""
 
-_tracing_mode: Callable[[Any], Any] = _find("_C._get_dispatch_mode")
-_TRACING_MODES = tuple(_find("_C._TorchDispatchModeKey").__members__.values())
+_tracing_mode: Callable[[Any], Any] = find("_C._get_dispatch_mode")
+_TRACING_MODES = tuple(find("_C._TorchDispatchModeKey").__members__.values())
 
 
 def has_tracing_mode() -> bool:
@@ -66,7 +71,7 @@ def is_traced() -> bool:
     return count_dispatch_modes() > 0 and has_tracing_mode()
 
 
-_function_modes: Callable[[], list[Any]] = _find("overrides._get_current_function_mode_stack")
+_function_modes: Callable[[], list[Any]] = find("overrides._get_current_function_mode_stack")
 
 
 def has_replacing_mode() -> bool:
@@ -79,79 +84,85 @@ def has_replacing_mode() -> bool:
     return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _function_modes())
 
 
-dispatch_mode: Callable[[], Any] = _find("utils._python_dispatch._get_current_dispatch_mode")
+dispatch_mode: Callable[[], Any] = find("utils._python_dispatch._get_current_dispatch_mode")
 """The innermost TorchDispatchMode that is active; None where there is none."""
 
-saved_tensor_hooks: Callable[[bool], Any] = _find("_C._autograd._top_saved_tensors_default_hooks")
+saved_tensor_hooks: Callable[[bool], Any] = find("_C._autograd._top_saved_tensors_default_hooks")
 """The innermost pair of saved-tensor hooks; None where there is none."""
 
-push_saved_tensor_hooks: Callable[[Any, Any], None] = _find("_C._autograd._push_saved_tensors_default_hooks")
+push_saved_tensor_hooks: Callable[[Any, Any], None] = find("_C._autograd._push_saved_tensors_default_hooks")
 """Puts a pair of saved-tensor hooks over all others of this thread."""
 
-pop_saved_tensor_hooks: Callable[[], None] = _find("_C._autograd._pop_saved_tensors_default_hooks")
+pop_saved_tensor_hooks: Callable[[], None] = find("_C._autograd._pop_saved_tensors_default_hooks")
 """Takes the innermost pair of saved-tensor hooks away."""
 
 is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """Whether Dynamo traces what asks: it is told True, and anybody else False. With ``compiler._is_compiling_flag``, which
 is set while something is exported, this is ``torch.compiler.is_compiling``, without its second call."""
 
-next_sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr")
+next_sequence_number: Callable[[], int] = find("_C._autograd._get_sequence_nr")
 """The number that autograd gives to the next node that is made on this thread."""
 
 compiler: Any = torch.compiler
-_find("compiler._is_compiling_flag")
+find("compiler._is_compiling_flag")
 
-any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled")
+any_autocast: Callable[[], bool] = find("_C._is_any_autocast_enabled")
 """Whether autocast is on for any type of device."""
 
-set_grad_mode: Callable[[bool], None] = _find("_C._set_grad_enabled")
+set_grad_mode: Callable[[bool], None] = find("_C._set_grad_enabled")
 """Switches grad mode of this thread on or off; ``torch.no_grad()`` does the same in five times the time."""
 
-no_torch_function: Any = _find("_C.DisableTorchFunction")
+no_torch_function: Any = find("_C.DisableTorchFunction")
 """A context in which nobody sees the torch functions that are called."""
 
-count_function_modes: Callable[[], int] = _find("_C._len_torch_function_stack")
+count_function_modes: Callable[[], int] = find("_C._len_torch_function_stack")
 """How many TorchFunctionModes are active on this thread."""
 
-current_function_mode: Callable[[], Any] = _find("overrides._get_current_function_mode")
+pop_function_mode: Callable[[], Any] = find("overrides._pop_mode")
+"""Takes the innermost TorchFunctionMode away, and returns it."""
+
+push_function_mode: Callable[[Any], None] = find("overrides._push_mode")
+"""Puts a TorchFunctionMode over all others of this thread."""
+
+current_function_mode: Callable[[], Any] = find("overrides._get_current_function_mode")
 """The innermost TorchFunctionMode that is active; None where there is none."""
 
-no_torch_function_subclass: Any = _find("_C.DisableTorchFunctionSubclass")
+no_torch_function_subclass: Any = find("_C.DisableTorchFunctionSubclass")
 """A context in which tensor subclasses do not see the torch functions that are called; modes still do."""
 
-profiler_event: Any = _find("_C._profiler._EventType")
+profiler_event: Any = find("_C._profiler._EventType")
 """The kinds of events in the profiler's record: ``TorchOp``, ``Allocation`` and others."""
 
-record_scope: Any = _find("_C._profiler.RecordScope")
+record_scope: Any = find("_C._profiler.RecordScope")
 """Where an event of the profiler was recorded: ``FUNCTION`` is an operator, others are nodes and user annotations."""
 
-profiler_runs: Callable[[], bool] = _find("autograd._profiler_enabled")
+profiler_runs: Callable[[], bool] = find("autograd._profiler_enabled")
 """Whether torch's profiler runs; there can only be one at a time."""
 
-is_traceable_wrapper_subclass: Callable[[object], bool] = _find("utils._python_dispatch.is_traceable_wrapper_subclass")
+is_traceable_wrapper_subclass: Callable[[object], bool] = find("utils._python_dispatch.is_traceable_wrapper_subclass")
 """Whether a tensor or a class of tensors wraps other tensors and tells which, through ``__tensor_flatten__``."""
 
-tree_map_only: Callable[..., Any] = _find("utils._pytree.tree_map_only")
+tree_map_only: Callable[..., Any] = find("utils._pytree.tree_map_only")
 """``tree_map_only(type, function, tree)``: nested lists and dicts with ``function`` applied to the leaves of a type."""
 
-operator: Any = _find("_ops.OpOverload")
+operator: Any = find("_ops.OpOverload")
 """The class of an operator such as ``torch.ops.aten.add.Tensor``."""
 
-operator_packet: Any = _find("_ops.OpOverloadPacket")
+operator_packet: Any = find("_ops.OpOverloadPacket")
 """The class of all overloads of an operator, such as ``torch.ops.aten.add``."""
 
-_find("nn.Module._call_impl")
+find("nn.Module._call_impl")
 MODULE_CALL = "_call_impl"
 """The method that runs a module's hooks and its ``forward``. ``module(...)`` looks it up on the instance."""
 
 COMPILED_CALL = "_compiled_call_impl"
 """What ``module(...)`` runs instead after ``module.compile()``; else None, or not there."""
 
-_find("autograd._engine_run_backward")
+find("autograd._engine_run_backward")
 _autograd: Any = torch.autograd
-_find("_C._autograd._saved_tensors_hooks_disable")
-_find("_C._autograd._saved_tensors_hooks_enable")
-_autograd_in_c: Any = _find("_C._autograd")
+find("_C._autograd._saved_tensors_hooks_disable")
+find("_C._autograd._saved_tensors_hooks_enable")
+_autograd_in_c: Any = find("_C._autograd")
 
 
 def backward_engine() -> Callable[..., Any]:
@@ -241,8 +252,8 @@ def hide_from_dynamo(function: Callable[..., Any], and_all_below: bool = False) 
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
 
 
-_force_dispatch: Callable[[Any, Any], AbstractContextManager[None]] = _find("_C._ForceDispatchKeyGuard")
-_outermost_dispatch = _find("_C._dispatch_tls_local_include_set")(), _find("_C._dispatch_tls_local_exclude_set")()
+_force_dispatch: Callable[[Any, Any], AbstractContextManager[None]] = find("_C._ForceDispatchKeyGuard")
+_outermost_dispatch = find("_C._dispatch_tls_local_include_set")(), find("_C._dispatch_tls_local_exclude_set")()
 
 
 def as_if_outermost() -> AbstractContextManager[None]:
@@ -266,7 +277,7 @@ def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _passes_bounds() -> bool:
-    with no_torch_function(), _find("_C._DisableTorchDispatch")(), torch.inference_mode(False), torch.enable_grad():
+    with no_torch_function(), find("_C._DisableTorchDispatch")(), torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(1, device="cpu", requires_grad=True)
         (gradient,) = torch.autograd.grad(x.clamp_min(0.0), x)
         return bool(gradient)
@@ -275,53 +286,11 @@ def _passes_bounds() -> bool:
 clamp_passes_bounds: bool = _passes_bounds()
 """Whether clamp hands the gradient on where its input equals a bound. Torch does until 2.13, and no more in 2.14."""
 
-_mkldnn_enabled: Callable[[], bool] = _find("_C._get_mkldnn_enabled")
-_mkldnn_deterministic: Callable[[], bool] = _find("_C._get_mkldnn_deterministic")
-_cpu_reduces_fp16: Callable[[], bool] = _find("_C._get_cpu_allow_fp16_reduced_precision_reduction")
-_cudnn_enabled: Callable[[], bool] = _find("_C._get_cudnn_enabled")
-_cudnn_deterministic: Callable[[], bool] = _find("_C._get_cudnn_deterministic")
-_cudnn_benchmark: Callable[[], bool] = _find("_C._get_cudnn_benchmark")
-_cublas_reduces_fp16: Callable[[], object] = _find("_C._get_cublas_allow_fp16_reduced_precision_reduction")
-_cublas_reduces_bf16: Callable[[], object] = _find("_C._get_cublas_allow_bf16_reduced_precision_reduction")
-_cublas_adds_up_fp16: Callable[[], bool] = _find("_C._get_cublas_allow_fp16_accumulation")
-_deterministic: Callable[[], bool] = _find("_C._get_deterministic_algorithms")
-_float32_precision: Callable[[str, str], str] = _find("_C._get_fp32_precision_getter")
-_num_threads: Callable[[], int] = torch.get_num_threads
-
-
-def numeric_settings(device_type: str) -> tuple[object, ...]:
-    """The global settings of torch on which the bits of a result on that type of device depend.
-
-    They are read through torch's private getters, which take 30 to 500 ns each. The public properties take 1.5 us each,
-    and ``torch.get_float32_matmul_precision`` raises an error where a program has used the newer ``fp32_precision``.
-    """
-    if device_type == "cpu":
-        return (
-            _num_threads(),
-            _deterministic(),
-            _float32_precision("mkldnn", "matmul"),
-            _float32_precision("mkldnn", "conv"),
-            _mkldnn_enabled(),
-            _mkldnn_deterministic(),
-            _cpu_reduces_fp16(),
-        )
-    return (
-        _deterministic(),
-        _float32_precision("cuda", "matmul"),
-        _float32_precision("cuda", "conv"),
-        _cudnn_enabled(),
-        _cudnn_deterministic(),
-        _cudnn_benchmark(),
-        _cublas_reduces_fp16(),
-        _cublas_reduces_bf16(),
-        _cublas_adds_up_fp16(),
-    )
-
-
-_set_deterministic: Callable[..., None] = _find("_C._set_deterministic_algorithms")
-_deterministic_warns: Callable[[], bool] = _find("_C._get_deterministic_algorithms_warn_only")
-_fills: Callable[[], bool] = _find("_C._get_deterministic_fill_uninitialized_memory")
-_set_fills: Callable[[bool], None] = _find("_C._set_deterministic_fill_uninitialized_memory")
+_deterministic: Callable[[], bool] = find("_C._get_deterministic_algorithms")
+_set_deterministic: Callable[..., None] = find("_C._set_deterministic_algorithms")
+_deterministic_warns: Callable[[], bool] = find("_C._get_deterministic_algorithms_warn_only")
+_fills: Callable[[], bool] = find("_C._get_deterministic_fill_uninitialized_memory")
+_set_fills: Callable[[bool], None] = find("_C._set_deterministic_fill_uninitialized_memory")
 
 
 @contextmanager
@@ -356,6 +325,14 @@ def partitioner_base() -> type[Any]:
 
 SavedValues = Callable[[torch.fx.Graph, list[torch.fx.Node]], list[torch.fx.Node]]
 """Given a joint graph and what torch would save, returns what is saved instead."""
+
+
+def lays_out_images(graph: torch.fx.Graph) -> bool:
+    """Whether Inductor copies the images of a graph to channels last, if it has convolutions."""
+    from torch._inductor.graph import GraphLowering
+
+    module: Any = SimpleNamespace(graph=graph)
+    return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
 
 
 def min_cut_partition(

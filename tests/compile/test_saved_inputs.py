@@ -61,7 +61,8 @@ def test_a_budget_that_copies_would_pass_saves_the_weights_themselves() -> None:
     expected = gradients(model, lambda net: net(x).sum(), torch.compile(model, backend="aot_eager"))
     for budget, matrices in ((1 << 30, 0), (1000, 3)):
         compiled = treated(model, budget)
-        assert differences(model, expected, gradients(model, lambda net: net(x).sum(), compiled)) == []
+        # Not its bits: this backend copies nothing to channels last in the forward pass.
+        torch.testing.assert_close(gradients(model, lambda net: net(x).sum(), compiled), expected)
         memories = {each.untyped_storage().data_ptr() for each in (x, *model.parameters())}
         found = [each for each in saved(compiled, lambda net: net(x).sum()) if each.dim() == 2]
         assert len(found) == matrices  # of the image, and of the two weights that have more than one pixel
@@ -105,7 +106,7 @@ def test_inductors_bits_with_weights_saved_themselves() -> None:
 
 @pytest.mark.parametrize("groups", [2, 16])
 def test_inductors_bits_of_convolutions_with_groups(groups: int) -> None:
-    """Their gradients have other bits in other memory formats, so no convolution is computed again beside them."""
+    """Their gradients have other bits in other memory formats, which a convolution that is computed again must keep."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),

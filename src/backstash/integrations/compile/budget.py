@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.choose import Choice
+from backstash.integrations.compile.convolutions import convolves
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.joint import Joint
 from backstash.integrations.compile.lifetimes import Estimate, Lifetimes
@@ -48,6 +49,7 @@ class Chosen:
         plan: the form of each value.
         estimate: what it leads to.
         saves_copies: whether Inductor may save a copy of a convolution's input in the place of the input.
+        keeps_formats: whether a convolution that is computed again must not decide on the memory format of images.
         is_apart: whether products that take less memory than their operands are computed before they are added.
         stores_sums: whether sums of gradients that several operators read are stored.
     """
@@ -56,6 +58,7 @@ class Chosen:
     plan: Plan
     estimate: Estimate
     saves_copies: bool = True
+    keeps_formats: bool = False
     is_apart: bool = False
     stores_sums: bool = False
 
@@ -70,6 +73,7 @@ class _Start:
         held: bytes of each value's exact form, by the name of the node that computes it.
         rounded: bytes of the form of those that the policy rounds.
         tests: for comparisons whose outcomes are stored beside such a form the value.
+        convolves: whether the backward graph has convolutions.
     """
 
     settings: dict[str, Any]
@@ -77,6 +81,7 @@ class _Start:
     held: dict[str, int]
     rounded: dict[str, int]
     tests: dict[str, str]
+    convolves: bool
 
 
 def parse_nbytes(text: int | str) -> int:
@@ -138,7 +143,7 @@ def _searched(joint: Joint, starts: list[_Start], options: Options, budget: int)
     saved = [[number for number in options.held if number in numbers] for numbers in named]
     alone = [Lifetimes(joint).estimate({number: options.held[number] for number in each}) for each in saved]
     # To make them once more costs little, but not nothing.
-    joint.saves_copies = joint.keeps_formats or alone[0].peak <= budget
+    joint.saves_copies = not joint.copied or alone[0].peak <= budget
     again = [estimate.again for estimate in alone]
     options = replace(options, starts=list(zip(saved, again, strict=True)))
     exact = replace(options, rounded={}, tests={})
@@ -196,7 +201,7 @@ def _starts(partition: Partition, planned: Planner, fuses: bool) -> tuple[list[_
             if not is_exact(choice):
                 rounded[name] = held_nbytes(value, choice)
                 tests |= {test.name: name for test in choice.tests}
-        starts.append(_Start(settings, names, held, rounded, tests))
+        starts.append(_Start(settings, names, held, rounded, tests, convolves(split.backward.graph)))
     # Where nothing is rounded, the peak lies elsewhere, and stored sums only raise it.
     stores = any(start.rounded for start in starts)
     return starts, Joint(asked[-1][0], outputs, fuses, stores_sums=stores) if starts else None, outputs
@@ -284,7 +289,9 @@ def _carried_out(joint: Joint, found: Found, starts: list[_Start], partition: Pa
             saved[number] = held_nbytes(*plan[-1])
             tests |= {numbers[test.name]: number for test in plan[-1][1].tests if test.name in numbers}
     lifetimes = Lifetimes(joint, {number: saved[number] for number in found.rounded if number in saved}, tests)
-    return Chosen(split, plan, lifetimes.estimate(saved), joint.saves_copies, joint.is_apart, bool(joint.stored))
+    keeps_formats = joint.compiler_fuses and joint.is_on_cpu and not starts[0].convolves
+    estimate = lifetimes.estimate(saved)
+    return Chosen(split, plan, estimate, joint.saves_copies, keeps_formats, joint.is_apart, bool(joint.stored))
 
 
 def is_exact(choice: Choice) -> bool:

@@ -2,12 +2,6 @@
 
 Planes lie by channel, so what a compiler writes to decode them in the loops of a batch norm's backward reads bytes that
 lie far apart, several times each. One call of a kernel is faster.
-
-Note: [memory formats]
-    The gradients of a convolution with groups have other bits in channels last than in contiguous memory. Inductor uses
-    channels last in a graph that has a convolution, which a backward graph has only if one is computed again there; and
-    an input that the forward pass saves itself, in the place of Inductor's copy, is in another format as well. So where
-    nothing may be rounded and there are groups, neither is done.
 """
 
 from __future__ import annotations
@@ -28,12 +22,6 @@ def convolved_images(graph: fx.Graph) -> list[Tensor]:
     read: list[Any] = [argument for node in calls for argument in node.args[:2]]
     found = [x for argument in read if (x := argument.meta["val"]).device.type == "cpu"]
     return list({tuple(map(str, x.shape)): x for x in found}.values())
-
-
-def has_grouped_convolution(graph: fx.Graph) -> bool:
-    """Whether there is a convolution on a CPU with groups (Note: [memory formats])."""
-    calls = graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default)
-    return any(node.args[9] != 1 and node.args[0].meta["val"].device.type == "cpu" for node in calls)
 
 
 def looks_convolved(x: Tensor, images: Iterable[Tensor]) -> bool:

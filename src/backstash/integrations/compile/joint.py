@@ -15,7 +15,7 @@ from torch import fx
 
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.image_gradients import is_split, scratch_nbytes
-from backstash.integrations.compile.images import convolved_images, has_grouped_convolution, looks_convolved
+from backstash.integrations.compile.images import convolved_images, looks_convolved
 from backstash.integrations.compile.reading import (
     MOVES,
     RANDOM,
@@ -77,8 +77,6 @@ class Joint:
         scratch: bytes that a library holds while it computes the value.
         copied: bytes of the inputs that the compiler copies for convolutions.
         saves_copies: whether these copies are saved, and not the inputs themselves.
-        keeps_formats: whether the backward pass has to read everything in the memory format that it has without a
-            budget (Note: [memory formats] in images.py).
         takes_over: for sums that are computed in the memory of a summand that summand.
         is_on_cpu: whether every tensor is in the memory of the CPU.
         results: the values that the forward pass returns to the program.
@@ -136,7 +134,6 @@ class Joint:
         self.scratch = [scratch_nbytes(node) if splits else 0 for node in self.nodes]
         if splits:
             self._split_convolutions()
-        self.keeps_formats = fuses and not stores_sums and has_grouped_convolution(graph)
         copied = copied_inputs(graph) if fuses else set()
         self.copied = {self._numbers[node]: spec_of(node.meta["val"]).nbytes for node in copied}
         self.saves_copies = True
@@ -167,7 +164,6 @@ class Joint:
             parent = self.reads[number][0] if node.target is operator.getitem else number
             whole = parent == number or self._repeats[parent]
             again = whole and (self.is_input[number] or repeats(node, fuses))
-            again = again and not (self.keeps_formats and name_of(node) == "aten::convolution")
             if number in kept or parent in kept:
                 again = not kept.get(parent, kept.get(number))
             self._repeats.append(again)

@@ -20,6 +20,7 @@ from backstash.integrations.compile.bounding import Bounding
 from backstash.integrations.compile.bounds import loop_of, moves_bounds
 from backstash.integrations.compile.budget import Chosen, Partition, Plan, cheapest, held_nbytes, is_exact
 from backstash.integrations.compile.choose import Choice, choose
+from backstash.integrations.compile.convolutions import copy_saved_inputs, keep_formats
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.graph_offload import HOST, Offloaded
 from backstash.integrations.compile.image_gradients import split_convolutions
@@ -81,8 +82,6 @@ class Treatment:
         else:
             lasting = keywords.get("static_lifetime_input_indices") or ()
             chosen, note = cheapest(partition, self.plan, self.budget, self.fuses, lasting)
-        if not chosen.saves_copies:
-            save_as_matrices(chosen.split)
         self.graphs.append(self.carry_out(name, chosen, note))
         log.info("%s", self.graphs[-1])
         return chosen.split.forward, chosen.split.backward
@@ -121,6 +120,7 @@ class Treatment:
     def carry_out(self, name: str, chosen: Chosen, note: str = "") -> GraphAccount:
         """Gives every saved value its form, and accounts for it."""
         split, plan = chosen.split, chosen.plan
+        matrices = [] if chosen.saves_copies else save_as_matrices(split)
         keys = self._keys(split)
         planes: dict[int, list[fx.Node]] = {}
         for number, (value, choice) in enumerate(plan):
@@ -139,8 +139,12 @@ class Treatment:
             add_products_in_place(split.backward.graph)
         if chosen.stores_sums:
             store_sums(split.backward.graph)
+        copy_saved_inputs(split.backward.graph, matrices, 1)
         if self.fuses and chosen.stores_sums:
             split_convolutions(split.backward.graph)
+        copy_saved_inputs(split.backward.graph, matrices, 2)
+        if chosen.keeps_formats:
+            keep_formats(split)
         for module in (split.forward, split.backward):
             module.graph.lint()
             module.recompile()

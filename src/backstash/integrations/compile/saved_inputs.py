@@ -17,7 +17,7 @@ from backstash.integrations.compile.emit import GraphEmitter
 from backstash.integrations.compile.reading import is_write, name_of
 from backstash.integrations.compile.rewrite import UNCHECKED
 from backstash.integrations.compile.values import Split, is_tensor
-from backstash.torch_internals import hide_from_dynamo, view_with_version
+from backstash.torch_internals import hide_from_dynamo, lays_out_images, view_with_version
 
 _LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
 # An operator of our own, because a view of Inductor's has no version: autograd would not notice that the input was
@@ -29,6 +29,8 @@ _ops: Any = torch.ops.backstash_graph
 def copied_inputs(graph: fx.Graph) -> set[fx.Node]:
     """The inputs of a graph that Inductor copies for the convolutions that read them, or what is computed from them."""
     found: set[fx.Node] = set()
+    if not lays_out_images(graph):
+        return found
     written = {node.args[0] for node in graph.nodes if is_write(node)}
     waiting = [node for node in graph.nodes if name_of(node) == "aten::convolution"]
     seen = set(waiting)
@@ -43,12 +45,17 @@ def copied_inputs(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def save_as_matrices(split: Split) -> None:
-    """Lets the forward graph save its inputs themselves where Inductor would save a copy."""
+def save_as_matrices(split: Split) -> list[fx.Node]:
+    """Lets the forward graph save its inputs themselves where Inductor would save a copy.
+
+    Returns:
+        What the backward graph reads in the place of these copies.
+    """
     copied = copied_inputs(split.forward.graph)
     (output,) = split.forward.graph.find_nodes(op="output")
     results = list(output.args[0])
     placeholders = {node.name: node for node in split.backward.graph.find_nodes(op="placeholder")}
+    found = []
     for position, node in enumerate(results):
         if position < split.outputs or node not in copied or node.name not in placeholders:
             continue
@@ -56,11 +63,12 @@ def save_as_matrices(split: Split) -> None:
         matrix = GraphEmitter(split.forward.graph, output, value.fake_mode)(_ops.matrix.default, node)
         matrix.meta |= {name: mark for name, mark in node.meta.items() if name == UNCHECKED}
         results[position] = matrix
-        _read_as_matrix(split, placeholders[node.name], matrix)
+        found.append(_read_as_matrix(split, placeholders[node.name], matrix))
     output.args = (tuple(results),)
+    return found
 
 
-def _read_as_matrix(split: Split, placeholder: fx.Node, matrix: fx.Node) -> None:
+def _read_as_matrix(split: Split, placeholder: fx.Node, matrix: fx.Node) -> fx.Node:
     graph, value = split.backward.graph, placeholder.meta["val"]
     with graph.inserting_before(placeholder):
         node = graph.placeholder(matrix.name)
@@ -73,6 +81,7 @@ def _read_as_matrix(split: Split, placeholder: fx.Node, matrix: fx.Node) -> None
         placeholder.replace_all_uses_with(emit(torch.ops.aten.view.default, node, list(value.shape)))
     split.twins.pop(placeholder, None)
     graph.erase_node(placeholder)
+    return node
 
 
 def _is_copied(node: fx.Node) -> bool:
