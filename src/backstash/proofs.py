@@ -34,7 +34,7 @@ from typing import TypeVar
 
 import torch
 
-from backstash.torch_internals import numeric_settings
+from backstash.numerics import settings
 from backstash.version import __version__
 
 Answer = TypeVar("Answer", bool, str)
@@ -121,7 +121,7 @@ class Proofs:
         Returns:
             What ``prove`` returned last for this question.
         """
-        key = (operation, facts, device_type, numeric_settings(device_type))
+        key = (operation, facts, device_type, settings(device_type))
         with self._lock:
             known = self._known.get(key)
             if known is not None:

@@ -144,7 +144,7 @@ class Session:
         self._hold, self._read = partial(held.hold_quickly, self._holding), partial(held.read_quickly, self._reading)
         self._take_in = compiled.pack_hook(self._forward, self._pack)
         self._lock = self._live.lock
-        self._settings = f"{self.policy!r} {min_nbytes} {check}"
+        self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check}"
         self._is_bound = False  # to what was learned of the model
         self._hooks: hooks.Hooks | None = None
         self._peak: tuple[PeakRow, ...] = ()

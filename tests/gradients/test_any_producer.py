@@ -583,3 +583,23 @@ def test_memory_is_filled_inside_a_proof_and_settings_are_as_before() -> None:
             assert torch.is_deterministic_algorithms_warn_only_enabled() is before
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_index_of_several_tensors_is_made_again_as_it_was_given() -> None:
+    """As a tuple: torch warns of lists."""
+    model, x, rows = nn.Linear(64, 64), torch.randn(16, 32, 64), torch.arange(16)
+
+    def step() -> Tensor:
+        hidden = model(x)
+        picked = hidden[rows, rows * 2 % 32] + hidden[rows, :16, rows].sum()
+        return (picked * picked.sigmoid()).sum()
+
+    step().backward()
+    expected = model.weight.grad
+    model.zero_grad()
+    with Session(Remake(), min_nbytes=0):
+        loss = step()
+    loss.backward()
+    assert model.weight.grad is not None and expected is not None
+    assert torch.equal(model.weight.grad, expected)

@@ -22,6 +22,7 @@ from backstash.capture import naming
 from backstash.capture.names import Names
 from backstash.capture.observer import Observer, _rare
 from backstash.capture.side_effects import SideEffect
+from backstash.numerics import settings
 from backstash.saved import TensorSpec
 from backstash.stash import compiled, encode, parameters, patterns, pending
 from backstash.stash.accounts import Account
@@ -100,7 +101,7 @@ def arguments(numbers: random.Random, tensors: list[Tensor]) -> tuple[tuple[Any,
 
 def a_call(args: tuple[Any, ...], read: list[Tensor], result: Tensor, in_place: bool) -> Call:
     without = tuple(INPUT if isinstance(arg, Tensor) else arg for arg in args)
-    return Call("add", torch.add, without, {}, (), TensorSpec.of(result), in_place)
+    return Call("add", torch.add, without, {}, (), TensorSpec.of(result), in_place, settings("cpu"))
 
 
 def test_a_call_fits_into_a_pattern_for_both_or_for_neither() -> None:

@@ -15,7 +15,7 @@ from session_checks import gradients_of, hooks_installed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from backstash import Session
+from backstash import Session, policies
 from backstash.capture import learned
 from backstash.capture.learned import LARGEST, LITTLE, LOOK_AGAIN, SMALLEST, SMALLEST_OF_LITTLE, Learned
 from backstash.capture.names import Names
@@ -257,3 +257,26 @@ def test_what_is_called_again_in_backward_does_not_begin_or_end_the_idleness(ope
         got = steps(lambda: Session("lossless"))
     assert not differences(expected, got)
     assert hooks_installed() == []
+
+
+class _Nameless(policies.Lossless):
+    """Prints as its address."""
+
+    __repr__ = object.__repr__
+
+
+def test_policies_without_a_name_learn_for_themselves_and_are_forgotten() -> None:
+    model, x = nn.Linear(64, 64), torch.randn(8, 64)
+    known = set()
+    for _ in range(3 * learned.MOST_SETTINGS):
+        session = Session(_Nameless(), min_nbytes=0)
+        assert session._settings not in known  # though its address may be that of one before
+        known.add(session._settings)
+        with session:
+            loss = model(x).square().sum()
+        loss.backward()
+    assert len(learned._by_module[model]) <= learned.MOST_SETTINGS
+    one = _Nameless()
+    assert Session(one)._settings == Session(one)._settings
+    assert Session("lossless")._settings == Session("lossless")._settings
+    assert not len(learned._numbers) > 2  # of policies that are gone nothing is left

@@ -18,6 +18,7 @@ Note: [idle Sessions]
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -138,6 +139,9 @@ class Learned:
         self.min_nbytes, self._chosen_of = chosen, saved_nbytes
 
 
+MOST_SETTINGS = 16
+"""For how many settings it is kept what was learned of a model; then the oldest is forgotten."""
+
 _by_module: weakref.WeakKeyDictionary[nn.Module, dict[str, Learned]] = weakref.WeakKeyDictionary()
 
 
@@ -146,5 +150,26 @@ def learned_of(model: nn.Module, settings: str) -> Learned:
     by_settings = _by_module.setdefault(model, {})
     learned = by_settings.get(settings)
     if learned is None:
+        if len(by_settings) >= MOST_SETTINGS:
+            del by_settings[next(iter(by_settings))]
         learned = by_settings[settings] = Learned()
     return learned
+
+
+_numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+_count = itertools.count()
+
+
+def name_of(policy: object) -> str:
+    """What tells a policy from those that decide otherwise: what it prints as, unless that is its address in memory.
+
+    Another policy may have the same address later, so such a one gets a number, and what was learned under it serves
+    no other object.
+    """
+    text = repr(policy)
+    if " at 0x" not in text:
+        return text
+    try:
+        return f"{text} {_numbers.setdefault(policy, next(_count))}"
+    except TypeError:  # it cannot be hashed, or not be referred to weakly
+        return f"{text} {next(_count)}"

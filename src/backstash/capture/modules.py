@@ -3,6 +3,11 @@
 torch.compile looks at the global hooks when it compiles a module, and compiles anew whenever there are others, or the
 same ones under another number. So they are two functions that never change, registered under numbers that never change;
 they ask which Session is active when they run.
+
+Note: [fused layers]
+    Torch's attention and transformer layers compute by one fused function where no gradient is asked for, but not where
+    a function mode is active, as the one that observes is. Its results differ in their last bits. So inside such a
+    layer, a teacher's for example, that mode is away: nothing is saved there.
 """
 
 from __future__ import annotations
@@ -13,8 +18,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from backstash.torch_internals import compiler, hide_from_dynamo, is_dynamo_compiling, is_traced
+from backstash.torch_internals import (
+    compiler,
+    count_function_modes,
+    current_function_mode,
+    hide_from_dynamo,
+    is_dynamo_compiling,
+    is_traced,
+    pop_function_mode,
+    push_function_mode,
+)
 
 
 class Listener(Protocol):
@@ -99,6 +114,8 @@ def _enter(module: nn.Module, args: Any) -> None:
     if is_dynamo_compiling() or compiler._is_compiling_flag or is_traced():
         return  # Note: [transforms] in transforms.py
     listener = getattr(_active, "listener", None)
+    if isinstance(module, _FUSED) and not module.training:
+        _suspend(module, args)
     if listener is not None:
         listener.enter_module(module)
     elif torch.is_grad_enabled():
@@ -114,6 +131,23 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
     listener = getattr(_active, "listener", None)
     if listener is not None:
         listener.leave_module()
+    if getattr(_active, "suspended", (None,))[0] is module:
+        push_function_mode(_active.__dict__.pop("suspended")[1])
+
+
+_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def _suspend(module: nn.Module, args: Any) -> None:
+    """Takes the observer away until the module has returned, if no gradient is asked for in there."""
+    mode = current_function_mode()
+    if not getattr(mode, "only_observes", False) or count_function_modes() > 1:
+        return
+    if torch.is_grad_enabled():
+        given = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        if any(each.requires_grad for each in (*given, *module.parameters())):
+            return
+    _active.suspended = module, pop_function_mode()
 
 
 for _function in (_enter, _leave):

@@ -84,6 +84,8 @@ class Observer(TorchFunctionMode):
         Replacing ops here would break non-reentrant checkpoint, whose recomputation does not see the mode.
     """
 
+    only_observes = True
+
     def __init__(self, listener: Listener) -> None:
         super().__init__()
         self.listener = listener

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import SavedTensorModifiedError
+from backstash.numerics import Settings, settings
 from backstash.saved import PLAIN, TensorSpec
 from backstash.stash import producers
 from backstash.stash.compiled import is_odd
@@ -165,6 +166,7 @@ class Call:
         spec: of the result, which fills its storage.
         in_place: whether the first argument's memory became the result's.
         autocast: device type, dtype and cache setting where autocast was on.
+        settings: of the process, under which it ran (Note: [settings] in numerics.py).
         random_state: of the device's generator before the call, where the function draws from it.
         statistics: batch norm's saved mean and inverse standard deviation, [C] each.
         output: which of several results it is; None where the function returns a single tensor.
@@ -184,6 +186,7 @@ class Call:
     inputs: tuple[View | Held, ...]
     spec: TensorSpec
     in_place: bool
+    settings: Settings
     autocast: tuple[str, torch.dtype] | None = None
     random_state: Tensor | None = None
     statistics: tuple[Held, Held] | None = None
@@ -210,6 +213,7 @@ class Call:
             inputs,
             self.spec,
             self.in_place,
+            self.settings,
             statistics=statistics,
             output=self.output,
             is_cheap=self.is_cheap,
@@ -302,6 +306,7 @@ def call_of(
         tuple(inputs),
         spec,
         in_place,
+        settings(device),
         autocast,
         before,
         statistics,
@@ -336,7 +341,8 @@ def _without_tensors(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return INPUT
     if isinstance(arg, (list, tuple)) and any(isinstance(item, Tensor) for item in arg):
-        return [INPUT if isinstance(item, Tensor) else item for item in arg]
+        items = [INPUT if isinstance(item, Tensor) else item for item in arg]
+        return tuple(items) if isinstance(arg, tuple) else items
     return arg
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from backstash.numerics import settings
 from backstash.saved import TensorSpec
 from backstash.stash import calls, patterns, repeating
 from backstash.stash.calls import Call, CallPlace, Content, Group, Held, View
@@ -140,7 +141,7 @@ class Contents:
         storage: torch.UntypedStorage,
     ) -> Call | None:
         """The call if it is like the one that was noted at its place before, else None."""
-        if any_autocast():
+        if any_autocast() or settings(pattern.result.device.type) is not pattern.call.settings:
             return None
         tensors = patterns.fitting(pattern, args, kwargs, result, storage)
         if tensors is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from backstash.numerics import settings, under
 from backstash.saved import TensorSpec
 from backstash.stash import fused
 from backstash.stash.calls import (
@@ -111,7 +112,7 @@ class Recipe:
             else (given[0].likeness(), given[1].spec, given[1].offset)  # type: ignore[index]
             for given in self.inputs
         ]
-        return call.function, call.args, call.kwargs, call.spec, call.autocast, inputs
+        return call.function, call.args, call.kwargs, call.spec, call.settings, call.autocast, inputs
 
     def run(self, fetch: Callable[[Leaf], Tensor], out: Memory | None = None) -> Tensor:
         """Make the value.
@@ -123,6 +124,13 @@ class Recipe:
         Returns:
             The value, laid out like the original; in ``out`` or in fresh memory.
         """
+        wanted, device = self.call.settings, self.call.spec.device.type
+        if settings(device) is wanted:
+            return self._run(fetch, out)
+        with under(wanted, device):
+            return self._run(fetch, out)
+
+    def _run(self, fetch: Callable[[Leaf], Tensor], out: Memory | None) -> Tensor:
         if self.fused:
             result = fused.affine(self, fetch, out)
             if result is not None:

@@ -21,6 +21,7 @@ from functools import partial
 
 from torch import Tensor
 
+from backstash.numerics import settings
 from backstash.policies.base import MAX_DEPTH, Policy, Recompute
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
@@ -36,7 +37,6 @@ from backstash.stash.place import Place
 from backstash.stash.recipes import Recipe, build
 from backstash.stash.sample import Sample
 from backstash.stash.value import Saved, Value, holder
-from backstash.torch_internals import numeric_settings
 
 REPEAT = 256
 """A recipe is proven again at every so many of its uses, on the numbers of that step; each recipe at another step."""
@@ -184,7 +184,7 @@ class Remaking:
             return "plain", None, known is not None
         spec, device = TensorSpec.of(whole), whole.device.type
         likeness = recipe.likeness()
-        facts = (likeness, spec, None, numeric_settings(device))
+        facts = (likeness, spec, None, settings(device))
         known = place.proof
         if known is not None and known[0] == facts:
             return known[1], None, True
@@ -199,16 +199,16 @@ class Remaking:
     def _way(self, place: Place, recipe: Recipe, whole: Tensor, bounded: bool, repeats: bool) -> str:
         """How the recipe makes the value: "fused", "plain", "within", or "" where it does not."""
         device = whole.device.type
-        own, settings = self._own if bounded else None, numeric_settings(device)
+        own, now = self._own if bounded else None, settings(device)
         known = place.proof
-        proven = None if recipe.tree is None else (recipe.tree, TensorSpec.of(whole), own, settings)
+        proven = None if recipe.tree is None else (recipe.tree, TensorSpec.of(whole), own, now)
         if proven is not None and place.proven is not None and place.proven[0] == proven:
             way = place.proven[1]
             if not way or not repeats or (place.uses + 1) % REPEAT:
                 place.uses += 1
                 return way
         likeness = recipe.likeness()
-        facts = (likeness, TensorSpec.of(whole), own, settings)
+        facts = (likeness, TensorSpec.of(whole), own, now)
         if known is not None and known[0] == facts:
             place.proven = None if proven is None else (proven, known[1])
             place.uses += 1

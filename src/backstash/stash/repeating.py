@@ -260,6 +260,6 @@ def _with_tensors(arg: Any, tensors: Iterator[Tensor]) -> Any:
     """``arg`` with the next tensors in the places of inputs."""
     if arg is INPUT:
         return next(tensors)
-    if isinstance(arg, list):
-        return [next(tensors) if item is INPUT else item for item in arg]
+    if type(arg) in (list, tuple):
+        return type(arg)([next(tensors) if item is INPUT else item for item in arg])
     return arg

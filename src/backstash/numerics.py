@@ -1,0 +1,137 @@
+"""Settings of the process on which the bits of a result depend.
+
+Note: [settings]
+    A program may change them between the passes: ``sdpa_kernel`` around the forward pass alone, another default dtype,
+    oneDNN switched off for one layer. A call that is repeated in the backward pass has to run under the settings under
+    which it ran first, and everything else there under those of the program. So each call that is noted remembers its
+    settings, all equal ones by one object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from backstash.torch_internals import find
+
+Settings = tuple[object, ...]
+"""The values of all settings for one type of device, in the order of their table."""
+
+
+class _Setting(NamedTuple):
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+_SMALLEST, _ONE = 5e-324, 1.0
+
+
+def _flushes() -> bool:
+    """Whether results that are too small for the normal format become zero; torch has no function that tells."""
+    return _SMALLEST * _ONE == 0.0
+
+
+def _flag(name: str) -> _Setting:
+    return _Setting(find(f"_C._get_{name}"), find(f"_C._set_{name}"))
+
+
+def _attention(name: str) -> _Setting:
+    return _Setting(find(f"_C._get_{name}_sdp_enabled"), find(f"_C._set_sdp_use_{name}"))
+
+
+def _pair(name: str) -> _Setting:
+    """A flag that newer versions of torch give with a second one."""
+    flag = _flag(name)
+    return _Setting(flag.read, lambda value: flag.write(*value) if isinstance(value, tuple) else flag.write(value))
+
+
+def _precision(backend: str, operation: str) -> _Setting:
+    """Of products of float32. ``torch.get_float32_matmul_precision`` raises where a program has used the newer API."""
+    read = partial(find("_C._get_fp32_precision_getter"), backend, operation)
+    set_to = partial(find("_C._set_fp32_precision_setter"), backend, operation)
+
+    def write(value: str) -> None:
+        set_to("none")  # that of all operations, or of all backends
+        if read() != value:
+            set_to(value)
+
+    return _Setting(read, write)
+
+
+def _set_deterministic(value: bool) -> None:
+    warns = find("_C._get_deterministic_algorithms_warn_only")()
+    find("_C._set_deterministic_algorithms")(value, warn_only=warns)
+
+
+_COMMON = (
+    _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    _Setting(find("_C._get_deterministic_algorithms"), _set_deterministic),
+    _attention("flash"),
+    _attention("mem_efficient"),
+    _attention("math"),
+    _flag("math_sdp_allow_fp16_bf16_reduction"),
+)
+_OF_CPU = (
+    *_COMMON,
+    _Setting(torch.get_num_threads, torch.set_num_threads),
+    _Setting(_flushes, torch.set_flush_denormal),
+    _precision("mkldnn", "matmul"),
+    _precision("mkldnn", "conv"),
+    _precision("mkldnn", "rnn"),
+    _flag("mkldnn_enabled"),
+    _flag("mkldnn_deterministic"),
+    _flag("nnpack_enabled"),
+    _flag("cpu_allow_fp16_reduced_precision_reduction"),
+)
+_OF_OTHERS = (
+    *_COMMON,
+    _attention("cudnn"),
+    _precision("cuda", "matmul"),
+    _precision("cuda", "conv"),
+    _precision("cuda", "rnn"),
+    _flag("cudnn_enabled"),
+    _flag("cudnn_deterministic"),
+    _flag("cudnn_benchmark"),
+    _pair("cublas_allow_fp16_reduced_precision_reduction"),
+    _pair("cublas_allow_bf16_reduced_precision_reduction"),
+    _flag("cublas_allow_fp16_accumulation"),
+)
+_READERS = {"cpu": tuple(each.read for each in _OF_CPU), "": tuple(each.read for each in _OF_OTHERS)}
+
+_known: dict[Settings, Settings] = {}
+_latest: dict[str, Settings] = {}
+
+
+def settings(device_type: str) -> Settings:
+    """The settings now, for results on that type of device. Equal ones are the same object.
+
+    Torch's private getters take 30 to 500 ns each, its public properties 1.5 us.
+    """
+    now = tuple([read() for read in _READERS["cpu" if device_type == "cpu" else ""]])
+    latest = _latest.get(device_type)
+    if latest == now:
+        return latest
+    _latest[device_type] = known = _known.setdefault(now, now)
+    return known
+
+
+@contextmanager
+def under(wanted: Settings, device_type: str) -> Iterator[None]:
+    """Inside, the settings for that type of device are these; afterwards they are what they were."""
+    table = _OF_CPU if device_type == "cpu" else _OF_OTHERS
+    before = settings(device_type)
+    try:
+        _change(table, before, wanted)
+        yield
+    finally:
+        _change(table, settings(device_type), before)
+
+
+def _change(table: tuple[_Setting, ...], before: Settings, wanted: Settings) -> None:
+    for setting, old, new in zip(table, before, wanted, strict=True):
+        if old != new:
+            setting.write(new)

@@ -1,0 +1,195 @@
+"""Settings of the process that a program changes between the passes: what is made again is made under its own ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gradient_checks import Remake
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import backstash as bs
+from backstash.numerics import settings, under
+from backstash.testing import equal_bits
+
+TINY = 1e-39
+"""Below the smallest normal float32."""
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def flushed() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@contextmanager
+def precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    before = torch.backends.mkldnn.enabled
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "math attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "flash attention": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+    "default dtype": lambda: default_dtype(torch.float64),
+    "flushed": flushed,
+    "precision": lambda: precision("medium"),
+    "no oneDNN": without_onednn,
+    "deterministic": deterministic,
+    "threads": lambda: threads(2 if torch.get_num_threads() == 1 else 1),
+}
+
+
+class Attending(nn.Module):
+    """Attention, convolutions, and results whose type or whose zeros depend on the settings."""
+
+    def __init__(self, inside: list[Callable[[], AbstractContextManager[Any]]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside = inside
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.convolution = nn.Conv1d(32, 32, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(4):
+            with self.inside[number % len(self.inside)]():
+                q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+                attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+                x = x + torch.tanh(self.out(attended))
+                x = x * F.silu(self.convolution(x.transpose(1, 2))).transpose(1, 2)
+                scale = torch.arange(x.shape[1]) * 0.1  # of the default dtype
+                x = (x.double() * scale[:, None].sin()).exp().log1p().float()
+                x = x + (x * TINY * 0.5).sin() * 1e38
+        return x
+
+
+def gradients(
+    model: nn.Module,
+    context: AbstractContextManager[Any],
+    around: Callable[[], AbstractContextManager[Any]],
+    steps: int,
+) -> list[Tensor]:
+    found = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        x = torch.randn(2, 12, 32, requires_grad=True)
+        model.zero_grad()
+        with around(), context:
+            loss = model(x).square().mean()
+        loss.backward()
+        found += [loss.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+    return [each.clone() for each in found if each is not None]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(each.isfinite().all() for each in expected)
+    assert len(found) == len(expected)
+    assert all(equal_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "lossless": lambda: bs.Session("lossless", min_nbytes=0),
+    "any producer": lambda: bs.Session(Remake(), min_nbytes=0),
+    "budget": lambda: bs.Budgeted("85%", min_nbytes=0),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_around_the_forward_pass(setting: str, context: str) -> None:
+    around, model = SETTINGS[setting], Attending([nullcontext])
+    steps = 8 if context == "budget" else 2
+    expected = gradients(model, nullcontext(), around, steps)
+    before = settings("cpu")
+    assert_equal(gradients(model, CONTEXTS[context](), around, steps), expected)
+    assert settings("cpu") == before
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_inside_the_forward_pass(context: str) -> None:
+    """Each layer has settings of its own, and other ones than the backward pass; they change from step to step."""
+    dice = random.Random(context)
+    for _ in range(3):
+        chosen = [dice.choice([*SETTINGS.values(), nullcontext]) for _ in range(dice.randrange(1, 5))]
+        around, model = dice.choice([*SETTINGS.values(), nullcontext]), Attending(chosen)
+        expected = gradients(model, nullcontext(), around, 6)
+        before = settings("cpu")
+        assert_equal(gradients(model, CONTEXTS[context](), around, 6), expected)
+        assert settings("cpu") == before
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_are_those_and_then_what_they_were(setting: str) -> None:
+    with SETTINGS[setting]():  # what it leaves behind may be another name for what was there
+        pass
+    outside = settings("cpu")
+    with SETTINGS[setting]():
+        inside = settings("cpu")
+    assert settings("cpu") is outside
+    with under(inside, "cpu"):
+        assert settings("cpu") is inside
+    assert settings("cpu") is outside
+    with SETTINGS[setting](), under(outside, "cpu"):
+        assert settings("cpu") is outside
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_setting_can_be_written(device: str) -> None:
+    from backstash import numerics
+
+    for setting in numerics._OF_CPU if device == "cpu" else numerics._OF_OTHERS:
+        value = setting.read()
+        setting.write(value)
+        assert setting.read() == value
