@@ -10,7 +10,8 @@
 
 Note: [accumulated gradients]
     A backward pass takes more if it adds to gradients that are there. If some of a loop's passes do and others do not,
-    one that does is surveyed and counted.
+    one that does is surveyed and counted, unless those of its kind never do, as where the first batch of each step has
+    a size of its own.
 
 Note: [freed unseen]
     The profiler sees the memory that the program's own threads free. A thread of a communication library, which may
@@ -57,6 +58,9 @@ MOST_SURVEYED = 3
 
 MOST_RECORDED = 24
 """How many steps are recorded at most, until one is of the kind that is asked for."""
+
+MOST_ALONE = 4
+"""How many recorded steps of the right kind may add to no gradients, until one of them is taken for all."""
 
 MOST_PROBED = 3
 """How many steps are asked at most what rounding does to the gradients: a loss scale that overflows tells nothing."""
@@ -208,7 +212,8 @@ class Course:
             yield from self._probe(surveys[-1], squares)
         profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
         planned = {value.key for value in profile.values}
-        others_asked = tuple(key for key in asked if key not in planned)
+        skipped = {key for survey in surveys for key in survey.found} - surveys[-1].found.keys()  # of other branches
+        others_asked = tuple(key for key in asked if key not in planned and key not in skipped)
         profile = replace(profile, others=others_asked, cycles=owner.forwards)
         bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=self._seconds)
         owner.profiled(profile)
@@ -344,15 +349,18 @@ class Course:
             yield "cycle"
         while owner.cycles % period:  # the first passes of a step may leave to the others what they have made
             yield "cycle"
+        alone = 0
         for _ in range(MOST_RECORDED):
             recording.note("step")
             owner.watch(watcher())
             for _ in range(period):
                 yield "cycle"
-            recording.note("over")
             owner.watch(None)
+            is_own = is_any or owner.last is self._bucket
             is_full = owner.adds_up or not owner.may_add_up or period > 1  # Note: [accumulated gradients]
-            if (is_any or owner.last is self._bucket) and is_full:
+            alone += is_own and not is_full
+            if is_own and (is_full or alone > MOST_ALONE):
+                recording.note("over")
                 yield "safe"
                 lines.append(recording.stop(owner.device))
                 return
