@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from typing import Any
+
+from torch import nn
 
 from backstash.capture import passes
 from backstash.planning.buckets import Bucket
@@ -17,6 +20,30 @@ from backstash.session import Session
 
 PATIENCE = 64
 """For how many backward passes the profiler may wait for a place where it can be started."""
+
+
+class Witness:
+    """A weight that tells whether gradients are there.
+
+    It is known by its module and its name, since torch swaps no parameter to which there is a weak reference.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Witness | None:
+        """The first weight of a model that is trained; None if there is none."""
+        each = ((module, pair) for module in model.modules() for pair in module.named_parameters(recurse=False))
+        return next((cls(module, name) for module, (name, weight) in each if weight.requires_grad), None)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether its gradient is there."""
+        module = self._module()
+        weights = {} if module is None else dict(module.named_parameters(recurse=False))
+        return self._name in weights and weights[self._name].grad is not None
 
 
 class Following:
@@ -46,7 +73,7 @@ class Following:
         self._stop_listening: Callable[[], None] | None = None
         self._is_new = True  # whether a forward pass begins with the next module
         self._is_inside = False  # the with
-        self._witness: Callable[[], Any] = lambda: None  # a weight, whose gradient tells whether gradients are there
+        self._witness: Witness | None = None
 
     def between_steps(self) -> None:
         """The program is between two steps, and no optimizer's step runs. Frameworks that know this call it."""
@@ -120,8 +147,7 @@ class Following:
         self._is_own = self._course is None or self._spans.include(tensors)
         if not self._is_own:
             return
-        weight = self._witness()
-        self.adds_up = weight is not None and weight.grad is not None
+        self.adds_up = self._witness is not None and self._witness.has_gradient
         self.may_add_up = self.may_add_up or self.adds_up
 
     def end_backward(self) -> None:
