@@ -362,6 +362,7 @@ class Budgeted(Following):
         return plan
 
     def _enter(self, session: Session) -> None:
+        self._meet()
         below = current_function_mode()
         session.__enter__()
         self._open.append(session)

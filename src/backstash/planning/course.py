@@ -59,6 +59,9 @@ MOST_SURVEYED = 3
 MOST_RECORDED = 24
 """How many steps are recorded at most, until one is of the kind that is asked for."""
 
+MOST_MOVED = 4
+"""How many steps are awaited at most until they stay on one thread."""
+
 MOST_ALONE = 4
 """How many recorded steps of the right kind may add to no gradients, until one of them is taken for all."""
 
@@ -118,7 +121,8 @@ class Course:
         else:
             yield from self._first_steps()
         owner.settled()
-        yield from self._time()
+        if self._bucket.found.plan is not None:
+            yield from self._time()
         self._bucket.is_done = True
 
     def give_up(self, why: str) -> None:
@@ -195,7 +199,7 @@ class Course:
             bucket.session = before  # which has a plan for another shape
             return
         if not lines:
-            self.give_up("no step could be recorded, because another profiler runs")
+            self.give_up("its steps run on more than one thread, of which torch's profiler sees one")
             return
         assert owner.last is not None
         bucket, line = owner.last, lines[0]
@@ -341,9 +345,15 @@ class Course:
         """Records a step of this bucket, or of any, and adds it to ``lines`` (Note: [where a step begins])."""
         owner, recording = self._owner, self._owner.recording
         period = owner.period or 1
+        moved = 0
         while not recording.is_running:
             yield "safe"
-            if not recording.start():
+            if not owner.is_steady:
+                moved += 1
+                if moved > MOST_MOVED:
+                    return
+                yield "cycle"
+            elif not recording.start():
                 yield "cycle"  # another profiler runs
         for _ in range(period):
             yield "cycle"
@@ -351,6 +361,8 @@ class Course:
             yield "cycle"
         alone = 0
         for _ in range(MOST_RECORDED):
+            if not recording.is_running:
+                return  # Note: [one thread] in recording.py
             recording.note("step")
             owner.watch(watcher())
             for _ in range(period):
@@ -362,7 +374,8 @@ class Course:
             if is_own and (is_full or alone > MOST_ALONE):
                 recording.note("over")
                 yield "safe"
-                lines.append(recording.stop(owner.device))
+                line = recording.stop(owner.device)
+                lines += [] if line is None else [line]
                 return
         yield "safe"
         recording.close()

@@ -13,13 +13,17 @@ from torch import nn
 from backstash.capture import passes
 from backstash.planning.buckets import Bucket
 from backstash.planning.course import Awaited, Course
-from backstash.planning.recording import Recording
+from backstash.planning.recording import Recording, Thread
 from backstash.planning.spans import Spans
 from backstash.planning.survey import Births
 from backstash.session import Session
 
 PATIENCE = 64
 """For how many backward passes the profiler may wait for a place where it can be started."""
+
+
+STEADY = 2
+"""How many backward passes in a row run on one thread before a profiler is started there, if any ran on another."""
 
 
 class Witness:
@@ -62,6 +66,8 @@ class Following:
         self.adds_up = self.may_add_up = False
         self._session = session  # that of the step in progress, or of the last one
         self._spans = Spans()
+        self._thread_of_pass: weakref.ref[Thread] | None = None
+        self._stayed = STEADY  # how many backward passes have ended since passes moved to another thread
         self._is_own = True  # whether the backward pass in progress is that of a step
         self._watcher: Births | None = None
         self._watching = ExitStack()
@@ -84,6 +90,20 @@ class Following:
         """Stops whatever is being measured. Training goes on under the plans that there are."""
         self.abandon()
         self.recording.close()
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether passes stay on the thread that asks, so that a profiler sees them all (Note: [one thread])."""
+        is_here = self._thread_of_pass is None or self._thread_of_pass() is Thread.current()
+        return is_here and self._stayed >= STEADY and self.recording.is_here
+
+    def _meet(self) -> None:
+        """A forward or a backward pass begins on this thread."""
+        here = Thread.current()
+        if self._thread_of_pass is not None and self._thread_of_pass() is not here:
+            self._stayed = 0
+        self._thread_of_pass = weakref.ref(here)
+        self.recording.meet()
 
     def watch(self, watcher: Births | None) -> None:
         """From now on, that watcher is told what the Sessions do; None for nobody."""
@@ -147,6 +167,7 @@ class Following:
         self._is_own = self._course is None or self._spans.include(tensors)
         if not self._is_own:
             return
+        self._meet()
         self.adds_up = self._witness is not None and self._witness.has_gradient
         self.may_add_up = self.may_add_up or self.adds_up
 
@@ -155,6 +176,7 @@ class Following:
         if self._is_measuring or not self._is_own:
             return
         self._is_new = True
+        self._stayed += 1
         if self._course is None:
             return
         self.cycles += 1
