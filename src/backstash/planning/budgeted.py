@@ -259,7 +259,11 @@ class Budgeted(Following):
             return
         chain, self._chain = self._chain, []
         self._begin(chain[0] if chain else module, signature)
-        if self._open and self._session is not self._open[0] and self._may_replace():
+        if not self._open or self._session is self._open[0]:
+            return
+        if not self._may_replace():
+            self._attach(self._open[0])
+        else:
             is_told = modules.comes_after(self._hook.id)
             self._leave(None, None, None)
             self._enter(self._session)

@@ -62,7 +62,10 @@ MOST_RECORDED = 24
 MOST_MOVED = 4
 """How many steps are awaited at most until they stay on one thread."""
 
-MOST_ALONE = 4
+MOST_SMALLER = 10
+"""How many recorded steps may be smaller than the first one of all, until one of them is taken for it."""
+
+MOST_ALONE = 2
 """How many recorded steps of the right kind may add to no gradients, until one of them is taken for all."""
 
 MOST_PROBED = 3
@@ -223,6 +226,10 @@ class Course:
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
 
+    def _is_as_large(self, other: Bucket | None) -> bool:
+        """Whether a step of another kind takes no less than one of this bucket, of which a budget may be a share."""
+        return other is not None and growth(self._bucket.signature, other.signature) >= 1
+
     def _probe(self, survey: Survey, squares: dict[str, float]) -> Waiting:
         """Measures in a step what rounding does to the gradients, and adds it to ``squares``, by key (see Probe)."""
         bucket, owner = self._bucket, self._owner
@@ -360,7 +367,7 @@ class Course:
         while owner.cycles % period:  # the first passes of a step may leave to the others what they have made
             yield "cycle"
         alone = 0
-        for _ in range(MOST_RECORDED):
+        for tried in range(MOST_RECORDED):
             if not recording.is_running:
                 return  # Note: [one thread] in recording.py
             recording.note("step")
@@ -368,7 +375,7 @@ class Course:
             for _ in range(period):
                 yield "cycle"
             owner.watch(None)
-            is_own = is_any or owner.last is self._bucket
+            is_own = owner.last is self._bucket or (is_any and (tried >= MOST_SMALLER or self._is_as_large(owner.last)))
             is_full = owner.adds_up or not owner.may_add_up or period > 1  # Note: [accumulated gradients]
             alone += is_own and not is_full
             if is_own and (is_full or alone > MOST_ALONE):

@@ -110,10 +110,11 @@ class Following:
         self._watcher = watcher
         self._attach()
 
-    def _attach(self) -> None:
+    def _attach(self, session: Session | None = None) -> None:
+        """Has the watcher watch a Session, by default that of the step that begins."""
         self._watching.close()
         if self._watcher is not None:
-            self._watching.enter_context(self._session.watched_by(self._watcher))
+            self._watching.enter_context((session or self._session).watched_by(self._watcher))
 
     def _start(self, course: Course) -> None:
         self._course = course
