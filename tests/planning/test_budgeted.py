@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from backstash.capture import modules
 from backstash.errors import BudgetError, PlanError
-from backstash.planning import course
+from backstash.planning import course, retry
 from backstash.planning.buckets import growth, signature_of
 from backstash.planning.budgeted import Budgeted
 from backstash.planning.plan import Plan
@@ -311,6 +311,16 @@ def test_a_second_failure_is_the_original_error_with_advice() -> None:
     (note,) = caught.value.__notes__
     assert "within 60% was asked for" in note and "Ask for a smaller budget" in note
     assert_nothing_is_left()
+
+
+def test_a_pass_is_not_repeated_whose_buffers_are_too_large_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of batch norm write new statistics without a new version, so nobody knows what was written."""
+    monkeypatch.setattr(retry, "LARGEST_BUFFERS", 16)
+    session = Budgeted("60%", min_nbytes=1024)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as caught:
+        stepped(session, 11)
+    (note,) = caught.value.__notes__
+    assert "the step cannot be repeated" in note
 
 
 SCRIPT = """

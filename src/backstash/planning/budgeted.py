@@ -30,7 +30,7 @@ from backstash.errors import PlanError
 from backstash.planning.buckets import Alike, Bucket, Buckets, Signature, growth, signature_of
 from backstash.planning.budget import families, limit_of_errors, parse_budget
 from backstash.planning.course import Course
-from backstash.planning.following import Following
+from backstash.planning.following import Following, Witness
 from backstash.planning.guard import Guard, in_front_of
 from backstash.planning.link import measured
 from backstash.planning.plan import Plan
@@ -186,8 +186,7 @@ class Budgeted(Following):
         before = self._before.get(model)
         if before is None:
             before = self._before[model] = Before(model)
-        before.note()
-        try:
+        with before:
             try:
                 with self.window(model, args, kwargs):
                     return function(*args, **kwargs)
@@ -211,8 +210,6 @@ class Budgeted(Following):
                 if is_out_of_memory(error):
                     advise(error, str(self.budget), ", and again under the leanest plan")
                 raise
-        finally:
-            before.forget()
 
     def step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Calls a model for training: as :meth:`call`, with the model itself as the function."""
@@ -262,7 +259,11 @@ class Budgeted(Following):
             return
         chain, self._chain = self._chain, []
         self._begin(chain[0] if chain else module, signature)
-        if self._open and self._session is not self._open[0] and self._may_replace():
+        if not self._open or self._session is self._open[0]:
+            return
+        if not self._may_replace():
+            self._attach(self._open[0])
+        else:
             is_told = modules.comes_after(self._hook.id)
             self._leave(None, None, None)
             self._enter(self._session)
@@ -278,9 +279,7 @@ class Budgeted(Following):
         self._is_new = False
         if not self.recording.is_inside:
             self._advance("safe")
-        weight = next((weight for weight in model.parameters() if weight.requires_grad), None)
-        if weight is not None:
-            self._witness = weakref.ref(weight)
+        self._witness = Witness.of(model) or self._witness
         if self.period > 1 and self.cycles % self.period and self.last is not None:
             bucket = self.last  # a step has one plan, whatever its second model is given
         else:
@@ -367,6 +366,7 @@ class Budgeted(Following):
         return plan
 
     def _enter(self, session: Session) -> None:
+        self._meet()
         below = current_function_mode()
         session.__enter__()
         self._open.append(session)

@@ -10,7 +10,8 @@
 
 Note: [accumulated gradients]
     A backward pass takes more if it adds to gradients that are there. If some of a loop's passes do and others do not,
-    one that does is surveyed and counted.
+    one that does is surveyed and counted, unless those of its kind never do, as where the first batch of each step has
+    a size of its own.
 
 Note: [freed unseen]
     The profiler sees the memory that the program's own threads free. A thread of a communication library, which may
@@ -57,6 +58,15 @@ MOST_SURVEYED = 3
 
 MOST_RECORDED = 24
 """How many steps are recorded at most, until one is of the kind that is asked for."""
+
+MOST_MOVED = 4
+"""How many steps are awaited at most until they stay on one thread."""
+
+MOST_SMALLER = 10
+"""How many recorded steps may be smaller than the first one of all, until one of them is taken for it."""
+
+MOST_ALONE = 2
+"""How many recorded steps of the right kind may add to no gradients, until one of them is taken for all."""
 
 MOST_PROBED = 3
 """How many steps are asked at most what rounding does to the gradients: a loss scale that overflows tells nothing."""
@@ -114,7 +124,8 @@ class Course:
         else:
             yield from self._first_steps()
         owner.settled()
-        yield from self._time()
+        if self._bucket.found.plan is not None:
+            yield from self._time()
         self._bucket.is_done = True
 
     def give_up(self, why: str) -> None:
@@ -191,7 +202,7 @@ class Course:
             bucket.session = before  # which has a plan for another shape
             return
         if not lines:
-            self.give_up("no step could be recorded, because another profiler runs")
+            self.give_up("its steps run on more than one thread, of which torch's profiler sees one")
             return
         assert owner.last is not None
         bucket, line = owner.last, lines[0]
@@ -208,11 +219,16 @@ class Course:
             yield from self._probe(surveys[-1], squares)
         profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
         planned = {value.key for value in profile.values}
-        others_asked = tuple(key for key in asked if key not in planned)
+        skipped = {key for survey in surveys for key in survey.found} - surveys[-1].found.keys()  # of other branches
+        others_asked = tuple(key for key in asked if key not in planned and key not in skipped)
         profile = replace(profile, others=others_asked, cycles=owner.forwards)
         bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=self._seconds)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
+
+    def _is_as_large(self, other: Bucket | None) -> bool:
+        """Whether a step of another kind takes no less than one of this bucket, of which a budget may be a share."""
+        return other is not None and growth(self._bucket.signature, other.signature) >= 1
 
     def _probe(self, survey: Survey, squares: dict[str, float]) -> Waiting:
         """Measures in a step what rounding does to the gradients, and adds it to ``squares``, by key (see Probe)."""
@@ -336,25 +352,37 @@ class Course:
         """Records a step of this bucket, or of any, and adds it to ``lines`` (Note: [where a step begins])."""
         owner, recording = self._owner, self._owner.recording
         period = owner.period or 1
+        moved = 0
         while not recording.is_running:
             yield "safe"
-            if not recording.start():
+            if not owner.is_steady:
+                moved += 1
+                if moved > MOST_MOVED:
+                    return
+                yield "cycle"
+            elif not recording.start():
                 yield "cycle"  # another profiler runs
         for _ in range(period):
             yield "cycle"
         while owner.cycles % period:  # the first passes of a step may leave to the others what they have made
             yield "cycle"
-        for _ in range(MOST_RECORDED):
+        alone = 0
+        for tried in range(MOST_RECORDED):
+            if not recording.is_running:
+                return  # Note: [one thread] in recording.py
             recording.note("step")
             owner.watch(watcher())
             for _ in range(period):
                 yield "cycle"
-            recording.note("over")
             owner.watch(None)
+            is_own = owner.last is self._bucket or (is_any and (tried >= MOST_SMALLER or self._is_as_large(owner.last)))
             is_full = owner.adds_up or not owner.may_add_up or period > 1  # Note: [accumulated gradients]
-            if (is_any or owner.last is self._bucket) and is_full:
+            alone += is_own and not is_full
+            if is_own and (is_full or alone > MOST_ALONE):
+                recording.note("over")
                 yield "safe"
-                lines.append(recording.stop(owner.device))
+                line = recording.stop(owner.device)
+                lines += [] if line is None else [line]
                 return
         yield "safe"
         recording.close()

@@ -100,6 +100,10 @@ class MemoryProfiler(profile):
                 self._scope.__exit__(*error)
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    def let_go(self) -> None:
+        """Undoes what starting has changed for the whole process. The thread on which it was started goes on."""
+        self._quiet.close()
+
 
 def memory_profiler() -> MemoryProfiler:
     """A profiler of every allocation and release, which has not been started yet."""

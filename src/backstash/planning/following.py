@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from typing import Any
 
+from torch import nn
+
 from backstash.capture import passes
 from backstash.planning.buckets import Bucket
 from backstash.planning.course import Awaited, Course
-from backstash.planning.recording import Recording
+from backstash.planning.recording import Recording, Thread
 from backstash.planning.spans import Spans
 from backstash.planning.survey import Births
 from backstash.session import Session
 
 PATIENCE = 64
 """For how many backward passes the profiler may wait for a place where it can be started."""
+
+
+STEADY = 2
+"""How many backward passes in a row run on one thread before a profiler is started there, if any ran on another."""
+
+
+class Witness:
+    """A weight that tells whether gradients are there.
+
+    It is known by its module and its name, since torch swaps no parameter to which there is a weak reference.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Witness | None:
+        """The first weight of a model that is trained; None if there is none."""
+        each = ((module, pair) for module in model.modules() for pair in module.named_parameters(recurse=False))
+        return next((cls(module, name) for module, (name, weight) in each if weight.requires_grad), None)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether its gradient is there."""
+        module = self._module()
+        weights = {} if module is None else dict(module.named_parameters(recurse=False))
+        return self._name in weights and weights[self._name].grad is not None
 
 
 class Following:
@@ -35,6 +66,8 @@ class Following:
         self.adds_up = self.may_add_up = False
         self._session = session  # that of the step in progress, or of the last one
         self._spans = Spans()
+        self._thread_of_pass: weakref.ref[Thread] | None = None
+        self._stayed = STEADY  # how many backward passes have ended since passes moved to another thread
         self._is_own = True  # whether the backward pass in progress is that of a step
         self._watcher: Births | None = None
         self._watching = ExitStack()
@@ -46,7 +79,7 @@ class Following:
         self._stop_listening: Callable[[], None] | None = None
         self._is_new = True  # whether a forward pass begins with the next module
         self._is_inside = False  # the with
-        self._witness: Callable[[], Any] = lambda: None  # a weight, whose gradient tells whether gradients are there
+        self._witness: Witness | None = None
 
     def between_steps(self) -> None:
         """The program is between two steps, and no optimizer's step runs. Frameworks that know this call it."""
@@ -58,15 +91,30 @@ class Following:
         self.abandon()
         self.recording.close()
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether passes stay on the thread that asks, so that a profiler sees them all (Note: [one thread])."""
+        is_here = self._thread_of_pass is None or self._thread_of_pass() is Thread.current()
+        return is_here and self._stayed >= STEADY and self.recording.is_here
+
+    def _meet(self) -> None:
+        """A forward or a backward pass begins on this thread."""
+        here = Thread.current()
+        if self._thread_of_pass is not None and self._thread_of_pass() is not here:
+            self._stayed = 0
+        self._thread_of_pass = weakref.ref(here)
+        self.recording.meet()
+
     def watch(self, watcher: Births | None) -> None:
         """From now on, that watcher is told what the Sessions do; None for nobody."""
         self._watcher = watcher
         self._attach()
 
-    def _attach(self) -> None:
+    def _attach(self, session: Session | None = None) -> None:
+        """Has the watcher watch a Session, by default that of the step that begins."""
         self._watching.close()
         if self._watcher is not None:
-            self._watching.enter_context(self._session.watched_by(self._watcher))
+            self._watching.enter_context((session or self._session).watched_by(self._watcher))
 
     def _start(self, course: Course) -> None:
         self._course = course
@@ -120,8 +168,8 @@ class Following:
         self._is_own = self._course is None or self._spans.include(tensors)
         if not self._is_own:
             return
-        weight = self._witness()
-        self.adds_up = weight is not None and weight.grad is not None
+        self._meet()
+        self.adds_up = self._witness is not None and self._witness.has_gradient
         self.may_add_up = self.may_add_up or self.adds_up
 
     def end_backward(self) -> None:
@@ -129,6 +177,7 @@ class Following:
         if self._is_measuring or not self._is_own:
             return
         self._is_new = True
+        self._stayed += 1
         if self._course is None:
             return
         self.cycles += 1

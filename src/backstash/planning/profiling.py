@@ -341,7 +341,9 @@ def _remade(value: Found, survey: Survey, index: dict[str, int], line: Timeline,
     keys = [survey.keys.get(id(parent), "") for parent in value.parents]  # "": the program holds it anyway
     if any(key and key not in index for key in keys):
         return []
-    trial = line.trials[value.section]
+    trial = line.trials.get(value.section)
+    if trial is None:  # another thread, which the profiler does not see, has decided on it
+        return []
     workspace = max(0, trial.most - trial.before - value.nbytes)
     parents = tuple(sorted({index[key] for key in keys if key}))
     return [

@@ -3,18 +3,41 @@
 Note: [safe places]
     The hooks of an optimizer run inside a scope of torch's profiler, and so does a closure that an optimizer calls. A
     profiler that is started or stopped inside such a scope makes torch print an internal error, or crash.
+
+Note: [one thread]
+    A profiler sees the thread on which it was started, and can only be stopped there. If the program's passes move to
+    another thread, the record is worthless. The profiler is stopped when they come back to the first thread, and until
+    then no other one is started, because torch crashes if the first one is stopped later. If that thread has ended, so
+    has the profiler.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
+from contextlib import suppress
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from backstash.planning.events import memory_profiler, note, roots_of
+from backstash.planning.events import MemoryProfiler, memory_profiler, note, roots_of
 from backstash.planning.timeline import Timeline
 from backstash.torch_internals import profiler_runs
+
+_own = threading.local()
+
+
+class Thread:
+    """A thread of the program. An identifier of threads may be that of an earlier one; this object is not."""
+
+    @classmethod
+    def current(cls) -> Thread:
+        """The thread that runs this."""
+        found: Thread | None = getattr(_own, "thread", None)
+        if found is None:
+            found = _own.thread = cls()
+        return found
 
 
 class Recording:
@@ -26,7 +49,9 @@ class Recording:
 
     def __init__(self) -> None:
         self.is_inside = False
-        self._profiler: Any = None
+        self._profiler: MemoryProfiler | None = None
+        self._thread: weakref.ref[Thread] = weakref.ref(Thread.current())  # on which it was started
+        self._lost: MemoryProfiler | None = None  # started on that thread, which the passes have left
         self._hooks: list[Any] = []
 
     @property
@@ -42,6 +67,22 @@ class Recording:
                 register_optimizer_step_post_hook(self._leave),
             ]
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the profiler was started, or can be, on the thread that asks (Note: [one thread])."""
+        thread = self._thread()
+        return (self._profiler is None and (self._lost is None or thread is None)) or thread is Thread.current()
+
+    def meet(self) -> None:
+        """Is told of each pass, on its thread (Note: [one thread])."""
+        if not self.is_here:
+            self._lose()
+        elif self._lost is not None:
+            lost, self._lost = self._lost, None
+            if self._thread() is not None:
+                with suppress(RuntimeError):
+                    lost.__exit__(None, None, None)
+
     def start(self) -> bool:
         """Starts the profiler. Returns False if another one runs."""
         if profiler_runs():
@@ -49,19 +90,18 @@ class Recording:
         profiler = memory_profiler()
         profiler.__enter__()
         self._profiler = profiler
+        self._thread = weakref.ref(Thread.current())
         return True
 
-    def stop(self, device: str) -> Timeline:
-        """Stops the profiler and returns the last step on that type of device."""
-        profiler, self._profiler = self._profiler, None
-        profiler.__exit__(None, None, None)
-        return Timeline(roots_of(profiler), device)
+    def stop(self, device: str) -> Timeline | None:
+        """Stops the profiler and returns the last step on that type of device; None if there is no record of it."""
+        profiler = self._take()
+        return None if profiler is None else Timeline(roots_of(profiler), device)
 
     def close(self) -> None:
         """Stops whatever runs, and forgets it."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.__exit__(None, None, None)
+        self.meet()
+        self._take()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -70,6 +110,20 @@ class Recording:
     def note(self, event: str) -> None:
         """Writes an event into the record."""
         note(event)
+
+    def _take(self) -> MemoryProfiler | None:
+        """The profiler, which is stopped; None if it was not started, or on another thread."""
+        if not self.is_here:
+            self._lose()
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.__exit__(None, None, None)
+        return profiler
+
+    def _lose(self) -> None:
+        if self._profiler is not None:
+            self._lost, self._profiler = self._profiler, None
+            self._lost.let_go()
 
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.is_inside = True

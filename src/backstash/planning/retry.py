@@ -39,11 +39,12 @@ def advise(error: BaseException, budget: str, did: str) -> None:
 
 
 class Before:
-    """What a forward pass of a model changes beside its results: the generators' states and the model's buffers.
+    """Inside the ``with``, what a forward pass of a model changes beside its results can be restored.
 
-    All buffers are copied before the first pass, and from then on those that a pass has changed. That is told by their
-    bits, because the kernels of batch norm write new statistics without a new version. If a buffer gets a new version
-    that was not copied, nothing can be restored.
+    That is the generators' states and the model's buffers. All buffers are copied before the first pass, and from then
+    on those that a pass has changed. That is told by their bits, because the kernels of batch norm write new statistics
+    without a new version. If a buffer gets a new version that was not copied, nothing can be restored. Between two
+    passes nothing refers to a buffer: torch swaps no tensor to which there is a reference.
 
     Args:
         model: the model.
@@ -52,27 +53,20 @@ class Before:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._changing: set[str] | None = None  # names of buffers that forward passes change
-        self._versions: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._versions: dict[str, tuple[Tensor, int]] = {}
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
         self._states: Callable[[], None] | None = None
 
-    def note(self) -> None:
+    def __enter__(self) -> None:
         """Notes everything before a forward pass."""
         model = self._model()
         assert model is not None
         strided = ((name, x) for name, x in model.named_buffers() if x.layout is torch.strided)
         buffers = {name: x for name, x in strided if not x.is_inference()}  # which cannot change outside that mode
-        if self._changing is None and self._versions:
-            same = {name for name, (x, copy) in self._copies.items() if equal_bits(x, copy)}
-            self._changing = set(self._versions) - same
-        for name, (known, version) in self._versions.items():
-            x = known()
-            if self._changing is not None and x is not None and x._version != version:
-                self._changing.add(name)
-        self._versions = {name: (weakref.ref(x), x._version) for name, x in buffers.items()}
+        self._versions = {name: (x, x._version) for name, x in buffers.items()}
         copied = buffers if self._changing is None else {n: x for n, x in buffers.items() if n in self._changing}
         if sum(x.nbytes for x in copied.values()) > LARGEST_BUFFERS:
-            copied = {}
+            return
         self._copies = {name: (x, x.detach().clone()) for name, x in copied.items()}
         self._states = _generators()
 
@@ -83,7 +77,7 @@ class Before:
             return False
         for name, x in model.named_buffers():
             known = self._versions.get(name)
-            if name not in self._copies and known is not None and (known[0]() is not x or known[1] != x._version):
+            if name not in self._copies and known is not None and (known[0] is not x or known[1] != x._version):
                 return False
         with torch.no_grad():
             for x, copy in self._copies.values():
@@ -91,11 +85,14 @@ class Before:
         self._states()
         return True
 
-    def forget(self) -> None:
-        """Lets go of the copies, unless the next pass has to be told which buffers this one has changed."""
-        if self._changing is not None:
-            self._copies.clear()
-        self._states = None
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """Notes which buffers the pass has changed, and lets go of them all."""
+        if kind is None:
+            newer = {name for name, (x, version) in self._versions.items() if x._version != version}
+            if self._changing is None:
+                newer |= self._versions.keys() - {name for name, pair in self._copies.items() if equal_bits(*pair)}
+            self._changing = newer | (self._changing or set())
+        self._versions, self._copies, self._states = {}, {}, None
 
 
 def _generators() -> Callable[[], None]:

@@ -227,6 +227,7 @@ class Survey(Births):
     Attributes:
         found: what was found out, by the value's key.
         keys: the keys of values by their ids.
+        trials: how many trial sections there are in the record.
     """
 
     def __init__(self, tries: Collection[str] = (), watch: Stopwatch | None = None) -> None:
@@ -236,7 +237,7 @@ class Survey(Births):
         self._alive: list[Value] = []  # so that ids stay their own
         self._calls: dict[Group, tuple[float, int]] = {}  # seconds and trial sections of calls that save inside
         self._exact = get("lossless_stored")
-        self._section = 0
+        self.trials = 0
         self._watch = watch or Stopwatch()
 
     def decided(self, value: Value, whole: Tensor, find_recipe: Callable[[], Recipe | str]) -> None:
@@ -323,7 +324,7 @@ class Survey(Births):
             with self._trial():
                 if equals(recipe.run(fetch_unguarded), whole):
                     trusted = recipe  # as a plan will run it
-        found.section = self._section
+        found.section = self.trials
         with self._trial():
             found.remake_seconds = self._watch.shortest(lambda: trusted.run(fetch_unguarded), whole)
         if group is not None:
@@ -331,8 +332,8 @@ class Survey(Births):
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
-        note("trial", number=self._section)
-        self._section += 1
+        note("trial", number=self.trials)
+        self.trials += 1
         try:
             yield
         finally:

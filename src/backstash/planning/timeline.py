@@ -123,8 +123,8 @@ class Timeline:
         note "step", with which its backward pass ends. What lies between that and the first operation of the forward
         pass is of neither step: the program drops results, the optimizer steps, a batch is loaded. Bytes count from
         that operation on, above what is held there and the gradients that were freed before it. So they may be below 0
-        until backward has allocated new gradients. The note "over" ends the step, where the profiler can only be
-        stopped later.
+        until backward has allocated new gradients. If that step is not of the kind that is asked for, another note
+        "step" begins the next one. The note "over" ends the last of them, where the profiler can only be stopped later.
     """
 
     events: list[Any]
@@ -179,3 +179,4 @@ class Timeline:
         self.positions = [At("start", False, 0.0, 0)]
         self.born.clear()
         self.reads.clear()
+        self.trials.clear()

@@ -1,0 +1,149 @@
+"""Steps that run on several threads: torch's profiler sees the one on which it was started, and training goes on."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backstash.planning.budgeted import Budgeted
+from backstash.torch_internals import profiler_runs
+
+STEPS = 16
+
+Run = Callable[[Callable[[], None]], None]
+"""Runs something on some thread, and waits until it has ended."""
+
+
+def here(work: Callable[[], None]) -> None:
+    work()
+
+
+def fresh(work: Callable[[], None]) -> None:
+    """On a new thread. Threads that follow each other mostly have the same identifier."""
+    errors: queue.Queue[BaseException] = queue.Queue()
+
+    def run() -> None:
+        torch.get_num_threads()  # or the thread would compute with another number of threads
+        try:
+            work()
+        except BaseException as error:
+            errors.put(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if not errors.empty():
+        raise errors.get()
+
+
+@contextmanager
+def worker() -> Iterator[Run]:
+    """On one thread that lives on."""
+    with ThreadPoolExecutor(1, initializer=torch.get_num_threads) as pool:
+        yield lambda work: pool.submit(work).result()
+
+
+def trained(
+    session: AbstractContextManager[Any], places: Sequence[tuple[Run, Run]], sizes: Sequence[int] = (64,)
+) -> list[Tensor]:
+    """The gradients of steps whose forward and backward passes run at these places."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+    found: list[Tensor] = []
+    for number, (before, after) in enumerate(places):
+        losses: list[Tensor] = []
+
+        def forward(number: int = number, losses: list[Tensor] = losses) -> None:
+            with session:
+                losses.append(model(torch.randn(sizes[number % len(sizes)], 64)).square().sum())
+
+        before(forward)
+        after(lambda losses=losses: losses.pop().backward())  # type: ignore[misc]
+        found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+    return found
+
+
+def assert_same(session: Budgeted, places: Sequence[tuple[Run, Run]], sizes: Sequence[int] = (64,)) -> None:
+    expected = trained(nullcontext(), places, sizes)
+    found = trained(session, places, sizes)
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+def assert_nothing_is_left(session: Budgeted, runs: Sequence[Run]) -> None:
+    for run in runs:
+        found: list[bool] = []
+        run(session.close)
+        run(lambda found=found: found.append(profiler_runs()))  # type: ignore[misc]
+        assert found == [False]
+
+
+@pytest.mark.parametrize("kind", ["fresh", "worker", "swapped", "both fresh", "fresh, two sizes"])
+def test_steps_on_several_threads_run_under_the_rules(kind: str) -> None:
+    session = Budgeted("100%", min_nbytes=1024)
+    with worker() as other, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        ways: dict[str, tuple[Run, Run]] = {"worker": (here, other), "swapped": (other, here), "fresh": (here, fresh)}
+        if kind == "both fresh":
+
+            def step() -> None:
+                with session:
+                    loss = model(torch.randn(64, 64)).square().sum()
+                loss.backward()
+
+            model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256))
+            for _ in range(STEPS):
+                fresh(step)
+        else:
+            sizes = (64, 64, 32) if "sizes" in kind else (64,)
+            assert_same(session, [ways[kind.split(",")[0]]] * STEPS, sizes)
+    assert "on more than one thread" in session.found.trouble
+    assert any("on more than one thread" in str(each.message) for each in caught)
+    assert repr(session.policy).startswith("Lossless(")
+    session.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("first", [0, 1])
+def test_steps_on_one_other_thread_have_a_plan(first: int) -> None:
+    session = Budgeted("100%", min_nbytes=1024)
+    with worker() as other:
+        assert_same(session, [(here, here)] * first + [(other, other)] * STEPS)
+        assert_nothing_is_left(session, [other, here])
+    assert session.found.plan is not None and session.found.reached_nbytes > 0
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("moved", range(2, 7))
+@pytest.mark.parametrize("then", ["here", "fresh", "worker"])
+def test_training_goes_on_where_its_thread_changes(moved: int, then: str) -> None:
+    with worker() as first, worker() as second:
+        run = {"here": here, "fresh": fresh, "worker": second}[then]
+        session = Budgeted("100%", min_nbytes=1024)
+        assert_same(session, [(first, first)] * moved + [(run, run)] * 8 + [(first, first)] * 8)
+        assert_nothing_is_left(session, [here, first, second])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("seed", range(6))
+def test_threads_at_random(seed: int) -> None:
+    draw = random.Random(seed)
+    with ExitStack() as stack:
+        runs = [here, fresh, *(stack.enter_context(worker()) for _ in range(draw.randint(1, 2)))]
+        places: list[tuple[Run, Run]] = []
+        while len(places) < 24:
+            before, after = draw.choice(runs), draw.choice(runs)
+            places += [(before, after if draw.random() < 0.3 else before)] * draw.randint(1, 7)
+        session = Budgeted("100%", min_nbytes=1024)
+        assert_same(session, places, draw.choice([(64,), (64, 32), (64, 64, 32)]))
+        assert_nothing_is_left(session, runs)
