@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from backstash.torch_internals import (
     compiler,
@@ -144,7 +143,7 @@ def _suspend(module: nn.Module, args: Any) -> None:
     if not getattr(mode, "only_observes", False) or count_function_modes() > 1:
         return
     if torch.is_grad_enabled():
-        given = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        given = [each for each in args if isinstance(each, torch.Tensor)]
         if any(each.requires_grad for each in (*given, *module.parameters())):
             return
     _active.suspended = module, pop_function_mode()
