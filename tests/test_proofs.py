@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch_settings import matmul_precision, setting
 
 from backstash.proofs import Counts, Proofs
 
@@ -24,30 +24,6 @@ class Proof:
     def __call__(self) -> bool:
         self.runs += 1
         return self.answer
-
-
-@contextmanager
-def setting(get: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> Iterator[None]:
-    before = get()
-    put(value)
-    try:
-        yield
-    finally:
-        put(before)
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """``torch.set_float32_matmul_precision``, which leaves the newer settings changed when it is set back."""
-    matmuls = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
-    legacy, newer = torch.get_float32_matmul_precision(), [matmul.fp32_precision for matmul in matmuls]
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(legacy)
-        for matmul, value in zip(matmuls, newer, strict=True):
-            matmul.fp32_precision = value
 
 
 def attribute(holder: Any, name: str, value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from backstash.torch_internals import find
+from backstash.torch_internals import deterministic, deterministic_warns, find, set_deterministic
 
 Settings = tuple[object, ...]
 """The values of all settings for one type of device, in the order of their table."""
@@ -62,14 +62,9 @@ def _precision(backend: str, operation: str) -> _Setting:
     return _Setting(read, write)
 
 
-def _set_deterministic(value: bool) -> None:
-    warns = find("_C._get_deterministic_algorithms_warn_only")()
-    find("_C._set_deterministic_algorithms")(value, warn_only=warns)
-
-
 _COMMON = (
     _Setting(torch.get_default_dtype, torch.set_default_dtype),
-    _Setting(find("_C._get_deterministic_algorithms"), _set_deterministic),
+    _Setting(deterministic, lambda value: set_deterministic(value, warn_only=deterministic_warns())),
     _attention("flash"),
     _attention("mem_efficient"),
     _attention("math"),

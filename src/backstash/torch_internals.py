@@ -286,9 +286,9 @@ def _passes_bounds() -> bool:
 clamp_passes_bounds: bool = _passes_bounds()
 """Whether clamp hands the gradient on where its input equals a bound. Torch does until 2.13, and no more in 2.14."""
 
-_deterministic: Callable[[], bool] = find("_C._get_deterministic_algorithms")
-_set_deterministic: Callable[..., None] = find("_C._set_deterministic_algorithms")
-_deterministic_warns: Callable[[], bool] = find("_C._get_deterministic_algorithms_warn_only")
+deterministic: Callable[[], bool] = find("_C._get_deterministic_algorithms")
+set_deterministic: Callable[..., None] = find("_C._set_deterministic_algorithms")
+deterministic_warns: Callable[[], bool] = find("_C._get_deterministic_algorithms_warn_only")
 _fills: Callable[[], bool] = find("_C._get_deterministic_fill_uninitialized_memory")
 _set_fills: Callable[[bool], None] = find("_C._set_deterministic_fill_uninitialized_memory")
 
@@ -304,15 +304,15 @@ def filled_memory(device_type: str) -> Iterator[None]:
     if device_type != "cpu":
         yield
         return
-    before, fills = (_deterministic(), _deterministic_warns()), _fills()
+    before, fills = (deterministic(), deterministic_warns()), _fills()
     try:
         _set_fills(True)
-        _set_deterministic(True, warn_only=True)
+        set_deterministic(True, warn_only=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of kernels that have no deterministic way
             yield
     finally:
-        _set_deterministic(before[0], warn_only=before[1])
+        set_deterministic(before[0], warn_only=before[1])
         _set_fills(fills)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from gradient_checks import Remake
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_settings import matmul_precision, setting
 
 import backstash as bs
 from backstash.numerics import settings, under
@@ -22,73 +24,24 @@ TINY = 1e-39
 """Below the smallest normal float32."""
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def flushed() -> AbstractContextManager[Any]:
+    return setting(lambda: False, torch.set_flush_denormal, True)
 
 
-@contextmanager
-def flushed() -> Iterator[None]:
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-@contextmanager
-def precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def without_onednn() -> Iterator[None]:
-    before = torch.backends.mkldnn.enabled
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+def deterministic() -> AbstractContextManager[Any]:
+    put = partial(torch.use_deterministic_algorithms, warn_only=True)
+    return setting(torch.are_deterministic_algorithms_enabled, put, True)
 
 
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "math attention": lambda: sdpa_kernel(SDPBackend.MATH),
     "flash attention": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-    "default dtype": lambda: default_dtype(torch.float64),
+    "default dtype": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "flushed": flushed,
-    "precision": lambda: precision("medium"),
-    "no oneDNN": without_onednn,
+    "precision": lambda: matmul_precision("medium"),
+    "no oneDNN": lambda: setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
     "deterministic": deterministic,
-    "threads": lambda: threads(2 if torch.get_num_threads() == 1 else 1),
+    "threads": lambda: setting(torch.get_num_threads, torch.set_num_threads, 2),
 }
 
 
@@ -189,7 +142,7 @@ def test_settings_are_those_and_then_what_they_were(setting: str) -> None:
 def test_every_setting_can_be_written(device: str) -> None:
     from backstash import numerics
 
-    for setting in numerics._OF_CPU if device == "cpu" else numerics._OF_OTHERS:
-        value = setting.read()
-        setting.write(value)
-        assert setting.read() == value
+    for each in numerics._OF_CPU if device == "cpu" else numerics._OF_OTHERS:
+        value = each.read()
+        each.write(value)
+        assert each.read() == value

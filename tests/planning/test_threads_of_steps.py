@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
 import random
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from backstash.planning.budgeted import Budgeted
 from backstash.torch_internals import profiler_runs
+from tests.fuzz.pieces import in_thread
 
 STEPS = 16
 
@@ -26,24 +25,6 @@ Run = Callable[[Callable[[], None]], None]
 
 def here(work: Callable[[], None]) -> None:
     work()
-
-
-def fresh(work: Callable[[], None]) -> None:
-    """On a new thread. Threads that follow each other mostly have the same identifier."""
-    errors: queue.Queue[BaseException] = queue.Queue()
-
-    def run() -> None:
-        torch.get_num_threads()  # or the thread would compute with another number of threads
-        try:
-            work()
-        except BaseException as error:
-            errors.put(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if not errors.empty():
-        raise errors.get()
 
 
 @contextmanager
@@ -93,7 +74,11 @@ def test_steps_on_several_threads_run_under_the_rules(kind: str) -> None:
     session = Budgeted("100%", min_nbytes=1024)
     with worker() as other, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        ways: dict[str, tuple[Run, Run]] = {"worker": (here, other), "swapped": (other, here), "fresh": (here, fresh)}
+        ways: dict[str, tuple[Run, Run]] = {
+            "worker": (here, other),
+            "swapped": (other, here),
+            "fresh": (here, in_thread),
+        }
         if kind == "both fresh":
 
             def step() -> None:
@@ -103,7 +88,7 @@ def test_steps_on_several_threads_run_under_the_rules(kind: str) -> None:
 
             model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256))
             for _ in range(STEPS):
-                fresh(step)
+                in_thread(step)
         else:
             sizes = (64, 64, 32) if "sizes" in kind else (64,)
             assert_same(session, [ways[kind.split(",")[0]]] * STEPS, sizes)
@@ -128,7 +113,7 @@ def test_steps_on_one_other_thread_have_a_plan(first: int) -> None:
 @pytest.mark.parametrize("then", ["here", "fresh", "worker"])
 def test_training_goes_on_where_its_thread_changes(moved: int, then: str) -> None:
     with worker() as first, worker() as second:
-        run = {"here": here, "fresh": fresh, "worker": second}[then]
+        run = {"here": here, "fresh": in_thread, "worker": second}[then]
         session = Budgeted("100%", min_nbytes=1024)
         assert_same(session, [(first, first)] * moved + [(run, run)] * 8 + [(first, first)] * 8)
         assert_nothing_is_left(session, [here, first, second])
@@ -139,7 +124,7 @@ def test_training_goes_on_where_its_thread_changes(moved: int, then: str) -> Non
 def test_threads_at_random(seed: int) -> None:
     draw = random.Random(seed)
     with ExitStack() as stack:
-        runs = [here, fresh, *(stack.enter_context(worker()) for _ in range(draw.randint(1, 2)))]
+        runs = [here, in_thread, *(stack.enter_context(worker()) for _ in range(draw.randint(1, 2)))]
         places: list[tuple[Run, Run]] = []
         while len(places) < 24:
             before, after = draw.choice(runs), draw.choice(runs)

@@ -6,8 +6,8 @@ they ask which Session is active when they run.
 
 Note: [fused layers]
     Torch's attention and transformer layers compute by one fused function where no gradient is asked for, but not where
-    a function mode is active, as the one that observes is. Its results differ in their last bits. So inside such a
-    layer, a teacher's for example, that mode is away: nothing is saved there.
+    a function mode is active, as the one that observes is. The results differ in their last bits, and at padded places
+    altogether. So inside such a layer, a teacher's for example, that mode is away: nothing is saved there.
 """
 
 from __future__ import annotations

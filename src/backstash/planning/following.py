@@ -21,7 +21,6 @@ from backstash.session import Session
 PATIENCE = 64
 """For how many backward passes the profiler may wait for a place where it can be started."""
 
-
 STEADY = 2
 """How many backward passes in a row run on one thread before a profiler is started there, if any ran on another."""
 

@@ -17,7 +17,6 @@ from backstash.torch_internals import next_sequence_number
 _MOST = 64
 """How many spans are remembered."""
 
-
 _OF_LEAVES = 1 << 63
 """Nodes that add to the gradients of leaves are numbered from here on."""
 

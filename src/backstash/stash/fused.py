@@ -88,6 +88,8 @@ def _parts(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tup
     if norm.call.statistics is None or isinstance(residual, Held) or not backends.serves("affine", spec.device.type):
         return None
     source = norm.inputs[0]
+    if any(each.call.settings is not recipe.call.settings for each in (inner, norm)):
+        return None
     if spec.dtype is not torch.float32 or norm.call.autocast is not None or recipe.call.autocast is not None:
         return None
     return (activation, norm, source, residual) if isinstance(source, Leaf) else None

@@ -165,7 +165,8 @@ class Recipe:
         if isinstance(given, Leaf):
             return fetch(given)
         recipe, view = given
-        result = recipe.run(fetch, out if index == 0 else None)
+        run = recipe._run if recipe.call.settings is self.call.settings else recipe.run
+        result = run(fetch, out if index == 0 else None)
         if result.shape == view.spec.shape and result.stride() == view.spec.stride and view.offset == 0:
             return result
         return result.as_strided(view.spec.shape, view.spec.stride, view.offset)
