@@ -11,7 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from backstash import compile_backend
+from backstash.integrations.compile import convolutions, partitioner
+from backstash.integrations.compile.reading import name_of
 from backstash.integrations.compile.saved_inputs import copied_inputs
+from backstash.integrations.compile.values import Split
 from tests.compile.compiled_steps import Forward, differences, gradients
 
 
@@ -105,7 +108,7 @@ def test_inductors_bits_with_weights_saved_themselves() -> None:
 
 
 @pytest.mark.parametrize("groups", [2, 16])
-def test_inductors_bits_of_convolutions_with_groups(groups: int) -> None:
+def test_inductors_bits_of_convolutions_with_groups(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their gradients have other bits in other memory formats, which a convolution that is computed again must keep."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -121,5 +124,14 @@ def test_inductors_bits_of_convolutions_with_groups(groups: int) -> None:
     x = torch.randn(4, 3, 16, 16)
     torch._dynamo.reset()
     expected = gradients(model, lambda net: net(x).sum(), torch.compile(model))
+    called: list[str] = []
+
+    def keep_formats(split: Split) -> None:
+        convolutions.keep_formats(split)
+        called.extend(map(name_of, split.backward.graph.nodes))
+
+    monkeypatch.setattr(partitioner, "keep_formats", keep_formats)
     found = gradients(model, lambda net: net(x).sum(), treated(model, 1, "inductor"))
+    assert "backstash_graph::convolution_in_channels_last" in called
+    assert "aten::convolution" not in called
     assert differences(model, expected, found) == []
