@@ -3,7 +3,7 @@
 // These are the most frequent calls of all: one each for every tensor that an idle Session holds. Reading takes the
 // fast way through the common case, and calls the reference in held.py for every other one, so that errors and rare
 // cases are written once.
-#include "objects.h"
+#include "slots.h"
 
 namespace backstash {
 namespace {
@@ -172,6 +172,7 @@ PyMethodDef methods[] = {
     {"references_of", references_of, METH_O, nullptr},
     {"unchanged", as_method(unchanged), METH_FASTCALL, nullptr},
     {"is_odd", is_odd_tensor, METH_O, nullptr},
+    {"lay_out", as_method(lay_out), METH_FASTCALL, nullptr},
     {"looks_like", as_method(looks_like_spec), METH_FASTCALL, nullptr},
     {"state_of", as_method(state_of), METH_FASTCALL, nullptr},
     {"hold", as_method(hold), METH_FASTCALL, nullptr},

@@ -46,6 +46,7 @@ There are several where a module is called more than once in a step, or where st
 """
 
 
+@compiled.laid_out
 class Frame:
     """A module call in progress: its path, what keys call it, and how many nodes of each op and calls it has made."""
 
@@ -77,6 +78,7 @@ leave = _leave if compiled.functions is None else compiled.functions.leave_modul
 """As :func:`_leave`, compiled where there is a compiled one."""
 
 
+@compiled.laid_out
 class KnownNode:
     """What is known of the tensors that one node of the model saves (Note: [known nodes])."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from backstash.proofs import Counts
 from backstash.saved import Effect, SavedTensor
+from backstash.stash.compiled import laid_out
 from backstash.stash.ledger import Entry
 from backstash.stash.regions import Call
 
 
+@laid_out
 class Account:
     """What became of one storage in the step in progress; :meth:`row` makes the report's Entry of it.
 

@@ -20,7 +20,7 @@ from backstash.errors import SavedTensorModifiedError
 from backstash.numerics import Settings, settings
 from backstash.saved import PLAIN, TensorSpec
 from backstash.stash import producers
-from backstash.stash.compiled import is_odd
+from backstash.stash.compiled import is_odd, laid_out
 from backstash.stash.parameters import check_memory
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ Memory = Callable[[], Tensor]
 """Makes memory for a result."""
 
 
+@laid_out
 class Content:
     """What a storage held at one version.
 
@@ -59,6 +60,7 @@ class Content:
 # each torch function, and a frozen dataclass takes up to six times as long to make.
 
 
+@laid_out
 @dataclass(slots=True, unsafe_hash=True)
 class View:
     """A tensor argument: how it looks at a content."""
@@ -68,6 +70,7 @@ class View:
     offset: int
 
 
+@laid_out
 @dataclass(slots=True, unsafe_hash=True)
 class Held:
     """A tensor argument that is held as it is: a parameter, or something small.
@@ -100,6 +103,7 @@ class Held:
         return self.tensor
 
 
+@laid_out
 @dataclass(slots=True, unsafe_hash=True)
 class Leaf:
     """Where a recipe begins: a stored value, seen through a view."""
@@ -137,6 +141,7 @@ class Group:
         return found
 
 
+@laid_out
 class CallPlace:
     """Where in a model a function is called (Note: [calls that count] in noting.py).
 
@@ -154,6 +159,7 @@ class CallPlace:
         self.pattern: Pattern | None = None
 
 
+@laid_out
 @dataclass(slots=True, unsafe_hash=True)
 class Call:
     """One call of a function that filled a whole storage.

@@ -20,7 +20,7 @@ from torch import Tensor
 from backstash.saved import TensorSpec
 from backstash.stash import compiled
 from backstash.stash.calls import INPUT, tensors_in
-from backstash.stash.compiled import is_odd, looks_like
+from backstash.stash.compiled import is_odd, laid_out, looks_like
 
 if TYPE_CHECKING:
     from backstash.stash.calls import Call
@@ -40,6 +40,7 @@ _COMPARABLE = (
 """Types of arguments of which equal ones have the same effect. Of floats the bits have to be equal."""
 
 
+@laid_out
 class Slot:
     """How a tensor in the arguments looks.
 
@@ -55,6 +56,7 @@ class Slot:
         self.kind, self.spec, self.offset = type(x), TensorSpec.of(x), int(x.storage_offset())
 
 
+@laid_out
 class Pattern:
     """A call with the specs of tensors in their places (Note: [patterns of calls]).
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from backstash.codecs.base import is_dense
 from backstash.saved import SavedTensor
+from backstash.stash.compiled import laid_out
 
 if TYPE_CHECKING:
     from backstash.policies.base import Action
@@ -21,6 +22,7 @@ SETTLED = 16
 """After how many such times it is found out anew whether the program lets go earlier, which no look can tell."""
 
 
+@laid_out
 class Place:
     """What is known of the tensor that one node of the model saves under one role.
 

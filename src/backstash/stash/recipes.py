@@ -25,6 +25,7 @@ from backstash.stash.calls import (
     Memory,
     View,
 )
+from backstash.stash.compiled import laid_out
 from backstash.stash.repeating import OVERWRITES, norm_from_statistics, repeat
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ MOST_CALLS = 64
 """The most calls that any other recipe makes."""
 
 
+@laid_out
 class Recipe:
     """A tree of calls that makes one value.
 

@@ -29,6 +29,7 @@ _SPREAD = 0x9E3779B1
 """Multiplied with the step's number it gives offsets that are spread evenly."""
 
 
+@compiled.laid_out
 @dataclass(slots=True, eq=False)
 class Sample:
     """Elements of a value at even distances, or a checksum of all of it.

@@ -15,7 +15,7 @@ from backstash.codecs.bitmask import Bitmask
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec
 from backstash.stash.accounts import Account
 from backstash.stash.buffers import Buffers
-from backstash.stash.compiled import is_odd, looks_like
+from backstash.stash.compiled import is_odd, laid_out, looks_like
 from backstash.stash.live import Live
 from backstash.stash.place import Place
 from backstash.stash.prefetch import Tag
@@ -47,6 +47,7 @@ class Form:
         self.store.drop(self.ticket)
 
 
+@laid_out
 class Value:
     """The data of one storage, owned by the saved tensors that view it and by the recipes that begin from it.
 
@@ -195,6 +196,7 @@ class Value:
         self.live.lose(nbytes=self.account.device_nbytes, remade_nbytes=remade)
 
 
+@laid_out
 class Saved:
     """The packed object: one tensor that autograd saved.
 

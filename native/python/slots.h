@@ -1,0 +1,112 @@
+// The slots of the package's own classes, read and written where they lie in their objects. By its name an attribute
+// takes 30 ns, and a saved tensor has a hundred of them looked at. Python says where they lie: see stash/compiled.py.
+#pragma once
+
+#include "objects.h"
+
+namespace backstash {
+
+#define BACKSTASH_SLOTS_OF_ACCOUNT(X) \
+    X(codec) X(decode_seconds) X(decodes) X(encode_seconds) X(facts) X(is_of_region) X(reason) X(remake_seconds) \
+    X(saved_nbytes) X(shared_by) X(stall_seconds) X(stash_nbytes) X(store)
+#define BACKSTASH_SLOTS_OF_CALL(X) \
+    X(name) X(function) X(args) X(kwargs) X(inputs) X(spec) X(in_place) X(settings) X(autocast) X(random_state) \
+    X(statistics) X(output) X(group) X(saved) X(needs_grad) X(is_cheap) X(is_proven) X(place) X(pattern)
+#define BACKSTASH_SLOTS_OF_CALL_PLACE(X) X(is_used) X(latest) X(passes) X(pattern)
+#define BACKSTASH_SLOTS_OF_CONTENT(X) X(before) X(call) X(escaped) X(storage) X(value) X(version)
+#define BACKSTASH_SLOTS_OF_FRAME(X) X(counts) X(fqn) X(label)
+#define BACKSTASH_SLOTS_OF_HELD(X) X(tensor) X(version) X(is_reference)
+#define BACKSTASH_SLOTS_OF_KNOWN_NODE(X) X(asked) X(places) X(roles) X(specs)
+#define BACKSTASH_SLOTS_OF_LEAF(X) X(value) X(spec) X(offset)
+#define BACKSTASH_SLOTS_OF_PATTERN(X) X(args) X(call) X(chosen) X(in_place) X(kwargs) X(places) X(result) X(slots)
+#define BACKSTASH_SLOTS_OF_PLACE(X) \
+    X(action) X(answer) X(claimable) X(declined) X(delay) X(facts) X(gone) X(held) X(is_dense) X(made_seconds) \
+    X(proof) X(proven) X(releases) X(root) X(settled) X(spared) X(told) X(tolerance) X(uses)
+#define BACKSTASH_SLOTS_OF_RECIPE(X) \
+    X(any_producer) X(call) X(first_use) X(from_statistics) X(fused) X(inputs) X(leaves) X(references) X(tree)
+#define BACKSTASH_SLOTS_OF_SAMPLE(X) X(bits) X(begin) X(step) X(checksum) X(allows)
+#define BACKSTASH_SLOTS_OF_SAVED(X) \
+    X(builtin) X(claimable) X(counter) X(dense) X(live) X(mask) X(modified) X(need) X(node) X(offset) X(original) \
+    X(pinned) X(place) X(round) X(spec) X(tensor) X(value) X(version) X(wrapping)
+#define BACKSTASH_SLOTS_OF_SLOT(X) X(kind) X(offset) X(spec)
+#define BACKSTASH_SLOTS_OF_SPEC(X) X(shape) X(stride) X(dtype) X(device) X(nbytes)
+#define BACKSTASH_SLOTS_OF_VALUE(X) \
+    X(account) X(address) X(bits) X(born) X(buffers) X(cdata) X(children) X(content) X(depth) X(errors) X(exact) \
+    X(facts) X(form) X(guard) X(has_room) X(height) X(key) X(live) X(members) X(otherwise) X(place) X(recipe) \
+    X(remade) X(round) X(sample) X(shares) X(storage) X(unread) X(written)
+#define BACKSTASH_SLOTS_OF_VIEW(X) X(content) X(spec) X(offset)
+
+// The name of a class here, its name in Python, and its slots.
+#define BACKSTASH_CLASSES(X) \
+    X(account, Account, BACKSTASH_SLOTS_OF_ACCOUNT) \
+    X(call, Call, BACKSTASH_SLOTS_OF_CALL) \
+    X(call_place, CallPlace, BACKSTASH_SLOTS_OF_CALL_PLACE) \
+    X(content, Content, BACKSTASH_SLOTS_OF_CONTENT) \
+    X(frame, Frame, BACKSTASH_SLOTS_OF_FRAME) \
+    X(held, Held, BACKSTASH_SLOTS_OF_HELD) \
+    X(known_node, KnownNode, BACKSTASH_SLOTS_OF_KNOWN_NODE) \
+    X(leaf, Leaf, BACKSTASH_SLOTS_OF_LEAF) \
+    X(pattern, Pattern, BACKSTASH_SLOTS_OF_PATTERN) \
+    X(place, Place, BACKSTASH_SLOTS_OF_PLACE) \
+    X(recipe, Recipe, BACKSTASH_SLOTS_OF_RECIPE) \
+    X(sample, Sample, BACKSTASH_SLOTS_OF_SAMPLE) \
+    X(saved, Saved, BACKSTASH_SLOTS_OF_SAVED) \
+    X(slot, Slot, BACKSTASH_SLOTS_OF_SLOT) \
+    X(spec, TensorSpec, BACKSTASH_SLOTS_OF_SPEC) \
+    X(value, Value, BACKSTASH_SLOTS_OF_VALUE) \
+    X(view, View, BACKSTASH_SLOTS_OF_VIEW)
+
+// For each class an object with its type, null until it is known, and the offsets of its slots.
+namespace layout {
+#define BACKSTASH_OFFSET(slot) Py_ssize_t slot;
+#define BACKSTASH_LAYOUT(name, in_python, SLOTS) \
+    struct name##_layout { \
+        PyObject* type; \
+        SLOTS(BACKSTASH_OFFSET) \
+    }; \
+    inline name##_layout name{};
+BACKSTASH_CLASSES(BACKSTASH_LAYOUT)
+#undef BACKSTASH_LAYOUT
+#undef BACKSTASH_OFFSET
+}  // namespace layout
+
+// Whether an object is of exactly that class.
+template <class Layout>
+bool is_a(PyObject* object, const Layout& of) { return type_of(object) == of.type; }
+
+inline PyObject*& at(PyObject* object, Py_ssize_t offset) {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+}
+
+// Makes a slot refer to an object, whose reference it takes over; what was there goes last, because that may run code.
+inline void give(PyObject* object, Py_ssize_t offset, PyObject* taken) {
+    PyObject* before = at(object, offset);
+    at(object, offset) = taken;
+    Py_XDECREF(before);
+}
+
+inline void set(PyObject* object, Py_ssize_t offset, PyObject* other) { give(object, offset, Py_NewRef(other)); }
+
+// Makes a slot an integer; returns whether that went well.
+inline bool set_number(PyObject* object, Py_ssize_t offset, long long number) {
+    PyObject* made = PyLong_FromLongLong(number);
+    if (made == nullptr) return false;
+    give(object, offset, made);
+    return true;
+}
+
+inline long long number_at(PyObject* object, Py_ssize_t offset) { return PyLong_AsLongLong(at(object, offset)); }
+
+inline bool is_true_at(PyObject* object, Py_ssize_t offset) { return at(object, offset) == Py_True; }
+
+inline bool is_none_at(PyObject* object, Py_ssize_t offset) { return at(object, offset) == Py_None; }
+
+// A new object of a class of slots alone, none of which refers to anything yet.
+inline PyObject* make(PyObject* type) { return PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0); }
+
+// What a weak reference refers to, None where that is gone: a new reference.
+inline PyObject* referent(PyObject* reference) { return PyObject_CallNoArgs(reference); }
+
+PyObject* lay_out(PyObject*, PyObject* const* args, Py_ssize_t number);  // layout.cpp
+
+}  // namespace backstash
