@@ -14,21 +14,27 @@ namespace backstash {
     X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node) \
     X(functorch_level) X(is_jit_tracing) X(count_dispatch_modes) X(has_tracing_mode) X(has_replacing_mode) \
     X(is_grad_enabled) X(read_reference) X(hold_traced) X(held_parameter) X(slot_type) \
-    X(storage_use_count) X(getrefcount) X(frame_type)
+    X(storage_use_count) X(getrefcount) X(frame_type) X(any_autocast) X(need_shape) X(need_value) X(no_errors) \
+    X(op_of_node) X(scalar_of) X(node_attributes) X(make_node_attributes) X(forward_type) X(settings_now) \
+    X(statistics_of)
 
 // Names of attributes, made once.
 #define BACKSTASH_NAMES(X) \
-    X(__enter__) X(__exit__) X(__name__) X(_base) X(_buffers) X(_call) X(_call_place) X(_cdata) X(_contents) \
-    X(_cycles) X(_forward) X(_found) X(_is_zerotensor) X(_leaning) X(_modules) X(_names) X(_pack_large) \
-    X(_parameters) X(_pending) X(_places) X(_recognised) X(_state) X(_values) X(_version) X(after_function) X(args) \
-    X(asked) X(before) X(before_side_effect) X(chosen) X(clock) X(counted) X(counts) X(data) X(data_ptr) X(dense) \
-    X(depth) X(detach) X(device) X(dim) X(dtype) X(due) X(fqn) X(frames) X(guard) X(in_place) X(include) X(inplace) \
-    X(is_conj) X(is_idle) X(is_inference) X(is_leaf) X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) \
-    X(is_simple) X(is_timing) X(is_used) X(itemsize) X(kind) X(kwargs) X(label) X(layout) X(learned) X(look_at_due) \
-    X(made) X(members) X(min_nbytes) X(modified) X(nbytes) X(next_functions) X(noting) X(numel) X(of_matrix) \
-    X(of_nodes) X(of_weight) X(offset) X(original) X(otherwise) X(out) X(parameters) X(place) X(recomputes) \
-    X(remakes_anything) X(requires_grad) X(result) X(roles) X(shape) X(small) X(spec) X(specs) X(step) X(storage) \
-    X(storage_offset) X(stride) X(tensor) X(unnamed) X(untyped_storage) X(value) X(version)
+    X(__enter__) X(__exit__) X(__name__) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) \
+    X(_cdata) X(_contents) X(_cycles) X(_forward) X(_found) X(_is_fresh) X(_is_watched) X(_is_zerotensor) X(_leaning) \
+    X(_live) X(_lock) X(_losses) X(_modules) X(_names) X(_nbytes) X(_pack_large) X(_parameters) X(_pending) \
+    X(_places) X(_recognised) X(_rows) X(_saved) X(_sequence_nr) X(_shapes) X(_state) X(_take) X(_take_of_node) \
+    X(_take_of_unknown) X(_values) X(_version) X(accounts) X(acquire) X(after_function) X(args) X(asked) \
+    X(before) X(before_side_effect) X(chosen) X(clock) X(clone) X(counted) X(counts) X(data) \
+    X(data_ptr) X(dense) X(depth) X(detach) X(device) X(dim) X(dtype) X(due) X(fqn) X(frames) X(grad_fn) X(guard) \
+    X(in_place) X(include) X(inplace) X(is_conj) X(is_floating_point) X(is_idle) X(is_inference) X(is_leaf) \
+    X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(is_used) X(itemsize) \
+    X(kind) X(kwargs) X(label) X(layout) X(learned) X(look_at_due) X(made) X(mask) X(members) X(min_nbytes) \
+    X(modified) X(named) X(nbytes) X(need) X(next_functions) X(nodes) X(noting) X(numel) X(of) X(of_matrix) \
+    X(of_nodes) X(of_weight) X(offset) X(original) X(otherwise) X(out) X(parameters) X(peak_nbytes) X(place) \
+    X(recognised) X(recomputes) X(release) X(remakes_anything) X(requires_grad) X(result) X(roles) X(saved) X(shape) \
+    X(share) X(small) X(spec) X(specs) X(step) X(storage) X(storage_offset) X(stride) X(tensor) X(type) X(unnamed) \
+    X(untyped_storage) X(value) X(version)
 
 #define BACKSTASH_DECLARE_OBJECT(name) inline PyObject* name = nullptr;
 #define BACKSTASH_DECLARE_NAME(name) inline PyObject* s_##name = nullptr;
@@ -92,6 +98,26 @@ public:
 private:
     Owned context_{nullptr};
     bool entered_ = false, is_set_ = false;
+};
+
+// A lock of Python that is held until the end of the block.
+class Locked {
+public:
+    explicit Locked(PyObject* owner) : lock_(PyObject_GetAttr(owner, s__lock)) {
+        if (lock_) is_held_ = static_cast<bool>(Owned(PyObject_CallMethodObjArgs(lock_.get(), s_acquire, nullptr)));
+    }
+    ~Locked() {
+        if (!is_held_) return;
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        Owned(PyObject_CallMethodObjArgs(lock_.get(), s_release, nullptr));
+        PyErr_Restore(type, error, trace);
+    }
+    explicit operator bool() const { return is_held_; }
+
+private:
+    Owned lock_;
+    bool is_held_ = false;
 };
 
 // Whether an attribute is True: 1 or 0, or -1 with an error set.
@@ -179,6 +205,15 @@ PyObject* fits_node(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* is_orphaned(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* references_of(PyObject*, PyObject* value);
 PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t number);
+int fits_known(PyObject* known, PyObject* node, PyObject* found, PyObject* scalar_of);  // as fits_node
+
+// take.cpp
+PyObject* pack_large(PyObject* forward, PyObject* x, PyObject* base);
+int name_saved(PyObject* forward, PyObject* result);
+
+// contents.cpp
+PyObject* content_of(PyObject* contents, PyObject* x, PyObject* storage, PyObject* cdata);
+int note_made(PyObject* forward, PyObject* args, PyObject* kwargs, PyObject* result);
 
 // modules.cpp
 PyObject* enter_module(PyObject*, PyObject* const* args, Py_ssize_t number);

@@ -113,6 +113,8 @@ bool end(PyObject* listener, PyObject* result) {
     Owned unnamed(PyObject_GetAttr(listener, s_unnamed));
     if (!unnamed) return false;
     if (PyList_Size(unnamed.get()) == 0) return true;
+    const int named = name_saved(listener, result);
+    if (named != 0) return named > 0;
     return static_cast<bool>(Owned(PyObject_CallMethodObjArgs(listener, s_after_function, result, nullptr)));
 }
 
@@ -202,6 +204,9 @@ PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject
         if (!none) return nullptr;
         NoTorchFunction unseen(result.get());
         if (!unseen) return nullptr;
+        const int told_already = before.get() == Py_None ? note_made(listener, args, none.get(), result.get()) : 0;
+        if (told_already < 0) return nullptr;
+        if (told_already > 0) return result.release();
         PyObject *made = result.get(), *state = before.get();
         const Owned told(PyObject_CallMethodObjArgs(listener, s_made, func, args, none.get(), made, state, nullptr));
         if (!told) return nullptr;

@@ -89,6 +89,8 @@ PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t number) {
     if (smallest == -1 && PyErr_Occurred()) return nullptr;
     if (PyLong_AsLongLong(of_storage.get()) < smallest)
         return note(forward, s_small, cdata.get(), of_storage.get()) ? hold_in(x) : nullptr;
+    Owned saved(pack_large(forward, x, base.get()));
+    if (!saved || saved.get() != Py_None) return saved.release();
     return PyObject_CallMethodObjArgs(forward, s__pack_large, x, x, Py_None, nullptr);
 }
 

@@ -1,5 +1,5 @@
 // Whether a call is like the one that was noted at its place in an earlier step: see stash/patterns.py.
-#include "objects.h"
+#include "slots.h"
 
 #include <cstring>
 #include <initializer_list>
@@ -16,16 +16,14 @@ int says(PyObject* x, PyObject* method) {
 bool fits(PyObject* arg, PyObject* known, PyObject* storage, bool aliases, PyObject* found, int depth);
 
 bool fits_slot(PyObject* arg, PyObject* slot, PyObject* storage, bool aliases, PyObject* found) {
-    Owned kind(PyObject_GetAttr(slot, s_kind));
-    if (!kind || kind.get() != type_of(arg)) return false;
+    if (at(slot, layout::slot.kind) != type_of(arg)) return false;
     if (is_same(arg, s_layout, strided) != 1) return false;
     Owned memory(PyObject_CallMethodObjArgs(arg, s_untyped_storage, nullptr));
     if (!memory || (memory.get() == storage) != aliases) return false;
-    Owned spec(PyObject_GetAttr(slot, s_spec));
-    if (!spec || looks_like(arg, spec.get()) != 1 || is_odd(arg) != 0) return false;
+    if (looks_like(arg, at(slot, layout::slot.spec)) != 1 || is_odd(arg) != 0) return false;
     Owned offset(PyObject_CallMethodObjArgs(arg, s_storage_offset, nullptr));
-    Owned known(offset ? PyObject_GetAttr(slot, s_offset) : nullptr);
-    return known && PyObject_RichCompareBool(offset.get(), known.get(), Py_EQ) == 1 && PyList_Append(found, arg) == 0;
+    if (!offset || PyObject_RichCompareBool(offset.get(), at(slot, layout::slot.offset), Py_EQ) != 1) return false;
+    return PyList_Append(found, arg) == 0;
 }
 
 bool fits_items(PyObject* arg, PyObject* known, PyObject* storage, PyObject* found, int depth) {
@@ -67,44 +65,44 @@ bool fits_named(PyObject* given, PyObject* known, PyObject* storage, PyObject* f
 
 // Whether the result fills its storage as the known one did.
 bool fits_result(PyObject* pattern, PyObject* result, PyObject* storage) {
-    Owned spec(PyObject_GetAttr(pattern, s_result));
-    if (!spec || looks_like(result, spec.get()) != 1) return false;
+    PyObject* spec = at(pattern, layout::pattern.result);
+    if (looks_like(result, spec) != 1) return false;
     Owned offset(PyObject_CallMethodObjArgs(result, s_storage_offset, nullptr));
-    Owned nbytes(offset ? PyObject_GetAttr(spec.get(), s_nbytes) : nullptr);
-    Owned all(nbytes ? PyObject_CallMethodObjArgs(storage, s_nbytes, nullptr) : nullptr);
-    return all && PyLong_AsLongLong(offset.get()) == 0 && PyObject_RichCompareBool(nbytes.get(), all.get(), Py_EQ) == 1;
+    Owned all(offset ? PyObject_CallMethodObjArgs(storage, s_nbytes, nullptr) : nullptr);
+    if (!all || PyLong_AsLongLong(offset.get()) != 0) return false;
+    return PyObject_RichCompareBool(at(spec, layout::spec.nbytes), all.get(), Py_EQ) == 1;
 }
 
 bool fits_call(PyObject* pattern, PyObject* args, PyObject* kwargs, PyObject* storage, PyObject* found) {
-    Owned known(PyObject_GetAttr(pattern, s_args));
-    Owned named(known ? PyObject_GetAttr(pattern, s_kwargs) : nullptr);
-    const int in_place = named ? is_true(pattern, s_in_place) : -1;
-    if (in_place < 0 || PyTuple_Size(args) != PyTuple_Size(known.get())) return false;
+    PyObject *known = at(pattern, layout::pattern.args), *named = at(pattern, layout::pattern.kwargs);
+    const bool in_place = is_true_at(pattern, layout::pattern.in_place);
+    if (PyTuple_Size(args) != PyTuple_Size(known)) return false;
     for (Py_ssize_t index = 0; index < PyTuple_Size(args); ++index) {
         const bool aliases = in_place && index == 0;
-        PyObject *arg = PyTuple_GetItem(args, index), *other = PyTuple_GetItem(known.get(), index);
+        PyObject *arg = PyTuple_GetItem(args, index), *other = PyTuple_GetItem(known, index);
         if (!fits(arg, other, storage, aliases, found, 0)) return false;
     }
-    return fits_named(kwargs, named.get(), storage, found);
+    return fits_named(kwargs, named, storage, found);
 }
 
 }  // namespace
 
 int looks_like(PyObject* x, PyObject* spec) {
-    Owned own(PyObject_GetAttr(x, s_dtype)), known(PyObject_GetAttr(spec, s_dtype));
-    if (!own || !known) return -1;
-    if (own.get() != known.get()) return 0;
-    own.reset(PyObject_GetAttr(x, s_shape));
-    known.reset(PyObject_GetAttr(spec, s_shape));
-    int same = own && known ? PyObject_RichCompareBool(own.get(), known.get(), Py_EQ) : -1;
+    if (!is_a(spec, layout::spec)) {
+        PyErr_SetString(PyExc_TypeError, "looks_like takes a tensor and a TensorSpec");
+        return -1;
+    }
+    const auto& known = layout::spec;
+    const int same_type = is_same(x, s_dtype, at(spec, known.dtype));
+    if (same_type <= 0) return same_type;
+    Owned own(PyObject_GetAttr(x, s_shape));
+    int same = own ? PyObject_RichCompareBool(own.get(), at(spec, known.shape), Py_EQ) : -1;
     if (same <= 0) return same;
     own.reset(PyObject_CallMethodObjArgs(x, s_stride, nullptr));
-    known.reset(PyObject_GetAttr(spec, s_stride));
-    same = own && known ? PyObject_RichCompareBool(own.get(), known.get(), Py_EQ) : -1;
+    same = own ? PyObject_RichCompareBool(own.get(), at(spec, known.stride), Py_EQ) : -1;
     if (same <= 0) return same;
     own.reset(PyObject_GetAttr(x, s_device));
-    known.reset(PyObject_GetAttr(spec, s_device));
-    return own && known ? PyObject_RichCompareBool(own.get(), known.get(), Py_EQ) : -1;
+    return own ? PyObject_RichCompareBool(own.get(), at(spec, known.device), Py_EQ) : -1;
 }
 
 int is_odd(PyObject* x) {

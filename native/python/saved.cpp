@@ -1,6 +1,6 @@
 // Looks at packed tensors: which nodes have saved them, whether they are what they were, and who else holds their
 // memory. See capture/naming.py, stash/encode.py and stash/pending.py.
-#include "objects.h"
+#include "slots.h"
 
 #include <vector>
 
@@ -149,37 +149,40 @@ PyObject* find(PyObject*, PyObject* const* args, Py_ssize_t number) {
     return rest ? PyTuple_Pack(2, answer.get(), rest.get()) : nullptr;
 }
 
-// See names._fits. It takes what is known of a node, the node, the roles and packed objects, and the
-// function that returns an attribute of a node.
-PyObject* fits_node(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (number != 4 || !PyList_CheckExact(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "fits takes a KnownNode, a node, a list and a function");
-        return nullptr;
-    }
-    PyObject *known = args[0], *found = args[2];
-    Owned roles(PyObject_GetAttr(known, s_roles)), specs(PyObject_GetAttr(known, s_specs));
-    Owned asked(roles && specs ? PyObject_GetAttr(known, s_asked) : nullptr);
-    if (!asked) return nullptr;
+// See names._fits: 1 or 0, or -1 with an error set.
+int fits_known(PyObject* known, PyObject* node, PyObject* found, PyObject* scalar_of) {
+    const Owned roles(Py_NewRef(at(known, layout::known_node.roles)));
+    const Owned specs(Py_NewRef(at(known, layout::known_node.specs)));
+    const Owned asked(Py_NewRef(at(known, layout::known_node.asked)));
     const Py_ssize_t many = PyList_Size(found);
-    if (PyTuple_Size(roles.get()) != many) Py_RETURN_FALSE;
+    if (PyTuple_Size(roles.get()) != many) return 0;
     for (Py_ssize_t index = 0; index < many; ++index) {
         PyObject* pair = PyList_GetItem(found, index);
         PyObject *role = PyTuple_GetItem(roles.get(), index), *own = PyTuple_GetItem(pair, 0);
         int same = role == own ? 1 : PyObject_RichCompareBool(role, own, Py_EQ);
-        if (same == 0) Py_RETURN_FALSE;
-        Owned dense(same < 0 ? nullptr : PyObject_GetAttr(PyTuple_GetItem(pair, 1), s_dense));
-        same = dense ? looks_like(dense.get(), PyTuple_GetItem(specs.get(), index)) : -1;
-        if (same < 0) return nullptr;
-        if (same == 0) Py_RETURN_FALSE;
+        if (same <= 0) return same;
+        Owned dense(Py_NewRef(at(PyTuple_GetItem(pair, 1), layout::saved.dense)));
+        same = looks_like(dense.get(), PyTuple_GetItem(specs.get(), index));
+        if (same <= 0) return same;
     }
     for (Py_ssize_t index = 0; index < PyTuple_Size(asked.get()); ++index) {
         PyObject* pair = PyTuple_GetItem(asked.get(), index);
-        Owned scalar(PyObject_CallFunctionObjArgs(args[3], args[1], PyTuple_GetItem(pair, 0), nullptr));
+        Owned scalar(PyObject_CallFunctionObjArgs(scalar_of, node, PyTuple_GetItem(pair, 0), nullptr));
         const int same = scalar ? PyObject_RichCompareBool(scalar.get(), PyTuple_GetItem(pair, 1), Py_EQ) : -1;
-        if (same < 0) return nullptr;
-        if (same == 0) Py_RETURN_FALSE;
+        if (same <= 0) return same;
     }
-    Py_RETURN_TRUE;
+    return 1;
+}
+
+// It takes what is known of a node, the node, the roles and packed objects, and the function that returns an attribute
+// of a node.
+PyObject* fits_node(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 4 || !PyList_CheckExact(args[2]) || !is_a(args[0], layout::known_node)) {
+        PyErr_SetString(PyExc_TypeError, "fits takes a KnownNode, a node, a list and a function");
+        return nullptr;
+    }
+    const int same = fits_known(args[0], args[1], args[2], args[3]);
+    return same < 0 ? nullptr : PyBool_FromLong(same);
 }
 
 PyObject* references_of(PyObject*, PyObject* value) {

@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backstash.capture.names import Names
+from backstash.capture import naming
+from backstash.capture.names import Names, scalar_of
 from backstash.capture.naming import find, weight_copies
 from backstash.capture.side_effects import SideEffect, affected
+from backstash.needs import op_of
 from backstash.policies.base import Policy
 from backstash.saved import PLAIN, Need, SavedTensor
-from backstash.stash import held, parameters, regions, wrapped
+from backstash.stash import compiled, held, parameters, regions, wrapped
 from backstash.stash.accounts import Account, Step
 from backstash.stash.calls import CallPlace, Group
 from backstash.stash.compiled import is_odd
@@ -32,7 +34,7 @@ from backstash.stash.leaning import Leaning
 from backstash.stash.live import Live
 from backstash.stash.pending import Pending
 from backstash.stash.place import Place
-from backstash.stash.value import Saved, Value, version_of
+from backstash.stash.value import NO_ERRORS, Saved, Value, version_of
 from backstash.torch_internals import any_autocast, hide_from_dynamo, in_backward, is_traced, no_torch_function
 
 TIMED_STEPS = 2
@@ -297,34 +299,41 @@ class Forward:
             unnamed, self.unnamed = self.unnamed, []
             if not unnamed:
                 return
-            is_autocast = any_autocast()
             named, others = find(result, unnamed)
             for node, found in named:
-                copies = weight_copies(node) if is_autocast else ()
-                places, is_known = self._names.places(node, found)
-                for (role, saved), place in zip(found, places, strict=True):
-                    original = saved.original() if saved.original is not None else None
-                    if original is not None and original.grad_fn is node:
-                        saved.original = None  # autograd keeps an alias of a node's own result
-                    del original
-                    if copies and role in ("weight", "mat2") and sorted(place.facts.spec.shape) in copies:
-                        self.step.parameters[id(saved)] = place.facts.spec.nbytes
-                        continue
-                    self.step.named += 1
-                    self.step.recognised += is_known
-                    builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
-                    dense = saved.dense if builtin and self._is_watched else None
-                    self._take(saved, place, builtin)
-                    if dense is not None:
-                        self._policy.watch(place.facts, node, dense.detach())
-                    del dense
-                    if builtin:
-                        saved.node, saved.claimable = node._sequence_nr(), place.claimable
+                self._take_of_node(node, found)
             for saved in others:
-                place, is_known = self._names.unknown_place(saved)
-                self.step.named += 1
-                self.step.recognised += is_known
-                self._take(saved, place, False)
+                self._take_of_unknown(saved)
+
+    def _take_of_node(self, node: Any, found: list[tuple[str, Saved]]) -> None:
+        """Take in what a node has saved under which roles."""
+        copies = weight_copies(node) if any_autocast() else ()
+        places, is_known = self._names.places(node, found)
+        builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
+        for (role, saved), place in zip(found, places, strict=True):
+            original = saved.original() if saved.original is not None else None
+            if original is not None and original.grad_fn is node:
+                saved.original = None  # autograd keeps an alias of a node's own result
+            del original
+            if copies and role in ("weight", "mat2") and sorted(place.facts.spec.shape) in copies:
+                self.step.parameters[id(saved)] = place.facts.spec.nbytes
+                continue
+            self.step.named += 1
+            self.step.recognised += is_known
+            dense = saved.dense if builtin and self._is_watched else None
+            self._take(saved, place, builtin)
+            if dense is not None:
+                self._policy.watch(place.facts, node, dense.detach())
+            del dense
+            if builtin:
+                saved.node, saved.claimable = node._sequence_nr(), place.claimable
+
+    def _take_of_unknown(self, saved: Saved) -> None:
+        """Take in what was saved by a node that was not found."""
+        place, is_known = self._names.unknown_place(saved)
+        self.step.named += 1
+        self.step.recognised += is_known
+        self._take(saved, place, False)
 
     def _take(self, saved: Saved, place: Place, builtin: bool) -> None:
         """Account for a named tensor, and queue its storage for encoding unless backward reads nothing of it."""
@@ -382,6 +391,19 @@ class Forward:
         known[1].share(facts)
         return known[1]
 
+
+if compiled.functions is not None:
+    compiled.functions.configure(
+        forward_type=Forward,
+        any_autocast=any_autocast,
+        need_shape=Need.SHAPE,
+        need_value=Need.VALUE,
+        no_errors=NO_ERRORS,
+        op_of_node=op_of,
+        scalar_of=scalar_of,
+        node_attributes=naming.attributes,
+        make_node_attributes=naming.saved_attributes,
+    )
 
 for _function in (
     Forward.before_function,

@@ -116,7 +116,7 @@ class _Result(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _scalar(node: Any, name: str) -> Any:
+def scalar_of(node: Any, name: str) -> Any:
     """An attribute of a node, None where it has none. Of its results' metadata, which torch makes anew, the shapes."""
     found: Any = getattr(node, name, None)
     return tuple([_Result(tuple(each.shape)) for each in found]) if name == "_input_metadata" else found
@@ -132,7 +132,7 @@ class _Asked:
     def __getattr__(self, name: str) -> Any:
         if name not in self._noted:
             getattr(self._node, name)  # or the error is the node's own
-            self._noted[name] = _scalar(self._node, name)
+            self._noted[name] = scalar_of(self._node, name)
         return self._noted[name]
 
 
@@ -282,7 +282,7 @@ class Names:
         frame.counts[op] = number + 1
         index = frame.label, type(node), number
         for known in self.learned.nodes.get(index, ()):
-            if fits(known, node, found, _scalar):
+            if fits(known, node, found, scalar_of):
                 for spec, (_, saved) in zip(known.specs, found, strict=True):
                     saved.spec = spec
                 return known.places, True

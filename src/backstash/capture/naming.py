@@ -22,7 +22,7 @@ def find(result: Any, unnamed: list[Saved]) -> tuple[Found, list[Saved]]:
     """
     nodes: list[Any] = [result.grad_fn] if type(result) is Tensor else [x.grad_fn for x in _tensors(result)]
     if compiled.functions is not None:
-        known: tuple[Found, list[Saved]] = compiled.functions.find(nodes, unnamed, _attributes, _saved_attributes)
+        known: tuple[Found, list[Saved]] = compiled.functions.find(nodes, unnamed, attributes, saved_attributes)
         return known
     wanted = {id(saved): saved for saved in unnamed if saved.is_plain}
     return find_reference(nodes, wanted), list(wanted.values())
@@ -51,7 +51,7 @@ def find_reference(nodes: list[Any], wanted: dict[int, Saved]) -> Found:
 def _found(node: Any, wanted: dict[int, Saved]) -> list[tuple[str, Saved]]:
     """What is wanted of all that a node has saved, with its role; it is removed from ``wanted``."""
     found: list[tuple[str, Saved]] = []
-    for attribute, role in _saved_attributes(type(node)):
+    for attribute, role in saved_attributes(type(node)):
         try:
             raw = getattr(node, attribute)
         except RuntimeError:  # an older node, whose backward has run and freed what it saved
@@ -75,16 +75,16 @@ def _tensors(result: Any) -> Iterator[Tensor]:
         yield from _tensors(list(result.values()))
 
 
-_attributes: dict[type, tuple[tuple[str, str], ...]] = {}
+attributes: dict[type, tuple[tuple[str, str], ...]] = {}
 
 
-def _saved_attributes(node_type: type) -> tuple[tuple[str, str], ...]:
+def saved_attributes(node_type: type) -> tuple[tuple[str, str], ...]:
     """Attribute and role of everything that nodes of this type save."""
-    known = _attributes.get(node_type)
+    known = attributes.get(node_type)
     if known is None:
         prefix = "_raw_saved_"
         known = tuple((name, name.removeprefix(prefix)) for name in dir(node_type) if name.startswith(prefix))
-        _attributes[node_type] = known
+        attributes[node_type] = known
     return known
 
 
@@ -98,7 +98,7 @@ def _packed(variable: Any) -> Any:
 
 def packed_by(node: Any) -> Iterator[Any]:
     """What pack hooks returned for all that a node has saved."""
-    for attribute, _ in _saved_attributes(type(node)):
+    for attribute, _ in saved_attributes(type(node)):
         try:
             raw = getattr(node, attribute)
         except RuntimeError:  # its backward has run

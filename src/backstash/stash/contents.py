@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backstash.numerics import settings
 from backstash.saved import TensorSpec
-from backstash.stash import calls, patterns, repeating
+from backstash.stash import calls, compiled, patterns, repeating
 from backstash.stash.calls import Call, CallPlace, Content, Group, Held, View
 from backstash.stash.compiled import is_odd
 from backstash.stash.parameters import ParameterStorages
@@ -217,6 +217,10 @@ class Contents:
         if known is None or known[0]() is not storage:
             self._snapshots[index] = known = weakref.ref(storage), x.detach().clone()
         return Held(known[1], known[1]._version)
+
+
+if compiled.functions is not None:
+    compiled.functions.configure(settings_now=settings, statistics_of=calls.statistics_of)
 
 
 def _followed(tensors: list[Tensor]) -> tuple[bool, ...]:

@@ -1,0 +1,197 @@
+// What storages hold, and how that was made, as far as the call is like that of an earlier step: see Contents.of,
+// Contents.note_call and Contents._again in stash/contents.py. For whatever is less common it calls these.
+#include "slots.h"
+
+#include <initializer_list>
+
+namespace backstash {
+namespace {
+
+// A new Content of that version, of which nothing else is known.
+PyObject* make_content(PyObject* reference, PyObject* version) {
+    PyObject* made = make(layout::content.type);
+    if (made == nullptr) return nullptr;
+    const auto& at_ = layout::content;
+    set(made, at_.storage, reference);
+    set(made, at_.version, version);
+    for (Py_ssize_t none : {at_.before, at_.call, at_.value}) set(made, none, Py_None);
+    set(made, at_.escaped, Py_False);
+    return made;
+}
+
+// What Contents._argument returns for a tensor that is no parameter and not what the call has filled.
+PyObject* make_view(PyObject* content, PyObject* slot) {
+    PyObject* made = make(layout::view.type);
+    if (made == nullptr) return nullptr;
+    set(made, layout::view.content, content);
+    set(made, layout::view.spec, at(slot, layout::slot.spec));
+    set(made, layout::view.offset, at(slot, layout::slot.offset));
+    return made;
+}
+
+// A copy of a tensor, as something held: see Contents._snapshot, of what is small.
+PyObject* hold_copy(PyObject* x) {
+    Owned detached(PyObject_CallMethodObjArgs(x, s_detach, nullptr));
+    Owned copy(detached ? PyObject_CallMethodObjArgs(detached.get(), s_clone, nullptr) : nullptr);
+    Owned version(copy ? PyObject_GetAttr(copy.get(), s__version) : nullptr);
+    PyObject* made = version ? make(layout::held.type) : nullptr;
+    if (made == nullptr) return nullptr;
+    give(made, layout::held.tensor, copy.release());
+    give(made, layout::held.version, version.release());
+    set(made, layout::held.is_reference, Py_False);
+    return made;
+}
+
+// Whether a storage is certainly that of no parameter: 1 or 0, or -1 with an error set. See ParameterStorages.include.
+int is_no_parameter(PyObject* parameters, PyObject* x, PyObject* cdata) {
+    for (PyObject* name : {s__state, s__recognised}) {
+        Owned known(PyObject_GetAttr(parameters, name));
+        const int listed = known ? PyDict_Contains(known.get(), cdata) : -1;
+        if (listed != 0) return listed < 0 ? -1 : 0;
+    }
+    if (type_of(x) != tensor_type) return 0;
+    Owned base(PyObject_GetAttr(x, s__base));
+    return base ? base.get() == Py_None || type_of(base.get()) == tensor_type : -1;
+}
+
+// See Contents._argument, of a tensor whose looks are known. None where the call cannot be repeated.
+PyObject* argument(PyObject* contents, PyObject* x, PyObject* made, PyObject* slot, PyObject* parameters,
+                   long long smallest) {
+    Owned storage(PyObject_CallMethodObjArgs(x, s_untyped_storage, nullptr));
+    Owned nbytes(storage ? PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr) : nullptr);
+    Owned cdata(nbytes ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
+    if (!cdata) return nullptr;
+    const bool is_small = PyLong_AsLongLong(nbytes.get()) < smallest;
+    const long long own_nbytes = is_small ? integer(x, s_nbytes) : 0;  // which may be more, of what is expanded
+    if (PyErr_Occurred()) return nullptr;
+    if (is_small && own_nbytes < smallest) return hold_copy(x);
+    const int simple = is_small || storage.get() == made ? 0 : is_no_parameter(parameters, x, cdata.get());
+    if (simple < 0) return nullptr;
+    if (!simple) return PyObject_CallMethodObjArgs(contents, s__argument, x, made, slot, nullptr);
+    Owned content(content_of(contents, x, storage.get(), cdata.get()));
+    return content ? make_view(content.get(), slot) : nullptr;
+}
+
+// See Call.again.
+PyObject* call_again(PyObject* like, PyObject* inputs, PyObject* statistics, PyObject* place) {
+    PyObject* made = make(layout::call.type);
+    if (made == nullptr) return nullptr;
+    const auto& at_ = layout::call;
+    for (Py_ssize_t same : {at_.name, at_.function, at_.args, at_.kwargs, at_.spec, at_.in_place, at_.settings,
+                            at_.output, at_.is_cheap})
+        set(made, same, at(like, same));
+    static PyObject* nothing = PyTuple_New(0);
+    for (Py_ssize_t none : {at_.autocast, at_.random_state, at_.group, at_.saved}) set(made, none, Py_None);
+    set(made, at_.needs_grad, nothing);
+    set(made, at_.is_proven, Py_False);
+    set(made, at_.inputs, inputs);
+    set(made, at_.statistics, statistics);
+    set(made, at_.place, place);
+    set(made, at_.pattern, at(place, layout::call_place.pattern));
+    return made;
+}
+
+// Whether the settings of the process are those of the pattern: 1 or 0, or -1 with an error set.
+int has_settings(PyObject* like, PyObject* spec) {
+    Owned autocast(PyObject_CallNoArgs(any_autocast));
+    if (!autocast || autocast.get() == Py_True) return autocast ? 0 : -1;
+    Owned device(PyObject_GetAttr(at(spec, layout::spec.device), s_type));
+    Owned now(device ? PyObject_CallFunctionObjArgs(settings_now, device.get(), nullptr) : nullptr);
+    return now ? now.get() == at(like, layout::call.settings) : -1;
+}
+
+// Whether it is a result that is noted, strided and of floating-point numbers: 1 or 0, or -1 with an error set.
+int is_noted(PyObject* result, PyObject* storage, long long smallest) {
+    Owned floating(PyObject_CallMethodObjArgs(result, s_is_floating_point, nullptr));
+    if (!floating || floating.get() != Py_True) return floating ? 0 : -1;
+    Owned nbytes(PyObject_CallMethodObjArgs(storage, s_nbytes, nullptr));
+    if (!nbytes) return -1;
+    if (PyLong_AsLongLong(nbytes.get()) < smallest) return 0;
+    const int odd = is_odd(result);
+    return odd < 0 ? -1 : !odd;
+}
+
+// The call like the one of the pattern; None where it is not like it. See Contents._again.
+PyObject* again(PyObject* contents, PyObject* place, PyObject* pattern, PyObject* args, PyObject* kwargs,
+                PyObject* result, PyObject* storage, long long smallest) {
+    PyObject *like = at(pattern, layout::pattern.call), *spec = at(pattern, layout::pattern.result);
+    if (!is_a(like, layout::call) || !is_a(spec, layout::spec)) return Py_NewRef(Py_None);
+    const int same = has_settings(like, spec);
+    if (same <= 0) return same < 0 ? nullptr : Py_NewRef(Py_None);
+    PyObject* given[] = {pattern, args, kwargs, result, storage};
+    Owned tensors(fitting(nullptr, given, 5));
+    if (!tensors || tensors.get() == Py_None) return tensors.release();
+    PyObject* slots = at(pattern, layout::pattern.slots);
+    const Py_ssize_t many = PyList_Size(tensors.get());
+    Owned parameters(PyObject_GetAttr(contents, s_parameters));
+    Owned inputs(parameters ? PyTuple_New(many) : nullptr);
+    if (!inputs) return nullptr;
+    for (Py_ssize_t index = 0; index < many; ++index) {
+        PyObject *x = PyList_GetItem(tensors.get(), index), *slot = PyTuple_GetItem(slots, index);
+        PyObject* input = argument(contents, x, storage, slot, parameters.get(), smallest);
+        if (input == nullptr) return nullptr;
+        if (input == Py_None) return input;
+        if (PyTuple_SetItem(inputs.get(), index, input) != 0) return nullptr;
+    }
+    Owned statistics(Py_NewRef(Py_None));
+    PyObject* named = at(like, layout::call.kwargs);
+    if (PyDict_Size(named) > 0 && PyUnicode_CompareWithASCIIString(at(like, layout::call.name), "batch_norm") == 0)
+        statistics.reset(PyObject_CallFunctionObjArgs(statistics_of, named, result, nullptr));
+    return statistics ? call_again(like, inputs.get(), statistics.get(), place) : nullptr;
+}
+
+}  // namespace
+
+// See Contents.of.
+PyObject* content_of(PyObject* contents, PyObject* x, PyObject* storage, PyObject* cdata) {
+    Owned version(PyObject_GetAttr(x, s__version));
+    Owned all(version ? PyObject_GetAttr(contents, s__contents) : nullptr);
+    PyObject* known = all ? PyDict_GetItemWithError(all.get(), cdata) : nullptr;
+    if (!all || (known == nullptr && PyErr_Occurred())) return nullptr;
+    if (known != nullptr && is_a(known, layout::content)) {
+        Owned alive(Py_NewRef(known));
+        Owned held(referent(at(known, layout::content.storage)));
+        if (!held) return nullptr;
+        if (held.get() == storage) {
+            PyObject* then = at(known, layout::content.version);
+            const int same = PyObject_RichCompareBool(then, version.get(), Py_EQ);
+            if (same < 0) return nullptr;
+            if (same) return alive.release();
+            return PyObject_CallMethodObjArgs(contents, s_of, x, nullptr);
+        }
+    }
+    Owned reference(PyWeakref_NewRef(storage, nullptr));
+    Owned content(reference ? make_content(reference.get(), version.get()) : nullptr);
+    return content && PyDict_SetItem(all.get(), cdata, content.get()) == 0 ? content.release() : nullptr;
+}
+
+// See Forward.made: 1 if the call was noted, or is none that is noted; 0 if that has to do it; -1 with an error set.
+int note_made(PyObject* forward, PyObject* args, PyObject* kwargs, PyObject* result) {
+    if (type_of(forward) != forward_type || layout::content.type == nullptr || type_of(result) != tensor_type) return 0;
+    const int more = is_true(forward, s_remakes_anything);
+    const int strides = more == 0 ? is_same(result, s_layout, strided) : 0;
+    if (more != 0 || strides <= 0) return more < 0 || strides < 0 ? -1 : 0;
+    Owned place(PyObject_GetAttr(forward, s__call_place));
+    if (!place || !is_a(place.get(), layout::call_place)) return place ? 0 : -1;
+    Owned pattern(Py_NewRef(at(place.get(), layout::call_place.pattern)));
+    if (!is_a(pattern.get(), layout::pattern)) return 0;
+    const Locked locked(forward);
+    Owned contents(locked ? PyObject_GetAttr(forward, s__contents) : nullptr);
+    const long long smallest = contents ? integer(contents.get(), s_min_nbytes) : -1;
+    if (smallest < 0) return -1;
+    Owned storage(PyObject_CallMethodObjArgs(result, s_untyped_storage, nullptr));
+    const int noted = storage ? is_noted(result, storage.get(), smallest) : -1;
+    if (noted <= 0) return noted < 0 ? -1 : 1;
+    Owned call(again(contents.get(), place.get(), pattern.get(), args, kwargs, result, storage.get(), smallest));
+    if (!call || call.get() == Py_None) return call ? 0 : -1;
+    Owned cdata(PyObject_GetAttr(storage.get(), s__cdata));
+    Owned content(cdata ? content_of(contents.get(), result, storage.get(), cdata.get()) : nullptr);
+    if (!content) return -1;
+    if (is_a(content.get(), layout::content)) {
+        const bool escaped = is_true_at(content.get(), layout::content.escaped);
+        set(content.get(), layout::content.call, escaped ? Py_None : call.get());
+    }
+    return 1;
+}
+
+}  // namespace backstash

@@ -1,0 +1,382 @@
+// Takes in what autograd has saved, as far as it was seen at the same place of an earlier step: see Forward._pack_large,
+// Forward.name and Forward._take in capture/forward.py. For whatever is less common it calls these.
+#include "slots.h"
+
+#include <initializer_list>
+
+namespace backstash {
+namespace {
+
+// Numbers and texts that many objects have, made once.
+PyObject* zero() {
+    static PyObject* number = PyLong_FromLong(0);
+    return number;
+}
+
+PyObject* no_seconds() {
+    static PyObject* number = PyFloat_FromDouble(0.0);
+    return number;
+}
+
+PyObject* text(const char* content) { return PyUnicode_InternFromString(content); }
+
+// Adds to an attribute that is a number; returns whether that went well.
+bool add_to_attribute(PyObject* object, PyObject* name, PyObject* number) {
+    Owned before(PyObject_GetAttr(object, name));
+    Owned after(before ? PyNumber_Add(before.get(), number) : nullptr);
+    return after && PyObject_SetAttr(object, name, after.get()) == 0;
+}
+
+// Whether something that has a length has none: 1 or 0, or -1 with an error set.
+int is_empty(PyObject* object, PyObject* name) {
+    Owned found(PyObject_GetAttr(object, name));
+    const Py_ssize_t size = found ? PyObject_Size(found.get()) : -1;
+    return size < 0 ? -1 : size == 0;
+}
+
+// Whether a step may begin with a tensor that is saved: 1 or 0, or -1 with an error set.
+int may_begin_step(PyObject* forward) {
+    Owned step(PyObject_GetAttr(forward, s_step));
+    const int fresh = step ? is_empty(step.get(), s_accounts) : -1;
+    if (fresh != 0) return fresh;
+    Owned live(PyObject_GetAttr(forward, s__live));
+    Owned number(live ? PyObject_GetAttr(live.get(), s__saved) : nullptr);
+    if (!number) return -1;
+    const int settled = is_empty(live.get(), s__losses);
+    if (settled < 0) return -1;
+    if (!settled) number.reset(PyObject_GetAttr(live.get(), s_saved));
+    return number ? PyLong_AsLongLong(number.get()) == 0 : -1;
+}
+
+// See value.Saved.__init__.
+PyObject* make_saved(PyObject* x, PyObject* live) {
+    static PyObject* one = PyLong_FromLong(1);
+    Owned dense(PyObject_CallMethodObjArgs(x, s_detach, nullptr));
+    Owned original(dense ? PyWeakref_NewRef(x, nullptr) : nullptr);
+    Owned version(original ? PyObject_GetAttr(x, s__version) : nullptr);
+    if (!version || !add_to_attribute(live, s__saved, one)) return nullptr;
+    PyObject* made = make(layout::saved.type);
+    if (made == nullptr) return nullptr;
+    const auto& at_ = layout::saved;
+    for (Py_ssize_t none : {at_.counter, at_.tensor, at_.place, at_.spec, at_.value, at_.mask, at_.modified, at_.node,
+                            at_.wrapping})
+        set(made, none, Py_None);
+    for (Py_ssize_t no : {at_.builtin, at_.claimable, at_.pinned}) set(made, no, Py_False);
+    set(made, at_.live, live);
+    give(made, at_.dense, dense.release());
+    give(made, at_.original, original.release());
+    give(made, at_.version, version.release());
+    set(made, at_.need, need_value);
+    set(made, at_.offset, zero());
+    set(made, at_.round, zero());
+    return made;
+}
+
+// See accounts.Account.__init__, and what Forward._take writes into one.
+PyObject* make_account(PyObject* facts, PyObject* nbytes, PyObject* made_seconds) {
+    static PyObject *kept = text("kept"), *device = text("device");
+    static PyObject* held = text("held by the program, kept by reference");
+    PyObject* made = make(layout::account.type);
+    if (made == nullptr) return nullptr;
+    const auto& at_ = layout::account;
+    set(made, at_.facts, facts);
+    set(made, at_.shared_by, Py_None);
+    set(made, at_.saved_nbytes, nbytes);
+    set(made, at_.stash_nbytes, nbytes);
+    set(made, at_.codec, kept);
+    set(made, at_.store, device);
+    set(made, at_.reason, held);
+    for (Py_ssize_t seconds : {at_.encode_seconds, at_.decode_seconds, at_.stall_seconds})
+        set(made, seconds, no_seconds());
+    set(made, at_.remake_seconds, made_seconds);
+    set(made, at_.decodes, zero());
+    set(made, at_.is_of_region, Py_False);
+    return made;
+}
+
+// See value.Value.__init__.
+PyObject* make_value(PyObject* storage, PyObject* cdata, PyObject* account, PyObject* live, PyObject* place) {
+    static PyObject* no_key = text("");
+    Owned members(PyList_New(0));
+    PyObject* made = members ? make(layout::value.type) : nullptr;
+    if (made == nullptr) return nullptr;
+    const auto& at_ = layout::value;
+    for (Py_ssize_t none : {at_.address, at_.form, at_.bits, at_.buffers, at_.content, at_.recipe, at_.remade, at_.sample,
+                            at_.children, at_.otherwise, at_.guard, at_.facts, at_.exact, at_.written})
+        set(made, none, Py_None);
+    for (Py_ssize_t nothing : {at_.unread, at_.round, at_.height, at_.born, at_.depth}) set(made, nothing, zero());
+    for (Py_ssize_t no : {at_.shares, at_.has_room}) set(made, no, Py_False);
+    set(made, at_.storage, storage);
+    set(made, at_.cdata, cdata);
+    give(made, at_.members, members.release());
+    set(made, at_.account, account);
+    set(made, at_.live, live);
+    set(made, at_.key, no_key);
+    set(made, at_.errors, no_errors);
+    set(made, at_.place, place);
+    return made;
+}
+
+// See Live.add, of a number that is not negative.
+bool add_bytes(PyObject* live, PyObject* nbytes) {
+    if (!add_to_attribute(live, s__nbytes, nbytes)) return false;
+    Owned held(PyObject_GetAttr(live, s_nbytes));
+    Owned most(held ? PyObject_GetAttr(live, s_peak_nbytes) : nullptr);
+    const int more = most ? PyObject_RichCompareBool(held.get(), most.get(), Py_GT) : -1;
+    return more == 0 || (more > 0 && PyObject_SetAttr(live, s_peak_nbytes, held.get()) == 0);
+}
+
+// See Pending.add.
+bool queue(PyObject* pending, PyObject* values, PyObject* value, PyObject* place) {
+    Owned reference(PyWeakref_NewRef(value, nullptr));
+    Owned clock(reference ? PyObject_GetAttr(pending, s_clock) : nullptr);
+    if (!clock || PyDict_SetItem(values, at(value, layout::value.cdata), reference.get()) != 0) return false;
+    set(value, layout::value.born, clock.get());
+    Owned when(PyNumber_Add(clock.get(), at(place, layout::place.delay)));
+    Owned due(when ? PyObject_GetAttr(pending, s_due) : nullptr);
+    if (!due) return false;
+    PyObject* looks = PyDict_GetItemWithError(due.get(), when.get());
+    if (looks != nullptr) return PyList_Append(looks, reference.get()) == 0;
+    Owned first(PyErr_Occurred() ? nullptr : PyList_New(0));
+    return first && PyList_Append(first.get(), reference.get()) == 0 &&
+           PyDict_SetItem(due.get(), when.get(), first.get()) == 0;
+}
+
+// See Forward._take. Of a saved tensor that is neither a leaf nor wrapped, and of a place that is known; `forward` has
+// no tensors of compiled regions to come, and no times to note.
+bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values, PyObject* pending) {
+    const auto& at_ = layout::saved;
+    PyObject* facts = at(place, layout::place.facts);  // which the place holds
+    Owned need(PyObject_GetAttr(facts, s_need));
+    Owned mask(need ? PyObject_GetAttr(facts, s_mask) : nullptr);
+    if (!mask) return false;
+    Owned shapes(PyObject_GetAttr(forward, s__shapes));
+    Owned dense(Py_NewRef(at(saved, at_.dense)));
+    Owned storage(shapes ? PyObject_CallMethodObjArgs(dense.get(), s_untyped_storage, nullptr) : nullptr);
+    Owned cdata(storage ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
+    if (!cdata) return false;
+    const int is_shape = PyDict_Contains(shapes.get(), cdata.get());
+    if (is_shape < 0) return false;
+    if (is_shape || need.get() == need_shape)
+        return static_cast<bool>(Owned(PyObject_CallMethodObjArgs(forward, s__take, saved, place, Py_True, nullptr)));
+    Owned offset(PyObject_CallMethodObjArgs(dense.get(), s_storage_offset, nullptr));
+    if (!offset) return false;
+    set(saved, at_.place, place);
+    set(saved, at_.tensor, facts);
+    give(saved, at_.need, need.release());
+    give(saved, at_.mask, mask.release());
+    set(saved, at_.builtin, Py_True);
+    give(saved, at_.offset, offset.release());
+    PyObject* known = PyDict_GetItemWithError(values, cdata.get());
+    if (known == nullptr && PyErr_Occurred()) return false;
+    Owned value(known == nullptr ? Py_NewRef(Py_None) : referent(known));
+    if (!value) return false;
+    if (value.get() != Py_None) {
+        if (!is_a(value.get(), layout::value)) return false;
+        PyObject* account = at(value.get(), layout::value.account);
+        if (!Owned(PyObject_CallMethodObjArgs(account, s_share, facts, nullptr))) return false;
+    } else {
+        Owned nbytes(PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr));
+        Owned account(nbytes ? make_account(facts, nbytes.get(), at(place, layout::place.made_seconds)) : nullptr);
+        Owned step(account ? PyObject_GetAttr(forward, s_step) : nullptr);
+        Owned accounts(step ? PyObject_GetAttr(step.get(), s_accounts) : nullptr);
+        if (!accounts || PyList_Append(accounts.get(), account.get()) != 0) return false;
+        PyObject* live = at(saved, at_.live);
+        if (!add_bytes(live, nbytes.get())) return false;
+        value.reset(make_value(storage.get(), cdata.get(), account.get(), live, place));
+        if (!value || !queue(pending, values, value.get(), place)) return false;
+    }
+    Owned member(PyWeakref_NewRef(saved, nullptr));
+    if (!member || PyList_Append(at(value.get(), layout::value.members), member.get()) != 0) return false;
+    set(saved, at_.value, value.get());
+    const int recomputes = is_true(forward, s_recomputes);
+    if (recomputes <= 0) return recomputes == 0;
+    Owned contents(PyObject_GetAttr(forward, s__contents));
+    Owned content(contents ? content_of(contents.get(), dense.get(), storage.get(), cdata.get()) : nullptr);
+    Owned reference(content ? PyWeakref_NewRef(value.get(), nullptr) : nullptr);
+    if (!reference) return false;
+    set(value.get(), layout::value.content, content.get());
+    give(content.get(), layout::content.value, reference.release());
+    return true;
+}
+
+// The op of a node of torch's own, as needs.op_of; types of other nodes come and go, and are not asked about here.
+PyObject* op_of(PyObject* node) {
+    static PyObject* known = PyDict_New();
+    PyObject* op = known == nullptr ? nullptr : PyDict_GetItemWithError(known, type_of(node));
+    if (op != nullptr) return Py_NewRef(op);
+    if (known == nullptr || PyErr_Occurred()) return nullptr;
+    Owned found(PyObject_CallFunctionObjArgs(op_of_node, node, nullptr));
+    return found && PyDict_SetItem(known, type_of(node), found.get()) == 0 ? found.release() : nullptr;
+}
+
+// The places at which a node has saved tensors, where it is as in an earlier step; None where it is not. See Names.places.
+PyObject* places_of(PyObject* names, PyObject* node, PyObject* found) {
+    Owned op(op_of(node));
+    Owned frames(op ? PyObject_GetAttr(names, s_frames) : nullptr);
+    PyObject* frame = frames ? PyList_GetItem(frames.get(), PyList_Size(frames.get()) - 1) : nullptr;
+    if (frame == nullptr || !is_a(frame, layout::frame)) return nullptr;
+    PyObject* counts = at(frame, layout::frame.counts);
+    PyObject* before = PyDict_GetItemWithError(counts, op.get());
+    if (before == nullptr && PyErr_Occurred()) return nullptr;
+    Owned number(Py_NewRef(before == nullptr ? zero() : before));
+    Owned learned(PyObject_GetAttr(names, s_learned));
+    Owned nodes(learned ? PyObject_GetAttr(learned.get(), s_nodes) : nullptr);
+    Owned index(nodes ? PyTuple_Pack(3, at(frame, layout::frame.label), type_of(node), number.get()) : nullptr);
+    if (!index) return nullptr;
+    PyObject* variants = PyDict_GetItemWithError(nodes.get(), index.get());
+    if (variants == nullptr) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+    Owned all(Py_NewRef(variants));
+    for (Py_ssize_t variant = 0; variant < PyTuple_Size(all.get()); ++variant) {
+        PyObject* known = PyTuple_GetItem(all.get(), variant);
+        const int same = fits_known(known, node, found, scalar_of);
+        if (same < 0) return nullptr;
+        if (!same) continue;
+        Owned after(PyLong_FromLongLong(PyLong_AsLongLong(number.get()) + 1));
+        if (!after || PyDict_SetItem(counts, op.get(), after.get()) != 0) return nullptr;
+        if (PyObject_SetAttr(names, s__is_fresh, Py_False) != 0) return nullptr;
+        PyObject* specs = at(known, layout::known_node.specs);
+        for (Py_ssize_t each = 0; each < PyList_Size(found); ++each)
+            set(PyTuple_GetItem(PyList_GetItem(found, each), 1), layout::saved.spec, PyTuple_GetItem(specs, each));
+        return Py_NewRef(at(known, layout::known_node.places));
+    }
+    return Py_NewRef(Py_None);
+}
+
+// Lets go of the program's tensor if the node itself has made it: autograd keeps an alias of that.
+bool forget_own_result(PyObject* saved, PyObject* node) {
+    PyObject* reference = at(saved, layout::saved.original);
+    if (reference == Py_None) return true;
+    Owned original(referent(reference));
+    if (!original) return false;
+    if (original.get() == Py_None) return true;
+    const int own = is_same(original.get(), s_grad_fn, node);
+    if (own > 0) set(saved, layout::saved.original, Py_None);
+    return own >= 0;
+}
+
+// See Forward._take_of_node.
+bool take_of_node(PyObject* forward, PyObject* names, PyObject* pending, PyObject* values, PyObject* pair) {
+    PyObject *node = PyTuple_GetItem(pair, 0), *found = PyTuple_GetItem(pair, 1);
+    Owned places(Py_NewRef(Py_None));
+    if (!(PyType_GetFlags(Py_TYPE(node)) & Py_TPFLAGS_HEAPTYPE)) places.reset(places_of(names, node, found));
+    if (!places) return false;
+    if (places.get() == Py_None)
+        return static_cast<bool>(Owned(PyObject_CallMethodObjArgs(forward, s__take_of_node, node, found, nullptr)));
+    const Py_ssize_t many = PyList_Size(found);
+    Owned sequence(PyObject_CallMethodObjArgs(node, s__sequence_nr, nullptr));
+    Owned step(sequence ? PyObject_GetAttr(forward, s_step) : nullptr);
+    Owned number(step ? PyLong_FromSsize_t(many) : nullptr);
+    if (!number || !add_to_attribute(step.get(), s_named, number.get())) return false;
+    if (!add_to_attribute(step.get(), s_recognised, number.get())) return false;
+    for (Py_ssize_t index = 0; index < many; ++index) {
+        PyObject* saved = PyTuple_GetItem(PyList_GetItem(found, index), 1);
+        PyObject* place = PyList_GetItem(places.get(), index);
+        if (place == nullptr || !forget_own_result(saved, node)) return false;
+        if (!take(forward, saved, place, values, pending)) return false;
+        set(saved, layout::saved.node, sequence.get());
+        set(saved, layout::saved.claimable, at(place, layout::place.claimable));
+    }
+    return true;
+}
+
+// Whether everything that was saved is common enough: 1 or 0, or -1 with an error set.
+int are_common(PyObject* forward, PyObject* unnamed) {
+    for (PyObject* name : {s__is_watched, s_is_timing}) {
+        const int rare = is_true(forward, name);
+        if (rare != 0) return rare < 0 ? -1 : 0;
+    }
+    const int no_rows = is_empty(forward, s__rows);
+    if (no_rows <= 0) return no_rows;
+    Owned autocast(PyObject_CallNoArgs(any_autocast));
+    if (!autocast || autocast.get() == Py_True) return autocast ? 0 : -1;
+    for (Py_ssize_t index = 0; index < PyList_Size(unnamed); ++index) {
+        PyObject* saved = PyList_GetItem(unnamed, index);
+        if (!is_a(saved, layout::saved) || is_true_at(saved, layout::saved.pinned)) return 0;
+        if (!is_none_at(saved, layout::saved.wrapping)) return 0;
+    }
+    return 1;
+}
+
+// The nodes behind a result; null without an error where it is none that is common.
+PyObject* nodes_behind(PyObject* result) {
+    Owned nodes(PyList_New(0));
+    if (!nodes) return nullptr;
+    if (type_of(result) == tensor_type) {
+        Owned node(PyObject_GetAttr(result, s_grad_fn));
+        return node && PyList_Append(nodes.get(), node.get()) == 0 ? nodes.release() : nullptr;
+    }
+    if (!PyTuple_CheckExact(result)) return nullptr;
+    for (Py_ssize_t index = 0; index < PyTuple_Size(result); ++index) {
+        PyObject* each = PyTuple_GetItem(result, index);
+        if (each == Py_None) continue;
+        if (type_of(each) != tensor_type) return nullptr;
+        Owned node(PyObject_GetAttr(each, s_grad_fn));
+        if (!node || PyList_Append(nodes.get(), node.get()) != 0) return nullptr;
+    }
+    return nodes.release();
+}
+
+// Takes in everything that was saved, of which the nodes behind the result are known.
+bool take_all(PyObject* forward, PyObject* nodes, PyObject* unnamed) {
+    Owned names(PyObject_GetAttr(forward, s__names));
+    Owned pending(names ? PyObject_GetAttr(forward, s__pending) : nullptr);
+    Owned values(pending ? PyObject_GetAttr(pending.get(), s__values) : nullptr);
+    PyObject* given[] = {nodes, unnamed, node_attributes, make_node_attributes};
+    Owned found(values ? find(nullptr, given, 4) : nullptr);
+    if (!found) return false;
+    PyObject *named = PyTuple_GetItem(found.get(), 0), *others = PyTuple_GetItem(found.get(), 1);
+    for (Py_ssize_t index = 0; index < PyList_Size(named); ++index)
+        if (!take_of_node(forward, names.get(), pending.get(), values.get(), PyList_GetItem(named, index))) return false;
+    for (Py_ssize_t index = 0; index < PyList_Size(others); ++index) {
+        PyObject* saved = PyList_GetItem(others, index);
+        if (!Owned(PyObject_CallMethodObjArgs(forward, s__take_of_unknown, saved, nullptr))) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+// See Forward._pack_large, of a plain tensor whose base, None or a tensor, is given. None where that has to do it.
+PyObject* pack_large(PyObject* forward, PyObject* x, PyObject* base) {
+    if (type_of(forward) != forward_type || layout::saved.type == nullptr) return Py_NewRef(Py_None);
+    const long long depth = integer(forward, s_depth);
+    if (depth == -1 && PyErr_Occurred()) return nullptr;
+    if (depth == 0) return Py_NewRef(Py_None);
+    Owned node(PyObject_CallNoArgs(running_node));
+    if (!node || node.get() != Py_None) return node ? Py_NewRef(Py_None) : nullptr;
+    const int more = is_true(forward, s_remakes_anything);
+    if (more != 0) return more < 0 ? nullptr : Py_NewRef(Py_None);
+    for (PyObject* tensor : {x, base}) {  // see parameters.is_pinned
+        if (tensor == Py_None) continue;
+        const int followed = is_true(tensor, s_requires_grad);
+        const int pinned = followed == 1 ? is_true(tensor, s_is_leaf) : followed;
+        if (pinned != 0) return pinned < 0 ? nullptr : Py_NewRef(Py_None);
+    }
+    const Locked locked(forward);
+    const int begins = locked ? may_begin_step(forward) : -1;
+    if (begins < 0) return nullptr;
+    if (begins && !Owned(PyObject_CallMethodObjArgs(forward, s__before_save, nullptr))) return nullptr;
+    Owned live(PyObject_GetAttr(forward, s__live));
+    Owned saved(live ? make_saved(x, live.get()) : nullptr);
+    Owned unnamed(saved ? PyObject_GetAttr(forward, s_unnamed) : nullptr);
+    return unnamed && PyList_Append(unnamed.get(), saved.get()) == 0 ? saved.release() : nullptr;
+}
+
+// See Forward.name: 1 if it was done, 0 if that has to do it, or -1 with an error set.
+int name_saved(PyObject* forward, PyObject* result) {
+    if (type_of(forward) != forward_type || layout::saved.type == nullptr) return 0;
+    const NoTorchFunction unseen(type_of(result) == tensor_type ? result : Py_None);
+    const Locked locked(forward);
+    if (!unseen || !locked) return -1;
+    Owned unnamed(PyObject_GetAttr(forward, s_unnamed));
+    const int common = unnamed ? are_common(forward, unnamed.get()) : -1;
+    if (common <= 0) return common;
+    Owned nodes(nodes_behind(result));
+    if (!nodes) return PyErr_Occurred() ? -1 : 0;
+    Owned fresh(PyList_New(0));
+    if (!fresh || PyObject_SetAttr(forward, s_unnamed, fresh.get()) != 0) return -1;
+    return take_all(forward, nodes.get(), unnamed.get()) ? 1 : -1;
+}
+
+}  // namespace backstash
