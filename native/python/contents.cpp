@@ -124,7 +124,7 @@ PyObject* again(PyObject* contents, PyObject* place, PyObject* pattern, PyObject
     PyObject* slots = at(pattern, layout::pattern.slots);
     const Py_ssize_t many = PyList_Size(tensors.get());
     Owned parameters(PyObject_GetAttr(contents, s_parameters));
-    Owned inputs(parameters ? PyTuple_New(many) : nullptr);
+    Owned inputs(parameters ? untracked(PyTuple_New(many)) : nullptr);
     if (!inputs) return nullptr;
     for (Py_ssize_t index = 0; index < many; ++index) {
         PyObject *x = PyList_GetItem(tensors.get(), index), *slot = PyTuple_GetItem(slots, index);
@@ -160,7 +160,7 @@ PyObject* content_of(PyObject* contents, PyObject* x, PyObject* storage, PyObjec
             return PyObject_CallMethodObjArgs(contents, s_of, x, nullptr);
         }
     }
-    Owned reference(PyWeakref_NewRef(storage, nullptr));
+    Owned reference(weak_reference(storage));
     Owned content(reference ? make_content(reference.get(), version.get()) : nullptr);
     return content && PyDict_SetItem(all.get(), cdata, content.get()) == 0 ? content.release() : nullptr;
 }

@@ -192,11 +192,11 @@ PyObject* hold_in(PyObject* x) {
     const int followed = version ? is_true(x, s_requires_grad) : -1;
     const int leaf = followed == 1 ? is_true(x, s_is_leaf) : followed;
     if (leaf < 0) return nullptr;
-    if (leaf == 1) return PyTuple_Pack(3, x, version.get(), Py_None);
+    if (leaf == 1) return untracked(PyTuple_Pack(3, x, version.get(), Py_None));
     Owned detached(PyObject_CallMethodObjArgs(x, s_detach, nullptr));
     if (!detached) return nullptr;
-    Owned reference(PyWeakref_NewRef(x, nullptr));
-    return reference ? PyTuple_Pack(3, detached.get(), version.get(), reference.get()) : nullptr;
+    Owned reference(weak_reference(x));
+    return reference ? untracked(PyTuple_Pack(3, detached.get(), version.get(), reference.get())) : nullptr;
 }
 
 }  // namespace backstash

@@ -24,7 +24,8 @@ PyObject* hold_parameter(PyObject* x, PyObject* nbytes) {
     if (!all) return nullptr;
     Owned given(PyTuple_Pack(1, all.get()));
     static const newfunc make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyTuple_Type, Py_tp_new));
-    return given ? make(reinterpret_cast<PyTypeObject*>(held_parameter), given.get(), nullptr) : nullptr;
+    if (!given) return nullptr;
+    return untracked(make(reinterpret_cast<PyTypeObject*>(held_parameter), given.get(), nullptr));
 }
 
 // Notes bytes under an address in one of the dicts of the step's accounts.

@@ -102,7 +102,9 @@ inline bool is_true_at(PyObject* object, Py_ssize_t offset) { return at(object, 
 inline bool is_none_at(PyObject* object, Py_ssize_t offset) { return at(object, offset) == Py_None; }
 
 // A new object of a class of slots alone, none of which refers to anything yet.
-inline PyObject* make(PyObject* type) { return PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0); }
+inline PyObject* make(PyObject* type) {
+    return untracked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0));
+}
 
 // What a weak reference refers to, None where that is gone: a new reference.
 inline PyObject* referent(PyObject* reference) { return PyObject_CallNoArgs(reference); }

@@ -52,7 +52,7 @@ int may_begin_step(PyObject* forward) {
 PyObject* make_saved(PyObject* x, PyObject* live) {
     static PyObject* one = PyLong_FromLong(1);
     Owned dense(PyObject_CallMethodObjArgs(x, s_detach, nullptr));
-    Owned original(dense ? PyWeakref_NewRef(x, nullptr) : nullptr);
+    Owned original(dense ? weak_reference(x) : nullptr);
     Owned version(original ? PyObject_GetAttr(x, s__version) : nullptr);
     if (!version || !add_to_attribute(live, s__saved, one)) return nullptr;
     PyObject* made = make(layout::saved.type);
@@ -97,7 +97,7 @@ PyObject* make_account(PyObject* facts, PyObject* nbytes, PyObject* made_seconds
 // See value.Value.__init__.
 PyObject* make_value(PyObject* storage, PyObject* cdata, PyObject* account, PyObject* live, PyObject* place) {
     static PyObject* no_key = text("");
-    Owned members(PyList_New(0));
+    Owned members(untracked(PyList_New(0)));
     PyObject* made = members ? make(layout::value.type) : nullptr;
     if (made == nullptr) return nullptr;
     const auto& at_ = layout::value;
@@ -128,7 +128,7 @@ bool add_bytes(PyObject* live, PyObject* nbytes) {
 
 // See Pending.add.
 bool queue(PyObject* pending, PyObject* values, PyObject* value, PyObject* place) {
-    Owned reference(PyWeakref_NewRef(value, nullptr));
+    Owned reference(weak_reference(value));
     Owned clock(reference ? PyObject_GetAttr(pending, s_clock) : nullptr);
     if (!clock || PyDict_SetItem(values, at(value, layout::value.cdata), reference.get()) != 0) return false;
     set(value, layout::value.born, clock.get());
@@ -186,14 +186,14 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
         value.reset(make_value(storage.get(), cdata.get(), account.get(), live, place));
         if (!value || !queue(pending, values, value.get(), place)) return false;
     }
-    Owned member(PyWeakref_NewRef(saved, nullptr));
+    Owned member(weak_reference(saved));
     if (!member || PyList_Append(at(value.get(), layout::value.members), member.get()) != 0) return false;
     set(saved, at_.value, value.get());
     const int recomputes = is_true(forward, s_recomputes);
     if (recomputes <= 0) return recomputes == 0;
     Owned contents(PyObject_GetAttr(forward, s__contents));
     Owned content(contents ? content_of(contents.get(), dense.get(), storage.get(), cdata.get()) : nullptr);
-    Owned reference(content ? PyWeakref_NewRef(value.get(), nullptr) : nullptr);
+    Owned reference(content ? weak_reference(value.get()) : nullptr);
     if (!reference) return false;
     set(value.get(), layout::value.content, content.get());
     give(content.get(), layout::content.value, reference.release());
