@@ -127,7 +127,7 @@ PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t number) {
 }
 
 // Takes objects that the compiled functions need, by their names.
-PyObject* configure(PyObject*, PyObject* args, PyObject* given) {
+PyObject* configure(PyObject*, PyObject*, PyObject* given) {
     const struct {
         PyObject** object;
         const char* name;
@@ -157,6 +157,12 @@ bool make_names() {
     return true;
 }
 
+// See is_traced in torch_internals.py.
+PyObject* is_traced_now(PyObject*, PyObject*) {
+    const int traced = is_traced();
+    return traced < 0 ? nullptr : PyBool_FromLong(traced);
+}
+
 template <class Function>
 PyCFunction as_method(Function function) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)); }
 
@@ -171,6 +177,7 @@ PyMethodDef methods[] = {
     {"is_orphaned", as_method(is_orphaned), METH_FASTCALL, nullptr},
     {"references_of", references_of, METH_O, nullptr},
     {"unchanged", as_method(unchanged), METH_FASTCALL, nullptr},
+    {"is_traced", is_traced_now, METH_NOARGS, nullptr},
     {"is_odd", is_odd_tensor, METH_O, nullptr},
     {"lay_out", as_method(lay_out), METH_FASTCALL, nullptr},
     {"looks_like", as_method(looks_like_spec), METH_FASTCALL, nullptr},

@@ -14,9 +14,9 @@ namespace backstash {
     X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node) \
     X(functorch_level) X(is_jit_tracing) X(count_dispatch_modes) X(has_tracing_mode) X(has_replacing_mode) \
     X(is_grad_enabled) X(read_reference) X(hold_traced) X(held_parameter) X(slot_type) \
-    X(storage_use_count) X(getrefcount) X(frame_type) X(any_autocast) X(need_shape) X(need_value) X(no_errors) \
+    X(storage_use_count) X(getrefcount) X(any_autocast) X(need_shape) X(need_value) X(no_errors) \
     X(op_of_node) X(scalar_of) X(node_attributes) X(make_node_attributes) X(forward_type) X(settings_now) \
-    X(statistics_of)
+    X(session_type) X(statistics_of)
 
 // Names of attributes, made once.
 #define BACKSTASH_NAMES(X) \
@@ -26,10 +26,10 @@ namespace backstash {
     X(_places) X(_recognised) X(_rows) X(_saved) X(_sequence_nr) X(_shapes) X(_state) X(_take) X(_take_of_node) \
     X(_take_of_unknown) X(_values) X(_version) X(accounts) X(acquire) X(after_function) X(args) X(asked) \
     X(before) X(before_side_effect) X(chosen) X(clock) X(clone) X(counted) X(counts) X(data) \
-    X(data_ptr) X(dense) X(depth) X(detach) X(device) X(dim) X(dtype) X(due) X(fqn) X(frames) X(grad_fn) X(guard) \
+    X(data_ptr) X(dense) X(depth) X(detach) X(device) X(dim) X(dtype) X(due) X(enter_module) X(fqn) X(frames) X(grad_fn) X(guard) \
     X(in_place) X(include) X(inplace) X(is_conj) X(is_floating_point) X(is_idle) X(is_inference) X(is_leaf) \
     X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(is_used) X(itemsize) \
-    X(kind) X(kwargs) X(label) X(layout) X(learned) X(look_at_due) X(made) X(mask) X(members) X(min_nbytes) \
+    X(kind) X(kwargs) X(label) X(layout) X(learned) X(leave_module) X(look_at_due) X(made) X(mask) X(members) X(min_nbytes) \
     X(modified) X(named) X(nbytes) X(need) X(next_functions) X(nodes) X(noting) X(numel) X(of) X(of_matrix) \
     X(of_nodes) X(of_weight) X(offset) X(original) X(otherwise) X(out) X(parameters) X(peak_nbytes) X(place) \
     X(recognised) X(recomputes) X(release) X(remakes_anything) X(requires_grad) X(result) X(roles) X(saved) X(shape) \

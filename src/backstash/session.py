@@ -34,7 +34,7 @@ from backstash.backward import accumulation, install, linear, table
 from backstash.backward.unpack import unpack
 from backstash.capture import hooks, learned
 from backstash.capture.forward import Forward
-from backstash.capture.names import Names, enter_known, leave
+from backstash.capture.names import Names
 from backstash.capture.naming import packed_by
 from backstash.errors import SessionError
 from backstash.gradient_error import Monitor
@@ -265,8 +265,6 @@ class Session:
 
     def enter_module(self, module: nn.Module) -> None:
         """A module's forward is about to run."""
-        if enter_known(self, module):
-            return
         if self._names.is_outside:
             with no_torch_function():
                 self._enter_root(module if self._names.model is None else self._names.model)
@@ -274,7 +272,7 @@ class Session:
 
     def leave_module(self) -> None:
         """It has returned or raised."""
-        leave(self)
+        self._names.leave()
 
     def ran_elsewhere(self) -> None:
         """A module ran with grad mode on a thread that has no Session."""
@@ -395,6 +393,9 @@ class Session:
             live.prefetcher.begin_backward()
             live.prefetcher.advance(live.below_peak)
 
+
+if compiled.functions is not None:
+    compiled.functions.configure(session_type=Session)
 
 for _function in (Session._pack, Session._before_hold, Session._unpack, linear.claim_input, linear.claim_weight):
     hide_from_dynamo(_function, and_all_below=True)

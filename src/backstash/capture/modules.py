@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from backstash.stash import compiled
+from backstash.stash.compiled import is_traced
 from backstash.torch_internals import (
     compiler,
     count_function_modes,
     current_function_mode,
     hide_from_dynamo,
     is_dynamo_compiling,
-    is_traced,
     pop_function_mode,
     push_function_mode,
 )
@@ -44,7 +46,7 @@ class Listener(Protocol):
         """A module's forward runs with grad mode on another thread, on which no Session listens."""
 
 
-_active = threading.local()  # .listener
+_active = threading.local()  # .enter and .leave, what a Session is told by
 _listeners: dict[int, Any] = {}
 _numbers: tuple[int, int] | None = None
 """Of the two hooks, once they were registered: of the one before a forward, and of the one after it."""
@@ -72,15 +74,19 @@ def listen(listener: Listener | None) -> Callable[[], None]:
     thread = _active.__dict__
     if listener is None:
         return lambda: thread.pop("is_open", None)
-    _active.listener = listener
+    if compiled.functions is None:
+        _active.enter, _active.leave = listener.enter_module, listener.leave_module
+    else:  # which call these methods where the module is not known yet
+        _active.enter = partial(compiled.functions.enter_module, listener)
+        _active.leave = partial(compiled.functions.leave_module, listener)
     with _lock:
         _listeners[id(listener)] = listener
         if len(_listeners) == 1:
             _install()
 
     def stop() -> None:
-        thread.pop("listener", None)
-        thread.pop("is_open", None)
+        for name in ("enter", "leave", "is_open"):
+            thread.pop(name, None)
         with _lock:
             _listeners.pop(id(listener), None)
             if not _listeners:
@@ -112,11 +118,11 @@ def _uninstall() -> None:
 def _enter(module: nn.Module, args: Any) -> None:
     if is_dynamo_compiling() or compiler._is_compiling_flag or is_traced():
         return  # Note: [transforms] in transforms.py
-    listener = getattr(_active, "listener", None)
     if isinstance(module, _FUSED) and not module.training:
         _suspend(module, args)
-    if listener is not None:
-        listener.enter_module(module)
+    enter = getattr(_active, "enter", None)
+    if enter is not None:
+        enter(module)
     elif torch.is_grad_enabled():
         with _lock:
             listeners = list(_listeners.values())
@@ -127,9 +133,9 @@ def _enter(module: nn.Module, args: Any) -> None:
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if is_dynamo_compiling() or compiler._is_compiling_flag or is_traced():
         return  # Note: [transforms] in transforms.py
-    listener = getattr(_active, "listener", None)
-    if listener is not None:
-        listener.leave_module()
+    leave = getattr(_active, "leave", None)
+    if leave is not None:
+        leave()
     if getattr(_active, "suspended", (None,))[0] is module:
         push_function_mode(_active.__dict__.pop("suspended")[1])
 

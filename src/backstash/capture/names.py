@@ -57,27 +57,6 @@ class Frame:
         self.counts: dict[Any, int] = {}  # by the name of an op, or the function
 
 
-if compiled.functions is not None:
-    compiled.functions.configure(frame_type=Frame)
-
-
-def _enter_known(session: Any, module: nn.Module) -> bool:
-    """Does what :meth:`Session.enter_module` does, if it is a common case; returns whether it was one."""
-    return False
-
-
-def _leave(session: Any) -> None:
-    """Does what :meth:`Session.leave_module` does."""
-    session._names.leave()
-
-
-enter_known = _enter_known if compiled.functions is None else compiled.functions.enter_module
-"""As :func:`_enter_known`, compiled where there is a compiled one."""
-
-leave = _leave if compiled.functions is None else compiled.functions.leave_module
-"""As :func:`_leave`, compiled where there is a compiled one."""
-
-
 @compiled.laid_out
 class KnownNode:
     """What is known of the tensors that one node of the model saves (Note: [known nodes])."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from backstash import saved
+from backstash import saved, torch_internals
 from backstash.ops import backends
 from backstash.saved import TensorSpec
 from backstash.torch_internals import (
@@ -108,6 +108,9 @@ def _looks_like(x: Tensor, spec: TensorSpec) -> bool:
 
 looks_like: Callable[[Tensor, TensorSpec], bool] = _looks_like if functions is None else functions.looks_like
 """Whether a tensor has that spec."""
+
+is_traced: Callable[[], bool] = torch_internals.is_traced if functions is None else functions.is_traced
+"""As :func:`backstash.torch_internals.is_traced`."""
 
 is_odd: Callable[[Tensor], bool] = saved.is_odd if functions is None else functions.is_odd
 """As :func:`backstash.saved.is_odd`."""
