@@ -63,6 +63,12 @@ PyObject* read_otherwise(PyObject* reading, PyObject* packed) {
 
 // What the node that runs is given of a matrix: made of it by that function, if the node is a linear layer's.
 PyObject* read_matrix(PyObject* reading, PyObject* matrix, PyObject* node, PyObject* function) {
+    Owned asked(PyObject_GetAttr(reading, function));
+    const bool of_weight = asked.get() == claim_weight;
+    if (asked && (of_weight || asked.get() == claim_input)) {
+        const int large = is_large_layer(node, of_weight, of_weight ? integer(matrix, s_itemsize) : 0);
+        if (large <= 0) return large < 0 ? nullptr : Py_NewRef(matrix);
+    }
     Owned name(PyObject_GetAttr(type_of(node), s___name__));
     Owned names(PyObject_GetAttr(reading, s_of_nodes));
     const int is_asked = name && names ? PySequence_Contains(names.get(), name.get()) : -1;
@@ -111,6 +117,10 @@ PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t number) {
     const int is_simple = is_true(reading, s_is_simple);
     if (is_simple < 0) return nullptr;
     if (is_simple != 0 && type_of(packed) == held_parameter) return read_parameter(reading, packed);
+    if (is_simple != 0 && is_a(packed, layout::saved)) {
+        PyObject* tensor = unpack_saved(packed);
+        return tensor != nullptr || PyErr_Occurred() ? tensor : read_otherwise(reading, packed);
+    }
     const bool is_held = PyTuple_CheckExact(packed) && PyTuple_Size(packed) == 3;
     if (is_simple == 0 || !is_held) return read_otherwise(reading, packed);
     PyObject* tensor = PyTuple_GetItem(packed, 0);
@@ -164,6 +174,10 @@ PyMethodDef methods[] = {
     {"configure", as_method(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"enter_module", as_method(enter_module), METH_FASTCALL, nullptr},
     {"leave_module", leave_module, METH_O, nullptr},
+    {"agree", as_method(agree), METH_FASTCALL, nullptr},
+    {"dense", as_method(make_dense_tensor), METH_FASTCALL, nullptr},
+    {"fetch", fetch, METH_O, nullptr},
+    {"finalize", as_method(finalize), METH_FASTCALL, nullptr},
     {"elements", as_method(elements), METH_FASTCALL, nullptr},
     {"find", as_method(find), METH_FASTCALL, nullptr},
     {"fits_node", as_method(fits_node), METH_FASTCALL, nullptr},

@@ -1,5 +1,5 @@
 // Whether a call is like the one that was noted at its place in an earlier step: see stash/patterns.py.
-#include "objects.h"
+#include "slots.h"
 
 #include <cstring>
 #include <initializer_list>
@@ -86,6 +86,12 @@ bool fits_call(PyObject* pattern, PyObject* args, PyObject* kwargs, PyObject* st
         if (!fits(arg, other, storage, aliases, found, 0)) return false;
     }
     return fits_named(kwargs, named.get(), storage, found);
+}
+
+// How many of the elements from the first one on, that far apart, there are: at most so many.
+long long fitting_elements(long long begin, long long step, long long there, long long most) {
+    const long long fitting = begin < there && step > 0 ? (there - begin + step - 1) / step : 0;
+    return fitting < most ? fitting : most;
 }
 
 }  // namespace
@@ -200,6 +206,27 @@ PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number) {
     return found.release();
 }
 
+// Whether a plain tensor on CPU has the elements of a Sample: 1, or 0 where it may have others, or -1 with an error set.
+int has_elements(PyObject* x, PyObject* sample) {
+    PyObject* bits = at(sample, layout::sample.bits);
+    if (!PyBytes_CheckExact(bits) || !is_none_at(sample, layout::sample.checksum)) return 0;
+    Owned address(PyObject_CallMethodObjArgs(x, s_data_ptr, nullptr));
+    Owned numel(address ? PyObject_CallMethodObjArgs(x, s_numel, nullptr) : nullptr);
+    const long long size = numel ? integer(x, s_itemsize) : -1;
+    if (size < 0) return -1;
+    const long long begin = number_at(sample, layout::sample.begin), step = number_at(sample, layout::sample.step);
+    const long long there = PyLong_AsLongLong(numel.get()), most = PyLong_AsLongLong(most_elements);
+    const char* from = static_cast<const char*>(PyLong_AsVoidPtr(address.get()));
+    if (PyErr_Occurred()) return -1;
+    const long long many = fitting_elements(begin, step, there, most);
+    if (size * many != PyBytes_Size(bits)) return 0;
+    const char* known = PyBytes_AsString(bits);
+    for (long long index = 0; index < many; ++index)
+        if (std::memcmp(known + index * size, from + (begin + index * step) * size, static_cast<std::size_t>(size)) != 0)
+            return 0;
+    return 1;
+}
+
 // The bytes of elements of a plain tensor on CPU that is dense in memory: see sample.Sample. It takes the tensor,
 // the first element, how far they are apart, and how many there are at most.
 PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
@@ -216,8 +243,7 @@ PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
     const long long most = PyLong_AsLongLong(args[3]), there = PyLong_AsLongLong(numel.get());
     const char* from = static_cast<const char*>(PyLong_AsVoidPtr(address.get()));
     if (PyErr_Occurred()) return nullptr;
-    const long long fitting = begin < there && step > 0 ? (there - begin + step - 1) / step : 0;
-    const long long many = fitting < most ? fitting : most;
+    const long long many = fitting_elements(begin, step, there, most);
     Owned bytes(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size * many)));
     if (!bytes) return nullptr;
     char* to = PyBytes_AsString(bytes.get());

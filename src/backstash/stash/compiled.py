@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from backstash import saved
+from backstash import numerics, saved
 from backstash.ops import backends
 from backstash.saved import TensorSpec
 from backstash.torch_internals import (
+    any_autocast,
     count_dispatch_modes,
     count_function_modes,
     functorch_level,
@@ -57,6 +58,8 @@ def _functions() -> Any:
             is_grad_enabled=torch.is_grad_enabled,
             storage_use_count=storage_use_count,
             getrefcount=sys.getrefcount,
+            any_autocast=any_autocast,
+            settings_readers=numerics.READERS,
         )
     except (ImportError, ValueError, TypeError):
         return None  # not compiled, a Python without the limited API, a bad choice, or a library of an older version
@@ -65,6 +68,9 @@ def _functions() -> Any:
 
 functions: Any = _functions()
 """The compiled functions; None where the references do everything."""
+
+if functions is not None:
+    numerics.agree_by(functions.agree)
 
 
 _Kind = TypeVar("_Kind", bound=type)
