@@ -87,12 +87,6 @@ int refers_to(PyObject* reference, PyObject* owner) {
     return found ? found.get() == owner : -1;
 }
 
-// Whether a tensor has that version: 1 or 0, or -1 with an error set.
-int has_version(PyObject* x, PyObject* version) {
-    Owned now(PyObject_GetAttr(x, s__version));
-    return now ? PyObject_RichCompareBool(now.get(), version, Py_EQ) : -1;
-}
-
 // See Buffers.holding: a new reference, to None where it is nothing.
 PyObject* holding(PyObject* buffers, PyObject* owner) {
     PyObject *every = at(buffers, layout::buffers._buffers), *lent = at(buffers, layout::buffers._lent);
@@ -133,11 +127,8 @@ bool shrink_after(PyObject* recipe, PyObject* buffers) {
 bool check(PyObject* value, PyObject* whole) {
     PyObject* sample = at(value, layout::value.sample);
     if (sample == Py_None) return true;
-    if (is_a(sample, layout::sample) && is_plain(whole) && is_true(whole, s_is_cpu) == 1) {
-        const int same = has_elements(whole, sample);
-        if (same != 0) return same > 0;
-    }
-    if (PyErr_Occurred()) return false;
+    const int same = is_a(sample, layout::sample) && is_plain(whole) ? has_elements(whole, sample) : 0;
+    if (same != 0) return same > 0;
     return static_cast<bool>(Owned(PyObject_CallFunctionObjArgs(check_sample, value, whole, nullptr)));
 }
 
@@ -174,7 +165,7 @@ PyObject* dense(PyObject* value, PyObject* ahead, PyObject* borrows, PyObject* k
     const int held = ahead == Py_True ? may_hold(at(value, layout::value.live), whole.get()) : 1;
     if (held < 0) return nullptr;
     if (held) {
-        Owned detached(PyObject_CallMethodObjArgs(whole.get(), s_detach, nullptr));
+        Owned detached(tensor_detach(whole.get()));
         if (!detached || !hold(value, detached.get())) return nullptr;
     }
     if (!shrink_after(recipe.get(), buffers.get())) return nullptr;
@@ -189,7 +180,7 @@ PyObject* dense(PyObject* value, PyObject* ahead, PyObject* borrows, PyObject* k
 PyObject* seen_as(PyObject* whole, PyObject* spec, PyObject* offset, bool has_offset) {
     const int alike = has_offset ? has_layout(whole, spec) : 0;
     if (alike < 0) return nullptr;
-    return alike ? PyObject_CallMethodObjArgs(whole, s_detach, nullptr) : as_strided(whole, spec, offset);
+    return alike ? tensor_detach(whole) : as_strided(whole, spec, offset);
 }
 
 bool is_dense(PyObject* value) {
@@ -230,7 +221,7 @@ PyObject* fetch_leaf(PyObject* leaf, PyObject* known) {
     }
     if (!whole) return nullptr;
     PyObject *spec = at(leaf, layout::leaf.spec), *offset = at(leaf, layout::leaf.offset);
-    Owned own(PyObject_CallMethodObjArgs(whole.get(), s_storage_offset, nullptr));
+    Owned own(tensor_storage_offset(whole.get()));
     const int same = own ? PyObject_RichCompareBool(own.get(), offset, Py_EQ) : -1;
     return same < 0 ? nullptr : seen_as(whole.get(), spec, offset, same);
 }

@@ -38,22 +38,19 @@ int is_as_it_was(PyObject* packed) {
     PyObject* reference = PyTuple_GetItem(packed, 2);
     PyObject* type = type_of(tensor);
     if (type != tensor_type && type != parameter_type) return 0;
-    Owned now(PyObject_GetAttr(tensor, s__version));
-    const int same_version = now ? PyObject_RichCompareBool(now.get(), version, Py_EQ) : -1;
+    const int same_version = has_version(tensor, version);
     if (same_version <= 0 || type == parameter_type) return same_version;
-    int is_dense = is_same(tensor, s_layout, strided);
+    int is_dense = is_strided(tensor);
     if (is_dense <= 0) return is_dense;
-    Owned storage(PyObject_CallMethodObjArgs(tensor, s_untyped_storage, nullptr));
-    if (!storage) return -1;
-    Owned nbytes(PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr));
-    const int has_memory = nbytes ? PyObject_IsTrue(nbytes.get()) : -1;
-    if (has_memory <= 0 || reference == Py_None) return has_memory;
+    Owned storage(tensor_untyped_storage(tensor));
+    const long long nbytes = storage ? nbytes_of(storage.get()) : -1;
+    if (nbytes <= 0 || reference == Py_None) return nbytes < 0 ? -1 : nbytes > 0;
     Owned original(PyObject_CallNoArgs(reference));
     if (!original) return -1;
     if (original.get() == Py_None) return 1;
-    is_dense = is_same(original.get(), s_layout, strided);
+    is_dense = is_strided(original.get());
     if (is_dense <= 0) return is_dense;
-    Owned memory(PyObject_CallMethodObjArgs(original.get(), s_untyped_storage, nullptr));
+    Owned memory(tensor_untyped_storage(original.get()));
     return memory ? memory.get() == storage.get() : -1;
 }
 
@@ -78,7 +75,7 @@ PyObject* read_matrix(PyObject* reading, PyObject* matrix, PyObject* node, PyObj
 
 // How many dimensions a tensor has: -1 with an error set.
 long dimensions(PyObject* tensor) {
-    Owned dim(PyObject_CallMethodObjArgs(tensor, s_dim, nullptr));
+    Owned dim(tensor_dim(tensor));
     return dim ? PyLong_AsLong(dim.get()) : -1;
 }
 
@@ -89,24 +86,19 @@ PyObject* read_parameter(PyObject* reading, PyObject* packed) {
     NoTorchFunction unseen(tensor);
     if (!unseen) return nullptr;
     if (!is_plain(tensor)) return read_otherwise(reading, packed);
-    Owned now(PyObject_GetAttr(tensor, s__version));
-    int is_common = now ? PyObject_RichCompareBool(now.get(), version, Py_EQ) : -1;
-    if (is_common > 0) is_common = is_same(tensor, s_layout, strided);
-    if (is_common < 0) return nullptr;
-    Owned node(PyObject_CallNoArgs(running_node));
-    if (!node) return nullptr;
-    if (!is_common || node.get() == Py_None) return read_otherwise(reading, packed);
-    Owned storage(PyObject_CallMethodObjArgs(tensor, s_untyped_storage, nullptr));
-    Owned of_storage(storage ? PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr) : nullptr);
-    const int has_memory = of_storage ? PyObject_IsTrue(of_storage.get()) : -1;
-    if (has_memory < 0) return nullptr;
-    if (!has_memory) return read_otherwise(reading, packed);
+    int is_common = has_version(tensor, version);
+    if (is_common > 0) is_common = is_strided(tensor);
+    const long long in_memory = is_common > 0 ? storage_nbytes(tensor) : is_common;
+    if (in_memory < 0) return nullptr;
+    if (in_memory == 0) return read_otherwise(reading, packed);
     const long dim = dimensions(tensor);
     if (dim == -1) return nullptr;
     if (dim != 2) return Py_NewRef(tensor);
     const long long smallest = integer(reading, s_min_nbytes);
     if (PyErr_Occurred()) return nullptr;
     if (PyLong_AsLongLong(nbytes) < smallest) return Py_NewRef(tensor);
+    Owned node(PyObject_CallNoArgs(running_node));
+    if (!node || node.get() == Py_None) return node ? Py_NewRef(tensor) : nullptr;
     return read_matrix(reading, tensor, node.get(), s_of_weight);
 }
 
@@ -137,7 +129,8 @@ PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t number) {
 }
 
 // Takes objects that the compiled functions need, by their names.
-PyObject* configure(PyObject*, PyObject* args, PyObject* given) {
+PyObject* configure(PyObject*, PyObject*, PyObject* given) {
+    if (given == nullptr) Py_RETURN_NONE;
     const struct {
         PyObject** object;
         const char* name;
@@ -147,9 +140,10 @@ PyObject* configure(PyObject*, PyObject* args, PyObject* given) {
 #undef BACKSTASH_OBJECT
     };
     for (const auto& each : objects) {
-        PyObject* found = given == nullptr ? nullptr : PyDict_GetItemString(given, each.name);
+        PyObject* found = PyDict_GetItemString(given, each.name);
         if (found != nullptr) *each.object = Py_NewRef(found);
     }
+    if (PyDict_GetItemString(given, "tensor_type") != nullptr && !find_descriptors()) return nullptr;
     Py_RETURN_NONE;
 }
 
@@ -202,12 +196,12 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_held", nullptr, -1, methods, null
 
 // See held.hold.
 PyObject* hold_in(PyObject* x) {
-    Owned version(PyObject_GetAttr(x, s__version));
+    Owned version(tensor__version(x));
     const int followed = version ? is_true(x, s_requires_grad) : -1;
     const int leaf = followed == 1 ? is_true(x, s_is_leaf) : followed;
     if (leaf < 0) return nullptr;
     if (leaf == 1) return PyTuple_Pack(3, x, version.get(), Py_None);
-    Owned detached(PyObject_CallMethodObjArgs(x, s_detach, nullptr));
+    Owned detached(tensor_detach(x));
     if (!detached) return nullptr;
     Owned reference(PyWeakref_NewRef(x, nullptr));
     return reference ? PyTuple_Pack(3, detached.get(), version.get(), reference.get()) : nullptr;

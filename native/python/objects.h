@@ -14,7 +14,7 @@ namespace backstash {
     X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node) \
     X(functorch_level) X(is_jit_tracing) X(count_dispatch_modes) X(has_tracing_mode) X(has_replacing_mode) \
     X(is_grad_enabled) X(read_reference) X(hold_traced) X(held_parameter) X(slot_type) \
-    X(storage_use_count) X(getrefcount) X(frame_type) X(any_autocast) \
+    X(storage_use_count) X(getrefcount) X(frame_type) X(any_autocast) X(storage_type) \
     X(settings_readers) X(most_elements) X(repeating_module) X(overwriting) X(input_marker) X(fused_module) \
     X(activations) X(memory_of) X(fetch_function) X(fetch_reference) X(check_sample) X(make_shared) X(make_dense) \
     X(decode_reference) X(claim_saved) X(has_direct) X(claiming) X(accumulating) X(input_sizes) \

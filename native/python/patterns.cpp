@@ -97,19 +97,19 @@ long long fitting_elements(long long begin, long long step, long long there, lon
 }  // namespace
 
 int looks_like(PyObject* x, PyObject* spec) {
-    Owned own(PyObject_GetAttr(x, s_dtype)), known(PyObject_GetAttr(spec, s_dtype));
+    Owned own(tensor_dtype(x)), known(Py_NewRef(at(spec, layout::spec.dtype)));
     if (!own || !known) return -1;
     if (own.get() != known.get()) return 0;
-    own.reset(PyObject_GetAttr(x, s_shape));
-    known.reset(PyObject_GetAttr(spec, s_shape));
+    own.reset(tensor_shape(x));
+    known.reset(Py_NewRef(at(spec, layout::spec.shape)));
     int same = own && known ? PyObject_RichCompareBool(own.get(), known.get(), Py_EQ) : -1;
     if (same <= 0) return same;
-    own.reset(PyObject_CallMethodObjArgs(x, s_stride, nullptr));
-    known.reset(PyObject_GetAttr(spec, s_stride));
+    own.reset(tensor_stride(x));
+    known.reset(Py_NewRef(at(spec, layout::spec.stride)));
     same = own && known ? PyObject_RichCompareBool(own.get(), known.get(), Py_EQ) : -1;
     if (same <= 0) return same;
-    own.reset(PyObject_GetAttr(x, s_device));
-    known.reset(PyObject_GetAttr(spec, s_device));
+    own.reset(tensor_device(x));
+    known.reset(Py_NewRef(at(spec, layout::spec.device)));
     return own && known ? PyObject_RichCompareBool(own.get(), known.get(), Py_EQ) : -1;
 }
 
@@ -131,7 +131,10 @@ PyObject* is_odd_tensor(PyObject*, PyObject* x) {
 }
 
 PyObject* looks_like_spec(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (!takes(number, 2, "looks_like takes a tensor and a TensorSpec")) return nullptr;
+    if (number != 2 || !is_a(args[1], layout::spec)) {
+        PyErr_SetString(PyExc_TypeError, "looks_like takes a tensor and a TensorSpec");
+        return nullptr;
+    }
     const int same = looks_like(args[0], args[1]);
     return same < 0 ? nullptr : PyBool_FromLong(same);
 }
@@ -206,13 +209,14 @@ PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number) {
     return found.release();
 }
 
-// Whether a plain tensor on CPU has the elements of a Sample: 1, or 0 where it may have others, or -1 with an error set.
+// Whether a plain tensor has the elements of a Sample: 1, or 0 where it may have others, or -1 with an error set.
 int has_elements(PyObject* x, PyObject* sample) {
     PyObject* bits = at(sample, layout::sample.bits);
     if (!PyBytes_CheckExact(bits) || !is_none_at(sample, layout::sample.checksum)) return 0;
-    Owned address(PyObject_CallMethodObjArgs(x, s_data_ptr, nullptr));
-    Owned numel(address ? PyObject_CallMethodObjArgs(x, s_numel, nullptr) : nullptr);
-    const long long size = numel ? integer(x, s_itemsize) : -1;
+    Owned is_here(tensor_is_cpu(x));
+    if (!is_here || is_here.get() != Py_True) return is_here ? 0 : -1;
+    Owned address(tensor_data_ptr(x)), numel(tensor_numel(x)), itemsize(tensor_itemsize(x));
+    const long long size = address && numel && itemsize ? PyLong_AsLongLong(itemsize.get()) : -1;
     if (size < 0) return -1;
     const long long begin = number_at(sample, layout::sample.begin), step = number_at(sample, layout::sample.step);
     const long long there = PyLong_AsLongLong(numel.get()), most = PyLong_AsLongLong(most_elements);

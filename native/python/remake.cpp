@@ -109,11 +109,9 @@ PyObject* memory_for(PyObject* value) {
 // See Held.get: a new reference.
 PyObject* get_held(PyObject* held) {
     PyObject* tensor = at(held, layout::held.tensor);
-    Owned version(is_plain(tensor) ? PyObject_GetAttr(tensor, s__version) : Py_NewRef(Py_None));
-    const int is_same_version =
-        version ? PyObject_RichCompareBool(version.get(), at(held, layout::held.version), Py_EQ) : -1;
-    const int is_dense = is_same_version > 0 ? is_same(tensor, s_layout, strided) : is_same_version;
-    const long long nbytes = is_dense > 0 ? storage_nbytes(tensor) : is_dense;
+    int is_common = is_plain(tensor) ? has_version(tensor, at(held, layout::held.version)) : 0;
+    if (is_common > 0) is_common = is_strided(tensor);
+    const long long nbytes = is_common > 0 ? storage_nbytes(tensor) : is_common;
     if (nbytes < 0) return nullptr;
     return nbytes > 0 ? Py_NewRef(tensor) : PyObject_CallMethodObjArgs(held, s_get, nullptr);  // which may raise
 }
@@ -220,22 +218,16 @@ PyObject* run_recipe(PyObject* recipe, PyObject* out, PyObject* known) {
 }
 
 int has_layout(PyObject* x, PyObject* spec) {
-    Owned own(PyObject_GetAttr(x, s_shape));
+    Owned own(tensor_shape(x));
     const int same = own ? PyObject_RichCompareBool(own.get(), at(spec, layout::spec.shape), Py_EQ) : -1;
     if (same <= 0) return same;
-    own.reset(PyObject_CallMethodObjArgs(x, s_stride, nullptr));
+    own.reset(tensor_stride(x));
     return own ? PyObject_RichCompareBool(own.get(), at(spec, layout::spec.stride), Py_EQ) : -1;
 }
 
 PyObject* as_strided(PyObject* x, PyObject* spec, PyObject* offset) {
     PyObject *shape = at(spec, layout::spec.shape), *stride = at(spec, layout::spec.stride);
     return PyObject_CallMethodObjArgs(x, s_as_strided, shape, stride, offset, nullptr);
-}
-
-long long storage_nbytes(PyObject* x) {
-    Owned storage(PyObject_CallMethodObjArgs(x, s_untyped_storage, nullptr));
-    Owned nbytes(storage ? PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr) : nullptr);
-    return nbytes ? PyLong_AsLongLong(nbytes.get()) : -1;
 }
 
 }  // namespace backstash

@@ -2,7 +2,7 @@
 // takes 30 ns, and a saved tensor has a hundred of them looked at. Python says where they lie: see stash/compiled.py.
 #pragma once
 
-#include "objects.h"
+#include "tensors.h"
 
 namespace backstash {
 
@@ -152,7 +152,6 @@ PyObject* agree(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* as_strided(PyObject* x, PyObject* spec, PyObject* offset);
 int has_layout(PyObject* x, PyObject* spec);  // whether it has a spec's sizes and strides: 1 or 0, or -1 with an error
 PyObject* run_recipe(PyObject* recipe, PyObject* value, PyObject* known);  // the value whose memory it may take, or null
-long long storage_nbytes(PyObject* x);  // -1 with an error set
 
 // unpack.cpp
 PyObject* finalize(PyObject*, PyObject* const* args, Py_ssize_t number);

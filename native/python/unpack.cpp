@@ -133,18 +133,17 @@ int is_common(PyObject* saved) {
 // Whether a tensor that is held by reference has memory, which is that of the program's own tensor while this lives:
 // 1 or 0, or -1 with an error set. See decode.follow_original and parameters.check_memory.
 int has_memory(PyObject* tensor, PyObject* reference) {
-    const int dense = is_plain(tensor) ? is_same(tensor, s_layout, strided) : 0;
+    const int dense = is_plain(tensor) ? is_strided(tensor) : 0;
     if (dense <= 0) return dense;
-    Owned storage(PyObject_CallMethodObjArgs(tensor, s_untyped_storage, nullptr));
-    Owned nbytes(storage ? PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr) : nullptr);
-    if (!nbytes) return -1;
-    if (PyLong_AsLongLong(nbytes.get()) <= 0) return 0;
+    Owned storage(tensor_untyped_storage(tensor));
+    const long long nbytes = storage ? nbytes_of(storage.get()) : -1;
+    if (nbytes <= 0) return static_cast<int>(nbytes);
     if (reference == Py_None) return 1;
     Owned original(referent(reference));
     if (!original || original.get() == Py_None) return original ? 1 : -1;
-    const int alike = is_plain(original.get()) ? is_same(original.get(), s_layout, strided) : 0;
+    const int alike = is_plain(original.get()) ? is_strided(original.get()) : 0;
     if (alike <= 0) return alike;
-    Owned memory(PyObject_CallMethodObjArgs(original.get(), s_untyped_storage, nullptr));
+    Owned memory(tensor_untyped_storage(original.get()));
     return memory ? memory.get() == storage.get() : -1;
 }
 

@@ -107,7 +107,7 @@ def agree_reference(readers: tuple[Callable[[], Any], ...], values: Settings) ->
     return tuple([read() for read in readers]) == values
 
 
-_agree = agree_reference
+_agree: Callable[[tuple[Callable[[], Any], ...], Settings], bool] = agree_reference
 
 
 def agree_by(twin: Callable[[tuple[Callable[[], Any], ...], Settings], bool]) -> None:

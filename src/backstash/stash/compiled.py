@@ -46,6 +46,7 @@ def _functions() -> Any:
         _held.configure(
             tensor_type=Tensor,
             parameter_type=torch.nn.Parameter,
+            storage_type=torch.UntypedStorage,
             strided=torch.strided,
             no_function=no_torch_function,
             count_modes=count_function_modes,
