@@ -31,9 +31,9 @@ PyObject* make_view(PyObject* content, PyObject* slot) {
 
 // A copy of a tensor, as something held: see Contents._snapshot, of what is small.
 PyObject* hold_copy(PyObject* x) {
-    Owned detached(PyObject_CallMethodObjArgs(x, s_detach, nullptr));
+    Owned detached(tensor_detach(x));
     Owned copy(detached ? PyObject_CallMethodObjArgs(detached.get(), s_clone, nullptr) : nullptr);
-    Owned version(copy ? PyObject_GetAttr(copy.get(), s__version) : nullptr);
+    Owned version(copy ? tensor__version(copy.get()) : nullptr);
     PyObject* made = version ? make(layout::held.type) : nullptr;
     if (made == nullptr) return nullptr;
     give(made, layout::held.tensor, copy.release());
@@ -57,7 +57,7 @@ int is_no_parameter(PyObject* parameters, PyObject* x, PyObject* cdata) {
 // See Contents._argument, of a tensor whose looks are known. None where the call cannot be repeated.
 PyObject* argument(PyObject* contents, PyObject* x, PyObject* made, PyObject* slot, PyObject* parameters,
                    long long smallest) {
-    Owned storage(PyObject_CallMethodObjArgs(x, s_untyped_storage, nullptr));
+    Owned storage(tensor_untyped_storage(x));
     Owned nbytes(storage ? PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr) : nullptr);
     Owned cdata(nbytes ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
     if (!cdata) return nullptr;
@@ -144,7 +144,7 @@ PyObject* again(PyObject* contents, PyObject* place, PyObject* pattern, PyObject
 
 // See Contents.of.
 PyObject* content_of(PyObject* contents, PyObject* x, PyObject* storage, PyObject* cdata) {
-    Owned version(PyObject_GetAttr(x, s__version));
+    Owned version(tensor__version(x));
     Owned all(version ? PyObject_GetAttr(contents, s__contents) : nullptr);
     PyObject* known = all ? PyDict_GetItemWithError(all.get(), cdata) : nullptr;
     if (!all || (known == nullptr && PyErr_Occurred())) return nullptr;
@@ -169,17 +169,19 @@ PyObject* content_of(PyObject* contents, PyObject* x, PyObject* storage, PyObjec
 int note_made(PyObject* forward, PyObject* args, PyObject* kwargs, PyObject* result) {
     if (type_of(forward) != forward_type || layout::content.type == nullptr || type_of(result) != tensor_type) return 0;
     const int more = is_true(forward, s_remakes_anything);
-    const int strides = more == 0 ? is_same(result, s_layout, strided) : 0;
+    const int strides = more == 0 ? is_strided(result) : 0;
     if (more != 0 || strides <= 0) return more < 0 || strides < 0 ? -1 : 0;
     Owned place(PyObject_GetAttr(forward, s__call_place));
     if (!place || !is_a(place.get(), layout::call_place)) return place ? 0 : -1;
     Owned pattern(Py_NewRef(at(place.get(), layout::call_place.pattern)));
     if (!is_a(pattern.get(), layout::pattern)) return 0;
-    const Locked locked(forward);
+    Owned live(PyObject_GetAttr(forward, s__live));
+    if (!live) return -1;
+    const Locked locked(live.get());
     Owned contents(locked ? PyObject_GetAttr(forward, s__contents) : nullptr);
     const long long smallest = contents ? integer(contents.get(), s_min_nbytes) : -1;
     if (smallest < 0) return -1;
-    Owned storage(PyObject_CallMethodObjArgs(result, s_untyped_storage, nullptr));
+    Owned storage(tensor_untyped_storage(result));
     const int noted = storage ? is_noted(result, storage.get(), smallest) : -1;
     if (noted <= 0) return noted < 0 ? -1 : 1;
     Owned call(again(contents.get(), place.get(), pattern.get(), args, kwargs, result, storage.get(), smallest));

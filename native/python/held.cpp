@@ -38,22 +38,19 @@ int is_as_it_was(PyObject* packed) {
     PyObject* reference = PyTuple_GetItem(packed, 2);
     PyObject* type = type_of(tensor);
     if (type != tensor_type && type != parameter_type) return 0;
-    Owned now(PyObject_GetAttr(tensor, s__version));
-    const int same_version = now ? PyObject_RichCompareBool(now.get(), version, Py_EQ) : -1;
+    const int same_version = has_version(tensor, version);
     if (same_version <= 0 || type == parameter_type) return same_version;
-    int is_dense = is_same(tensor, s_layout, strided);
+    int is_dense = is_strided(tensor);
     if (is_dense <= 0) return is_dense;
-    Owned storage(PyObject_CallMethodObjArgs(tensor, s_untyped_storage, nullptr));
-    if (!storage) return -1;
-    Owned nbytes(PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr));
-    const int has_memory = nbytes ? PyObject_IsTrue(nbytes.get()) : -1;
-    if (has_memory <= 0 || reference == Py_None) return has_memory;
+    Owned storage(tensor_untyped_storage(tensor));
+    const long long nbytes = storage ? nbytes_of(storage.get()) : -1;
+    if (nbytes <= 0 || reference == Py_None) return nbytes < 0 ? -1 : nbytes > 0;
     Owned original(PyObject_CallNoArgs(reference));
     if (!original) return -1;
     if (original.get() == Py_None) return 1;
-    is_dense = is_same(original.get(), s_layout, strided);
+    is_dense = is_strided(original.get());
     if (is_dense <= 0) return is_dense;
-    Owned memory(PyObject_CallMethodObjArgs(original.get(), s_untyped_storage, nullptr));
+    Owned memory(tensor_untyped_storage(original.get()));
     return memory ? memory.get() == storage.get() : -1;
 }
 
@@ -63,6 +60,12 @@ PyObject* read_otherwise(PyObject* reading, PyObject* packed) {
 
 // What the node that runs is given of a matrix: made of it by that function, if the node is a linear layer's.
 PyObject* read_matrix(PyObject* reading, PyObject* matrix, PyObject* node, PyObject* function) {
+    Owned asked(PyObject_GetAttr(reading, function));
+    const bool of_weight = asked.get() == claim_weight;
+    if (asked && (of_weight || asked.get() == claim_input)) {
+        const int large = is_large_layer(node, of_weight, of_weight ? integer(matrix, s_itemsize) : 0);
+        if (large <= 0) return large < 0 ? nullptr : Py_NewRef(matrix);
+    }
     Owned name(PyObject_GetAttr(type_of(node), s___name__));
     Owned names(PyObject_GetAttr(reading, s_of_nodes));
     const int is_asked = name && names ? PySequence_Contains(names.get(), name.get()) : -1;
@@ -72,7 +75,7 @@ PyObject* read_matrix(PyObject* reading, PyObject* matrix, PyObject* node, PyObj
 
 // How many dimensions a tensor has: -1 with an error set.
 long dimensions(PyObject* tensor) {
-    Owned dim(PyObject_CallMethodObjArgs(tensor, s_dim, nullptr));
+    Owned dim(tensor_dim(tensor));
     return dim ? PyLong_AsLong(dim.get()) : -1;
 }
 
@@ -83,24 +86,19 @@ PyObject* read_parameter(PyObject* reading, PyObject* packed) {
     NoTorchFunction unseen(tensor);
     if (!unseen) return nullptr;
     if (!is_plain(tensor)) return read_otherwise(reading, packed);
-    Owned now(PyObject_GetAttr(tensor, s__version));
-    int is_common = now ? PyObject_RichCompareBool(now.get(), version, Py_EQ) : -1;
-    if (is_common > 0) is_common = is_same(tensor, s_layout, strided);
-    if (is_common < 0) return nullptr;
-    Owned node(PyObject_CallNoArgs(running_node));
-    if (!node) return nullptr;
-    if (!is_common || node.get() == Py_None) return read_otherwise(reading, packed);
-    Owned storage(PyObject_CallMethodObjArgs(tensor, s_untyped_storage, nullptr));
-    Owned of_storage(storage ? PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr) : nullptr);
-    const int has_memory = of_storage ? PyObject_IsTrue(of_storage.get()) : -1;
-    if (has_memory < 0) return nullptr;
-    if (!has_memory) return read_otherwise(reading, packed);
+    int is_common = has_version(tensor, version);
+    if (is_common > 0) is_common = is_strided(tensor);
+    const long long in_memory = is_common > 0 ? storage_nbytes(tensor) : is_common;
+    if (in_memory < 0) return nullptr;
+    if (in_memory == 0) return read_otherwise(reading, packed);
     const long dim = dimensions(tensor);
     if (dim == -1) return nullptr;
     if (dim != 2) return Py_NewRef(tensor);
     const long long smallest = integer(reading, s_min_nbytes);
     if (PyErr_Occurred()) return nullptr;
     if (PyLong_AsLongLong(nbytes) < smallest) return Py_NewRef(tensor);
+    Owned node(PyObject_CallNoArgs(running_node));
+    if (!node || node.get() == Py_None) return node ? Py_NewRef(tensor) : nullptr;
     return read_matrix(reading, tensor, node.get(), s_of_weight);
 }
 
@@ -111,6 +109,10 @@ PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t number) {
     const int is_simple = is_true(reading, s_is_simple);
     if (is_simple < 0) return nullptr;
     if (is_simple != 0 && type_of(packed) == held_parameter) return read_parameter(reading, packed);
+    if (is_simple != 0 && is_a(packed, layout::saved)) {
+        PyObject* tensor = unpack_saved(packed);
+        return tensor != nullptr || PyErr_Occurred() ? tensor : read_otherwise(reading, packed);
+    }
     const bool is_held = PyTuple_CheckExact(packed) && PyTuple_Size(packed) == 3;
     if (is_simple == 0 || !is_held) return read_otherwise(reading, packed);
     PyObject* tensor = PyTuple_GetItem(packed, 0);
@@ -128,6 +130,7 @@ PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t number) {
 
 // Takes objects that the compiled functions need, by their names.
 PyObject* configure(PyObject*, PyObject*, PyObject* given) {
+    if (given == nullptr) Py_RETURN_NONE;
     const struct {
         PyObject** object;
         const char* name;
@@ -137,9 +140,10 @@ PyObject* configure(PyObject*, PyObject*, PyObject* given) {
 #undef BACKSTASH_OBJECT
     };
     for (const auto& each : objects) {
-        PyObject* found = given == nullptr ? nullptr : PyDict_GetItemString(given, each.name);
+        PyObject* found = PyDict_GetItemString(given, each.name);
         if (found != nullptr) *each.object = Py_NewRef(found);
     }
+    if (PyDict_GetItemString(given, "tensor_type") != nullptr && !find_descriptors()) return nullptr;
     Py_RETURN_NONE;
 }
 
@@ -170,6 +174,10 @@ PyMethodDef methods[] = {
     {"configure", as_method(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"enter_module", as_method(enter_module), METH_FASTCALL, nullptr},
     {"leave_module", leave_module, METH_O, nullptr},
+    {"agree", as_method(agree), METH_FASTCALL, nullptr},
+    {"dense", as_method(make_dense_tensor), METH_FASTCALL, nullptr},
+    {"fetch", fetch, METH_O, nullptr},
+    {"finalize", as_method(finalize), METH_FASTCALL, nullptr},
     {"elements", as_method(elements), METH_FASTCALL, nullptr},
     {"find", as_method(find), METH_FASTCALL, nullptr},
     {"fits_node", as_method(fits_node), METH_FASTCALL, nullptr},
@@ -195,12 +203,12 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_held", nullptr, -1, methods, null
 
 // See held.hold.
 PyObject* hold_in(PyObject* x) {
-    Owned version(PyObject_GetAttr(x, s__version));
+    Owned version(tensor__version(x));
     const int followed = version ? is_true(x, s_requires_grad) : -1;
     const int leaf = followed == 1 ? is_true(x, s_is_leaf) : followed;
     if (leaf < 0) return nullptr;
     if (leaf == 1) return untracked(PyTuple_Pack(3, x, version.get(), Py_None));
-    Owned detached(PyObject_CallMethodObjArgs(x, s_detach, nullptr));
+    Owned detached(tensor_detach(x));
     if (!detached) return nullptr;
     Owned reference(weak_reference(x));
     return reference ? untracked(PyTuple_Pack(3, detached.get(), version.get(), reference.get())) : nullptr;

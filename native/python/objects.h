@@ -14,27 +14,32 @@ namespace backstash {
     X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node) \
     X(functorch_level) X(is_jit_tracing) X(count_dispatch_modes) X(has_tracing_mode) X(has_replacing_mode) \
     X(is_grad_enabled) X(read_reference) X(hold_traced) X(held_parameter) X(slot_type) \
-    X(storage_use_count) X(getrefcount) X(any_autocast) X(need_shape) X(need_value) X(no_errors) \
-    X(op_of_node) X(scalar_of) X(node_attributes) X(make_node_attributes) X(forward_type) X(settings_now) \
-    X(session_type) X(statistics_of)
+    X(storage_use_count) X(getrefcount) X(any_autocast) X(need_shape) X(need_value) X(no_errors) X(op_of_node) \
+    X(scalar_of) X(node_attributes) X(make_node_attributes) X(forward_type) X(settings_now) X(session_type) \
+    X(statistics_of) X(storage_type) X(settings_readers) X(most_elements) X(repeating_module) X(overwriting) \
+    X(input_marker) X(fused_module) X(activations) X(memory_of) X(fetch_function) X(fetch_reference) X(check_sample) \
+    X(make_shared) X(make_dense) X(decode_reference) X(claim_saved) X(has_direct) X(claiming) X(accumulating) \
+    X(input_sizes) X(claim_input) X(claim_weight)
 
 // Names of attributes, made once.
 #define BACKSTASH_NAMES(X) \
-    X(__enter__) X(__exit__) X(__name__) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) \
-    X(_cdata) X(_contents) X(_cycles) X(_forward) X(_found) X(_is_fresh) X(_is_watched) X(_is_zerotensor) X(_leaning) \
-    X(_live) X(_lock) X(_losses) X(_modules) X(_names) X(_nbytes) X(_pack_large) X(_parameters) X(_pending) \
-    X(_places) X(_recognised) X(_rows) X(_saved) X(_sequence_nr) X(_shapes) X(_state) X(_take) X(_take_of_node) \
-    X(_take_of_unknown) X(_values) X(_version) X(accounts) X(acquire) X(after_function) X(args) X(asked) \
-    X(before) X(before_side_effect) X(chosen) X(clock) X(clone) X(counted) X(counts) X(data) \
-    X(data_ptr) X(dense) X(depth) X(detach) X(device) X(dim) X(dtype) X(due) X(enter_module) X(fqn) X(frames) X(grad_fn) X(guard) \
-    X(in_place) X(include) X(inplace) X(is_conj) X(is_floating_point) X(is_idle) X(is_inference) X(is_leaf) \
-    X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(is_used) X(itemsize) \
-    X(kind) X(kwargs) X(label) X(layout) X(learned) X(leave_module) X(look_at_due) X(made) X(mask) X(members) X(min_nbytes) \
-    X(modified) X(named) X(nbytes) X(need) X(next_functions) X(nodes) X(noting) X(numel) X(of) X(of_matrix) \
-    X(of_nodes) X(of_weight) X(offset) X(original) X(otherwise) X(out) X(parameters) X(peak_nbytes) X(place) \
-    X(recognised) X(recomputes) X(release) X(remakes_anything) X(requires_grad) X(result) X(roles) X(saved) X(shape) \
-    X(share) X(small) X(spec) X(specs) X(step) X(storage) X(storage_offset) X(stride) X(tensor) X(type) X(unnamed) \
-    X(untyped_storage) X(value) X(version)
+    X(CHEAP_CLAIM) X(FASTER) X(FORMS) X(LARGE) X(NEVER_WHOLE) X(ROOM) X(WIDEST) X(__del__) X(__enter__) X(__exit__) \
+    X(__name__) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) X(_cdata) X(_contents) \
+    X(_cycles) X(_forward) X(_found) X(_free_buffers) X(_is_fresh) X(_is_watched) X(_is_zerotensor) X(_leaning) \
+    X(_live) X(_modules) X(_moved) X(_names) X(_nbytes) X(_pack_large) X(_parameters) X(_pending) \
+    X(_places) X(_recognised) X(_rows) X(_run) X(_saved) X(_saved_mat2_sym_sizes) X(_sequence_nr) X(_shapes) \
+    X(_state) X(_take) X(_take_of_node) X(_take_of_unknown) X(_values) X(_version) X(accounts) X(acquire) X(affine) \
+    X(after_function) X(append) X(args) X(as_strided) X(asked) X(awaits_large_weight) X(before) X(before_side_effect) \
+    X(chosen) X(clock) X(clone) X(counted) X(counts) X(data) X(data_ptr) X(dense) X(depth) X(detach) X(device) X(dim) \
+    X(dtype) X(due) X(enter_module) X(filled) X(forget) X(fqn) X(frames) X(get) X(grad_fn) X(guard) X(in_place) \
+    X(include) X(inplace) X(is_conj) X(is_cpu) X(is_floating_point) X(is_idle) X(is_inference) X(is_leaf) X(is_meta) \
+    X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(is_used) X(itemsize) X(kind) \
+    X(kwargs) X(label) X(layout) X(learned) X(leave_module) X(let_go) X(look_at_due) X(made) X(mask) X(members) \
+    X(min_nbytes) X(modified) X(named) X(nbytes) X(need) X(next_functions) X(nodes) X(noting) X(numel) X(of) \
+    X(of_matrix) X(of_nodes) X(of_weight) X(offset) X(op) X(original) X(otherwise) X(out) X(parameters) \
+    X(peak_nbytes) X(place) X(popleft) X(recognised) X(recomputes) X(release) X(remakes_anything) X(repeat) \
+    X(requires_grad) X(result) X(roles) X(run) X(saved) X(shape) X(share) X(shrink) X(small) X(spec) X(specs) X(step) \
+    X(storage) X(storage_offset) X(stride) X(tensor) X(type) X(unnamed) X(untyped_storage) X(value) X(version)
 
 #define BACKSTASH_DECLARE_OBJECT(name) inline PyObject* name = nullptr;
 #define BACKSTASH_DECLARE_NAME(name) inline PyObject* s_##name = nullptr;
@@ -87,8 +92,8 @@ inline bool is_plain(PyObject* x) { return type_of(x) == tensor_type || type_of(
 // Inside, no torch function mode and no subclass sees what is asked of a tensor. An error that is set stays set.
 class NoTorchFunction {
 public:
-    explicit NoTorchFunction(PyObject* x) {
-        if (is_plain(x)) {
+    explicit NoTorchFunction(PyObject* x = nullptr) {  // null for tensors that are all plain
+        if (x == nullptr || is_plain(x)) {
             Owned modes(PyObject_CallNoArgs(count_modes));
             if (!modes) return;
             is_set_ = PyLong_AsLong(modes.get()) == 0;
@@ -111,26 +116,6 @@ public:
 private:
     Owned context_{nullptr};
     bool entered_ = false, is_set_ = false;
-};
-
-// A lock of Python that is held until the end of the block.
-class Locked {
-public:
-    explicit Locked(PyObject* owner) : lock_(PyObject_GetAttr(owner, s__lock)) {
-        if (lock_) is_held_ = static_cast<bool>(Owned(PyObject_CallMethodObjArgs(lock_.get(), s_acquire, nullptr)));
-    }
-    ~Locked() {
-        if (!is_held_) return;
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
-        Owned(PyObject_CallMethodObjArgs(lock_.get(), s_release, nullptr));
-        PyErr_Restore(type, error, trace);
-    }
-    explicit operator bool() const { return is_held_; }
-
-private:
-    Owned lock_;
-    bool is_held_ = false;
 };
 
 // Whether an attribute is True: 1 or 0, or -1 with an error set.
@@ -210,6 +195,7 @@ PyObject* is_odd_tensor(PyObject*, PyObject* x);
 PyObject* looks_like_spec(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number);
 int looks_like(PyObject* x, PyObject* spec);  // whether a tensor has that TensorSpec: 1 or 0, or -1 with an error set
+int has_elements(PyObject* x, PyObject* sample);
 int is_odd(PyObject* x);                      // see saved.is_odd: 1 or 0, or -1 with an error set
 
 // saved.cpp

@@ -17,11 +17,11 @@ bool fits(PyObject* arg, PyObject* known, PyObject* storage, bool aliases, PyObj
 
 bool fits_slot(PyObject* arg, PyObject* slot, PyObject* storage, bool aliases, PyObject* found) {
     if (at(slot, layout::slot.kind) != type_of(arg)) return false;
-    if (is_same(arg, s_layout, strided) != 1) return false;
-    Owned memory(PyObject_CallMethodObjArgs(arg, s_untyped_storage, nullptr));
+    if (is_strided(arg) != 1) return false;
+    Owned memory(tensor_untyped_storage(arg));
     if (!memory || (memory.get() == storage) != aliases) return false;
     if (looks_like(arg, at(slot, layout::slot.spec)) != 1 || is_odd(arg) != 0) return false;
-    Owned offset(PyObject_CallMethodObjArgs(arg, s_storage_offset, nullptr));
+    Owned offset(tensor_storage_offset(arg));
     if (!offset || PyObject_RichCompareBool(offset.get(), at(slot, layout::slot.offset), Py_EQ) != 1) return false;
     return PyList_Append(found, arg) == 0;
 }
@@ -67,7 +67,7 @@ bool fits_named(PyObject* given, PyObject* known, PyObject* storage, PyObject* f
 bool fits_result(PyObject* pattern, PyObject* result, PyObject* storage) {
     PyObject* spec = at(pattern, layout::pattern.result);
     if (looks_like(result, spec) != 1) return false;
-    Owned offset(PyObject_CallMethodObjArgs(result, s_storage_offset, nullptr));
+    Owned offset(tensor_storage_offset(result));
     Owned all(offset ? PyObject_CallMethodObjArgs(storage, s_nbytes, nullptr) : nullptr);
     if (!all || PyLong_AsLongLong(offset.get()) != 0) return false;
     return PyObject_RichCompareBool(at(spec, layout::spec.nbytes), all.get(), Py_EQ) == 1;
@@ -85,6 +85,12 @@ bool fits_call(PyObject* pattern, PyObject* args, PyObject* kwargs, PyObject* st
     return fits_named(kwargs, named, storage, found);
 }
 
+// How many of the elements from the first one on, that far apart, there are: at most so many.
+long long fitting_elements(long long begin, long long step, long long there, long long most) {
+    const long long fitting = begin < there && step > 0 ? (there - begin + step - 1) / step : 0;
+    return fitting < most ? fitting : most;
+}
+
 }  // namespace
 
 int looks_like(PyObject* x, PyObject* spec) {
@@ -93,15 +99,16 @@ int looks_like(PyObject* x, PyObject* spec) {
         return -1;
     }
     const auto& known = layout::spec;
-    const int same_type = is_same(x, s_dtype, at(spec, known.dtype));
-    if (same_type <= 0) return same_type;
-    Owned own(PyObject_GetAttr(x, s_shape));
+    Owned own(tensor_dtype(x));
+    if (!own) return -1;
+    if (own.get() != at(spec, known.dtype)) return 0;
+    own.reset(tensor_shape(x));
     int same = own ? PyObject_RichCompareBool(own.get(), at(spec, known.shape), Py_EQ) : -1;
     if (same <= 0) return same;
-    own.reset(PyObject_CallMethodObjArgs(x, s_stride, nullptr));
+    own.reset(tensor_stride(x));
     same = own ? PyObject_RichCompareBool(own.get(), at(spec, known.stride), Py_EQ) : -1;
     if (same <= 0) return same;
-    own.reset(PyObject_GetAttr(x, s_device));
+    own.reset(tensor_device(x));
     return own ? PyObject_RichCompareBool(own.get(), at(spec, known.device), Py_EQ) : -1;
 }
 
@@ -123,7 +130,10 @@ PyObject* is_odd_tensor(PyObject*, PyObject* x) {
 }
 
 PyObject* looks_like_spec(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (!takes(number, 2, "looks_like takes a tensor and a TensorSpec")) return nullptr;
+    if (number != 2 || !is_a(args[1], layout::spec)) {
+        PyErr_SetString(PyExc_TypeError, "looks_like takes a tensor and a TensorSpec");
+        return nullptr;
+    }
     const int same = looks_like(args[0], args[1]);
     return same < 0 ? nullptr : PyBool_FromLong(same);
 }
@@ -175,10 +185,10 @@ PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number) {
             while (PyDict_Next(tensors.get(), &at, &key, &x)) {
                 if (x == Py_None) continue;
                 if (!is_plain(x)) Py_RETURN_NONE;
-                const int dense = is_same(x, s_layout, strided);
+                const int dense = is_strided(x);
                 if (dense < 0) return nullptr;
                 if (!dense) continue;
-                Owned storage(PyObject_CallMethodObjArgs(x, s_untyped_storage, nullptr));
+                Owned storage(tensor_untyped_storage(x));
                 Owned cdata(storage ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
                 if (!cdata) return nullptr;
                 PyObject* known = PyDict_GetItemWithError(args[1], cdata.get());
@@ -198,6 +208,28 @@ PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number) {
     return found.release();
 }
 
+// Whether a plain tensor has the elements of a Sample: 1, or 0 where it may have others, or -1 with an error set.
+int has_elements(PyObject* x, PyObject* sample) {
+    PyObject* bits = at(sample, layout::sample.bits);
+    if (!PyBytes_CheckExact(bits) || !is_none_at(sample, layout::sample.checksum)) return 0;
+    Owned is_here(tensor_is_cpu(x));
+    if (!is_here || is_here.get() != Py_True) return is_here ? 0 : -1;
+    Owned address(tensor_data_ptr(x)), numel(tensor_numel(x)), itemsize(tensor_itemsize(x));
+    const long long size = address && numel && itemsize ? PyLong_AsLongLong(itemsize.get()) : -1;
+    if (size < 0) return -1;
+    const long long begin = number_at(sample, layout::sample.begin), step = number_at(sample, layout::sample.step);
+    const long long there = PyLong_AsLongLong(numel.get()), most = PyLong_AsLongLong(most_elements);
+    const char* from = static_cast<const char*>(PyLong_AsVoidPtr(address.get()));
+    if (PyErr_Occurred()) return -1;
+    const long long many = fitting_elements(begin, step, there, most);
+    if (size * many != PyBytes_Size(bits)) return 0;
+    const char* known = PyBytes_AsString(bits);
+    for (long long index = 0; index < many; ++index)
+        if (std::memcmp(known + index * size, from + (begin + index * step) * size, static_cast<std::size_t>(size)) != 0)
+            return 0;
+    return 1;
+}
+
 // The bytes of elements of a plain tensor on CPU that is dense in memory: see sample.Sample. It takes the tensor,
 // the first element, how far they are apart, and how many there are at most.
 PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
@@ -214,8 +246,7 @@ PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
     const long long most = PyLong_AsLongLong(args[3]), there = PyLong_AsLongLong(numel.get());
     const char* from = static_cast<const char*>(PyLong_AsVoidPtr(address.get()));
     if (PyErr_Occurred()) return nullptr;
-    const long long fitting = begin < there && step > 0 ? (there - begin + step - 1) / step : 0;
-    const long long many = fitting < most ? fitting : most;
+    const long long many = fitting_elements(begin, step, there, most);
     Owned bytes(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size * many)));
     if (!bytes) return nullptr;
     char* to = PyBytes_AsString(bytes.get());

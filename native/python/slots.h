@@ -2,13 +2,15 @@
 // takes 30 ns, and a saved tensor has a hundred of them looked at. Python says where they lie: see stash/compiled.py.
 #pragma once
 
-#include "objects.h"
+#include "tensors.h"
 
 namespace backstash {
 
 #define BACKSTASH_SLOTS_OF_ACCOUNT(X) \
     X(codec) X(decode_seconds) X(decodes) X(encode_seconds) X(facts) X(is_of_region) X(reason) X(remake_seconds) \
     X(saved_nbytes) X(shared_by) X(stall_seconds) X(stash_nbytes) X(store)
+#define BACKSTASH_SLOTS_OF_BUFFER(X) X(cdata) X(memory) X(owner) X(storage) X(version) X(whole)
+#define BACKSTASH_SLOTS_OF_BUFFERS(X) X(_buffers) X(_keeps) X(_lent)
 #define BACKSTASH_SLOTS_OF_CALL(X) \
     X(name) X(function) X(args) X(kwargs) X(inputs) X(spec) X(in_place) X(settings) X(autocast) X(random_state) \
     X(statistics) X(output) X(group) X(saved) X(needs_grad) X(is_cheap) X(is_proven) X(place) X(pattern)
@@ -18,6 +20,9 @@ namespace backstash {
 #define BACKSTASH_SLOTS_OF_HELD(X) X(tensor) X(version) X(is_reference)
 #define BACKSTASH_SLOTS_OF_KNOWN_NODE(X) X(asked) X(places) X(roles) X(specs)
 #define BACKSTASH_SLOTS_OF_LEAF(X) X(value) X(spec) X(offset)
+#define BACKSTASH_SLOTS_OF_LIVE(X) \
+    X(_losses) X(_nbytes) X(_remade_nbytes) X(_saved) X(buffers) X(comparisons) X(distrusted) X(lock) X(monitor) \
+    X(needed_nbytes) X(overwrites) X(peak_nbytes) X(prefetcher) X(stashed_nbytes) X(unpacked) X(watcher)
 #define BACKSTASH_SLOTS_OF_PATTERN(X) X(args) X(call) X(chosen) X(in_place) X(kwargs) X(places) X(result) X(slots)
 #define BACKSTASH_SLOTS_OF_PLACE(X) \
     X(action) X(answer) X(claimable) X(declined) X(delay) X(facts) X(gone) X(held) X(is_dense) X(made_seconds) \
@@ -39,6 +44,8 @@ namespace backstash {
 // The name of a class here, its name in Python, and its slots.
 #define BACKSTASH_CLASSES(X) \
     X(account, Account, BACKSTASH_SLOTS_OF_ACCOUNT) \
+    X(buffer, _Buffer, BACKSTASH_SLOTS_OF_BUFFER) \
+    X(buffers, Buffers, BACKSTASH_SLOTS_OF_BUFFERS) \
     X(call, Call, BACKSTASH_SLOTS_OF_CALL) \
     X(call_place, CallPlace, BACKSTASH_SLOTS_OF_CALL_PLACE) \
     X(content, Content, BACKSTASH_SLOTS_OF_CONTENT) \
@@ -46,6 +53,7 @@ namespace backstash {
     X(held, Held, BACKSTASH_SLOTS_OF_HELD) \
     X(known_node, KnownNode, BACKSTASH_SLOTS_OF_KNOWN_NODE) \
     X(leaf, Leaf, BACKSTASH_SLOTS_OF_LEAF) \
+    X(live, Live, BACKSTASH_SLOTS_OF_LIVE) \
     X(pattern, Pattern, BACKSTASH_SLOTS_OF_PATTERN) \
     X(place, Place, BACKSTASH_SLOTS_OF_PLACE) \
     X(recipe, Recipe, BACKSTASH_SLOTS_OF_RECIPE) \
@@ -109,6 +117,47 @@ inline PyObject* make(PyObject* type) {
 // What a weak reference refers to, None where that is gone: a new reference.
 inline PyObject* referent(PyObject* reference) { return PyObject_CallNoArgs(reference); }
 
+// Holds the lock of a Live. An error that is set stays set.
+class Locked {
+public:
+    explicit Locked(PyObject* live) : lock_(Py_NewRef(at(live, layout::live.lock))) {
+        const Owned acquired(PyObject_CallMethodObjArgs(lock_.get(), s_acquire, nullptr));
+        is_held_ = static_cast<bool>(acquired);
+    }
+    ~Locked() {
+        if (!is_held_) return;
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        Owned(PyObject_CallMethodObjArgs(lock_.get(), s_release, nullptr));
+        PyErr_Restore(type, error, trace);
+    }
+    explicit operator bool() const { return is_held_; }
+
+private:
+    Owned lock_;
+    bool is_held_ = false;
+};
+
 PyObject* lay_out(PyObject*, PyObject* const* args, Py_ssize_t number);  // layout.cpp
+
+// backward.cpp
+PyObject* decode(PyObject* saved, PyObject* spec, PyObject* value, bool in_backward);  // under the lock
+PyObject* fetch_leaf(PyObject* leaf, PyObject* known);  // see decode.fetch; the settings that are known to be those now
+int has_room(PyObject* live, long long nbytes);
+int is_unchanged(PyObject* saved);
+int may_hold(PyObject* live, PyObject* whole);
+PyObject* make_dense_tensor(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* fetch(PyObject*, PyObject* leaf);
+
+// remake.cpp
+PyObject* agree(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* as_strided(PyObject* x, PyObject* spec, PyObject* offset);
+int has_layout(PyObject* x, PyObject* spec);  // whether it has a spec's sizes and strides: 1 or 0, or -1 with an error
+PyObject* run_recipe(PyObject* recipe, PyObject* value, PyObject* known);  // the value whose memory it may take, or null
+
+// unpack.cpp
+PyObject* finalize(PyObject*, PyObject* const* args, Py_ssize_t number);
+int is_large_layer(PyObject* node, bool of_weight, long long itemsize);
+PyObject* unpack_saved(PyObject* saved);
 
 }  // namespace backstash

@@ -35,26 +35,21 @@ int is_empty(PyObject* object, PyObject* name) {
 }
 
 // Whether a step may begin with a tensor that is saved: 1 or 0, or -1 with an error set.
-int may_begin_step(PyObject* forward) {
+int may_begin_step(PyObject* forward, PyObject* live) {
     Owned step(PyObject_GetAttr(forward, s_step));
     const int fresh = step ? is_empty(step.get(), s_accounts) : -1;
     if (fresh != 0) return fresh;
-    Owned live(PyObject_GetAttr(forward, s__live));
-    Owned number(live ? PyObject_GetAttr(live.get(), s__saved) : nullptr);
-    if (!number) return -1;
-    const int settled = is_empty(live.get(), s__losses);
-    if (settled < 0) return -1;
-    if (!settled) number.reset(PyObject_GetAttr(live.get(), s_saved));
+    if (PyObject_Size(at(live, layout::live._losses)) == 0) return number_at(live, layout::live._saved) == 0;
+    Owned number(PyObject_GetAttr(live, s_saved));
     return number ? PyLong_AsLongLong(number.get()) == 0 : -1;
 }
 
 // See value.Saved.__init__.
 PyObject* make_saved(PyObject* x, PyObject* live) {
-    static PyObject* one = PyLong_FromLong(1);
-    Owned dense(PyObject_CallMethodObjArgs(x, s_detach, nullptr));
+    Owned dense(tensor_detach(x));
     Owned original(dense ? weak_reference(x) : nullptr);
-    Owned version(original ? PyObject_GetAttr(x, s__version) : nullptr);
-    if (!version || !add_to_attribute(live, s__saved, one)) return nullptr;
+    Owned version(original ? tensor__version(x) : nullptr);
+    if (!version || !set_number(live, layout::live._saved, number_at(live, layout::live._saved) + 1)) return nullptr;
     PyObject* made = make(layout::saved.type);
     if (made == nullptr) return nullptr;
     const auto& at_ = layout::saved;
@@ -118,12 +113,13 @@ PyObject* make_value(PyObject* storage, PyObject* cdata, PyObject* account, PyOb
 }
 
 // See Live.add, of a number that is not negative.
-bool add_bytes(PyObject* live, PyObject* nbytes) {
-    if (!add_to_attribute(live, s__nbytes, nbytes)) return false;
-    Owned held(PyObject_GetAttr(live, s_nbytes));
-    Owned most(held ? PyObject_GetAttr(live, s_peak_nbytes) : nullptr);
-    const int more = most ? PyObject_RichCompareBool(held.get(), most.get(), Py_GT) : -1;
-    return more == 0 || (more > 0 && PyObject_SetAttr(live, s_peak_nbytes, held.get()) == 0);
+bool add_bytes(PyObject* live, long long nbytes) {
+    const auto& at_ = layout::live;
+    if (!set_number(live, at_._nbytes, number_at(live, at_._nbytes) + nbytes)) return false;
+    Owned held(PyObject_GetAttr(live, s_nbytes));  // without what has died since
+    if (!held) return false;
+    if (PyLong_AsLongLong(held.get()) > number_at(live, at_.peak_nbytes)) set(live, at_.peak_nbytes, held.get());
+    return true;
 }
 
 // See Pending.add.
@@ -152,14 +148,14 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
     if (!mask) return false;
     Owned shapes(PyObject_GetAttr(forward, s__shapes));
     Owned dense(Py_NewRef(at(saved, at_.dense)));
-    Owned storage(shapes ? PyObject_CallMethodObjArgs(dense.get(), s_untyped_storage, nullptr) : nullptr);
+    Owned storage(shapes ? tensor_untyped_storage(dense.get()) : nullptr);
     Owned cdata(storage ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
     if (!cdata) return false;
     const int is_shape = PyDict_Contains(shapes.get(), cdata.get());
     if (is_shape < 0) return false;
     if (is_shape || need.get() == need_shape)
         return static_cast<bool>(Owned(PyObject_CallMethodObjArgs(forward, s__take, saved, place, Py_True, nullptr)));
-    Owned offset(PyObject_CallMethodObjArgs(dense.get(), s_storage_offset, nullptr));
+    Owned offset(tensor_storage_offset(dense.get()));
     if (!offset) return false;
     set(saved, at_.place, place);
     set(saved, at_.tensor, facts);
@@ -182,7 +178,7 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
         Owned accounts(step ? PyObject_GetAttr(step.get(), s_accounts) : nullptr);
         if (!accounts || PyList_Append(accounts.get(), account.get()) != 0) return false;
         PyObject* live = at(saved, at_.live);
-        if (!add_bytes(live, nbytes.get())) return false;
+        if (!add_bytes(live, PyLong_AsLongLong(nbytes.get()))) return false;
         value.reset(make_value(storage.get(), cdata.get(), account.get(), live, place));
         if (!value || !queue(pending, values, value.get(), place)) return false;
     }
@@ -353,12 +349,13 @@ PyObject* pack_large(PyObject* forward, PyObject* x, PyObject* base) {
         const int pinned = followed == 1 ? is_true(tensor, s_is_leaf) : followed;
         if (pinned != 0) return pinned < 0 ? nullptr : Py_NewRef(Py_None);
     }
-    const Locked locked(forward);
-    const int begins = locked ? may_begin_step(forward) : -1;
+    Owned live(PyObject_GetAttr(forward, s__live));
+    if (!live) return nullptr;
+    const Locked locked(live.get());
+    const int begins = locked ? may_begin_step(forward, live.get()) : -1;
     if (begins < 0) return nullptr;
     if (begins && !Owned(PyObject_CallMethodObjArgs(forward, s__before_save, nullptr))) return nullptr;
-    Owned live(PyObject_GetAttr(forward, s__live));
-    Owned saved(live ? make_saved(x, live.get()) : nullptr);
+    Owned saved(make_saved(x, live.get()));
     Owned unnamed(saved ? PyObject_GetAttr(forward, s_unnamed) : nullptr);
     return unnamed && PyList_Append(unnamed.get(), saved.get()) == 0 ? saved.release() : nullptr;
 }
@@ -367,8 +364,10 @@ PyObject* pack_large(PyObject* forward, PyObject* x, PyObject* base) {
 int name_saved(PyObject* forward, PyObject* result) {
     if (type_of(forward) != forward_type || layout::saved.type == nullptr) return 0;
     const NoTorchFunction unseen(type_of(result) == tensor_type ? result : Py_None);
-    const Locked locked(forward);
-    if (!unseen || !locked) return -1;
+    Owned live(unseen ? PyObject_GetAttr(forward, s__live) : nullptr);
+    if (!live) return -1;
+    const Locked locked(live.get());
+    if (!locked) return -1;
     Owned unnamed(PyObject_GetAttr(forward, s_unnamed));
     const int common = unnamed ? are_common(forward, unnamed.get()) : -1;
     if (common <= 0) return common;

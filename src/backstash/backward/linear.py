@@ -46,7 +46,7 @@ class _Layer:
 
 _running = threading.local()  # .layer
 
-_INPUT_SIZES = {"AddmmBackward0": "_saved_mat1_sym_sizes", "MmBackward0": "_saved_self_sym_sizes"}
+INPUT_SIZES = {"AddmmBackward0": "_saved_mat1_sym_sizes", "MmBackward0": "_saved_self_sym_sizes"}
 """A linear layer's nodes, and the name under which they have saved the sizes of the input."""
 
 
@@ -89,7 +89,7 @@ def claim_weight(weight: Tensor) -> Tensor:
     if type(weight) not in PLAIN or weight.dim() != 2 or weight.is_complex() or torch.is_grad_enabled():
         return weight
     node = running_node()
-    sizes = _INPUT_SIZES.get(type(node).__name__)
+    sizes = INPUT_SIZES.get(type(node).__name__)
     if sizes is None or math.prod(getattr(node, sizes)) * weight.element_size() < table.LARGE:
         return weight
     claim = claims.claim(_Weight(weight), TensorSpec.of(weight), node._sequence_nr())

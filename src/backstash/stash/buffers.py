@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backstash.ops.backends import advise_huge
 from backstash.saved import TensorSpec
+from backstash.stash.compiled import laid_out
 from backstash.torch_internals import storage_use_count
 
 SMALLEST = 1 << 18
@@ -40,6 +41,7 @@ def _bytes_in_huge_pages(nbytes: int) -> Tensor:
     return memory
 
 
+@laid_out
 class _Buffer:
     __slots__ = ("cdata", "memory", "owner", "storage", "version", "whole")
 
@@ -64,6 +66,7 @@ class _Buffer:
         )
 
 
+@laid_out
 class Buffers:
     """A small pool of decode buffers on CPU; elsewhere torch's own allocator is one already.
 
@@ -71,6 +74,8 @@ class Buffers:
     one is made, so the pool never adds more than the largest buffer to the peak. A Session clears it when the last
     tensor that autograd saved under it is gone: nothing is held from step to step.
     """
+
+    __slots__ = ("__weakref__", "_buffers", "_keeps", "_lent")
 
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []

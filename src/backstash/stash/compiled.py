@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from backstash import saved, torch_internals
+from backstash import numerics, saved, torch_internals
 from backstash.ops import backends
 from backstash.saved import TensorSpec
 from backstash.torch_internals import (
+    any_autocast,
     count_dispatch_modes,
     count_function_modes,
     functorch_level,
@@ -45,6 +46,7 @@ def _functions() -> Any:
         _held.configure(
             tensor_type=Tensor,
             parameter_type=torch.nn.Parameter,
+            storage_type=torch.UntypedStorage,
             strided=torch.strided,
             no_function=no_torch_function,
             count_modes=count_function_modes,
@@ -57,6 +59,8 @@ def _functions() -> Any:
             is_grad_enabled=torch.is_grad_enabled,
             storage_use_count=storage_use_count,
             getrefcount=sys.getrefcount,
+            any_autocast=any_autocast,
+            settings_readers=numerics.READERS,
         )
     except (ImportError, ValueError, TypeError):
         return None  # not compiled, a Python without the limited API, a bad choice, or a library of an older version
@@ -65,6 +69,9 @@ def _functions() -> Any:
 
 functions: Any = _functions()
 """The compiled functions; None where the references do everything."""
+
+if functions is not None:
+    numerics.agree_by(functions.agree)
 
 
 _Kind = TypeVar("_Kind", bound=type)

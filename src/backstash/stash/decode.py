@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from backstash.errors import SavedTensorModifiedError
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash import fused
 from backstash.stash.buffers import new_memory
-from backstash.stash.calls import Leaf
+from backstash.stash.calls import Leaf, Memory
 from backstash.stash.comparing import check_sample
+from backstash.stash.compiled import functions
 from backstash.stash.value import Form, Saved, Value, version_of
 from backstash.torch_internals import in_backward
 
@@ -94,7 +97,7 @@ def _decode(saved: Saved, spec: TensorSpec, value: Value, borrows: bool) -> Tens
     if exact is not None:
         exact = exact.as_strided(spec.shape, spec.stride, saved.offset)
         return exact if saved.builtin else exact.clone()  # others may write into it
-    whole = dense(value, borrows=borrows)
+    whole = dense(value, False, borrows)
     saved.has_read()
     value.let_go()
     if not saved.builtin:  # may write into it
@@ -123,7 +126,7 @@ def _exact(value: Value) -> Tensor | None:
     return value.exact if monitor is not None and monitor.is_exact else None
 
 
-def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
+def dense_reference(value: Value, ahead: bool, borrows: bool) -> Tensor:
     """Returns the whole of a value that is not held dense, by decoding or remaking it.
 
     What was stored as it is need not be copied for a reader that ``borrows`` it: one that does not write into it.
@@ -133,14 +136,19 @@ def dense(value: Value, ahead: bool = False, borrows: bool = False) -> Tensor:
         for them as long as there is room in what backward has freed already; else it is made once more then. So a chain
         of recomputed values never takes more than storing would.
     """
-    form, buffers = value.form, value.buffers
+    buffers = value.buffers
     assert buffers is not None
     if value.shares:
         return shared(value)
-    owner: Any = form if form is not None else value
+    owner: Any = value if value.form is None else value.form
     whole = value.remade if value.remade is not None else buffers.holding(owner)
-    if whole is not None:
-        return whole
+    return _made(value, owner, ahead, borrows) if whole is None else whole
+
+
+def _made(value: Value, owner: Any, ahead: bool, borrows: bool) -> Tensor:
+    """The whole of a value, of which nothing is there that was decoded or remade before; see :func:`dense`."""
+    form, buffers = value.form, value.buffers
+    assert buffers is not None
     value.begin_round()
     started = time.perf_counter()
     if value.recipe is not None:
@@ -241,12 +249,8 @@ def remake(value: Value, fresh: bool = False) -> Tensor:
     """
     recipe, form = value.recipe, value.form
     assert recipe is not None
-    spec = recipe.call.spec
     encoded = None if form is None else planes(value, form)
-
-    def memory() -> Tensor:
-        return new_memory(spec) if fresh else _take(value, spec, spec.dtype)
-
+    memory = partial(new_memory, recipe.call.spec) if fresh else memory_of(value)
     whole = fused.made(recipe, fetch, memory, encoded)
     if recipe.first_use is not None:
         way = "plain" if value.sample is None or value.sample.differs(whole) else "fused"
@@ -258,6 +262,13 @@ def remake(value: Value, fresh: bool = False) -> Tensor:
             whole = fused.made(recipe, fetch, None, encoded)
     check_sample(value, whole)
     return whole
+
+
+def memory_of(value: Value) -> Memory:
+    """What makes memory in the pool of decode buffers for what a value's recipe makes."""
+    assert value.recipe is not None
+    spec = value.recipe.call.spec
+    return partial(_take, value, spec, spec.dtype)
 
 
 def _take(value: Value, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
@@ -322,7 +333,7 @@ def planes(value: Value, form: Form) -> Encoded:
     return encoded
 
 
-def fetch(leaf: Leaf) -> Tensor:
+def fetch_reference(leaf: Leaf) -> Tensor:
     """What a recipe begins from."""
     value: Value = leaf.value
     if value.is_dense:
@@ -334,10 +345,29 @@ def fetch(leaf: Leaf) -> Tensor:
         check_version(guard)
         whole = guard.dense
     else:
-        whole = dense(value, ahead=True, borrows=True)
+        whole = dense(value, True, True)
     if whole.shape == leaf.spec.shape and whole.stride() == leaf.spec.stride and whole.storage_offset() == leaf.offset:
         return whole.detach()  # and not the pool's own tensor, which does not tell it that the memory is in use
     return whole.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)
+
+
+dense: Callable[[Value, bool, bool], Tensor] = dense_reference if functions is None else functions.dense
+"""As :func:`dense_reference`, compiled where there is a compiled one."""
+
+fetch: Callable[[Leaf], Tensor] = fetch_reference if functions is None else functions.fetch
+"""As :func:`fetch_reference`, compiled where there is a compiled one."""
+
+if functions is not None:
+    functions.configure(
+        make_shared=shared,
+        make_dense=_made,
+        decode_reference=decode,
+        fetch_reference=fetch_reference,
+        fetch_function=fetch,
+        check_sample=check_sample,
+        memory_of=memory_of,
+        has_direct=has_direct,
+    )
 
 
 def _same_layout(spec: TensorSpec, other: TensorSpec) -> bool:

@@ -77,7 +77,7 @@ def has_form(recipe: Recipe) -> bool:
 def _parts(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tuple[Recipe, View] | None] | None:
     """The activation, batch norm, its input and what is added; None where the recipe has another form."""
     name = recipe.call.name
-    if name not in _NUMBERS and name not in ("add", "batch_norm"):
+    if name not in NUMBERS and name not in ("add", "batch_norm"):
         return None
     activation = _activation(recipe.call)
     inner = recipe if activation is None else _only_input(recipe)
@@ -97,7 +97,7 @@ def _parts(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tup
 
 def _activation(call: Call) -> _Activation | None:
     """Returns the activation that a call computes of its only tensor; None where the kernel knows no such function."""
-    numbers = _NUMBERS.get(call.name)
+    numbers = NUMBERS.get(call.name)
     if numbers is None:
         return None
     given = call.args[1:] if call.args and call.args[0] is INPUT else call.args
@@ -122,7 +122,7 @@ def _leaky_relu(negative_slope: Any = 0.01, inplace: bool = False) -> tuple[Acti
     return Activation.LEAKY_RELU, negative_slope, 0.0
 
 
-_NUMBERS: dict[str, Callable[..., tuple[Activation, Any, Any]]] = {
+NUMBERS: dict[str, Callable[..., tuple[Activation, Any, Any]]] = {
     "relu": lambda inplace=False: (Activation.CLAMP, 0.0, math.inf),
     "relu6": lambda inplace=False: (Activation.CLAMP, 0.0, 6.0),
     "hardtanh": _hardtanh,

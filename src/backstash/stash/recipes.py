@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backstash.numerics import settings, under
 from backstash.saved import TensorSpec
-from backstash.stash import fused
+from backstash.stash import fused, repeating
 from backstash.stash.calls import (
     INPUT,
     Call,
@@ -25,7 +25,7 @@ from backstash.stash.calls import (
     Memory,
     View,
 )
-from backstash.stash.compiled import laid_out
+from backstash.stash.compiled import functions, laid_out
 from backstash.stash.repeating import OVERWRITES, norm_from_statistics, repeat
 
 if TYPE_CHECKING:
@@ -172,6 +172,16 @@ class Recipe:
         if result.shape == view.spec.shape and result.stride() == view.spec.stride and view.offset == 0:
             return result
         return result.as_strided(view.spec.shape, view.spec.stride, view.offset)
+
+
+if functions is not None:
+    functions.configure(
+        fused_module=fused,
+        activations=fused.NUMBERS,
+        repeating_module=repeating,
+        overwriting=OVERWRITES,
+        input_marker=INPUT,
+    )
 
 
 def build(

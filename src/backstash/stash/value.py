@@ -15,7 +15,7 @@ from backstash.codecs.bitmask import Bitmask
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec
 from backstash.stash.accounts import Account
 from backstash.stash.buffers import Buffers
-from backstash.stash.compiled import is_odd, laid_out, looks_like
+from backstash.stash.compiled import functions, is_odd, laid_out, looks_like
 from backstash.stash.live import Live
 from backstash.stash.place import Place
 from backstash.stash.prefetch import Tag
@@ -193,7 +193,9 @@ class Value:
         remade = 0 if self.remade is None else self.remade.untyped_storage().nbytes()
         if self.buffers is not None and self.form is not None:
             self.buffers.forget(self.form)
-        self.live.lose(nbytes=self.account.device_nbytes, remade_nbytes=remade)
+        nbytes = self.account.device_nbytes
+        if nbytes or remade:
+            self.live.lose(nbytes=nbytes, remade_nbytes=remade)
 
 
 @laid_out
@@ -292,6 +294,13 @@ class Saved:
         if value is not None and self.round != value.round:
             value.unread -= 1
         self.live.lose(saved=1)
+
+
+FINALIZERS = Saved.__del__, Value.__del__
+"""What is done when a saved tensor or a value dies; compiled twins do it where there are any."""
+
+if functions is not None:
+    functions.finalize(Saved, Value)
 
 
 def version_of(x: Tensor) -> Tensor:
