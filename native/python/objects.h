@@ -14,20 +14,22 @@ namespace backstash {
     X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node) \
     X(functorch_level) X(is_jit_tracing) X(count_dispatch_modes) X(has_tracing_mode) X(has_replacing_mode) \
     X(is_grad_enabled) X(read_reference) X(hold_traced) X(held_parameter) X(slot_type) \
-    X(storage_use_count) X(getrefcount) X(frame_type)
+    X(storage_use_count) X(getrefcount) X(frame_type) X(set_grad_mode) X(perf_counter) X(own_references) X(no_errors) \
+    X(need_shape) X(need_sign) X(need_index) X(need_value) X(keep_type) X(recompute_type) X(stash_type) \
+    X(follow_original) X(whole_of) X(sample_of) X(guard_leaf) X(unknown_call)
 
 // Names of attributes, made once.
 #define BACKSTASH_NAMES(X) \
     X(__enter__) X(__exit__) X(__name__) X(_base) X(_buffers) X(_call) X(_call_place) X(_cdata) X(_contents) \
-    X(_cycles) X(_forward) X(_found) X(_is_zerotensor) X(_leaning) X(_modules) X(_names) X(_pack_large) \
-    X(_parameters) X(_pending) X(_places) X(_recognised) X(_state) X(_values) X(_version) X(after_function) X(args) \
-    X(asked) X(before) X(before_side_effect) X(chosen) X(clock) X(counted) X(counts) X(data) X(data_ptr) X(dense) \
-    X(depth) X(detach) X(device) X(dim) X(dtype) X(due) X(fqn) X(frames) X(guard) X(in_place) X(include) X(inplace) \
-    X(is_conj) X(is_idle) X(is_inference) X(is_leaf) X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) \
+    X(_cycles) X(_forward) X(_found) X(_forget) X(_is_zerotensor) X(_add_up) X(_leaning) X(_modules) X(_names) X(_pack_large) \
+    X(_parameters) X(_pending) X(_places) X(_recognised) X(_state) X(_values) X(_version) X(action) X(after_function) X(any_producer) X(args) \
+    X(asked) X(before) X(bound) X(before_side_effect) X(chosen) X(clock) X(codec) X(codecs) X(counted) X(counts) X(data) X(data_ptr) X(dense) \
+    X(decide) X(depth) X(detach) X(device) X(dim) X(dtype) X(due) X(exact_roots) X(fqn) X(frames) X(guard) X(in_place) X(include) X(inplace) \
+    X(as_strided) X(is_conj) X(is_cpu) X(is_exact) X(key) X(lack) X(is_idle) X(is_inference) X(is_leaf) X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) \
     X(is_simple) X(is_timing) X(is_used) X(itemsize) X(kind) X(kwargs) X(label) X(layout) X(learned) X(look_at_due) \
-    X(made) X(members) X(min_nbytes) X(modified) X(nbytes) X(next_functions) X(noting) X(numel) X(of_matrix) \
-    X(of_nodes) X(of_weight) X(offset) X(original) X(otherwise) X(out) X(parameters) X(place) X(recomputes) \
-    X(remakes_anything) X(requires_grad) X(result) X(roles) X(shape) X(small) X(spec) X(specs) X(step) X(storage) \
+    X(made) X(max_depth) X(max_inputs) X(members) X(min_nbytes) X(modified) X(nbytes) X(next_functions) X(noting) X(numel) X(of_matrix) \
+    X(of_nodes) X(of_weight) X(offset) X(original) X(otherwise) X(out) X(parameters) X(place) X(preserves) X(reason) X(recipe) X(recomputes) \
+    X(remakes_anything) X(requires_grad) X(result) X(roles) X(shape) X(small) X(spec) X(specs) X(step) X(storage) X(store) \
     X(storage_offset) X(stride) X(tensor) X(unnamed) X(untyped_storage) X(value) X(version)
 
 #define BACKSTASH_DECLARE_OBJECT(name) inline PyObject* name = nullptr;
@@ -170,10 +172,26 @@ PyObject* fitting(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* is_odd_tensor(PyObject*, PyObject* x);
 PyObject* looks_like_spec(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* elements_at(const void* data, long long there, long long size, long long begin, long long step,
+                      long long most);
 int looks_like(PyObject* x, PyObject* spec);  // whether a tensor has that TensorSpec: 1 or 0, or -1 with an error set
 int is_odd(PyObject* x);                      // see saved.is_odd: 1 or 0, or -1 with an error set
 
+// decide.cpp
+PyObject* look_at(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* decide_if_orphaned(PyObject*, PyObject* const* args, Py_ssize_t number);
+int decide_on(PyObject* pending, PyObject* value);  // 1 or 0, or -1 with an error set
+
+// encode.cpp
+PyObject* encode(PyObject*, PyObject* const* args, Py_ssize_t number);
+int has_error(PyObject* stash);  // see encode.has_error: 1 or 0, or -1 with an error set
+
+// recipes.cpp: see Remaking.recipe, which it returns the answer of.
+PyObject* recipe_of(PyObject* remaking, PyObject* value, PyObject* strongest, PyObject* whole, PyObject* action);
+
 // saved.cpp
+int held_by_nobody_else(PyObject* value, long own);  // see pending._is_orphaned: 1 or 0, or -1 with an error set
+PyObject* unchanged_of(PyObject* value, PyObject* follow);  // see encode._unchanged
 PyObject* find(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* fits_node(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* is_orphaned(PyObject*, PyObject* const* args, Py_ssize_t number);

@@ -214,8 +214,14 @@ PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
     if (size < 0) return nullptr;
     const long long begin = PyLong_AsLongLong(args[1]), step = PyLong_AsLongLong(args[2]);
     const long long most = PyLong_AsLongLong(args[3]), there = PyLong_AsLongLong(numel.get());
-    const char* from = static_cast<const char*>(PyLong_AsVoidPtr(address.get()));
-    if (PyErr_Occurred()) return nullptr;
+    const void* from = PyLong_AsVoidPtr(address.get());
+    return PyErr_Occurred() ? nullptr : elements_at(from, there, size, begin, step, most);
+}
+
+// The bytes of elements of ``size`` bytes at even distances, of as many as are there.
+PyObject* elements_at(const void* data, long long there, long long size, long long begin, long long step,
+                      long long most) {
+    const char* from = static_cast<const char*>(data);
     const long long fitting = begin < there && step > 0 ? (there - begin + step - 1) / step : 0;
     const long long many = fitting < most ? fitting : most;
     Owned bytes(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size * many)));

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from backstash.stash.buffers import Buffers
 from backstash.stash.comparing import Comparisons
+from backstash.stash.compiled import laid_out
 from backstash.stash.prefetch import Prefetcher
 from backstash.stash.watcher import Watcher
 
@@ -20,6 +21,7 @@ WORK = 3
 """How many tensors of a value's size there are while backward works on it: the value and two gradients."""
 
 
+@laid_out
 class Live:
     """The running totals of a Session, shared with its values, so that either may die first.
 
@@ -41,6 +43,25 @@ class Live:
             for all recipes.
         comparisons: of samples, at the ends of backward passes.
     """
+
+    __slots__ = (
+        "_losses",
+        "_nbytes",
+        "_remade_nbytes",
+        "_saved",
+        "buffers",
+        "comparisons",
+        "distrusted",
+        "lock",
+        "monitor",
+        "needed_nbytes",
+        "overwrites",
+        "peak_nbytes",
+        "prefetcher",
+        "stashed_nbytes",
+        "unpacked",
+        "watcher",
+    )
 
     def __init__(
         self, ahead: int | None = None, overwrites: bool = True, fetches: Mapping[str, tuple[str, ...]] | None = None
