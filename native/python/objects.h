@@ -167,13 +167,10 @@ bool make_watch_type();
 PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t number);  // pack.cpp
 
 // patterns.cpp
-PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* fitting(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* is_odd_tensor(PyObject*, PyObject* x);
 PyObject* looks_like_spec(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number);
-PyObject* elements_at(const void* data, long long there, long long size, long long begin, long long step,
-                      long long most);
 int looks_like(PyObject* x, PyObject* spec);  // whether a tensor has that TensorSpec: 1 or 0, or -1 with an error set
 int is_odd(PyObject* x);                      // see saved.is_odd: 1 or 0, or -1 with an error set
 
@@ -188,6 +185,10 @@ int has_error(PyObject* stash);  // see encode.has_error: 1 or 0, or -1 with an 
 
 // recipes.cpp: see Remaking.recipe, which it returns the answer of.
 PyObject* recipe_of(PyObject* remaking, PyObject* value, PyObject* strongest, PyObject* whole, PyObject* action);
+
+// sample.cpp
+PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* sample(PyObject* remaking, PyObject* whole, PyObject* spec);  // see Sample.of, of a value with that spec
 
 // saved.cpp
 int held_by_nobody_else(PyObject* value, long own);  // see pending._is_orphaned: 1 or 0, or -1 with an error set

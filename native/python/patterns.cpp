@@ -200,36 +200,4 @@ PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number) {
     return found.release();
 }
 
-// The bytes of elements of a plain tensor on CPU that is dense in memory: see sample.Sample. It takes the tensor,
-// the first element, how far they are apart, and how many there are at most.
-PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (number != 4 || !is_plain(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "elements takes a plain tensor and three numbers");
-        return nullptr;
-    }
-    NoTorchFunction unseen(args[0]);
-    Owned address(unseen ? PyObject_CallMethodObjArgs(args[0], s_data_ptr, nullptr) : nullptr);
-    Owned numel(address ? PyObject_CallMethodObjArgs(args[0], s_numel, nullptr) : nullptr);
-    const long long size = numel ? integer(args[0], s_itemsize) : -1;
-    if (size < 0) return nullptr;
-    const long long begin = PyLong_AsLongLong(args[1]), step = PyLong_AsLongLong(args[2]);
-    const long long most = PyLong_AsLongLong(args[3]), there = PyLong_AsLongLong(numel.get());
-    const void* from = PyLong_AsVoidPtr(address.get());
-    return PyErr_Occurred() ? nullptr : elements_at(from, there, size, begin, step, most);
-}
-
-// The bytes of elements of ``size`` bytes at even distances, of as many as are there.
-PyObject* elements_at(const void* data, long long there, long long size, long long begin, long long step,
-                      long long most) {
-    const char* from = static_cast<const char*>(data);
-    const long long fitting = begin < there && step > 0 ? (there - begin + step - 1) / step : 0;
-    const long long many = fitting < most ? fitting : most;
-    Owned bytes(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size * many)));
-    if (!bytes) return nullptr;
-    char* to = PyBytes_AsString(bytes.get());
-    for (long long index = 0; index < many; ++index)
-        std::memcpy(to + index * size, from + (begin + index * step) * size, static_cast<std::size_t>(size));
-    return bytes.release();
-}
-
 }  // namespace backstash

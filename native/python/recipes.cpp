@@ -9,11 +9,8 @@
 namespace backstash {
 namespace {
 
-constexpr long long MAX_CALLS = 12;        // as in recipes.py
-constexpr long long REPEAT = 256;          // as in remaking.py
-constexpr long long ELEMENTS = 64;         // as in sample.py
-constexpr long long SPREAD = 0x9E3779B1;   // as in sample.py
-constexpr long long MOST_STEPS = 1 << 30;  // times SPREAD is still a long long
+constexpr long long MAX_CALLS = 12;  // as in recipes.py
+constexpr long long REPEAT = 256;    // as in remaking.py
 
 // What was found: it, nothing, something that the reference has to look at, or an error.
 enum class Found { it, nothing, left, error };
@@ -289,34 +286,6 @@ bool watch(PyObject* leaning, PyObject* value, PyObject* leaf) {
     if (PyErr_Occurred()) return false;
     Owned alone(PyList_New(0));
     return alone && PyList_Append(alone.get(), reference.get()) == 0 && PyDict_SetItem(values, cdata, alone.get()) == 0;
-}
-
-// See Sample.of: the sample of a value with that spec that is made again bit for bit.
-PyObject* sample(PyObject* remaking, PyObject* whole, PyObject* spec) {
-    PyObject* full = at(remaking, layout::remaking._full);
-    const long long step_number = number_at(remaking, layout::remaking._number);
-    const int on_cpu = is_true(whole, s_is_cpu);
-    if (on_cpu < 0 || PyErr_Occurred()) return nullptr;
-    if (full == Py_True || !on_cpu || step_number > MOST_STEPS) {
-        PyObject* number = at(remaking, layout::remaking._number);
-        return PyObject_CallFunctionObjArgs(sample_of, whole, number, full, Py_None, nullptr);
-    }
-    Owned address(PyObject_CallMethodObjArgs(whole, s_data_ptr, nullptr));
-    const void* data = address ? PyLong_AsVoidPtr(address.get()) : nullptr;
-    const long long size = PyErr_Occurred() ? -1 : integer(at(spec, layout::spec.dtype), s_itemsize);
-    if (size <= 0) return nullptr;
-    const long long there = number_at(spec, layout::spec.nbytes) / size;
-    const long long step = std::max(1LL, there / ELEMENTS), begin = step_number * SPREAD % step;
-    Owned made(make(layout::sample.type));
-    if (!made) return nullptr;
-    PyObject* bits = elements_at(data, there, size, begin, step, ELEMENTS);
-    if (bits == nullptr) return nullptr;
-    give(made.get(), layout::sample.bits, bits);
-    set(made.get(), layout::sample.checksum, Py_None);
-    set(made.get(), layout::sample.allows, Py_None);
-    const bool is_whole =
-        set_number(made.get(), layout::sample.begin, begin) && set_number(made.get(), layout::sample.step, step);
-    return is_whole ? made.release() : nullptr;
 }
 
 // See noting._use: the calls of a recipe count from now on.

@@ -103,11 +103,22 @@ def holding(x: Tensor) -> Tensor:
     return x.square() + sum(each.sum() for each in kept)
 
 
+def in_a_loop(x: Tensor) -> Tensor:
+    """Values that are made by up to so many calls that no recipe makes them all."""
+    x = x.sin().cos().sin().cos().sin().cos() * x
+    for number in range(9, 15):
+        h = x.tanh()
+        for _ in range(number):
+            h = h + 0.125
+        x = F.gelu(h)
+    return x
+
+
 PROGRAMS: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], Callable[[], Tensor]]] = {
     "tokens": (lambda: nn.Sequential(Block(), Block(), nn.Linear(24, 8)), tokens),
     "images": (Images, lambda: torch.randn(4, 3, 12, 12)),
     "held": (lambda: holding, lambda: tokens().requires_grad_()),
-    "in a loop": (lambda: lambda x: nn.functional.gelu(x.sin().cos().sin().cos().sin().cos() * x), tokens),
+    "in a loop": (lambda: in_a_loop, tokens),
 }
 
 POLICIES: dict[str, Callable[[], str | Policy]] = {
