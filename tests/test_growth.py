@@ -11,28 +11,34 @@ import torch
 from torch import Tensor, nn
 
 from backstash import Session
-from backstash.stash import pending
-from backstash.stash.value import Value
+from backstash.stash import compiled, pending
+
+
+def configure(storage_use_count: Callable[[int], int]) -> None:
+    if compiled.functions is not None:
+        compiled.functions.configure(storage_use_count=storage_use_count)
 
 
 def checks_per_tensor(number: int, monkeypatch: pytest.MonkeyPatch) -> float:
     """How often the Session asks for the holders of a pending storage, per output, if the program keeps all outputs."""
     checks = 0
-    original = pending.is_orphaned
+    original = pending.storage_use_count
 
-    def count(value: Value, own_references: int) -> bool:
+    def count(cdata: int) -> int:
         nonlocal checks
         checks += 1
-        return original(value, own_references)
+        return original(cdata)
 
     layer, x = nn.Linear(8, 8), torch.randn(4, 8)
     with monkeypatch.context() as patch:
-        patch.setattr(pending, "is_orphaned", count)
+        patch.setattr(pending, "storage_use_count", count)
+        configure(count)
         with Session(min_nbytes=0):
             kept = [layer(x).tanh() for _ in range(number)]
             total = kept[0].sum()
             for y in kept[1:]:
                 total = total + y[0, 0]
+        configure(original)
     total.backward()
     assert checks > 0
     return checks / number

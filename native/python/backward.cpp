@@ -116,8 +116,8 @@ bool shrink(PyObject* buffers) {
 // Gives back memory that nobody reads, if there was no room to hold what a value was made from: see decode.dense.
 bool shrink_after(PyObject* recipe, PyObject* buffers) {
     PyObject* leaves = at(recipe, layout::recipe.leaves);
-    for (Py_ssize_t index = 0; index < PyList_Size(leaves); ++index) {
-        PyObject* leaf = PyList_GetItem(leaves, index);
+    for (Py_ssize_t index = 0; index < PyTuple_Size(leaves); ++index) {
+        PyObject* leaf = PyTuple_GetItem(leaves, index);
         if (!is_none_at(leaf, layout::value.recipe) && is_none_at(leaf, layout::value.remade)) return shrink(buffers);
     }
     return true;

@@ -19,27 +19,31 @@ namespace backstash {
     X(statistics_of) X(storage_type) X(settings_readers) X(most_elements) X(repeating_module) X(overwriting) \
     X(input_marker) X(fused_module) X(activations) X(memory_of) X(fetch_function) X(fetch_reference) X(check_sample) \
     X(make_shared) X(make_dense) X(decode_reference) X(claim_saved) X(has_direct) X(claiming) X(accumulating) \
-    X(input_sizes) X(claim_input) X(claim_weight)
+    X(input_sizes) X(claim_input) X(claim_weight) X(set_grad_mode) X(perf_counter) X(own_references) X(need_sign) \
+    X(need_index) X(keep_type) X(recompute_type) X(stash_type) X(follow_original) X(whole_of) X(sample_of) \
+    X(guard_leaf) X(unknown_call)
 
 // Names of attributes, made once.
 #define BACKSTASH_NAMES(X) \
     X(CHEAP_CLAIM) X(FASTER) X(FORMS) X(LARGE) X(NEVER_WHOLE) X(ROOM) X(WIDEST) X(__del__) X(__enter__) X(__exit__) \
-    X(__name__) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) X(_cdata) X(_contents) \
-    X(_cycles) X(_forward) X(_found) X(_free_buffers) X(_is_fresh) X(_is_watched) X(_is_zerotensor) X(_leaning) \
-    X(_live) X(_modules) X(_moved) X(_names) X(_nbytes) X(_pack_large) X(_parameters) X(_pending) \
-    X(_places) X(_recognised) X(_rows) X(_run) X(_saved) X(_saved_mat2_sym_sizes) X(_sequence_nr) X(_shapes) \
-    X(_state) X(_take) X(_take_of_node) X(_take_of_unknown) X(_values) X(_version) X(accounts) X(acquire) X(affine) \
-    X(after_function) X(append) X(args) X(as_strided) X(asked) X(awaits_large_weight) X(before) X(before_side_effect) \
-    X(chosen) X(clock) X(clone) X(counted) X(counts) X(data) X(data_ptr) X(dense) X(depth) X(detach) X(device) X(dim) \
-    X(dtype) X(due) X(enter_module) X(filled) X(forget) X(fqn) X(frames) X(get) X(grad_fn) X(guard) X(in_place) \
-    X(include) X(inplace) X(is_conj) X(is_cpu) X(is_floating_point) X(is_idle) X(is_inference) X(is_leaf) X(is_meta) \
-    X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(is_used) X(itemsize) X(kind) \
-    X(kwargs) X(label) X(layout) X(learned) X(leave_module) X(let_go) X(look_at_due) X(made) X(mask) X(members) \
-    X(min_nbytes) X(modified) X(named) X(nbytes) X(need) X(next_functions) X(nodes) X(noting) X(numel) X(of) \
-    X(of_matrix) X(of_nodes) X(of_weight) X(offset) X(op) X(original) X(otherwise) X(out) X(parameters) \
-    X(peak_nbytes) X(place) X(popleft) X(recognised) X(recomputes) X(release) X(remakes_anything) X(repeat) \
-    X(requires_grad) X(result) X(roles) X(run) X(saved) X(shape) X(share) X(shrink) X(small) X(spec) X(specs) X(step) \
-    X(storage) X(storage_offset) X(stride) X(tensor) X(type) X(unnamed) X(untyped_storage) X(value) X(version)
+    X(__name__) X(_add_up) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) X(_cdata) \
+    X(_contents) X(_cycles) X(_forget) X(_forward) X(_found) X(_free_buffers) X(_is_fresh) X(_is_watched) \
+    X(_is_zerotensor) X(_leaning) X(_live) X(_modules) X(_moved) X(_names) X(_nbytes) X(_pack_large) X(_parameters) \
+    X(_pending) X(_places) X(_recognised) X(_rows) X(_run) X(_saved) X(_saved_mat2_sym_sizes) X(_sequence_nr) \
+    X(_shapes) X(_state) X(_take) X(_take_of_node) X(_take_of_unknown) X(_values) X(_version) X(accounts) X(acquire) \
+    X(action) X(affine) X(after_function) X(any_producer) X(append) X(args) X(as_strided) X(asked) \
+    X(awaits_large_weight) X(before) X(before_side_effect) X(bound) X(chosen) X(clock) X(clone) X(codec) X(codecs) \
+    X(counted) X(counts) X(data) X(data_ptr) X(decide) X(dense) X(depth) X(detach) X(device) X(dim) X(dtype) X(due) \
+    X(enter_module) X(exact_roots) X(filled) X(forget) X(fqn) X(frames) X(get) X(grad_fn) X(guard) X(in_place) \
+    X(include) X(inplace) X(is_conj) X(is_cpu) X(is_exact) X(is_floating_point) X(is_idle) X(is_inference) X(is_leaf) \
+    X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(is_used) X(itemsize) \
+    X(key) X(kind) X(kwargs) X(label) X(lack) X(layout) X(learned) X(leave_module) X(let_go) X(look_at_due) X(made) \
+    X(mask) X(max_depth) X(max_inputs) X(members) X(min_nbytes) X(modified) X(named) X(nbytes) X(need) \
+    X(next_functions) X(nodes) X(noting) X(numel) X(of) X(of_matrix) X(of_nodes) X(of_weight) X(offset) X(op) \
+    X(original) X(otherwise) X(out) X(parameters) X(peak_nbytes) X(place) X(popleft) X(preserves) X(reason) X(recipe) \
+    X(recognised) X(recomputes) X(release) X(remakes_anything) X(repeat) X(requires_grad) X(result) X(roles) X(run) \
+    X(saved) X(shape) X(share) X(shrink) X(small) X(spec) X(specs) X(step) X(storage) X(storage_offset) X(store) \
+    X(stride) X(tensor) X(type) X(unnamed) X(untyped_storage) X(value) X(version)
 
 #define BACKSTASH_DECLARE_OBJECT(name) inline PyObject* name = nullptr;
 #define BACKSTASH_DECLARE_NAME(name) inline PyObject* s_##name = nullptr;
@@ -189,7 +193,6 @@ bool make_watch_type();
 PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t number);  // pack.cpp
 
 // patterns.cpp
-PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* fitting(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* is_odd_tensor(PyObject*, PyObject* x);
 PyObject* looks_like_spec(PyObject*, PyObject* const* args, Py_ssize_t number);
@@ -198,7 +201,25 @@ int looks_like(PyObject* x, PyObject* spec);  // whether a tensor has that Tenso
 int has_elements(PyObject* x, PyObject* sample);
 int is_odd(PyObject* x);                      // see saved.is_odd: 1 or 0, or -1 with an error set
 
+// decide.cpp
+PyObject* look_at(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* decide_if_orphaned(PyObject*, PyObject* const* args, Py_ssize_t number);
+int decide_on(PyObject* pending, PyObject* value);  // 1 or 0, or -1 with an error set
+
+// encode.cpp
+PyObject* encode(PyObject*, PyObject* const* args, Py_ssize_t number);
+int has_error(PyObject* stash);  // see encode.has_error: 1 or 0, or -1 with an error set
+
+// recipes.cpp: see Remaking.recipe, which it returns the answer of.
+PyObject* recipe_of(PyObject* remaking, PyObject* value, PyObject* strongest, PyObject* whole, PyObject* action);
+
+// sample.cpp
+PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number);
+PyObject* sample(PyObject* remaking, PyObject* whole, PyObject* spec);  // see Sample.of, of a value with that spec
+
 // saved.cpp
+int held_by_nobody_else(PyObject* value, long own);  // see pending._is_orphaned: 1 or 0, or -1 with an error set
+PyObject* unchanged_of(PyObject* value, PyObject* follow);  // see encode._unchanged
 PyObject* find(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* fits_node(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* is_orphaned(PyObject*, PyObject* const* args, Py_ssize_t number);

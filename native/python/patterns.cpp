@@ -230,29 +230,4 @@ int has_elements(PyObject* x, PyObject* sample) {
     return 1;
 }
 
-// The bytes of elements of a plain tensor on CPU that is dense in memory: see sample.Sample. It takes the tensor,
-// the first element, how far they are apart, and how many there are at most.
-PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (number != 4 || !is_plain(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "elements takes a plain tensor and three numbers");
-        return nullptr;
-    }
-    NoTorchFunction unseen(args[0]);
-    Owned address(unseen ? PyObject_CallMethodObjArgs(args[0], s_data_ptr, nullptr) : nullptr);
-    Owned numel(address ? PyObject_CallMethodObjArgs(args[0], s_numel, nullptr) : nullptr);
-    const long long size = numel ? integer(args[0], s_itemsize) : -1;
-    if (size < 0) return nullptr;
-    const long long begin = PyLong_AsLongLong(args[1]), step = PyLong_AsLongLong(args[2]);
-    const long long most = PyLong_AsLongLong(args[3]), there = PyLong_AsLongLong(numel.get());
-    const char* from = static_cast<const char*>(PyLong_AsVoidPtr(address.get()));
-    if (PyErr_Occurred()) return nullptr;
-    const long long many = fitting_elements(begin, step, there, most);
-    Owned bytes(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size * many)));
-    if (!bytes) return nullptr;
-    char* to = PyBytes_AsString(bytes.get());
-    for (long long index = 0; index < many; ++index)
-        std::memcpy(to + index * size, from + (begin + index * step) * size, static_cast<std::size_t>(size));
-    return bytes.release();
-}
-
 }  // namespace backstash

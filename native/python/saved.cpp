@@ -7,11 +7,6 @@
 namespace backstash {
 namespace {
 
-// What a weak reference refers to, None where that is gone; None stands for a reference that is None.
-PyObject* target_of(PyObject* reference) {
-    return reference == Py_None ? Py_NewRef(Py_None) : PyObject_CallNoArgs(reference);
-}
-
 // See value.Saved.is_plain: 1 or 0, or -1 with an error set.
 int is_plain_saved(PyObject* saved) {
     Owned dense(PyObject_GetAttr(saved, s_dense));
@@ -103,9 +98,15 @@ PyObject* attributes_of(PyObject* known, PyObject* node, PyObject* make) {
 
 // How many references there are to the Python object of a value's storage, as is_orphaned counts them.
 long references(PyObject* value) {
-    Owned storage(PyObject_GetAttr(value, s_storage));
-    Owned number(storage ? PyObject_CallFunctionObjArgs(getrefcount, storage.get(), nullptr) : nullptr);
+    Owned storage(Py_NewRef(at(value, layout::value.storage)));
+    Owned number(PyObject_CallFunctionObjArgs(getrefcount, storage.get(), nullptr));
     return number ? PyLong_AsLong(number.get()) : -1;
+}
+
+bool is_value(PyObject* object) {
+    const bool is_value = is_a(object, layout::value);
+    if (!is_value) PyErr_SetString(PyExc_TypeError, "this is asked of a Value");
+    return is_value;
 }
 
 }  // namespace
@@ -186,70 +187,70 @@ PyObject* fits_node(PyObject*, PyObject* const* args, Py_ssize_t number) {
 }
 
 PyObject* references_of(PyObject*, PyObject* value) {
-    const long number = references(value);
+    const long number = is_value(value) ? references(value) : -1;
     return number < 0 ? nullptr : PyLong_FromLong(number);
+}
+
+int held_by_nobody_else(PyObject* value, long own) {
+    const long held = references(value);
+    if (held < 0 || held > own) return held < 0 ? -1 : 0;
+    Owned uses(PyObject_CallFunctionObjArgs(storage_use_count, at(value, layout::value.cdata), nullptr));
+    if (!uses) return -1;
+    Py_ssize_t count = PyLong_AsSsize_t(uses.get()) - 1;  // its Python object
+    PyObject* members = at(value, layout::value.members);
+    const Py_ssize_t many = PyList_Size(members);
+    if (count > many) return 0;
+    for (Py_ssize_t index = 0; index < many; ++index) {
+        Owned saved(referent(PyList_GetItem(members, index)));
+        if (!saved) return -1;
+        if (saved.get() != Py_None) count -= !is_none_at(saved.get(), layout::saved.dense);
+    }
+    return count == 0;
 }
 
 // See pending._is_orphaned. It takes the value, and what references_of says of one that nobody else holds.
 PyObject* is_orphaned(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (!takes(number, 2, "is_orphaned takes a Value and a number")) return nullptr;
-    PyObject* value = args[0];
-    const long held = references(value), own = PyLong_AsLong(args[1]);
-    if (held < 0 || PyErr_Occurred()) return nullptr;
-    Owned members(PyObject_GetAttr(value, s_members));
-    Owned storage(members ? PyObject_GetAttr(value, s_storage) : nullptr);
-    Owned cdata(storage ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
-    Owned uses(cdata ? PyObject_CallFunctionObjArgs(storage_use_count, cdata.get(), nullptr) : nullptr);
-    if (!uses) return nullptr;
-    Py_ssize_t count = PyLong_AsSsize_t(uses.get()) - 1;  // its Python object
-    const Py_ssize_t many = PyList_Size(members.get());
-    if (count > many) Py_RETURN_FALSE;
-    for (Py_ssize_t index = 0; index < many; ++index) {
-        Owned saved(PyObject_CallNoArgs(PyList_GetItem(members.get(), index)));
-        if (!saved) return nullptr;
-        if (saved.get() == Py_None) continue;
-        const int let_go = is_same(saved.get(), s_dense, Py_None);
-        if (let_go < 0) return nullptr;
-        count -= !let_go;
-    }
-    return PyBool_FromLong(count == 0 && held <= own);
+    if (!takes(number, 2, "is_orphaned takes a Value and a number") || !is_value(args[0])) return nullptr;
+    const long own = PyLong_AsLong(args[1]);
+    const int orphaned = PyErr_Occurred() ? -1 : held_by_nobody_else(args[0], own);
+    return orphaned < 0 ? nullptr : PyBool_FromLong(orphaned);
 }
 
-// See encode._unchanged. It takes the value, and the function that follows a tensor whose data was assigned.
-PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (!takes(number, 2, "unchanged takes a Value and a function")) return nullptr;
-    PyObject* value = args[0];
-    Owned members(PyObject_GetAttr(value, s_members)), guard(PyObject_GetAttr(value, s_guard)), fresh(PyList_New(0));
-    if (!members || !guard || !fresh) return nullptr;
+PyObject* unchanged_of(PyObject* value, PyObject* follow) {
+    Owned members(Py_NewRef(at(value, layout::value.members))), fresh(PyList_New(0));
+    if (!fresh) return nullptr;
     for (Py_ssize_t index = 0; index < PyList_Size(members.get()); ++index) {
-        Owned saved(PyObject_CallNoArgs(PyList_GetItem(members.get(), index)));
+        Owned saved(referent(PyList_GetItem(members.get(), index)));
         if (!saved) return nullptr;
         if (saved.get() == Py_None) continue;
-        Owned reference(PyObject_GetAttr(saved.get(), s_original));
-        Owned original(reference ? target_of(reference.get()) : nullptr);
-        if (!original) return nullptr;
-        if (original.get() != Py_None) {
-            const Owned followed(PyObject_CallFunctionObjArgs(args[1], saved.get(), nullptr));
-            if (!followed) return nullptr;
+        PyObject* reference = at(saved.get(), layout::saved.original);
+        if (reference != Py_None) {
+            Owned original(referent(reference));
+            if (!original) return nullptr;
+            if (original.get() != Py_None && !Owned(PyObject_CallFunctionObjArgs(follow, saved.get(), nullptr))) return nullptr;
         }
-        const int own = is_same(saved.get(), s_value, value);
-        if (own < 0) return nullptr;
-        if (!own && saved.get() != guard.get()) continue;  // it follows another tensor's memory now
-        Owned dense(PyObject_GetAttr(saved.get(), s_dense));
-        if (!dense) return nullptr;
-        if (dense.get() == Py_None) continue;
-        Owned now(PyObject_GetAttr(dense.get(), s__version));
-        Owned version(now ? PyObject_GetAttr(saved.get(), s_version) : nullptr);
-        const int same = version ? PyObject_RichCompareBool(now.get(), version.get(), Py_EQ) : -1;
+        if (at(saved.get(), layout::saved.value) != value && saved.get() != at(value, layout::value.guard))
+            continue;  // it follows another tensor's memory now
+        PyObject* dense = at(saved.get(), layout::saved.dense);
+        if (dense == Py_None) continue;
+        Owned now(PyObject_GetAttr(dense, s__version));
+        const int same =
+            now ? PyObject_RichCompareBool(now.get(), at(saved.get(), layout::saved.version), Py_EQ) : -1;
         if (same < 0) return nullptr;
         if (same) {
             if (PyList_Append(fresh.get(), saved.get()) != 0) return nullptr;
             continue;
         }
-        if (PyObject_SetAttr(saved.get(), s_modified, now.get()) != 0) return nullptr;
-        if (PyObject_SetAttr(saved.get(), s_dense, Py_None) != 0) return nullptr;
+        set(saved.get(), layout::saved.modified, now.get());
+        set(saved.get(), layout::saved.dense, Py_None);
     }
     return fresh.release();
+}
+
+// See encode._unchanged. It takes the value, and the function that follows a tensor whose data was assigned.
+PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (!takes(number, 2, "unchanged takes a Value and a function") || !is_value(args[0])) return nullptr;
+    return unchanged_of(args[0], args[1]);
 }
 
 }  // namespace backstash

@@ -16,19 +16,26 @@ namespace backstash {
     X(statistics) X(output) X(group) X(saved) X(needs_grad) X(is_cheap) X(is_proven) X(place) X(pattern)
 #define BACKSTASH_SLOTS_OF_CALL_PLACE(X) X(is_used) X(latest) X(passes) X(pattern)
 #define BACKSTASH_SLOTS_OF_CONTENT(X) X(before) X(call) X(escaped) X(storage) X(value) X(version)
+#define BACKSTASH_SLOTS_OF_ENCODER(X) X(_knows_room) X(_live) X(_remaking) X(is_fixed) X(only_keep) X(policy) X(stores)
 #define BACKSTASH_SLOTS_OF_FRAME(X) X(counts) X(fqn) X(label)
 #define BACKSTASH_SLOTS_OF_HELD(X) X(tensor) X(version) X(is_reference)
 #define BACKSTASH_SLOTS_OF_KNOWN_NODE(X) X(asked) X(places) X(roles) X(specs)
 #define BACKSTASH_SLOTS_OF_LEAF(X) X(value) X(spec) X(offset)
+#define BACKSTASH_SLOTS_OF_LEANING(X) X(_values)
 #define BACKSTASH_SLOTS_OF_LIVE(X) \
     X(_losses) X(_nbytes) X(_remade_nbytes) X(_saved) X(buffers) X(comparisons) X(distrusted) X(lock) X(monitor) \
     X(needed_nbytes) X(overwrites) X(peak_nbytes) X(prefetcher) X(stashed_nbytes) X(unpacked) X(watcher)
+#define BACKSTASH_SLOTS_OF_NOTING(X) X(_failing) X(_has_skipped) X(_has_used) X(_pass) X(_places) X(_surprises)
 #define BACKSTASH_SLOTS_OF_PATTERN(X) X(args) X(call) X(chosen) X(in_place) X(kwargs) X(places) X(result) X(slots)
+#define BACKSTASH_SLOTS_OF_PENDING(X) X(_decide) X(_values) X(clock) X(due)
 #define BACKSTASH_SLOTS_OF_PLACE(X) \
     X(action) X(answer) X(claimable) X(declined) X(delay) X(facts) X(gone) X(held) X(is_dense) X(made_seconds) \
     X(proof) X(proven) X(releases) X(root) X(settled) X(spared) X(told) X(tolerance) X(uses)
 #define BACKSTASH_SLOTS_OF_RECIPE(X) \
-    X(any_producer) X(call) X(first_use) X(from_statistics) X(fused) X(inputs) X(leaves) X(references) X(tree)
+    X(any_producer) X(call) X(first_use) X(from_statistics) X(fused) X(inputs) X(leaves) X(references) X(text) \
+    X(tree)
+#define BACKSTASH_SLOTS_OF_REMAKING(X) \
+    X(_full) X(_leaning) X(_live) X(_noting) X(_number) X(_own) X(_pending) X(_policy) X(_step)
 #define BACKSTASH_SLOTS_OF_SAMPLE(X) X(bits) X(begin) X(step) X(checksum) X(allows)
 #define BACKSTASH_SLOTS_OF_SAVED(X) \
     X(builtin) X(claimable) X(counter) X(dense) X(live) X(mask) X(modified) X(need) X(node) X(offset) X(original) \
@@ -49,14 +56,19 @@ namespace backstash {
     X(call, Call, BACKSTASH_SLOTS_OF_CALL) \
     X(call_place, CallPlace, BACKSTASH_SLOTS_OF_CALL_PLACE) \
     X(content, Content, BACKSTASH_SLOTS_OF_CONTENT) \
+    X(encoder, Encoder, BACKSTASH_SLOTS_OF_ENCODER) \
     X(frame, Frame, BACKSTASH_SLOTS_OF_FRAME) \
     X(held, Held, BACKSTASH_SLOTS_OF_HELD) \
     X(known_node, KnownNode, BACKSTASH_SLOTS_OF_KNOWN_NODE) \
     X(leaf, Leaf, BACKSTASH_SLOTS_OF_LEAF) \
     X(live, Live, BACKSTASH_SLOTS_OF_LIVE) \
+    X(leaning, Leaning, BACKSTASH_SLOTS_OF_LEANING) \
+    X(noting, Noting, BACKSTASH_SLOTS_OF_NOTING) \
     X(pattern, Pattern, BACKSTASH_SLOTS_OF_PATTERN) \
+    X(pending, Pending, BACKSTASH_SLOTS_OF_PENDING) \
     X(place, Place, BACKSTASH_SLOTS_OF_PLACE) \
     X(recipe, Recipe, BACKSTASH_SLOTS_OF_RECIPE) \
+    X(remaking, Remaking, BACKSTASH_SLOTS_OF_REMAKING) \
     X(sample, Sample, BACKSTASH_SLOTS_OF_SAMPLE) \
     X(saved, Saved, BACKSTASH_SLOTS_OF_SAVED) \
     X(slot, Slot, BACKSTASH_SLOTS_OF_SLOT) \

@@ -42,7 +42,7 @@ from backstash.policies.base import Policy
 from backstash.stash import compiled, held
 from backstash.stash.accounts import Step
 from backstash.stash.contents import Contents
-from backstash.stash.encode import Encoder
+from backstash.stash.encode import Encoder, encode
 from backstash.stash.leaning import Leaning
 from backstash.stash.ledger import PeakRow, Report
 from backstash.stash.live import Live
@@ -133,8 +133,8 @@ class Session:
         self._contents = Contents(MIN_NBYTES if min_nbytes is None else min_nbytes, ParameterStorages())
         self._leaning = Leaning()
         self._pending = Pending(self._encode)
-        decide_first, noting = self._pending.decide_if_orphaned, self._names.noting
-        self._remaking = Remaking(self.policy, self._live, self._leaning, check == "full", decide_first, noting)
+        full, noting = check == "full", self._names.noting
+        self._remaking = Remaking(self.policy, self._live, self._leaning, full, self._pending, noting)
         self._encoder = Encoder(self.policy, self.stores, self._live, self._remaking)
         rooms = self._contents, self._leaning, self._pending, self._encoder
         self._forward = Forward(self.policy, self._names, self._live, *rooms, self._before_save, self._pack)
@@ -369,7 +369,7 @@ class Session:
     def _encode(self, value: Value) -> None:
         """Encode a value that nobody but autograd holds."""
         self._leaning.forget(value.cdata)  # nobody can change it any more
-        self._encoder.encode(value)
+        encode(self._encoder, value)
 
     # -- unpack --------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from backstash.stash.decode import follow_original
 from backstash.stash.encode import Encoder
 from backstash.stash.leaning import Leaning
 from backstash.stash.live import Live
-from backstash.stash.pending import Pending
+from backstash.stash.pending import Pending, look_at
 from backstash.stash.place import Place
 from backstash.stash.value import NO_ERRORS, Saved, Value, version_of
 from backstash.torch_internals import any_autocast, hide_from_dynamo, in_backward, is_traced, no_torch_function
@@ -146,7 +146,7 @@ class Forward:
     def look_at_due(self) -> None:
         """Encode what nobody holds any more, of what it is time to look at."""
         with no_torch_function(), self._lock:
-            self._pending.look_at(self._pending.due.pop(self._pending.clock))
+            look_at(self._pending, self._pending.due.pop(self._pending.clock))
 
     def after_function(self, result: Any) -> None:
         """A torch function has returned: name what it has saved."""

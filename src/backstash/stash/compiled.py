@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -21,9 +22,8 @@ from torch import Tensor
 
 from backstash import numerics, saved, torch_internals
 from backstash.ops import backends
-from backstash.saved import TensorSpec
+from backstash.saved import Need, TensorSpec
 from backstash.torch_internals import (
-    any_autocast,
     count_dispatch_modes,
     count_function_modes,
     functorch_level,
@@ -32,6 +32,7 @@ from backstash.torch_internals import (
     is_jit_tracing,
     no_torch_function,
     running_node,
+    set_grad_mode,
     storage_use_count,
 )
 
@@ -59,8 +60,13 @@ def _functions() -> Any:
             is_grad_enabled=torch.is_grad_enabled,
             storage_use_count=storage_use_count,
             getrefcount=sys.getrefcount,
-            any_autocast=any_autocast,
             settings_readers=numerics.READERS,
+            set_grad_mode=set_grad_mode,
+            perf_counter=time.perf_counter,
+            need_shape=Need.SHAPE,
+            need_sign=Need.SIGN,
+            need_index=Need.INDEX,
+            need_value=Need.VALUE,
         )
     except (ImportError, ValueError, TypeError):
         return None  # not compiled, a Python without the limited API, a bad choice, or a library of an older version

@@ -20,6 +20,7 @@ from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameErro
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash import compiled, roots
+from backstash.stash.compiled import laid_out
 from backstash.stash.decode import follow_original
 from backstash.stash.live import Live
 from backstash.stash.place import Place
@@ -35,6 +36,7 @@ SPARED = 8
 """How many times codecs that have declined a value are not asked again at the same place: its numbers may change."""
 
 
+@laid_out
 class Encoder:
     """Does with values what the policy says.
 
@@ -48,6 +50,8 @@ class Encoder:
         is_fixed: whether the policy says the same of the same facts whenever it is asked.
         only_keep: whether the policy is fixed and has said nothing but Keep in this step.
     """
+
+    __slots__ = ("_knows_room", "_live", "_remaking", "is_fixed", "only_keep", "policy", "stores")
 
     def __init__(self, policy: Policy, stores: Mapping[str, Store], live: Live, remaking: Remaking) -> None:
         self.policy = policy
@@ -65,8 +69,11 @@ class Encoder:
     def encode(self, value: Value) -> None:
         """Store a value that nobody but autograd holds in the form that the policy chooses."""
         fresh = unchanged(value, follow_original)
-        if not fresh:
-            return
+        if fresh:
+            self.decide(value, fresh)
+
+    def decide(self, value: Value, fresh: list[Saved]) -> None:
+        """Store a value of which these saved tensors are left, none of which was changed."""
         strongest = fresh[0] if len(fresh) == 1 else max(fresh, key=_strength)
         facts = strongest.tensor
         assert facts is not None and value.storage is not None
@@ -105,6 +112,21 @@ class Encoder:
                 self._forget(value, fresh, facts, whole, recipe, started)
                 return
             action, why = action.otherwise, f"; not recomputed: {recipe}"
+        self.store(value, strongest, fresh, facts, whole, action, why, exact_roots, started)
+
+    def store(
+        self,
+        value: Value,
+        strongest: Saved,
+        fresh: list[Saved],
+        facts: SavedTensor,
+        whole: Tensor,
+        action: Keep | Stash,
+        why: str,
+        exact_roots: bool,
+        started: float,
+    ) -> None:
+        """Store a value that is not made again, ``why`` if that was tried: encoded, or as it is."""
         if isinstance(action, Keep):
             self.keep(value, facts, action.reason + why)
             return
@@ -357,3 +379,12 @@ def misreads(codec: Codec, readers: list[Saved]) -> str | None:
         if facts.need is Need.SIGN and (facts.mask is None or not base.keeps(codec, facts.mask)):
             return f"backward of {facts.op} reads on which side of a threshold it is"
     return None
+
+
+if compiled.functions is not None:
+    compiled.functions.configure(
+        follow_original=follow_original, whole_of=whole_of, keep_type=Keep, stash_type=Stash, recompute_type=Recompute
+    )
+
+encode: Callable[[Encoder, Value], None] = Encoder.encode if compiled.functions is None else compiled.functions.encode
+"""As :meth:`Encoder.encode`, compiled where there is a compiled one."""

@@ -15,6 +15,7 @@ import torch
 from backstash.codecs import base
 from backstash.policies.base import Stash
 from backstash.stash.calls import Held
+from backstash.stash.compiled import laid_out
 from backstash.stash.decode import remake
 from backstash.stash.encode import Encoder, without_error
 from backstash.stash.leaves import guard_with
@@ -22,8 +23,11 @@ from backstash.stash.pending import Pending
 from backstash.stash.value import Form, Value
 
 
+@laid_out
 class Leaning:
     """By the storage of a leaf, or of a parameter that is read where it is, the values that are remade from it."""
+
+    __slots__ = ("_values",)
 
     def __init__(self) -> None:
         self._values: dict[int, list[weakref.ref[Value]]] = {}

@@ -14,6 +14,7 @@ Note: [calls that count]
 from __future__ import annotations
 
 from backstash.stash.calls import CallPlace
+from backstash.stash.compiled import laid_out
 from backstash.stash.recipes import Recipe
 
 PASSES = 2
@@ -26,8 +27,11 @@ MOST_SURPRISES = 8
 """After so many passes that lacked a call, all calls are noted for good: the program's passes differ too much."""
 
 
+@laid_out
 class Noting:
     """What is known of the calls of one model under one policy."""
+
+    __slots__ = ("_failing", "_has_skipped", "_has_used", "_pass", "_places", "_surprises")
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, object, int], CallPlace] = {}

@@ -22,11 +22,13 @@ import torch
 
 from backstash.stash import compiled
 from backstash.stash.accounts import Account
+from backstash.stash.compiled import laid_out
 from backstash.stash.live import Live
 from backstash.stash.value import Value
 from backstash.torch_internals import set_grad_mode, storage_use_count
 
 
+@laid_out
 class Pending:
     """The pending values by the address of their storage, and when to look at them.
 
@@ -37,6 +39,8 @@ class Pending:
         clock: how many torch functions and packed tensors there were so far.
         due: the values to look at, by the clock's number.
     """
+
+    __slots__ = ("_decide", "_values", "clock", "due")
 
     def __init__(self, decide: Callable[[Value], None]) -> None:
         self.clock = 0
@@ -76,7 +80,7 @@ class Pending:
         for reference in list(self._values.values()):
             value = reference()
             if value is not None and value.storage is not None:
-                self.decide_if_orphaned(value)
+                decide_if_orphaned(self, value)
 
     def decide_if_orphaned(self, value: Value) -> bool:
         """Decide about a value if nobody else holds its storage; returns whether that was so."""
@@ -111,6 +115,17 @@ class Pending:
             self.due[clock] = [look]
         else:
             looks.append(look)
+
+
+look_at: Callable[[Pending, list[weakref.ref[Value]]], None] = (
+    Pending.look_at if compiled.functions is None else compiled.functions.look_at
+)
+"""As :meth:`Pending.look_at`, compiled where there is a compiled one."""
+
+decide_if_orphaned: Callable[[Pending, Value], bool] = (
+    Pending.decide_if_orphaned if compiled.functions is None else compiled.functions.decide_if_orphaned
+)
+"""As :meth:`Pending.decide_if_orphaned`, compiled where there is a compiled one."""
 
 
 def _is_orphaned(value: Value, own_references: int) -> bool:
@@ -153,3 +168,5 @@ if compiled.functions is not None:  # whose count leaves other references on the
     _references = compiled.functions.references_of
 
 _OWN_REFERENCES = _references_of_nobody_else()
+if compiled.functions is not None:
+    compiled.functions.configure(own_references=_OWN_REFERENCES)

@@ -7,10 +7,10 @@ and used again, as long as everything that it was worked out from is still the s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from backstash.codecs.base import is_dense
-from backstash.saved import SavedTensor
+from backstash.saved import SavedTensor, TensorSpec
 from backstash.stash.compiled import laid_out
 
 if TYPE_CHECKING:
@@ -20,6 +20,24 @@ if TYPE_CHECKING:
 
 SETTLED = 16
 """After how many such times it is found out anew whether the program lets go earlier, which no look can tell."""
+
+
+class Proven(NamedTuple):
+    """A recipe that was proven, and what came of it (Note: [proven recipes] in remaking.py).
+
+    Attributes:
+        tree: of the patterns of its calls, which also say under which settings these run.
+        spec: of the value.
+        own: what proofs within bounds are kept under; None for a proof of bits.
+        way: how the recipe makes the value.
+        text: the recipe as text.
+    """
+
+    tree: tuple[Any, ...]
+    spec: TensorSpec
+    own: object | None
+    way: str
+    text: str
 
 
 @laid_out
@@ -36,8 +54,7 @@ class Place:
         declined: the action whose codecs have all declined the value, and why; None where one has taken it.
         spared: how many times that is taken for granted before the codecs look at the value again.
         told: a policy's revision, and the bytes of the value that it was told of under it (Policy.observes_changes).
-        proof: what the last proven recipe was like, with all settings that its bits depend on, and how it makes the
-            value.
+        proof: what the last proven recipe was like, and how it makes the value.
         proven: the same of the tree of that recipe's patterns; None where a pattern is not known.
         tolerance: how far elements that the recipe made within bounds could be off, with the policy's revision.
         uses: how often that proof was used.
@@ -79,7 +96,7 @@ class Place:
         self.releases: bool | None = None
         self.declined: tuple[Action, str] | None = None
         self.proof: tuple[tuple[object, ...], str] | None = None
-        self.proven: tuple[tuple[object, ...], str] | None = None
+        self.proven: Proven | None = None
         self.tolerance: tuple[object | None, float] | None = None
         self.root: Root | None = None
         self.told: tuple[object, int] | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backstash.numerics import settings, under
 from backstash.saved import TensorSpec
-from backstash.stash import fused, repeating
+from backstash.stash import compiled, fused, repeating
 from backstash.stash.calls import (
     INPUT,
     Call,
@@ -31,11 +31,18 @@ from backstash.stash.repeating import OVERWRITES, norm_from_statistics, repeat
 if TYPE_CHECKING:
     from backstash.stash.value import Value
 
+UNKNOWN = "what made it is not known, or costs too much to do again"
+"""Why most values have no recipe."""
+
 MAX_CALLS = 12
 """The most calls that a recipe of cheap calls makes."""
 
 MOST_CALLS = 64
 """The most calls that any other recipe makes."""
+
+
+if compiled.functions is not None:
+    compiled.functions.configure(unknown_call=UNKNOWN)
 
 
 @laid_out
@@ -51,6 +58,7 @@ class Recipe:
         leaves: the stored values that it begins from, each as often as it is read.
         references: the program's own tensors that it reads where they are.
         any_producer: whether it may have costly calls, so that what it makes is made once and shared.
+        text: the recipe as text, where that is known; it is noted of each value that is forgotten.
         tree: patterns of the calls, one in another as the calls are (Note: [patterns of calls]); None where one is not
             known.
         first_use: what is told how the recipe made the value's bits the first time, "fused" or "plain"; None where that
@@ -66,6 +74,7 @@ class Recipe:
         "inputs",
         "leaves",
         "references",
+        "text",
         "tree",
     )
 
@@ -80,26 +89,31 @@ class Recipe:
         self.call, self.inputs, self.fused, self.from_statistics = call, inputs, fused, from_statistics
         self.any_producer = any_producer
         self.first_use: Callable[[str], None] | None = None
-        self.leaves: list[Value] = []
-        self.references: list[Held] = []
+        self.text: str | None = None
+        leaves: list[Value] = []
+        references: list[Held] = []
         tree: list[Any] = [call.pattern]
         is_known = call.pattern is not None
         for given in inputs:
             kind: Any = type(given)
             if kind is Leaf:
-                self.leaves.append(given.value)  # type: ignore[union-attr]
+                leaves.append(given.value)  # type: ignore[union-attr]
             elif kind is tuple:
                 inner = given[0]  # type: ignore[index]
-                self.leaves += inner.leaves
-                self.references += inner.references
+                leaves += inner.leaves
+                references += inner.references
                 is_known = is_known and inner.tree is not None
                 kind = inner.tree
             elif given.is_reference:  # type: ignore[union-attr]
-                self.references.append(given)  # type: ignore[arg-type]
+                references.append(given)  # type: ignore[arg-type]
             tree.append(kind)
+        self.leaves: tuple[Value, ...] = tuple(leaves)
+        self.references: tuple[Held, ...] = tuple(references)
         self.tree: tuple[Any, ...] | None = tuple(tree) if is_known else None
 
     def __str__(self) -> str:
+        if self.text is not None:
+            return self.text
         inner = [str(given[0]) for given in self.inputs if isinstance(given, tuple)]
         return f"{self.call.name}({', '.join(inner)})" if inner else self.call.name
 
@@ -198,7 +212,7 @@ def build(
     """
     call = content.call
     if call is None or not (call.is_cheap or any_producer):
-        return "what made it is not known, or costs too much to do again"
+        return UNKNOWN
     if any_producer and not call.is_proven:
         return f"{call.name} does not repeat itself bit for bit"
     budget = (budget or (MOST_CALLS if any_producer else MAX_CALLS)) - 1

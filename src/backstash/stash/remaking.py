@@ -21,19 +21,20 @@ from functools import partial
 
 from torch import Tensor
 
-from backstash.numerics import settings
 from backstash.policies.base import MAX_DEPTH, Policy, Recompute
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
 from backstash.stash import fused, leaves, proving, roots
 from backstash.stash.accounts import Step
 from backstash.stash.calls import Leaf, View
+from backstash.stash.compiled import laid_out
 from backstash.stash.encode import has_error
 from backstash.stash.gains import gains
 from backstash.stash.leaning import Leaning
 from backstash.stash.live import Live
 from backstash.stash.noting import Noting
-from backstash.stash.place import Place
+from backstash.stash.pending import Pending, decide_if_orphaned
+from backstash.stash.place import Place, Proven
 from backstash.stash.recipes import Recipe, build
 from backstash.stash.sample import Sample
 from backstash.stash.value import Saved, Value, holder
@@ -42,6 +43,7 @@ REPEAT = 256
 """A recipe is proven again at every so many of its uses, on the numbers of that step; each recipe at another step."""
 
 
+@laid_out
 class Remaking:
     """Finds recipes, and proves them.
 
@@ -50,9 +52,11 @@ class Remaking:
         live: the running totals.
         leaning: watches the leaves that the program may still change.
         full: whether samples are checksums.
-        decide_first: decides about an older value that nobody holds, so that it is known how it is stored.
+        pending: decides about an older value that nobody holds, so that it is known how it is stored.
         noting: returns what is known of the calls of the model.
     """
+
+    __slots__ = ("_full", "_leaning", "_live", "_noting", "_number", "_own", "_pending", "_policy", "_step")
 
     def __init__(
         self,
@@ -60,14 +64,14 @@ class Remaking:
         live: Live,
         leaning: Leaning,
         full: bool,
-        decide_first: Callable[[Value], object],
+        pending: Pending,
         noting: Callable[[], Noting],
     ) -> None:
         self._policy = policy
         self._live = live
         self._leaning = leaning
         self._full = full
-        self._decide_first = decide_first
+        self._pending = pending
         self._noting = noting
         self._step = Step()
         self._number = 0
@@ -116,8 +120,9 @@ class Remaking:
             return f"{recipe} does not repeat itself {'within its bounds' if bounded else 'bit for bit'}"
         for leaf in begins_from:
             leaves.guard(leaf)
+        text = recipe.text
         recipe = recipe.using_statistics() if bounded else recipe if way == "fused" else recipe.unfused()
-        recipe.first_use = first_use
+        recipe.text, recipe.first_use = text, first_use
         self._leaning.watch(value, begins_from, recipe.references)
         allows = partial(_allows, recipe, place, self._policy.revision) if bounded else None
         value.sample = Sample.of(whole, self._number, self._full or not is_known, allows)
@@ -147,7 +152,7 @@ class Remaking:
         """As :func:`leaves.find_leaf`, but nothing begins from a value that is yet to be stored with an error."""
         stored = view.content.value() if view.content.value is not None else None
         if stored is not None and stored is not root and stored.storage is not None:
-            self._decide_first(stored)
+            decide_if_orphaned(self._pending, stored)
         max_depth = sys.maxsize if action.any_producer else action.max_depth
         leaf = leaves.find_leaf(view, root, max_depth, action.within)
         if not isinstance(leaf, Leaf):
@@ -184,7 +189,7 @@ class Remaking:
             return "plain", None, known is not None
         spec, device = TensorSpec.of(whole), whole.device.type
         likeness = recipe.likeness()
-        facts = (likeness, spec, None, settings(device))
+        facts = (likeness, spec, None)
         known = place.proof
         if known is not None and known[0] == facts:
             return known[1], None, True
@@ -197,20 +202,20 @@ class Remaking:
         return "fused", tell, False
 
     def _way(self, place: Place, recipe: Recipe, whole: Tensor, bounded: bool, repeats: bool) -> str:
-        """How the recipe makes the value: "fused", "plain", "within", or "" where it does not."""
-        device = whole.device.type
-        own, now = self._own if bounded else None, settings(device)
-        known = place.proof
-        proven = None if recipe.tree is None else (recipe.tree, TensorSpec.of(whole), own, now)
-        if proven is not None and place.proven is not None and place.proven[0] == proven:
-            way = place.proven[1]
-            if not way or not repeats or (place.uses + 1) % REPEAT:
+        """How the recipe makes the value: "fused", "plain", "within", or "" where it does not.
+
+        The settings on which its bits depend are those of its calls: under these they run now, and in backward.
+        """
+        own, spec, proven = self._own if bounded else None, TensorSpec.of(whole), place.proven
+        if proven is not None and proven[:3] == (recipe.tree, spec, own):
+            recipe.text = proven.text
+            if not proven.way or not repeats or (place.uses + 1) % REPEAT:
                 place.uses += 1
-                return way
+                return proven.way
         likeness = recipe.likeness()
-        facts = (likeness, TensorSpec.of(whole), own, now)
+        known, facts = place.proof, (likeness, spec, own)
         if known is not None and known[0] == facts:
-            place.proven = None if proven is None else (proven, known[1])
+            place.proven = _proven(recipe, spec, own, known[1])
             place.uses += 1
             if not known[1] or not repeats or place.uses % REPEAT:
                 return known[1]
@@ -224,12 +229,17 @@ class Remaking:
             return way
 
         again = known is not None and known[0] == facts
-        question = (place.facts.key, repr(likeness), TensorSpec.of(whole), self._own if bounded else None)
+        question, device = (place.facts.key, repr(likeness), spec, own), whole.device.type
         way = proofs.ask("recipe", question, prove, device_type=device, again=again, counts=self._step.counts)
         if not again:  # others are repeated in other steps
             place.uses = zlib.crc32(place.facts.key.encode()) % REPEAT
-        place.proof, place.proven = (facts, way), None if proven is None else (proven, way)
+        place.proof, place.proven = (facts, way), _proven(recipe, spec, own, way)
         return way
+
+
+def _proven(recipe: Recipe, spec: TensorSpec, own: object | None, way: str) -> Proven | None:
+    """What is known of a recipe that was proven; None where the pattern of one of its calls is not known."""
+    return None if recipe.tree is None else Proven(recipe.tree, spec, own, way, str(recipe))
 
 
 def _allows(recipe: Recipe, place: Place, revision: object | None, off: float, sample: Tensor) -> bool:

@@ -1,0 +1,76 @@
+// Takes a few bits of a value that is going to be made again: see stash/sample.py.
+#include "slots.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace backstash {
+namespace {
+
+constexpr long long ELEMENTS = 64;         // as in sample.py
+constexpr long long SPREAD = 0x9E3779B1;   // as in sample.py
+constexpr long long MOST_STEPS = 1 << 30;  // times SPREAD is still a long long
+
+// The bytes of elements of ``size`` bytes at even distances, of as many as are there.
+PyObject* elements_at(const void* data, long long there, long long size, long long begin, long long step,
+                      long long most) {
+    const char* from = static_cast<const char*>(data);
+    const long long fitting = begin < there && step > 0 ? (there - begin + step - 1) / step : 0;
+    const long long many = fitting < most ? fitting : most;
+    Owned bytes(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size * many)));
+    if (!bytes) return nullptr;
+    char* to = PyBytes_AsString(bytes.get());
+    for (long long index = 0; index < many; ++index)
+        std::memcpy(to + index * size, from + (begin + index * step) * size, static_cast<std::size_t>(size));
+    return bytes.release();
+}
+
+}  // namespace
+
+// The bytes of elements of a plain tensor on CPU that is dense in memory: see sample.Sample. It takes the tensor,
+// the first element, how far they are apart, and how many there are at most.
+PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    if (number != 4 || !is_plain(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "elements takes a plain tensor and three numbers");
+        return nullptr;
+    }
+    NoTorchFunction unseen(args[0]);
+    Owned address(unseen ? PyObject_CallMethodObjArgs(args[0], s_data_ptr, nullptr) : nullptr);
+    Owned numel(address ? PyObject_CallMethodObjArgs(args[0], s_numel, nullptr) : nullptr);
+    const long long size = numel ? integer(args[0], s_itemsize) : -1;
+    if (size < 0) return nullptr;
+    const long long begin = PyLong_AsLongLong(args[1]), step = PyLong_AsLongLong(args[2]);
+    const long long most = PyLong_AsLongLong(args[3]), there = PyLong_AsLongLong(numel.get());
+    const void* from = PyLong_AsVoidPtr(address.get());
+    return PyErr_Occurred() ? nullptr : elements_at(from, there, size, begin, step, most);
+}
+
+// See Sample.of: the sample of a value with that spec that is made again bit for bit.
+PyObject* sample(PyObject* remaking, PyObject* whole, PyObject* spec) {
+    PyObject* full = at(remaking, layout::remaking._full);
+    const long long step_number = number_at(remaking, layout::remaking._number);
+    const int on_cpu = is_true(whole, s_is_cpu);
+    if (on_cpu < 0 || PyErr_Occurred()) return nullptr;
+    if (full == Py_True || !on_cpu || step_number > MOST_STEPS) {
+        PyObject* number = at(remaking, layout::remaking._number);
+        return PyObject_CallFunctionObjArgs(sample_of, whole, number, full, Py_None, nullptr);
+    }
+    Owned address(PyObject_CallMethodObjArgs(whole, s_data_ptr, nullptr));
+    const void* data = address ? PyLong_AsVoidPtr(address.get()) : nullptr;
+    const long long size = PyErr_Occurred() ? -1 : integer(at(spec, layout::spec.dtype), s_itemsize);
+    if (size <= 0) return nullptr;
+    const long long there = number_at(spec, layout::spec.nbytes) / size;
+    const long long step = std::max(1LL, there / ELEMENTS), begin = step_number * SPREAD % step;
+    Owned made(make(layout::sample.type));
+    if (!made) return nullptr;
+    PyObject* bits = elements_at(data, there, size, begin, step, ELEMENTS);
+    if (bits == nullptr) return nullptr;
+    give(made.get(), layout::sample.bits, bits);
+    set(made.get(), layout::sample.checksum, Py_None);
+    set(made.get(), layout::sample.allows, Py_None);
+    const bool is_whole =
+        set_number(made.get(), layout::sample.begin, begin) && set_number(made.get(), layout::sample.step, step);
+    return is_whole ? made.release() : nullptr;
+}
+
+}  // namespace backstash
