@@ -87,10 +87,10 @@ def inner(made: Recipe, x: Tensor) -> tuple[Recipe, View]:
 def normed(world: World, with_relu: bool = True) -> Recipe:
     x, weight, bias = numbers(4, 3, 8, 8), numbers(3, seed=1), numbers(3, seed=2)
     y, mean, invstd = torch.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
-    kwargs = {"input": INPUT, "running_mean": None, "running_var": None, "weight": INPUT, "bias": INPUT}
+    kwargs: dict[str, Any] = dict.fromkeys(("running_mean", "running_var"))
+    kwargs |= {"input": INPUT, "weight": INPUT, "bias": INPUT, "training": True, "momentum": 0.1, "eps": 1e-5}
     given = [world.leaf(x), held(weight), held(bias)]
     statistics = held(mean), held(invstd)
-    kwargs = {**kwargs, "training": True, "momentum": 0.1, "eps": 1e-5}
     norm = recipe("batch_norm", F.batch_norm, (), kwargs, given, y, statistics=statistics)
     return recipe("relu", torch.relu, (INPUT,), {}, [inner(norm, y)], y) if with_relu else norm
 
