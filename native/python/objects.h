@@ -28,22 +28,20 @@ namespace backstash {
     X(CHEAP_CLAIM) X(FASTER) X(FORMS) X(LARGE) X(NEVER_WHOLE) X(ROOM) X(WIDEST) X(__del__) X(__enter__) X(__exit__) \
     X(__name__) X(_add_up) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) X(_cdata) \
     X(_contents) X(_cycles) X(_forget) X(_forward) X(_found) X(_free_buffers) X(_is_fresh) X(_is_watched) \
-    X(_is_zerotensor) X(_leaning) X(_live) X(_modules) X(_moved) X(_names) X(_nbytes) X(_pack_large) X(_parameters) \
-    X(_pending) X(_places) X(_recognised) X(_rows) X(_run) X(_saved) X(_saved_mat2_sym_sizes) X(_sequence_nr) \
-    X(_shapes) X(_state) X(_take) X(_take_of_node) X(_take_of_unknown) X(_values) X(_version) X(accounts) X(acquire) \
-    X(action) X(affine) X(after_function) X(any_producer) X(append) X(args) X(as_strided) X(asked) \
-    X(awaits_large_weight) X(before) X(before_side_effect) X(bound) X(chosen) X(clock) X(clone) X(codec) X(codecs) \
-    X(counted) X(counts) X(data) X(data_ptr) X(decide) X(dense) X(depth) X(detach) X(device) X(dim) X(dtype) X(due) \
-    X(enter_module) X(exact_roots) X(filled) X(forget) X(fqn) X(frames) X(get) X(grad_fn) X(guard) X(in_place) \
-    X(include) X(inplace) X(is_conj) X(is_cpu) X(is_exact) X(is_floating_point) X(is_idle) X(is_inference) X(is_leaf) \
+    X(_is_zerotensor) X(_leaning) X(_live) X(_modules) X(_moved) X(_names) X(_pack_large) X(_parameters) X(_pending) \
+    X(_places) X(_recognised) X(_rows) X(_run) X(_saved_mat2_sym_sizes) X(_sequence_nr) X(_shapes) X(_state) X(_take) \
+    X(_take_of_node) X(_take_of_unknown) X(_values) X(_version) X(accounts) X(acquire) X(affine) X(after_function) \
+    X(any_producer) X(append) X(as_strided) X(awaits_large_weight) X(before) X(before_side_effect) X(bound) X(chosen) \
+    X(clock) X(clone) X(codec) X(codecs) X(counted) X(counts) X(data) X(data_ptr) X(decide) X(dense) X(depth) \
+    X(detach) X(device) X(dim) X(dtype) X(due) X(enter_module) X(exact_roots) X(filled) X(forget) X(frames) X(get) \
+    X(grad_fn) X(include) X(inplace) X(is_conj) X(is_cpu) X(is_floating_point) X(is_idle) X(is_inference) X(is_leaf) \
     X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(is_used) X(itemsize) \
-    X(key) X(kind) X(kwargs) X(label) X(lack) X(layout) X(learned) X(leave_module) X(let_go) X(look_at_due) X(made) \
-    X(mask) X(max_depth) X(max_inputs) X(members) X(min_nbytes) X(modified) X(named) X(nbytes) X(need) \
-    X(next_functions) X(nodes) X(noting) X(numel) X(of) X(of_matrix) X(of_nodes) X(of_weight) X(offset) X(op) \
-    X(original) X(otherwise) X(out) X(parameters) X(peak_nbytes) X(place) X(popleft) X(preserves) X(reason) X(recipe) \
-    X(recognised) X(recomputes) X(release) X(remakes_anything) X(repeat) X(requires_grad) X(result) X(roles) X(run) \
-    X(saved) X(shape) X(share) X(shrink) X(small) X(spec) X(specs) X(step) X(storage) X(storage_offset) X(store) \
-    X(stride) X(tensor) X(type) X(unnamed) X(untyped_storage) X(value) X(version)
+    X(key) X(label) X(lack) X(layout) X(learned) X(leave_module) X(let_go) X(look_at_due) X(made) X(mask) \
+    X(max_depth) X(max_inputs) X(min_nbytes) X(named) X(nbytes) X(need) X(next_functions) X(nodes) X(noting) X(numel) \
+    X(of) X(of_matrix) X(of_nodes) X(of_weight) X(op) X(otherwise) X(out) X(parameters) X(place) X(popleft) \
+    X(preserves) X(reason) X(recipe) X(recognised) X(recomputes) X(release) X(remakes_anything) X(repeat) \
+    X(requires_grad) X(run) X(saved) X(shape) X(share) X(shrink) X(small) X(spec) X(step) X(storage_offset) X(store) \
+    X(stride) X(type) X(unnamed) X(untyped_storage)
 
 #define BACKSTASH_DECLARE_OBJECT(name) inline PyObject* name = nullptr;
 #define BACKSTASH_DECLARE_NAME(name) inline PyObject* s_##name = nullptr;
