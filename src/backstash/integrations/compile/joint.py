@@ -58,6 +58,7 @@ class Joint:
 
     Attributes:
         graph: the graph.
+        outputs: how many results of the graph are the forward pass's.
         compiler_fuses: whether the compiler fuses elementwise operators.
         early: the sums whose product takes less memory than a gradient that it is computed from.
         is_apart: whether these products are computed before they are added.
@@ -93,7 +94,7 @@ class Joint:
     def __init__(
         self, graph: fx.Graph, outputs: int, fuses: bool, is_apart: bool = False, stores_sums: bool = False
     ) -> None:
-        self.graph = graph
+        self.graph, self.outputs = graph, outputs
         self.compiler_fuses = fuses
         self.early = early_products(graph) if fuses else frozenset()
         self.is_apart = is_apart

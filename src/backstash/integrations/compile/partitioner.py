@@ -44,13 +44,19 @@ class Treatment:
     Args:
         policy: decides.
         min_nbytes: smaller values are kept.
-        budget: bytes at the peak of each graph, its inputs excluded; None for no budget.
+        budget: bytes at the peak of each graph, its inputs excluded, or a share of compiled plain's such as ``"60%"``;
+            None for no budget.
         fuses: whether the compiler of the graphs fuses elementwise operators.
         bounded_bits: bits of a code of a value that is held within a bound.
     """
 
     def __init__(
-        self, policy: Policy, min_nbytes: int, budget: int | None = None, fuses: bool = True, bounded_bits: int = 8
+        self,
+        policy: Policy,
+        min_nbytes: int,
+        budget: int | str | None = None,
+        fuses: bool = True,
+        bounded_bits: int = 8,
     ) -> None:
         self.policy = policy
         self.min_nbytes = min_nbytes
