@@ -23,8 +23,10 @@ from backstash.integrations.compile.choose import Choice, choose
 from backstash.integrations.compile.convolutions import copy_saved_inputs, keep_formats
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.graph_offload import HOST, Offloaded
+from backstash.integrations.compile.image_calls import call_twice
 from backstash.integrations.compile.image_gradients import split_convolutions
 from backstash.integrations.compile.lifetimes import Estimate
+from backstash.integrations.compile.repeated import repeat_for_readers
 from backstash.integrations.compile.rewrite import planes_nbytes, rewrite
 from backstash.integrations.compile.saved_inputs import save_as_matrices
 from backstash.integrations.compile.substitutes import substitutes
@@ -151,6 +153,9 @@ class Treatment:
         copy_saved_inputs(split.backward.graph, matrices, 2)
         if chosen.keeps_formats:
             keep_formats(split)
+        if self.fuses and self.budget is not None:
+            repeat_for_readers(split.backward.graph)
+            call_twice(split.backward.graph)
         for module in (split.forward, split.backward):
             module.graph.lint()
             module.recompile()
