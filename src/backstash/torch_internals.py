@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
@@ -405,6 +405,45 @@ def inductor_lowerings() -> Any:
     import torch._inductor.lowering as lowering
 
     return lowering
+
+
+def lowered_convolutions() -> Any:
+    """The module in which Inductor lays out the operands of convolutions' gradients; None if this torch has no such.
+
+    Its function ``aten_convolution_backward_fallback`` then makes the call of the library. Imports Inductor.
+    """
+    from torch._inductor.kernel import conv
+
+    return conv if hasattr(conv, "aten_convolution_backward_fallback") else None
+
+
+def lowered_call() -> tuple[torch.fx.Node, list[Any]]:
+    """The node for which Inductor writes code now, and what it knows the node's arguments as. Imports Inductor."""
+    from torch._inductor.virtualized import V
+
+    node: torch.fx.Node = V.graph.current_node
+    return node, [
+        V.graph.env.get(argument) if isinstance(argument, torch.fx.Node) else argument for argument in node.args
+    ]
+
+
+def in_rows(x: Any) -> Any:
+    """What Inductor knows a tensor as, laid out as a contiguous tensor is: itself, or a copy. Imports Inductor."""
+    from torch._inductor.ir import ExternKernel
+
+    return ExternKernel.require_contiguous(x)
+
+
+def format_of(sizes: Sequence[Any], strides: Sequence[Any]) -> torch.memory_format | None:
+    """The memory format that torch's kernels see in a tensor; None if the sizes are no numbers."""
+    from torch._prims_common import suggest_memory_format
+
+    if not all(isinstance(each, int) or getattr(each, "is_number", False) for each in (*sizes, *strides)):
+        return None
+    found: torch.memory_format = suggest_memory_format(
+        torch.empty_strided(list(map(int, sizes)), list(map(int, strides)), device="meta")
+    )
+    return found
 
 
 def adds_products_by_library() -> bool:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from backstash import Session, compile_backend, policies
 from backstash.errors import UnknownNameError
 from backstash.integrations.compile import patch_compile
-from backstash.integrations.compile.budget import parse_nbytes
+from backstash.integrations.compile.budget import parse_budget
 from backstash.integrations.compile.effect import repeats
 from backstash.policies import Keep, Policy, Rules
 from backstash.report.meter import CountedPeak
@@ -401,12 +401,37 @@ def test_the_estimated_peak_is_near_the_counted_one() -> None:
     assert abs(float(estimated) - counted.peak_nbytes / 2**20) < 2.0
 
 
-@pytest.mark.parametrize("budget", [0, -1, "", "many", "3 parsecs", 1.5, True])
+@pytest.mark.parametrize("budget", [0, -1, "", "many", "3 parsecs", 1.5, True, "0%", "-5%", "%", "50 % of it", "0 MiB"])
 def test_a_budget_that_is_none(budget: Any) -> None:
-    with pytest.raises(ValueError, match="budget="):
+    with pytest.raises(ValueError, match="budget=.*600MiB.*60%"):
         compile_backend("lossless", budget=budget)
 
 
 def test_budgets_are_read_as_people_write_them() -> None:
-    texts = {"600MiB": 600 << 20, "1.5 GiB": 3 << 29, "2e": None, "4096": 4096, "1 kB": 1000, 5: 5}
-    assert {text: parse_nbytes(text) for text in texts if text != "2e"} == {k: v for k, v in texts.items() if v}
+    texts = {"600MiB": 600 << 20, "1.5 GiB": 3 << 29, "4096": 4096, "1 kB": 1000, 5: 5, ".5kib": 512, "2.MB": 2 * 10**6}
+    shares = {"50%": 500, " 12.5 % ": 125, "120%": 1200, "0.001%": 1}
+    assert {text: parse_budget(text, 1000) for text in texts | shares} == texts | shares
+
+
+def test_a_share_is_one_of_what_is_estimated_for_compiled_plain() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Sigmoid()) for _ in range(4)))
+    x = torch.randn(4096, 64)
+    peaks = {}
+    for budget in (None, "100%", "80%"):
+        torch._dynamo.reset()
+        ours = compile_backend("lossless", budget=budget, min_nbytes=0)
+        compiled = torch.compile(model, backend=ours, fullgraph=True)
+        gradients(model, lambda net: net(x).sum(), compiled)
+        model.zero_grad()
+        with CountedPeak() as counted:
+            compiled(x).sum().backward()
+        peaks[budget] = counted.peak_nbytes
+        if budget is not None:
+            (note,) = ours.report().notes
+            ((asked, share),) = re.findall(r"asked for ([\d.]+) MiB, (\d+%) of compiled plain's", note)
+            assert share == budget
+            assert "No way" not in note
+            assert float(asked) == pytest.approx(float(share[:-1]) / 100 * peaks[None] / 2**20, rel=0.2)
+    assert peaks["100%"] <= peaks[None]
+    assert peaks["80%"] < peaks[None]

@@ -116,9 +116,8 @@ def test_inductors_bits_of_convolutions_with_groups(groups: int, monkeypatch: py
         nn.Conv2d(3, 16, 3, padding=1),
         nn.BatchNorm2d(16),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1, groups=groups),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
+        *(nn.Conv2d(16, 32, 3, padding=1, groups=groups), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 32, 3, padding=1, groups=groups), nn.BatchNorm2d(32), nn.ReLU()),
         nn.Conv2d(32, 4, 3, padding=2, dilation=2, groups=2),
         nn.ReLU(),
     )

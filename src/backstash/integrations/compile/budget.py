@@ -84,26 +84,40 @@ class _Start:
     convolves: bool
 
 
-def parse_nbytes(text: int | str) -> int:
-    """A number of bytes, given as a number or as text such as ``"1.5 GiB"``.
+def parse_budget(budget: int | str, plain_peak_nbytes: int) -> int:
+    """A budget in bytes.
+
+    Args:
+        budget: a number of bytes above zero, a text such as ``"1.5 GiB"``, or a share of a graph's peak such as
+            ``"60%"``.
+        plain_peak_nbytes: the estimated peak of the graph as compiled plain.
 
     Raises:
-        ValueError: the text is no number of bytes, or the number is not above zero.
+        ValueError: the budget is none of these, or not above zero.
+
+    Example:
+        >>> parse_budget("1.5 KiB", 0), parse_budget("60%", 1000)
+        (1536, 600)
     """
-    if isinstance(text, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
-        if match and match[2].lower() in UNITS:
-            text = int(float(match[1]) * UNITS[match[2].lower()])
-    if not isinstance(text, int) or isinstance(text, bool) or text <= 0:
+    nbytes, found = 0, None
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-z]*|%)\s*", budget.lower())
+        if found is not None and found[2] in UNITS:
+            nbytes = int(float(found[1]) * UNITS[found[2]])
+        elif found is not None and found[2] == "%" and float(found[1]) > 0:
+            nbytes = max(int(float(found[1]) / 100 * plain_peak_nbytes), 1)
+    elif isinstance(budget, int) and not isinstance(budget, bool):
+        nbytes = budget
+    if nbytes <= 0:
         raise ValueError(
-            f"compile_options was asked for budget={text!r}, but it takes a number of bytes above zero, such as 600 << "
-            f"20, or text such as '600MiB' or '1.5 GiB'."
+            f"compile_options was asked for budget={budget!r}, but it takes a number of bytes above zero, such as 600 "
+            f"<< 20, text such as '600MiB' or '1.5 GiB', or a share of each graph's plain peak, such as '60%'."
         )
-    return text
+    return nbytes
 
 
 def cheapest(
-    partition: Partition, planned: Planner, budget: int, fuses: bool, lasting: Collection[int] = ()
+    partition: Partition, planned: Planner, budget: int | str, fuses: bool, lasting: Collection[int] = ()
 ) -> tuple[Chosen, str]:
     """The cheapest way to stay below a budget, or the one with the lowest peak if none was found; and a note on it.
 
@@ -111,7 +125,7 @@ def cheapest(
         partition: splits the joint graph; returns the graphs and the number of results that are not for the backward
             graph.
         planned: chooses a form for each value that a split saves.
-        budget: bytes at the peak, inputs excluded.
+        budget: bytes at the peak, inputs excluded, or a share of what is estimated for the graph as compiled plain.
         fuses: whether the compiler fuses elementwise operators.
         lasting: positions of the graph's inputs that are parameters or buffers.
     """
@@ -121,20 +135,30 @@ def cheapest(
         note = "budget: not kept, because torch's partitioner does not say what it saves in this graph"
         return Chosen(split, planned(split), Estimate.nothing()), note
     options = _options(joint, starts, lasting)
-    best = _searched(joint, starts, options, budget)
-    if best.estimate.peak > budget and options.rounded and joint.early:
+    nbytes = parse_budget(budget, _plain_peak(joint, starts[0]))
+    best = _searched(joint, starts, options, nbytes)
+    if best.estimate.peak > nbytes and options.rounded and joint.early:
         # Bits are not kept anyway, so a product need not be added by the call that computes it.
         apart = Joint(joint.graph, outputs, fuses, is_apart=True, stores_sums=True)
-        other = _searched(apart, starts, options, budget)
+        other = _searched(apart, starts, options, nbytes)
         if other.estimate.peak < best.estimate.peak:
             joint, best = apart, other
     chosen = _carried_out(joint, best, starts, partition, planned)
     peak = chosen.estimate.peak
-    text = f"a peak of {amount(peak)} is estimated, inputs excluded; asked for {amount(budget)}"
+    share = f", {budget.strip()} of compiled plain's" if isinstance(budget, str) and "%" in budget else ""
+    text = f"a peak of {amount(peak)} is estimated, inputs excluded; asked for {amount(nbytes)}{share}"
     again = sum(node.op == "call_function" for node in chosen.split.twins)
     late = f" and {len(joint.early)} products added later than they are computed" if joint.is_apart else ""
     note = f"budget: {text}, with {again} operators computed again{late}"
-    return chosen, note if peak <= budget else f"{note}. No way was found to stay below the budget"
+    return chosen, note if peak <= nbytes else f"{note}. No way was found to stay below the budget"
+
+
+def _plain_peak(joint: Joint, start: _Start) -> int:
+    """The estimated peak of the graph as torch splits it under its own settings, with everything in its own form."""
+    plain = Joint(joint.graph, joint.outputs, joint.compiler_fuses)
+    numbers = {plain.number(node) for node in plain.graph.nodes if node.name in start.names}
+    saved = {n: plain.nbytes[n] for n in numbers if n is not None and not plain.is_input[n]}
+    return Lifetimes(plain).estimate(saved).peak
 
 
 def _searched(joint: Joint, starts: list[_Start], options: Options, budget: int) -> Found:

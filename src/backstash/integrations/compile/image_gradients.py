@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import mmap
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,14 +73,29 @@ def scratch_nbytes(node: fx.Node) -> int:
 
     For the gradient of a weight, which is computed when the call is, these are oneDNN's own result, the same in the
     order of the program, and as a tensor; a fourth one was counted on networks. For that of images, which is computed
-    when its result is, it is the weight.
+    when its result is, it is the weight. The images of a depthwise convolution are not in channels last (see
+    :func:`is_in_rows`): oneDNN copies them and the gradient, and orders its result by another copy.
     """
     if is_split(node):
-        return (4 if _is_reordered(node) else 1) * spec_of(arguments_of(node)["weight"].meta["val"]).nbytes
+        named = arguments_of(node)
+        operands = ("input", "grad_output") if is_in_rows(node) else ()
+        times = 4 if _is_reordered(node) else 1
+        return times * _nbytes(named["weight"]) + sum(_nbytes(named[name]) for name in operands)
     call = node.args[0] if node.target is operator.getitem else None
     if isinstance(call, fx.Node) and node.args[1] == 0 and is_split(call) and _is_reordered(call):
-        return spec_of(arguments_of(call)["weight"].meta["val"]).nbytes
+        return _nbytes(arguments_of(call)["weight"]) + (_nbytes(node) if is_in_rows(call) else 0)
     return 0
+
+
+def is_in_rows(node: fx.Node) -> bool:
+    """Whether Inductor lays out images and gradient of a call contiguously, as it does for depthwise convolutions."""
+    named = arguments_of(node)
+    weight = named["weight"].meta["val"]
+    return bool(named["groups"] != 1) and weight.dim() == 4 and weight.shape[1] == 1
+
+
+def _nbytes(node: fx.Node) -> int:
+    return spec_of(node.meta["val"]).nbytes
 
 
 def _is_reordered(node: fx.Node) -> bool:
@@ -94,16 +110,16 @@ def _facts(node: fx.Node) -> dict[str, Any]:
 
 
 def _unread_images(images: Tensor) -> Tensor:
-    return _unread(images, images.shape, images.stride())
+    return unread(images, images.shape, images.stride())
 
 
 def _unread_weight(weight: Tensor, images: Tensor) -> Tensor:
     like = _weight_like(torch.empty_strided(weight.shape, weight.stride(), device="meta"), images)
-    return _unread(weight, like.shape, like.stride())
+    return unread(weight, like.shape, like.stride())
 
 
-def _unread(x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Zeros that take no memory as long as nobody reads them."""
+def unread(x: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Zeros of a tensor's dtype that take no memory as long as nobody reads them."""
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if x.numel() else 0
     pages = mmap.mmap(-1, (last + 1) * x.element_size())
     return torch.frombuffer(pages, dtype=x.dtype).as_strided(sizes, strides)

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.effect import gradient_nodes
-from backstash.integrations.compile.image_gradients import is_split, scratch_nbytes
+from backstash.integrations.compile.image_calls import can_call_twice
+from backstash.integrations.compile.image_gradients import is_in_rows, is_split, scratch_nbytes
 from backstash.integrations.compile.images import convolved_images, looks_convolved
 from backstash.integrations.compile.reading import (
     MOVES,
@@ -25,6 +26,7 @@ from backstash.integrations.compile.reading import (
     name_of,
     reads_fused,
 )
+from backstash.integrations.compile.repeated import is_light
 from backstash.integrations.compile.saved_inputs import copied_inputs
 from backstash.integrations.compile.sums import added_product, early_products, reused_summand, stored_sums
 from backstash.integrations.compile.values import hint, is_tensor, spec_of
@@ -58,6 +60,7 @@ class Joint:
 
     Attributes:
         graph: the graph.
+        outputs: how many results of the graph are the forward pass's.
         compiler_fuses: whether the compiler fuses elementwise operators.
         early: the sums whose product takes less memory than a gradient that it is computed from.
         is_apart: whether these products are computed before they are added.
@@ -72,9 +75,12 @@ class Joint:
         is_shared: whether several operators read it.
         is_image: whether one call decodes it, if it is saved in few bits.
         is_heavy: whether a compiler that fuses stores its result rather than compute it for each of several readers.
+        is_light: whether a kernel that reads it may compute it for itself.
         reads_fused: whether a compiler reads others' results without their ever being stored.
         stored: sums of gradients that the compiler is told to store.
         scratch: bytes that a library holds while it computes the value.
+        is_part: whether it is one of the results of a call that returns all of them together.
+        in_rows: for calls that need their images in another order these images.
         copied: bytes of the inputs that the compiler copies for convolutions.
         saves_copies: whether these copies are saved, and not the inputs themselves.
         takes_over: for sums that are computed in the memory of a summand that summand.
@@ -93,7 +99,7 @@ class Joint:
     def __init__(
         self, graph: fx.Graph, outputs: int, fuses: bool, is_apart: bool = False, stores_sums: bool = False
     ) -> None:
-        self.graph = graph
+        self.graph, self.outputs = graph, outputs
         self.compiler_fuses = fuses
         self.early = early_products(graph) if fuses else frozenset()
         self.is_apart = is_apart
@@ -130,14 +136,19 @@ class Joint:
         self.nbytes = [
             0 if name_of(node) in constants else nbytes for node, nbytes in zip(self.nodes, self.nbytes, strict=True)
         ]
-        splits = fuses and stores_sums  # where nothing is rounded, the peak lies elsewhere
+        splits = fuses and (stores_sums or can_call_twice())
         self.scratch = [scratch_nbytes(node) if splits else 0 for node in self.nodes]
+        self.in_rows: dict[int, int] = {}
         if splits:
             self._split_convolutions()
         copied = copied_inputs(graph) if fuses else set()
         self.copied = {self._numbers[node]: spec_of(node.meta["val"]).nbytes for node in copied}
         self.saves_copies = True
         self.is_on_cpu = all(node.meta["val"].device.type == "cpu" for node in self.nodes if is_tensor(node))
+        self.is_part = [
+            node.target is operator.getitem and len(reads) == 1 and not self.is_input[number]
+            for number, (node, reads) in enumerate(zip(self.nodes, self.reads, strict=True))
+        ]
         self.takes_over: dict[int, int] = {}
         for node, product in sums.items():  # one call of a library computes both, when the other summand is there
             number, source = self._numbers[node], self._numbers[product]
@@ -153,6 +164,9 @@ class Joint:
         images = convolved_images(graph) if fuses else []
         self.is_image = [is_tensor(node) and looks_convolved(node.meta["val"], images) for node in self.nodes]
         self.is_heavy = [_is_heavy(node) for node in self.nodes]
+        self.is_light = [
+            not is_gradient and is_light(node) for is_gradient, node in zip(self.is_gradient, self.nodes, strict=True)
+        ]
         self.fuses = [fuses and is_elementwise(node) and node not in sums for node in self.nodes]
         self.is_forward = [False] * len(self.nodes)
         for number in self.ancestors(number for number in self.results if not self.is_gradient[number]):
@@ -177,6 +191,9 @@ class Joint:
                 assert first is not None and gradient is not None and weight is not None
                 self.reads[first] = tuple(each for each in self.reads[first] if each != weight)
                 self.reads[number] = (first, gradient, weight)
+                images = self.number(call.args[1])
+                if images is not None and is_in_rows(call):
+                    self.in_rows[first] = images
 
     def _sums(self) -> dict[fx.Node, fx.Node]:
         """The additions that one call of a library computes together with a product, and these products."""

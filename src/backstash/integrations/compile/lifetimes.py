@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backstash.integrations.compile.joint import BYTES_PER_SECOND, Joint
+from backstash.integrations.compile.repeated import LEAST_NBYTES
 
 ROUNDED_BYTES_PER_SECOND = 3.5e9
 """Rounding to integers in groups on a CPU and back, by a kernel and in code that a compiler has generated."""
@@ -62,11 +63,15 @@ class Run:
     Args:
         joint: the graph.
         stored: values that are stored, whoever reads them.
+        is_repeated: whether each kernel computes for itself what :mod:`backstash.integrations.compile.repeated` says.
     """
 
-    def __init__(self, joint: Joint, stored: Iterable[int] = ()) -> None:
+    def __init__(self, joint: Joint, stored: Iterable[int] = (), is_repeated: bool = False) -> None:
         self._joint = joint
         self._stored = frozenset(stored)
+        self._is_repeated = is_repeated
+        self._fused_reads: dict[int, list[int]] = {}
+        self._needed: set[int] = set()
         self._touches: dict[int, set[int]] = {}
         self._outcomes: dict[int, int] = {}
         self._encoded: set[int] = set()
@@ -106,6 +111,10 @@ class Run:
     def compute(self, number: int) -> None:
         """The next operator runs."""
         joint = self._joint
+        if joint.is_part[number] and joint.reads[number][0] in self.born:  # it is there when the call returns
+            self.hold(number, joint.nbytes[number])
+            self.born[number] = self.dies[number] = self.born[joint.reads[number][0]]
+            return
         self.moment += 1
         touched: set[int] = set()
         is_heavy = joint.is_heavy[number]
@@ -130,9 +139,13 @@ class Run:
             else:
                 self._store(source)
                 touched.add(source)
-        self._read(touched)
-        if joint.scratch[number]:
-            self.copies[self.moment] = self.copies.get(self.moment, 0) + joint.scratch[number]
+        self._read(touched, joint.reads_fused[number])
+        scratch = joint.scratch[number]
+        images = joint.in_rows.get(number)
+        if images is not None and images not in self._touches:  # a kernel that computes them has them in that order
+            scratch += joint.nbytes[images]
+        if scratch:
+            self.copies[self.moment] = self.copies.get(self.moment, 0) + scratch
         if not joint.fuses[number]:
             self.hold(number, joint.nbytes[number])
             if number in joint.takes_over:
@@ -142,6 +155,7 @@ class Run:
         several = joint.is_shared[number] and (is_heavy or len(touched) > _MOST_READS)
         if several or number in self._stored or number in joint.stored:
             self._store(number)
+            self._needed |= {number} & (self._stored | joint.stored)
         elif is_heavy:
             self._heavy.add(number)
 
@@ -167,6 +181,8 @@ class Run:
                 self._store(number)
             if number in self.born:
                 self.dies[number] = self.moment
+                self._needed.add(number)
+        self._repeat()
         changes = np.zeros(self.moment + 2)
         for number, born in self.born.items():
             nbytes = self.nbytes[number]
@@ -188,13 +204,29 @@ class Run:
 
     def _store(self, number: int) -> None:
         touched = self._touches.get(number, set())
-        self._read(touched)
+        self._read(touched, True)
         self.hold(number, self._joint.nbytes[number])
         self._births.append((number, touched))
 
-    def _read(self, touched: Iterable[int]) -> None:
+    def _read(self, touched: Iterable[int], is_fused: bool = False) -> None:
         for source in touched:
-            self.dies[source] = self.moment
+            if is_fused and self._is_repeated and source in self._touches and self._joint.is_light[source]:
+                self._fused_reads.setdefault(source, []).append(self.moment)
+            else:
+                self.dies[source] = self.moment
+                self._needed.add(source)
+
+    def _repeat(self) -> None:
+        """Ends lifetimes where later kernels compute the value for themselves, from what is there anyway."""
+        for number in sorted(self._fused_reads):
+            touched, planes = self._touches[number], len(self._joint.nodes)
+            until = min((self.dies[n] for n in touched if self.nbytes[n] >= LEAST_NBYTES), default=self.moment)
+            if any(n >= planes for n in touched):
+                until = -1  # it is not decoded twice
+            late = [moment for moment in self._fused_reads[number] if moment > until]
+            self.dies[number] = max([self.dies[number], *late])
+            if not late and number not in self._needed:  # every kernel that reads it computes it
+                self.nbytes[number] = 0
 
 
 class Lifetimes:
@@ -246,7 +278,7 @@ class Lifetimes:
         joint = self.joint
         copies = joint.copied if joint.saves_copies else {}
         inputs: set[int] = set()
-        run = Run(joint)
+        run = Run(joint, is_repeated=joint.compiler_fuses)
         ready: set[int] = set()
         again: list[int] = []
         used: dict[int, int] = {}

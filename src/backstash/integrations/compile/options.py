@@ -11,7 +11,7 @@ import torch
 
 from backstash import policies
 from backstash.integrations.compile.bounding import BITS
-from backstash.integrations.compile.budget import parse_nbytes
+from backstash.integrations.compile.budget import parse_budget
 from backstash.integrations.compile.partitioner import Treatment
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Report
@@ -47,9 +47,10 @@ def compile_options(
 
     Args:
         policy: a policy's name or a Policy. Of its codecs those are used whose size does not depend on the data.
-        budget: bytes at the peak of each graph's step, inputs and parameters excluded, such as ``"600MiB"``. Then it is
-            chosen for each value whether it is saved, saved in another form, or computed again in the backward pass,
-            so that the estimated peak stays below the budget; values are rounded only as far as the budget needs it.
+        budget: bytes at the peak of each graph's step, inputs and parameters excluded, such as ``"600MiB"``, or a share
+            of what is estimated for the graph as compiled plain, such as ``"60%"``. Then it is chosen for each value
+            whether it is saved, saved in another form, or computed again in the backward pass, so that the estimated
+            peak stays below the budget; values are rounded only as far as the budget needs it.
         min_nbytes: smaller values are kept. By default the policy's number, or 16 KiB.
         bounded_bits: 8 or 4, the bits of a code where the policy names an error bound, as ``comet`` does. Where they do
             not suffice for the bound, steps are made coarser, and the report says so.
@@ -61,7 +62,8 @@ def compile_options(
     Raises:
         UnknownNameError: no policy has that name.
         TypeError: ``policy`` is neither a name nor a policy.
-        ValueError: ``min_nbytes`` is negative, ``budget`` is no number of bytes, or ``bounded_bits`` is another number.
+        ValueError: ``min_nbytes`` is negative, ``budget`` is no number of bytes and no share, or ``bounded_bits`` is
+            another number.
 
     Example:
         >>> import torch
@@ -191,7 +193,10 @@ def _treatment(
         )
     if min_nbytes is None:
         min_nbytes = MIN_NBYTES if found.min_nbytes is None else found.min_nbytes
-    return Treatment(found, min_nbytes, None if budget is None else parse_nbytes(budget), fuses, bounded_bits)
+    if budget is not None:
+        nbytes = parse_budget(budget, 1 << 40)  # what means nothing is an error now, and not when a graph is compiled
+        budget = budget if isinstance(budget, str) and "%" in budget else nbytes
+    return Treatment(found, min_nbytes, budget, fuses, bounded_bits)
 
 
 @cache

@@ -23,8 +23,10 @@ from backstash.integrations.compile.choose import Choice, choose
 from backstash.integrations.compile.convolutions import copy_saved_inputs, keep_formats
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.graph_offload import HOST, Offloaded
+from backstash.integrations.compile.image_calls import call_twice
 from backstash.integrations.compile.image_gradients import split_convolutions
 from backstash.integrations.compile.lifetimes import Estimate
+from backstash.integrations.compile.repeated import repeat_for_readers
 from backstash.integrations.compile.rewrite import planes_nbytes, rewrite
 from backstash.integrations.compile.saved_inputs import save_as_matrices
 from backstash.integrations.compile.substitutes import substitutes
@@ -44,13 +46,19 @@ class Treatment:
     Args:
         policy: decides.
         min_nbytes: smaller values are kept.
-        budget: bytes at the peak of each graph, its inputs excluded; None for no budget.
+        budget: bytes at the peak of each graph, its inputs excluded, or a share of compiled plain's such as ``"60%"``;
+            None for no budget.
         fuses: whether the compiler of the graphs fuses elementwise operators.
         bounded_bits: bits of a code of a value that is held within a bound.
     """
 
     def __init__(
-        self, policy: Policy, min_nbytes: int, budget: int | None = None, fuses: bool = True, bounded_bits: int = 8
+        self,
+        policy: Policy,
+        min_nbytes: int,
+        budget: int | str | None = None,
+        fuses: bool = True,
+        bounded_bits: int = 8,
     ) -> None:
         self.policy = policy
         self.min_nbytes = min_nbytes
@@ -145,6 +153,9 @@ class Treatment:
         copy_saved_inputs(split.backward.graph, matrices, 2)
         if chosen.keeps_formats:
             keep_formats(split)
+        if self.fuses and self.budget is not None:
+            repeat_for_readers(split.backward.graph)
+            call_twice(split.backward.graph)
         for module in (split.forward, split.backward):
             module.graph.lint()
             module.recompile()
