@@ -55,8 +55,8 @@ class Content:
         self.value: weakref.ref[Value] | None = None
 
 
-# The following are never changed after they were made. They are not frozen, because one or several of them are made for
-# each torch function, and a frozen dataclass takes up to six times as long to make.
+# The following are never changed after they were made, but for a version that becomes CHANGED. They are not frozen,
+# because one or several of them are made for each torch function, and a frozen dataclass takes up to six times as long.
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -68,13 +68,17 @@ class View:
     offset: int
 
 
-@dataclass(slots=True, unsafe_hash=True)
+CHANGED = -1
+"""The version of what was changed since, whatever the tensor's own version says; no tensor has it."""
+
+
+@dataclass(slots=True)
 class Held:
     """A tensor argument that is held as it is: a parameter, or something small.
 
     Attributes:
         tensor: the tensor, or a copy of it.
-        version: its version when it was read.
+        version: its version when it was read, or CHANGED.
         is_reference: whether it is the program's own memory, and no copy.
     """
 
