@@ -316,6 +316,15 @@ def filled_memory(device_type: str) -> Iterator[None]:
         _set_fills(fills)
 
 
+def has_filling(x: torch.Tensor) -> bool:
+    """Whether any element of a tensor is what :func:`filled_memory` fills memory with."""
+    if not x.is_cpu:
+        return False
+    if x.is_floating_point() or x.is_complex():
+        return bool(x.isnan().any())
+    return bool(x.any() if x.dtype is torch.bool else (x == torch.iinfo(x.dtype).max).any())
+
+
 def partitioner_base() -> type[Any]:
     """The class that Inductor's option ``custom_partitioner_fn`` takes instances of. Imports Inductor."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn

@@ -19,7 +19,7 @@ from backstash.capture import observer
 from backstash.ops import backends
 from backstash.proofs import proofs
 from backstash.saved import is_odd
-from backstash.stash import fused, producers
+from backstash.stash import fused, producers, repeating
 from backstash.stash.recipes import Recipe
 from backstash.torch_internals import filled_memory
 
@@ -334,6 +334,51 @@ def test_a_weight_that_changes_unseen_inside_the_session_has_its_values_stored_f
     assert not differences(gradients_of(None), gradients_of(Session(Remake(), min_nbytes=64)))
 
 
+class Codebook(nn.Module):
+    """Vector quantization with a codebook that follows what it was given, in the same forward pass."""
+
+    def __init__(self, update: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(32, 16))
+        self.update = update
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes: Tensor = self.codes  # type: ignore[assignment]
+        nearest = torch.cdist(x, codes).argmin(1)
+        quantized = F.embedding(nearest, codes)
+        with torch.no_grad():
+            self.update(codes, 0.9 * codes)
+        return x + (quantized - x).detach() + F.mse_loss(x, quantized.detach())
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda codes, others: codes.data.copy_(others),
+        lambda codes, others: setattr(codes, "data", others),
+        lambda codes, others: codes.copy_(others),
+        lambda codes, others: codes.detach().numpy().__setitem__(slice(None), others.numpy()),
+    ],
+    ids=["through data", "data assigned", "with a version", "through numpy"],
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_a_buffer_that_is_changed_before_anything_is_made_of_it(
+    update: Callable[[Tensor, Tensor], Any], inside: bool
+) -> None:
+    def gradients_of(session: Session | None) -> list[Tensor]:
+        torch.manual_seed(1)
+        model, x = nn.Sequential(nn.Linear(16, 16), Codebook(update), nn.Linear(16, 16)), torch.randn(24, 16)
+        found: list[Tensor] = []
+        for _ in range(3):
+            with session or contextlib.nullcontext():
+                loss = model(x).square().sum()
+                found += torch.autograd.grad(loss, list(model.parameters())) if inside else []
+            found += [] if inside else torch.autograd.grad(loss, list(model.parameters()))
+        return found
+
+    assert not differences(gradients_of(None), gradients_of(Session(Remake(), min_nbytes=64)))
+
+
 def test_a_batch_that_is_overwritten_is_plain_pytorchs_error() -> None:
     model, batch = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), torch.randn(8, 16)
     with Session(Remake(), min_nbytes=64):
@@ -535,6 +580,64 @@ def test_what_saves_memory_that_nobody_has_filled_fails_its_proof(
     same = [answer.split() for operation, answer in answers if operation == "saved inside"]
     assert same
     assert not any(str(table) in each for each in same)
+
+
+@pytest.mark.usefixtures("ctc_loss_is_tried")
+def test_memory_that_an_earlier_proof_has_filled_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function's own memory has the bits by which a proof recognises what nobody has written."""
+
+    class Texts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.symbols = nn.Parameter(torch.randn(50, 2, 20).log_softmax(-1))
+
+        def forward(self, texts: Tensor) -> Tensor:
+            return F.ctc_loss(self.symbols, texts, torch.full((2,), 50), torch.tensor([30, 3]))
+
+    tables: list[Tensor] = []
+    repeats_inside, proven = repeating.repeats_inside, []
+
+    def tried(call: Any, tensors: list[Tensor], saved: dict[int, Tensor]) -> frozenset[int]:
+        same = repeats_inside(call, tensors, saved)
+        number = next(number for number, x in saved.items() if x.shape == (2, 50, 61))
+        tables.append(saved[number].isnan().any())
+        proven.append(number in same)
+        return same
+
+    monkeypatch.setattr(repeating, "repeats_inside", tried)
+    model, texts = Texts(), torch.randint(1, 20, (2, 30))
+    session = Session(Remake(), min_nbytes=0)
+    for _ in range(4):
+        proofs.forget()
+        left = [torch.full((2, 50, 61), torch.nan) for _ in range(32)]
+        with session:
+            left.clear()  # the heap hands it out again
+            loss = model(texts)
+        loss.backward()
+    assert any(tables)
+    assert not any(proven)
+
+
+def test_a_mask_that_is_true_is_made_again() -> None:
+    """It has the bits of memory that nobody has written, and was written."""
+
+    class Chooses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            wave = x.sin()
+            return torch.where(wave < 9, wave.exp(), x)
+
+    model, x = Chooses(), torch.randn(64, 64, requires_grad=True)
+
+    def gradient(session: Session | None) -> Tensor:
+        with session or contextlib.nullcontext():
+            loss = model(x).square().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    session = Session(Remake(), min_nbytes=64)
+    for _ in range(2):
+        assert torch.equal(gradient(session), gradient(None))
+    codecs = {row.key: row.codec for row in session.report().rows}
+    assert next(codec for key, codec in codecs.items() if "condition" in key) == "recompute", codecs
 
 
 UNFILLED = {

@@ -291,3 +291,26 @@ def test_backward_passes_of_others_are_none_of_a_step(steps: int) -> None:
         with pytest.raises(RuntimeError, match="does not require grad"):
             torch.zeros(2).sum().backward()
     assert session.cycles == cycles
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_backward_passes_that_a_compiler_writes_down_are_none_of_a_step() -> None:
+    """It goes backward to learn a graph, and would write the notes of the profiler into it."""
+    dynamo = pytest.importorskip("torch._dynamo")
+
+    def train(session: Budgeted | None) -> list[Tensor]:
+        dynamo.reset()
+        torch.manual_seed(0)
+        part = torch.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), backend="aot_eager")
+        model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), part, nn.Sigmoid()), torch.randn(WIDTH, WIDTH)
+        found: list[Tensor] = []
+        for _ in range(12):
+            with session or contextlib.nullcontext():
+                loss = model(x).square().sum()
+            found += torch.autograd.grad(loss, list(model.parameters()))
+        return found
+
+    session = Budgeted("100%", min_nbytes=0)
+    assert all(map(torch.equal, train(None), train(session)))
+    assert session.period == 1
+    assert session.found.plans > 0

@@ -169,8 +169,8 @@ class Forward:
                 storage = x.untyped_storage()
                 if storage._cdata in self._leaning:
                     self._leaning.store(storage._cdata, self._encoder, self._pending)
-                if effect is SideEffect.ESCAPES:
-                    self._contents.escape(x, storage)
+                ends = self._contents.escape if effect is SideEffect.ESCAPES else self._contents.change
+                ends(x, storage)
 
     def took(self, result: Tensor, seconds: float, is_change: bool) -> None:
         """Remember how long it took to make a tensor. On a GPU nobody knows at this time."""

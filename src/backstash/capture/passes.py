@@ -2,7 +2,8 @@
 
 ``loss.backward()`` looks ``torch.autograd.backward`` up whenever it is called, so these functions are replaced as long
 as anybody listens. A pass within a pass is none of its own: a checkpoint goes backward within backward, and under a
-Session torch calls the function a second time within the first.
+Session torch calls the function a second time within the first. Nor is a pass that a compiler writes down: it goes
+backward through tensors without numbers, in the middle of the forward pass that compiles.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from backstash.torch_internals import in_backward
+from backstash.torch_internals import in_backward, is_traced
 
 
 class Listener(Protocol):
@@ -75,6 +76,7 @@ def _telling(original: Callable[..., Any], is_grad: bool) -> Callable[..., Any]:
             not told
             or getattr(_inside, "is_inside", False)
             or in_backward()
+            or is_traced()
             or (is_grad and _makes_graph(args, kwargs))
         ):
             return original(*args, **kwargs)

@@ -56,8 +56,8 @@ class Content:
         self.value: weakref.ref[Value] | None = None
 
 
-# The following are never changed after they were made. They are not frozen, because one or several of them are made for
-# each torch function, and a frozen dataclass takes up to six times as long to make.
+# The following are never changed after they were made, but for a version that becomes CHANGED. They are not frozen,
+# because one or several of them are made for each torch function, and a frozen dataclass takes up to six times as long.
 
 
 @laid_out
@@ -70,14 +70,18 @@ class View:
     offset: int
 
 
+CHANGED = -1
+"""The version of what was changed since, whatever the tensor's own version says; no tensor has it."""
+
+
 @laid_out
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True)
 class Held:
     """A tensor argument that is held as it is: a parameter, or something small.
 
     Attributes:
         tensor: the tensor, or a copy of it.
-        version: its version when it was read.
+        version: its version when it was read, or CHANGED.
         is_reference: whether it is the program's own memory, and no copy.
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from backstash.numerics import settings
 from backstash.saved import TensorSpec
 from backstash.stash import calls, compiled, patterns, repeating
-from backstash.stash.calls import Call, CallPlace, Content, Group, Held, View
+from backstash.stash.calls import CHANGED, Call, CallPlace, Content, Group, Held, View
 from backstash.stash.compiled import is_odd
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.patterns import Pattern, Slot
@@ -55,6 +55,7 @@ class Contents:
         self.remakes_anything = False
         self._contents: dict[int, Content] = {}
         self._snapshots: dict[tuple[Any, ...], tuple[weakref.ref[torch.UntypedStorage], Tensor]] = {}
+        self._references: dict[int, dict[tuple[Any, ...], Held]] = {}  # by the address of their storage
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -156,8 +157,14 @@ class Contents:
         statistics = calls.statistics_of(like.kwargs, result) if like.name == "batch_norm" else None
         return like.again(tuple(inputs), statistics, place)
 
+    def change(self, x: Tensor, storage: torch.UntypedStorage) -> None:
+        """The memory of ``x`` is about to change: no recipe reads again what calls have read there up to now."""
+        for held in self._references.pop(storage._cdata, {}).values():
+            held.version = CHANGED
+
     def escape(self, x: Tensor, storage: torch.UntypedStorage) -> None:
         """Something may change the memory of ``x`` from now on without a new version: no recipe reads it."""
+        self.change(x, storage)
         if self.parameters.include(x, storage):
             self._snapshots.clear()
         elif storage.nbytes() >= self.min_nbytes:
@@ -167,6 +174,7 @@ class Contents:
     def begin_step(self) -> None:
         """Forget what died, how the rest was made, and all copies of parameters."""
         self._snapshots.clear()
+        self._references.clear()
         self._contents = {cdata: known for cdata, known in self._contents.items() if known.storage() is not None}
         for content in self._contents.values():  # else a running average would remember all of its steps
             content.call = None
@@ -175,6 +183,7 @@ class Contents:
         """Forget everything."""
         self._contents.clear()
         self._snapshots.clear()
+        self._references.clear()
 
     def _argument(self, x: Tensor, made: torch.UntypedStorage, slot: Slot | None = None) -> View | Held | None:
         """A tensor argument of the call that filled ``made``; None where a call that reads it cannot be repeated.
@@ -208,15 +217,23 @@ class Contents:
         if x.nbytes < self.min_nbytes:
             copy = x.detach().clone()
             return Held(copy, copy._version)
+        index = (storage._cdata, x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)
         if self.remakes_anything:
-            return None if self.parameters.may_be_freed(storage) else Held(x.detach(), x._version, True)
+            return None if self.parameters.may_be_freed(storage) else self._reference(x, storage, index)
         if x.nbytes > SNAPSHOT_NBYTES:
             return None
-        index = (storage._cdata, x._version, x.storage_offset(), x.shape, x.stride())
         known = self._snapshots.get(index)
         if known is None or known[0]() is not storage:
             self._snapshots[index] = known = weakref.ref(storage), x.detach().clone()
         return Held(known[1], known[1]._version)
+
+    def _reference(self, x: Tensor, storage: torch.UntypedStorage, index: tuple[Any, ...]) -> Held:
+        """The memory of ``x`` itself: one object for all calls that read it before it is changed."""
+        known = self._references.setdefault(storage._cdata, {})
+        held = known.get(index)
+        if held is None:
+            held = known[index] = Held(x.detach(), x._version, True)
+        return held
 
 
 if compiled.functions is not None:

@@ -71,7 +71,7 @@ _UNREPEATABLE = frozenset({
     "miopen_rnn", "module_load", "multi_head_attention_forward", "native_batch_norm", "pin_memory",
     "triplet_margin_with_distance_loss",
     # Nobody has filled their result, or all of what they save inside.
-    "ctc_loss", "empty_like", "resize", "resize_as",
+    "ctc_loss", "empty_like", "new_empty", "new_empty_strided", "resize", "resize_as",
 })
 # fmt: on
 _UNREPEATABLE_PARTS = ("fake_quant", "quantize", "moving_avg", "batch_norm_", "sparse", "storage", "fbgemm")

@@ -10,6 +10,8 @@ Note: [proven calls]
 
     Some functions save memory that they have not filled. Where a system hands out zeros, that memory has the same bits
     twice, and others later. So a proof runs in memory that is filled with other bits, and such a function fails it.
+    Memory that a proof has given back may still be filled when the program's own call gets it. So what has the bits of
+    filled memory is not proven, but for masks: they are full of them, and no function leaves any of a mask unwritten.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
 from backstash.stash.calls import INPUT, Call, Group
-from backstash.torch_internals import as_if_outermost, filled_memory
+from backstash.torch_internals import as_if_outermost, filled_memory, has_filling
 
 OVERWRITES: dict[str, Callable[..., Any]] = {
     "relu": lambda x, *args, **kwargs: torch.relu_(x),
@@ -160,7 +162,7 @@ def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
                     again = repeat(call, call.function, tensors)
                 except RuntimeError:  # it cannot be called once more with what it was called with
                     return False
-                return _equal_memory(again, result)
+                return _is_same(again, result)
             # What it has read is gone, so both ways run on other numbers.
             numbers = torch.Generator(call.spec.device).manual_seed(0)  # the program's own generator stays as it is
             before = [
@@ -196,7 +198,7 @@ def repeats_inside(call: Call, tensors: list[Tensor], saved: Mapping[int, Tensor
         same: list[int] = []
 
         def compare(number: int, again: Tensor) -> None:
-            if number in saved and _equal_memory(again.detach(), saved[number]):
+            if number in saved and _is_same(again.detach(), saved[number]):
                 same.append(number)
 
         with torch.no_grad(), filled_memory(call.spec.device.type):
@@ -216,6 +218,11 @@ def _in_place(call: Call) -> Callable[..., Any]:
         return lambda *args, **kwargs: call.function(*args, **{**kwargs, "inplace": True})
     function: Callable[..., Any] = getattr(Tensor, f"{call.name}_")
     return function
+
+
+def _is_same(again: Tensor, before: Tensor) -> bool:
+    """Whether what was made in filled memory has the bits that were made before, and surely has written them."""
+    return _equal_memory(again, before) and (before.dtype is torch.bool or not has_filling(before))
 
 
 def _equal_memory(x: Tensor, y: Tensor) -> bool:
