@@ -226,6 +226,7 @@ PyObject* unchanged(PyObject*, PyObject* const* args, Py_ssize_t number);
 int fits_known(PyObject* known, PyObject* node, PyObject* found, PyObject* scalar_of);  // as fits_node
 
 // take.cpp
+PyObject* make_saved(PyObject* x, PyObject* live);
 PyObject* pack_large(PyObject* forward, PyObject* x, PyObject* base);
 int name_saved(PyObject* forward, PyObject* result);
 

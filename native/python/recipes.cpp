@@ -141,7 +141,7 @@ PyObject* make_recipe(PyObject* call, PyObject* inputs) {
     for (Py_ssize_t index = 0; index < PyTuple_Size(inputs); ++index) {
         PyObject* given = PyTuple_GetItem(inputs, index);
         if (is_a(given, layout::leaf)) {
-            Owned alone(PyTuple_Pack(1, at(given, layout::leaf.value)));
+            Owned alone(untracked(PyTuple_Pack(1, at(given, layout::leaf.value))));
             if (!alone || !add_all(leaves, alone.get())) return nullptr;
         } else if (PyTuple_CheckExact(given)) {
             if (!add_all(leaves, at(PyTuple_GetItem(given, 0), layout::recipe.leaves))) return nullptr;
@@ -184,7 +184,7 @@ Found find_input(Search& search, PyObject* call, PyObject* given, long long& bud
     if (inner != Found::it) return inner;
     PyObject *spec = at(given, layout::view.spec), *made = at(recipe.get(), layout::recipe.call);
     if (at(at(made, layout::call.spec), layout::spec.dtype) != at(spec, layout::spec.dtype)) return Found::left;
-    input.reset(PyTuple_Pack(2, recipe.get(), given));
+    input.reset(untracked(PyTuple_Pack(2, recipe.get(), given)));
     return found(static_cast<bool>(input));
 }
 
@@ -196,7 +196,7 @@ Found build(Search& search, PyObject* content, long long& budget, Owned& recipe)
     --budget;
     PyObject* given = at(call.get(), layout::call.inputs);
     const Py_ssize_t many = PyTuple_Size(given);
-    Owned inputs(PyTuple_New(many));
+    Owned inputs(untracked(PyTuple_New(many)));
     if (!inputs) return Found::error;
     for (Py_ssize_t index = 0; index < many; ++index) {
         Owned input(nullptr);
@@ -264,14 +264,14 @@ bool guard(PyObject* value) {
     if (member.get() == Py_None || is_true_at(member.get(), layout::saved.pinned))  // which may look otherwise now
         return static_cast<bool>(Owned(PyObject_CallFunctionObjArgs(guard_leaf, value, nullptr)));
     PyObject *dense = at(member.get(), layout::saved.dense), *live = at(value, layout::value.live);
-    Owned own(PyObject_CallFunctionObjArgs(layout::saved.type, dense, live, nullptr));
+    Owned own(make_saved(dense, live));
     if (!own) return false;
     set(own.get(), layout::saved.spec, at(member.get(), layout::saved.spec));
     set(own.get(), layout::saved.offset, at(member.get(), layout::saved.offset));
     set(own.get(), layout::saved.tensor, at(member.get(), layout::saved.tensor));
     set(own.get(), layout::saved.place, at(member.get(), layout::saved.place));
     set(value, layout::value.guard, own.get());
-    Owned reference(PyWeakref_NewRef(own.get(), nullptr));
+    Owned reference(weak_reference(own.get()));
     return reference && PyList_Append(at(value, layout::value.members), reference.get()) == 0;
 }
 
@@ -280,7 +280,7 @@ bool watch(PyObject* leaning, PyObject* value, PyObject* leaf) {
     if (is_none_at(leaf, layout::value.storage) && is_none_at(leaf, layout::value.address)) return true;
     if (!is_none_at(leaf, layout::value.form) || !is_none_at(leaf, layout::value.recipe)) return true;
     PyObject *values = at(leaning, layout::leaning._values), *cdata = at(leaf, layout::value.cdata);
-    Owned reference(PyWeakref_NewRef(value, nullptr));
+    Owned reference(weak_reference(value));
     PyObject* known = reference ? PyDict_GetItemWithError(values, cdata) : nullptr;
     if (known != nullptr) return PyList_Append(known, reference.get()) == 0;
     if (PyErr_Occurred()) return false;

@@ -44,29 +44,6 @@ int may_begin_step(PyObject* forward, PyObject* live) {
     return number ? PyLong_AsLongLong(number.get()) == 0 : -1;
 }
 
-// See value.Saved.__init__.
-PyObject* make_saved(PyObject* x, PyObject* live) {
-    Owned dense(tensor_detach(x));
-    Owned original(dense ? weak_reference(x) : nullptr);
-    Owned version(original ? tensor__version(x) : nullptr);
-    if (!version || !set_number(live, layout::live._saved, number_at(live, layout::live._saved) + 1)) return nullptr;
-    PyObject* made = make(layout::saved.type);
-    if (made == nullptr) return nullptr;
-    const auto& at_ = layout::saved;
-    for (Py_ssize_t none : {at_.counter, at_.tensor, at_.place, at_.spec, at_.value, at_.mask, at_.modified, at_.node,
-                            at_.wrapping})
-        set(made, none, Py_None);
-    for (Py_ssize_t no : {at_.builtin, at_.claimable, at_.pinned}) set(made, no, Py_False);
-    set(made, at_.live, live);
-    give(made, at_.dense, dense.release());
-    give(made, at_.original, original.release());
-    give(made, at_.version, version.release());
-    set(made, at_.need, need_value);
-    set(made, at_.offset, zero());
-    set(made, at_.round, zero());
-    return made;
-}
-
 // See accounts.Account.__init__, and what Forward._take writes into one.
 PyObject* make_account(PyObject* facts, PyObject* nbytes, PyObject* made_seconds) {
     static PyObject *kept = text("kept"), *device = text("device");
@@ -332,6 +309,29 @@ bool take_all(PyObject* forward, PyObject* nodes, PyObject* unnamed) {
 }
 
 }  // namespace
+
+// See value.Saved.__init__.
+PyObject* make_saved(PyObject* x, PyObject* live) {
+    Owned dense(tensor_detach(x));
+    Owned original(dense ? weak_reference(x) : nullptr);
+    Owned version(original ? tensor__version(x) : nullptr);
+    if (!version || !set_number(live, layout::live._saved, number_at(live, layout::live._saved) + 1)) return nullptr;
+    PyObject* made = make(layout::saved.type);
+    if (made == nullptr) return nullptr;
+    const auto& at_ = layout::saved;
+    for (Py_ssize_t none : {at_.counter, at_.tensor, at_.place, at_.spec, at_.value, at_.mask, at_.modified, at_.node,
+                            at_.wrapping})
+        set(made, none, Py_None);
+    for (Py_ssize_t no : {at_.builtin, at_.claimable, at_.pinned}) set(made, no, Py_False);
+    set(made, at_.live, live);
+    give(made, at_.dense, dense.release());
+    give(made, at_.original, original.release());
+    give(made, at_.version, version.release());
+    set(made, at_.need, need_value);
+    set(made, at_.offset, zero());
+    set(made, at_.round, zero());
+    return made;
+}
 
 // See Forward._pack_large, of a plain tensor whose base, None or a tensor, is given. None where that has to do it.
 PyObject* pack_large(PyObject* forward, PyObject* x, PyObject* base) {
