@@ -78,7 +78,7 @@ private:
 // Nothing that is held for backward can be in a cycle that the collector sees: it refers to what is older, or weakly, or
 // to detached tensors and leaves, and what refers to it are nodes of autograd, which the collector does not see either.
 // But thousands of these objects are alive when a forward pass is over, and the collector would take them for objects
-// that stay: every some twenty steps it would look through all objects of the process, which takes 150 ms.
+// that stay, and look through all objects of the process again and again.
 inline PyObject* untracked(PyObject* object) {
     if (object != nullptr) PyObject_GC_UnTrack(object);
     return object;

@@ -1,5 +1,5 @@
-// The slots of the package's own classes, read and written where they lie in their objects. By its name an attribute
-// takes 30 ns, and a saved tensor has a hundred of them looked at. Python says where they lie: see stash/compiled.py.
+// The slots of the package's own classes, read and written where they lie in their objects, because to find one by its
+// name takes longer than to read it. Python says where they lie: see stash/compiled.py.
 #pragma once
 
 #include "tensors.h"

@@ -317,12 +317,12 @@ def filled_memory(device_type: str) -> Iterator[None]:
 
 
 def has_filling(x: torch.Tensor) -> bool:
-    """Whether any element of a tensor is what :func:`filled_memory` fills memory with."""
+    """Whether any element of a tensor, other than a mask, is what :func:`filled_memory` fills memory with."""
     if not x.is_cpu:
         return False
     if x.is_floating_point() or x.is_complex():
         return bool(x.isnan().any())
-    return bool(x.any() if x.dtype is torch.bool else (x == torch.iinfo(x.dtype).max).any())
+    return bool((x == torch.iinfo(x.dtype).max).any())
 
 
 def partitioner_base() -> type[Any]:

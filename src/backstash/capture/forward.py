@@ -34,7 +34,7 @@ from backstash.stash.leaning import Leaning
 from backstash.stash.live import Live
 from backstash.stash.pending import Pending, look_at
 from backstash.stash.place import Place
-from backstash.stash.value import NO_ERRORS, Saved, Value, version_of
+from backstash.stash.value import Saved, Value, version_of
 from backstash.torch_internals import any_autocast, hide_from_dynamo, in_backward, is_traced, no_torch_function
 
 TIMED_STEPS = 2
@@ -396,9 +396,6 @@ if compiled.functions is not None:
     compiled.functions.configure(
         forward_type=Forward,
         any_autocast=any_autocast,
-        need_shape=Need.SHAPE,
-        need_value=Need.VALUE,
-        no_errors=NO_ERRORS,
         op_of_node=op_of,
         scalar_of=scalar_of,
         node_attributes=naming.attributes,

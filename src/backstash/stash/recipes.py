@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backstash.numerics import settings, under
 from backstash.saved import TensorSpec
-from backstash.stash import compiled, fused, repeating
+from backstash.stash import fused, repeating
 from backstash.stash.calls import (
     INPUT,
     Call,
@@ -41,8 +41,8 @@ MOST_CALLS = 64
 """The most calls that any other recipe makes."""
 
 
-if compiled.functions is not None:
-    compiled.functions.configure(unknown_call=UNKNOWN)
+if functions is not None:
+    functions.configure(unknown_call=UNKNOWN)
 
 
 @laid_out

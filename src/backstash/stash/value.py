@@ -13,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.bitmask import Bitmask
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec
-from backstash.stash import compiled
 from backstash.stash.accounts import Account
 from backstash.stash.buffers import Buffers
 from backstash.stash.compiled import functions, is_odd, laid_out, looks_like
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 NO_ERRORS: frozenset[str] = frozenset()
 """The errors of an exact value: one object for all of them."""
 
-if compiled.functions is not None:
-    compiled.functions.configure(no_errors=NO_ERRORS)
+if functions is not None:
+    functions.configure(no_errors=NO_ERRORS)
 
 
 class Form:
