@@ -87,8 +87,9 @@ def laid_out(kind: _Kind) -> _Kind:
     """A class of slots alone, of which the compiled functions are told where these lie in its objects.
 
     Note: [slots]
-        To find an attribute by its name takes longer than to read it, and of a saved tensor many are read. CPython puts the slots of a class in the same places in every object. Which these are is seen in an object
-        of a class with the same slots, whose finalizer would not be run on it.
+        To find an attribute by its name takes longer than to read it, and of a saved tensor many are read. CPython puts
+        the slots of a class in the same places in every object. Which these are is seen in an object of a class with
+        the same slots and without a finalizer.
     """
     if functions is None:
         return kind
