@@ -22,6 +22,15 @@ _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "%": 0}
 
 
+def bytes_in(text: str, plain_peak_nbytes: int) -> float | None:
+    """Returns the bytes of a number with a unit, or of a share of a peak such as ``"60%"``; None for any other text."""
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z%]+)\s*", text.lower())
+    if found is None or found[2] not in _UNITS:
+        return None
+    amount = float(found[1])
+    return amount / 100 * plain_peak_nbytes if found[2] == "%" else amount * _UNITS[found[2]]
+
+
 def parse_budget(budget: int | str, plain_peak_nbytes: int) -> int:
     """Returns a budget in bytes.
 
@@ -40,11 +49,10 @@ def parse_budget(budget: int | str, plain_peak_nbytes: int) -> int:
     asked = f"a plan was asked for with the budget {budget!r}"
     do = "Pass a number of bytes above 0, or a text such as '2GiB', '512 MiB' or '60%' (of the plain step's peak)."
     if isinstance(budget, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z%]+)\s*", budget.lower())
-        if found is None or found[2] not in _UNITS:
+        found = bytes_in(budget, plain_peak_nbytes)
+        if found is None:
             raise PlanError(f"{asked}, but that is no number with a unit. {do}")
-        amount = float(found[1])
-        nbytes = int(amount / 100 * plain_peak_nbytes if found[2] == "%" else amount * _UNITS[found[2]])
+        nbytes = int(found)
     elif isinstance(budget, int) and not isinstance(budget, bool):
         nbytes = budget
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +17,9 @@ from backstash.integrations.compile.lifetimes import Estimate, Lifetimes
 from backstash.integrations.compile.reading import is_write
 from backstash.integrations.compile.search import Found, Options, Search
 from backstash.integrations.compile.values import SavedValue, Split, spec_of
+from backstash.planning.budget import bytes_in
 from backstash.stash.tables import amount
 from backstash.torch_internals import SavedValues, asks_what_to_save
-
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 STARTS: tuple[dict[str, Any], ...] = (
     {},
@@ -99,13 +97,10 @@ def parse_budget(budget: int | str, plain_peak_nbytes: int) -> int:
         >>> parse_budget("1.5 KiB", 0), parse_budget("60%", 1000)
         (1536, 600)
     """
-    nbytes, found = 0, None
+    nbytes = 0
     if isinstance(budget, str):
-        found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-z]*|%)\s*", budget.lower())
-        if found is not None and found[2] in UNITS:
-            nbytes = int(float(found[1]) * UNITS[found[2]])
-        elif found is not None and found[2] == "%" and float(found[1]) > 0:
-            nbytes = max(int(float(found[1]) / 100 * plain_peak_nbytes), 1)
+        found = bytes_in(budget, plain_peak_nbytes) or bytes_in(f"{budget}B", plain_peak_nbytes)
+        nbytes = max(int(found), 1) if found else 0
     elif isinstance(budget, int) and not isinstance(budget, bool):
         nbytes = budget
     if nbytes <= 0:
