@@ -62,24 +62,6 @@ bool begin_round(PyObject* value) {
            set_number(value, layout::value.unread, unread);
 }
 
-// See Live._add_up.
-bool add_up(PyObject* live) {
-    PyObject* losses = at(live, layout::live._losses);
-    if (PyObject_Size(losses) == 0) return true;
-    const Locked locked(live);
-    if (!locked) return false;
-    while (PyObject_Size(losses) > 0) {
-        Owned loss(PyObject_CallMethodObjArgs(losses, s_popleft, nullptr));
-        if (!loss) return false;
-        int index = 0;
-        for (Py_ssize_t offset : {layout::live._saved, layout::live._nbytes, layout::live._remade_nbytes}) {
-            const long long lost = PyLong_AsLongLong(PyTuple_GetItem(loss.get(), index++));
-            if (lost != 0 && !set_number(live, offset, number_at(live, offset) - lost)) return false;
-        }
-    }
-    return true;
-}
-
 // Whether a weak reference refers to an object: 1 or 0, or -1 with an error set.
 int refers_to(PyObject* reference, PyObject* owner) {
     if (reference == Py_None) return 0;
@@ -189,14 +171,31 @@ bool is_dense(PyObject* value) {
 
 }  // namespace
 
+// See Live._add_up.
+bool add_up(PyObject* live) {
+    PyObject* losses = at(live, layout::live._losses);
+    if (PyObject_Size(losses) == 0) return true;
+    const Locked locked(live);
+    if (!locked) return false;
+    while (PyObject_Size(losses) > 0) {
+        Owned loss(PyObject_CallMethodObjArgs(losses, s_popleft, nullptr));
+        if (!loss) return false;
+        int index = 0;
+        for (Py_ssize_t offset : {layout::live._saved, layout::live._nbytes, layout::live._remade_nbytes}) {
+            const long long lost = PyLong_AsLongLong(PyTuple_GetItem(loss.get(), index++));
+            if (lost != 0 && !set_number(live, offset, number_at(live, offset) - lost)) return false;
+        }
+    }
+    return true;
+}
+
 // See Live.may_hold: 1 or 0, or -1 with an error set.
 int may_hold(PyObject* live, PyObject* whole) {
     const long long nbytes = storage_nbytes(whole);
     if (nbytes < 0 || !add_up(live)) return -1;
     const long long before = number_at(live, layout::live._nbytes) + number_at(live, layout::live._remade_nbytes);
     if (before + nbytes <= number_at(live, layout::live.stashed_nbytes)) return 1;
-    constexpr int work = 3;  // live.WORK
-    return before + nbytes + work * nbytes <= number_at(live, layout::live.needed_nbytes);
+    return before + nbytes + WORK * nbytes <= number_at(live, layout::live.needed_nbytes);
 }
 
 // See Live.has_room: 1 or 0, or -1 with an error set.

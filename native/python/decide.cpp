@@ -50,19 +50,6 @@ bool decide_without_graph(PyObject* pending, PyObject* value) {
     return decided && set_back;
 }
 
-// See Pending._look_again; returns whether that went well.
-bool look_again(PyObject* pending, long long clock, PyObject* look) {
-    PyObject* due = at(pending, layout::pending.due);
-    Owned when(PyLong_FromLongLong(clock));
-    PyObject* looks = when ? PyDict_GetItemWithError(due, when.get()) : nullptr;
-    if (looks != nullptr) return PyList_Append(looks, look) == 0;
-    if (PyErr_Occurred()) return false;
-    Owned alone(PyList_New(1));
-    if (!alone) return false;
-    PyList_SetItem(alone.get(), 0, Py_NewRef(look));
-    return PyDict_SetItem(due, when.get(), alone.get()) == 0;
-}
-
 // A value is still held by somebody: looks at it later; returns whether that went well.
 bool look_later(PyObject* pending, PyObject* value, PyObject* look) {
     const long long born = number_at(value, layout::value.born);
@@ -85,6 +72,19 @@ bool are_of_pending(PyObject* pending, const char* what) {
 }
 
 }  // namespace
+
+// See Pending._look_again; returns whether that went well.
+bool look_again(PyObject* pending, long long clock, PyObject* look) {
+    PyObject* due = at(pending, layout::pending.due);
+    Owned when(PyLong_FromLongLong(clock));
+    PyObject* looks = when ? PyDict_GetItemWithError(due, when.get()) : nullptr;
+    if (looks != nullptr) return PyList_Append(looks, look) == 0;
+    if (PyErr_Occurred()) return false;
+    Owned alone(PyList_New(1));
+    if (!alone) return false;
+    PyList_SetItem(alone.get(), 0, Py_NewRef(look));
+    return PyDict_SetItem(due, when.get(), alone.get()) == 0;
+}
 
 int decide_on(PyObject* pending, PyObject* value) {
     static const long own = PyLong_AsLong(own_references);

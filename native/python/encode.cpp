@@ -7,8 +7,6 @@
 namespace backstash {
 namespace {
 
-constexpr int WORK = 3;  // as in live.py
-
 // What has become of a value: it was decided on, it is left to the reference, or there was an error.
 enum class Done { yes, left, error };
 
@@ -78,32 +76,10 @@ bool keep(PyObject* account, PyObject* reason) {
     return true;
 }
 
-// See Account.device_nbytes: -1 with an error set.
-long long device_nbytes(PyObject* account) {
-    PyObject* store = at(account, layout::account.store);
-    const bool on_device = PyUnicode_CompareWithASCIIString(store, "device") == 0;
-    return on_device ? number_at(account, layout::account.stash_nbytes) : 0;
-}
-
-// See Live.nbytes: -1 with an error set.
-long long live_nbytes(PyObject* live) {
-    const int lost = PyObject_IsTrue(at(live, layout::live._losses));
-    if (lost < 0 || (lost && !Owned(PyObject_CallMethodObjArgs(live, s__add_up, nullptr)))) return -1;
-    return number_at(live, layout::live._nbytes);
-}
-
-// See Live.add; returns whether that went well.
-bool add_nbytes(PyObject* live, long long nbytes) {
-    const long long before = number_at(live, layout::live._nbytes);
-    if (PyErr_Occurred() || !set_number(live, layout::live._nbytes, before + nbytes)) return false;
-    if (nbytes <= 0) return true;
-    const long long held = live_nbytes(live), peak = number_at(live, layout::live.peak_nbytes);
-    return !PyErr_Occurred() && (held <= peak || set_number(live, layout::live.peak_nbytes, held));
-}
-
 // See Live.will_need; returns whether that went well.
 bool will_need(PyObject* live, long long nbytes) {
-    const long long needed = number_at(live, layout::live.needed_nbytes), held = live_nbytes(live);
+    if (!add_up(live)) return false;
+    const long long needed = number_at(live, layout::live.needed_nbytes), held = number_at(live, layout::live._nbytes);
     return !PyErr_Occurred() &&
            set_number(live, layout::live.needed_nbytes, std::max(needed, held + WORK * nbytes));
 }
@@ -247,6 +223,23 @@ Done decide(PyObject* encoder, PyObject* value, PyObject* fresh) {
 }
 
 }  // namespace
+
+// See Account.device_nbytes: -1 with an error set.
+long long device_nbytes(PyObject* account) {
+    PyObject* store = at(account, layout::account.store);
+    const bool on_device = PyUnicode_CompareWithASCIIString(store, "device") == 0;
+    return on_device ? number_at(account, layout::account.stash_nbytes) : 0;
+}
+
+// See Live.add; returns whether that went well.
+bool add_nbytes(PyObject* live, long long nbytes) {
+    const long long before = number_at(live, layout::live._nbytes);
+    if (PyErr_Occurred() || !set_number(live, layout::live._nbytes, before + nbytes)) return false;
+    if (nbytes <= 0) return true;
+    if (!add_up(live)) return false;
+    const long long held = number_at(live, layout::live._nbytes), peak = number_at(live, layout::live.peak_nbytes);
+    return !PyErr_Occurred() && (held <= peak || set_number(live, layout::live.peak_nbytes, held));
+}
 
 // See encode.has_error, of a Stash: 1 or 0, or -1 with an error set.
 int has_error(PyObject* stash) {

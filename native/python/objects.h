@@ -16,7 +16,7 @@ namespace backstash {
     X(is_grad_enabled) X(read_reference) X(hold_traced) X(held_parameter) X(slot_type) \
     X(storage_use_count) X(getrefcount) X(any_autocast) X(need_shape) X(need_value) X(no_errors) X(op_of_node) \
     X(scalar_of) X(node_attributes) X(make_node_attributes) X(forward_type) X(settings_now) X(session_type) \
-    X(statistics_of) X(storage_type) X(settings_readers) X(most_elements) X(repeating_module) X(overwriting) \
+    X(statistics_of) X(storage_type) X(settings_readers) X(repeating_module) X(overwriting) \
     X(input_marker) X(fused_module) X(activations) X(memory_of) X(fetch_function) X(fetch_reference) X(check_sample) \
     X(make_shared) X(make_dense) X(decode_reference) X(claim_saved) X(has_direct) X(claiming) X(accumulating) \
     X(input_sizes) X(claim_input) X(claim_weight) X(set_grad_mode) X(perf_counter) X(own_references) X(need_sign) \
@@ -26,10 +26,10 @@ namespace backstash {
 // Names of attributes, made once.
 #define BACKSTASH_NAMES(X) \
     X(CHEAP_CLAIM) X(FASTER) X(FORMS) X(LARGE) X(NEVER_WHOLE) X(ROOM) X(WIDEST) X(__del__) X(__enter__) X(__exit__) \
-    X(__name__) X(_add_up) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) X(_cdata) \
-    X(_contents) X(_cycles) X(_forget) X(_forward) X(_found) X(_free_buffers) X(_is_fresh) X(_is_watched) \
-    X(_is_zerotensor) X(_leaning) X(_live) X(_modules) X(_moved) X(_names) X(_pack_large) X(_parameters) X(_pending) \
-    X(_places) X(_recognised) X(_rows) X(_run) X(_saved_mat2_sym_sizes) X(_sequence_nr) X(_shapes) X(_state) X(_take) \
+    X(__name__) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) X(_cdata) X(_contents) \
+    X(_cycles) X(_forget) X(_forward) X(_found) X(_free_buffers) X(_is_fresh) X(_is_watched) X(_is_zerotensor) \
+    X(_leaning) X(_live) X(_modules) X(_moved) X(_names) X(_pack_large) X(_parameters) X(_pending) X(_places) \
+    X(_recognised) X(_rows) X(_run) X(_saved_mat2_sym_sizes) X(_sequence_nr) X(_shapes) X(_state) X(_take) \
     X(_take_of_node) X(_take_of_unknown) X(_values) X(_version) X(accounts) X(acquire) X(affine) X(after_function) \
     X(any_producer) X(append) X(as_strided) X(awaits_large_weight) X(before) X(before_side_effect) X(bound) X(chosen) \
     X(clock) X(clone) X(codec) X(codecs) X(counted) X(counts) X(data) X(data_ptr) X(decide) X(dense) X(depth) \

@@ -85,12 +85,6 @@ bool fits_call(PyObject* pattern, PyObject* args, PyObject* kwargs, PyObject* st
     return fits_named(kwargs, named, storage, found);
 }
 
-// How many of the elements from the first one on, that far apart, there are: at most so many.
-long long fitting_elements(long long begin, long long step, long long there, long long most) {
-    const long long fitting = begin < there && step > 0 ? (there - begin + step - 1) / step : 0;
-    return fitting < most ? fitting : most;
-}
-
 }  // namespace
 
 int looks_like(PyObject* x, PyObject* spec) {
@@ -206,28 +200,6 @@ PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number) {
             if (child != Py_None && PyList_Append(modules.get(), child) != 0) return nullptr;
     }
     return found.release();
-}
-
-// Whether a plain tensor has the elements of a Sample: 1, or 0 where it may have others, or -1 with an error set.
-int has_elements(PyObject* x, PyObject* sample) {
-    PyObject* bits = at(sample, layout::sample.bits);
-    if (!PyBytes_CheckExact(bits) || !is_none_at(sample, layout::sample.checksum)) return 0;
-    Owned is_here(tensor_is_cpu(x));
-    if (!is_here || is_here.get() != Py_True) return is_here ? 0 : -1;
-    Owned address(tensor_data_ptr(x)), numel(tensor_numel(x)), itemsize(tensor_itemsize(x));
-    const long long size = address && numel && itemsize ? PyLong_AsLongLong(itemsize.get()) : -1;
-    if (size < 0) return -1;
-    const long long begin = number_at(sample, layout::sample.begin), step = number_at(sample, layout::sample.step);
-    const long long there = PyLong_AsLongLong(numel.get()), most = PyLong_AsLongLong(most_elements);
-    const char* from = static_cast<const char*>(PyLong_AsVoidPtr(address.get()));
-    if (PyErr_Occurred()) return -1;
-    const long long many = fitting_elements(begin, step, there, most);
-    if (size * many != PyBytes_Size(bits)) return 0;
-    const char* known = PyBytes_AsString(bits);
-    for (long long index = 0; index < many; ++index)
-        if (std::memcmp(known + index * size, from + (begin + index * step) * size, static_cast<std::size_t>(size)) != 0)
-            return 0;
-    return 1;
 }
 
 }  // namespace backstash

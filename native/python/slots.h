@@ -150,9 +150,19 @@ private:
     bool is_held_ = false;
 };
 
+// decide.cpp
+bool look_again(PyObject* pending, long long clock, PyObject* look);
+
+// encode.cpp
+bool add_nbytes(PyObject* live, long long nbytes);
+long long device_nbytes(PyObject* account);
+
 PyObject* lay_out(PyObject*, PyObject* const* args, Py_ssize_t number);  // layout.cpp
 
+constexpr int WORK = 3;  // as in live.py
+
 // backward.cpp
+bool add_up(PyObject* live);
 PyObject* decode(PyObject* saved, PyObject* spec, PyObject* value, bool in_backward);  // under the lock
 PyObject* fetch_leaf(PyObject* leaf, PyObject* known);  // see decode.fetch; the settings that are known to be those now
 int has_room(PyObject* live, long long nbytes);

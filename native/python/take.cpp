@@ -89,30 +89,13 @@ PyObject* make_value(PyObject* storage, PyObject* cdata, PyObject* account, PyOb
     return made;
 }
 
-// See Live.add, of a number that is not negative.
-bool add_bytes(PyObject* live, long long nbytes) {
-    const auto& at_ = layout::live;
-    if (!set_number(live, at_._nbytes, number_at(live, at_._nbytes) + nbytes)) return false;
-    Owned held(PyObject_GetAttr(live, s_nbytes));  // without what has died since
-    if (!held) return false;
-    if (PyLong_AsLongLong(held.get()) > number_at(live, at_.peak_nbytes)) set(live, at_.peak_nbytes, held.get());
-    return true;
-}
-
 // See Pending.add.
 bool queue(PyObject* pending, PyObject* values, PyObject* value, PyObject* place) {
     Owned reference(weak_reference(value));
-    Owned clock(reference ? PyObject_GetAttr(pending, s_clock) : nullptr);
-    if (!clock || PyDict_SetItem(values, at(value, layout::value.cdata), reference.get()) != 0) return false;
-    set(value, layout::value.born, clock.get());
-    Owned when(PyNumber_Add(clock.get(), at(place, layout::place.delay)));
-    Owned due(when ? PyObject_GetAttr(pending, s_due) : nullptr);
-    if (!due) return false;
-    PyObject* looks = PyDict_GetItemWithError(due.get(), when.get());
-    if (looks != nullptr) return PyList_Append(looks, reference.get()) == 0;
-    Owned first(PyErr_Occurred() ? nullptr : PyList_New(0));
-    return first && PyList_Append(first.get(), reference.get()) == 0 &&
-           PyDict_SetItem(due.get(), when.get(), first.get()) == 0;
+    PyObject* clock = at(pending, layout::pending.clock);
+    if (!reference || PyDict_SetItem(values, at(value, layout::value.cdata), reference.get()) != 0) return false;
+    set(value, layout::value.born, clock);
+    return look_again(pending, PyLong_AsLongLong(clock) + number_at(place, layout::place.delay), reference.get());
 }
 
 // See Forward._take. Of a saved tensor that is neither a leaf nor wrapped, and of a place that is known; `forward` has
@@ -145,7 +128,6 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
     Owned value(known == nullptr ? Py_NewRef(Py_None) : referent(known));
     if (!value) return false;
     if (value.get() != Py_None) {
-        if (!is_a(value.get(), layout::value)) return false;
         PyObject* account = at(value.get(), layout::value.account);
         if (!Owned(PyObject_CallMethodObjArgs(account, s_share, facts, nullptr))) return false;
     } else {
@@ -155,7 +137,7 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
         Owned accounts(step ? PyObject_GetAttr(step.get(), s_accounts) : nullptr);
         if (!accounts || PyList_Append(accounts.get(), account.get()) != 0) return false;
         PyObject* live = at(saved, at_.live);
-        if (!add_bytes(live, PyLong_AsLongLong(nbytes.get()))) return false;
+        if (!add_nbytes(live, PyLong_AsLongLong(nbytes.get()))) return false;
         value.reset(make_value(storage.get(), cdata.get(), account.get(), live, place));
         if (!value || !queue(pending, values, value.get(), place)) return false;
     }
@@ -188,7 +170,7 @@ PyObject* places_of(PyObject* names, PyObject* node, PyObject* found) {
     Owned op(op_of(node));
     Owned frames(op ? PyObject_GetAttr(names, s_frames) : nullptr);
     PyObject* frame = frames ? PyList_GetItem(frames.get(), PyList_Size(frames.get()) - 1) : nullptr;
-    if (frame == nullptr || !is_a(frame, layout::frame)) return nullptr;
+    if (frame == nullptr) return nullptr;
     PyObject* counts = at(frame, layout::frame.counts);
     PyObject* before = PyDict_GetItemWithError(counts, op.get());
     if (before == nullptr && PyErr_Occurred()) return nullptr;

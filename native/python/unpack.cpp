@@ -196,8 +196,7 @@ PyObject* finalize_value(PyObject* value, PyObject*) {
                               PyList_Size(at(buffers, layout::buffers._buffers)) == 0;
         if (!is_empty && !Owned(PyObject_CallMethodObjArgs(buffers, s_forget, form, nullptr))) return nullptr;
     }
-    const bool is_here = PyUnicode_CompareWithASCIIString(at(account, layout::account.store), "device") == 0;
-    const long long nbytes = is_here ? number_at(account, layout::account.stash_nbytes) : 0;
+    const long long nbytes = device_nbytes(account);
     if (nbytes == 0 && remade_nbytes == 0) Py_RETURN_NONE;
     Owned loss(Py_BuildValue("(iLL)", 0, nbytes, remade_nbytes));
     return loss && lose(live, loss.get()) ? Py_NewRef(Py_None) : nullptr;

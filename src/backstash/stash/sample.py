@@ -25,9 +25,6 @@ from backstash.stash import compiled
 ELEMENTS = 64
 """How many elements are kept."""
 
-if compiled.functions is not None:
-    compiled.functions.configure(most_elements=ELEMENTS)
-
 _SPREAD = 0x9E3779B1
 """Multiplied with the step's number it gives offsets that are spread evenly."""
 
