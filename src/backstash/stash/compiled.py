@@ -37,6 +37,29 @@ from backstash.torch_internals import (
 )
 
 
+def _offsets(kind: type) -> dict[str, int]:
+    """Where the slots of a class lie in its objects.
+
+    Note: [slots]
+        To find an attribute by its name takes longer than to read it, and of a saved tensor many are read. CPython puts
+        the slots of a class in the same places in every object. Which these are is seen in an object of a class with
+        the same slots and without a finalizer.
+
+    Raises:
+        ValueError: they do not lie there as references, or the class has more than its slots.
+    """
+    slots: tuple[str, ...] = vars(kind)["__slots__"]
+    alike: Any = type(kind.__name__, (), {"__slots__": slots})
+    if alike.__basicsize__ != kind.__basicsize__:
+        raise ValueError(f"{kind.__name__} has more than its slots, so it is not known where these lie")
+    probe, markers = alike(), {name: object() for name in slots if name != "__weakref__"}
+    for name, marker in markers.items():
+        setattr(probe, name, marker)
+    size = ctypes.sizeof(ctypes.c_void_p)
+    words = list((ctypes.c_void_p * (kind.__basicsize__ // size)).from_address(id(probe)))
+    return {name: size * words.index(id(marker)) for name, marker in markers.items()}
+
+
 def _functions() -> Any:
     """The compiled functions; None where there are none, or where the references were asked for."""
     try:
@@ -68,8 +91,10 @@ def _functions() -> Any:
             need_index=Need.INDEX,
             need_value=Need.VALUE,
         )
+        _offsets(TensorSpec)
     except (ImportError, ValueError, TypeError):
-        return None  # not compiled, a Python without the limited API, a bad choice, or a library of an older version
+        # It is not compiled, the Python has no limited API or keeps slots elsewhere, or the library is an older version's.
+        return None
     return _held
 
 
@@ -84,25 +109,9 @@ _Kind = TypeVar("_Kind", bound=type)
 
 
 def laid_out(kind: _Kind) -> _Kind:
-    """A class of slots alone, of which the compiled functions are told where these lie in its objects.
-
-    Note: [slots]
-        To find an attribute by its name takes longer than to read it, and of a saved tensor many are read. CPython puts
-        the slots of a class in the same places in every object. Which these are is seen in an object of a class with
-        the same slots and without a finalizer.
-    """
-    if functions is None:
-        return kind
-    slots: tuple[str, ...] = vars(kind)["__slots__"]
-    alike: Any = type(kind.__name__, (), {"__slots__": slots})
-    if alike.__basicsize__ != kind.__basicsize__:
-        raise AssertionError(f"{kind.__name__} has more than its slots, so it is not known where these lie")
-    probe, markers = alike(), {name: object() for name in slots if name != "__weakref__"}
-    for name, marker in markers.items():
-        setattr(probe, name, marker)
-    size = ctypes.sizeof(ctypes.c_void_p)
-    words = list((ctypes.c_void_p * (kind.__basicsize__ // size)).from_address(id(probe)))
-    functions.lay_out(kind, {name: size * words.index(id(marker)) for name, marker in markers.items()})
+    """A class of slots alone, of which the compiled functions are told where these lie in its objects."""
+    if functions is not None:
+        functions.lay_out(kind, _offsets(kind))
     return kind
 
 
