@@ -93,7 +93,7 @@ def _functions() -> Any:
         )
         _offsets(TensorSpec)
     except (ImportError, ValueError, TypeError):
-        # It is not compiled, the Python has no limited API or keeps slots elsewhere, or the library is an older version's.
+        # Not compiled, a Python without the limited API or with slots elsewhere, a bad choice, or an older library.
         return None
     return _held
 
