@@ -124,6 +124,31 @@ bool account_for(PyObject* account, std::chrono::steady_clock::time_point starte
     return set_number(account, layout::account.decodes, number_at(account, layout::account.decodes) + 1);
 }
 
+// See Buffers.filled; returns whether that went well.
+bool fill(PyObject* buffers, PyObject* owner, PyObject* whole) {
+    return are_empty(buffers) || Owned(PyObject_CallMethodObjArgs(buffers, s_filled, owner, whole, nullptr));
+}
+
+// See decode._made, of a value that is encoded: a new reference, to None where the reference has to do it.
+PyObject* decoded(PyObject* value, PyObject* form, PyObject* buffers, bool is_ahead) {
+    const auto started = std::chrono::steady_clock::now();
+    Owned whole(decode_form(value, form));
+    if (!whole || whole.get() == Py_None) return whole.release();
+    if (!begin_round(value)) return nullptr;
+    const long long nbytes = number_at(at(form, layout::form.spec), layout::spec.nbytes);
+    const long long unread = number_at(value, layout::value.unread);
+    if (PyErr_Occurred()) return nullptr;
+    int held = unread > 1 && nbytes < PyLong_AsLongLong(smallest_pooled);
+    if (!held && is_ahead && unread != 0) held = may_hold(at(value, layout::value.live), 2 * nbytes);
+    if (held < 0) return nullptr;
+    if (held) {
+        Owned detached(tensor_detach(whole.get()));
+        if (!detached || !hold(value, detached.get())) return nullptr;
+    }
+    if (!fill(buffers, form, whole.get())) return nullptr;
+    return account_for(at(value, layout::value.account), started) ? whole.release() : nullptr;
+}
+
 // See decode.dense. ``known`` are the settings of the process that are known to be those now, null where none are.
 PyObject* dense(PyObject* value, PyObject* ahead, PyObject* borrows, PyObject* known) {
     if (is_true_at(value, layout::value.shares)) return PyObject_CallFunctionObjArgs(make_shared, value, nullptr);
@@ -137,6 +162,10 @@ PyObject* dense(PyObject* value, PyObject* ahead, PyObject* borrows, PyObject* k
     Owned whole(holding(buffers.get(), owner.get()));
     if (!whole || whole.get() != Py_None) return whole.release();
     const Owned recipe(Py_NewRef(at(value, layout::value.recipe)));
+    if (recipe.get() == Py_None && form != Py_None) {
+        whole.reset(decoded(value, owner.get(), buffers.get(), ahead == Py_True));
+        if (!whole || whole.get() != Py_None) return whole.release();
+    }
     const bool is_common = is_a(recipe.get(), layout::recipe) && form == Py_None &&
                            is_none_at(recipe.get(), layout::recipe.first_use);
     if (!is_common) return PyObject_CallFunctionObjArgs(make_dense, value, owner.get(), ahead, borrows, nullptr);
@@ -144,17 +173,16 @@ PyObject* dense(PyObject* value, PyObject* ahead, PyObject* borrows, PyObject* k
     const auto started = std::chrono::steady_clock::now();
     whole.reset(run_recipe(recipe.get(), value, known));
     if (!whole || !check(value, whole.get())) return nullptr;
-    const int held = ahead == Py_True ? may_hold(at(value, layout::value.live), whole.get()) : 1;
+    const long long nbytes = ahead == Py_True ? storage_nbytes(whole.get()) : 0;
+    if (nbytes < 0) return nullptr;
+    const int held = ahead == Py_True ? may_hold(at(value, layout::value.live), nbytes) : 1;
     if (held < 0) return nullptr;
     if (held) {
         Owned detached(tensor_detach(whole.get()));
         if (!detached || !hold(value, detached.get())) return nullptr;
     }
     if (!shrink_after(recipe.get(), buffers.get())) return nullptr;
-    if (!are_empty(buffers.get())) {
-        PyObject *made = whole.get(), *pool = buffers.get();
-        if (!Owned(PyObject_CallMethodObjArgs(pool, s_filled, owner.get(), made, nullptr))) return nullptr;
-    }
+    if (!fill(buffers.get(), owner.get(), whole.get())) return nullptr;
     return account_for(at(value, layout::value.account), started) ? whole.release() : nullptr;
 }
 
@@ -175,7 +203,7 @@ bool is_dense(PyObject* value) {
 bool add_up(PyObject* live) {
     PyObject* losses = at(live, layout::live._losses);
     if (PyObject_Size(losses) == 0) return true;
-    const Locked locked(live);
+    const Locked locked(at(live, layout::live.lock));
     if (!locked) return false;
     while (PyObject_Size(losses) > 0) {
         Owned loss(PyObject_CallMethodObjArgs(losses, s_popleft, nullptr));
@@ -190,9 +218,8 @@ bool add_up(PyObject* live) {
 }
 
 // See Live.may_hold: 1 or 0, or -1 with an error set.
-int may_hold(PyObject* live, PyObject* whole) {
-    const long long nbytes = storage_nbytes(whole);
-    if (nbytes < 0 || !add_up(live)) return -1;
+int may_hold(PyObject* live, long long nbytes) {
+    if (!add_up(live)) return -1;
     const long long before = number_at(live, layout::live._nbytes) + number_at(live, layout::live._remade_nbytes);
     if (before + nbytes <= number_at(live, layout::live.stashed_nbytes)) return 1;
     return before + nbytes + WORK * nbytes <= number_at(live, layout::live.needed_nbytes);

@@ -177,7 +177,7 @@ int note_made(PyObject* forward, PyObject* args, PyObject* kwargs, PyObject* res
     if (!is_a(pattern.get(), layout::pattern)) return 0;
     Owned live(PyObject_GetAttr(forward, s__live));
     if (!live) return -1;
-    const Locked locked(live.get());
+    const Locked locked(at(live.get(), layout::live.lock));
     Owned contents(locked ? PyObject_GetAttr(forward, s__contents) : nullptr);
     const long long smallest = contents ? integer(contents.get(), s_min_nbytes) : -1;
     if (smallest < 0) return -1;

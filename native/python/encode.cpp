@@ -98,22 +98,22 @@ bool raise_to(PyObject* value, long long height) {
     return true;
 }
 
-// See Encoder.release, of a value of which nothing is stored; returns whether that went well.
-bool release(PyObject* value, PyObject* fresh, PyObject* strongest, PyObject* recipe, PyObject* started) {
-    static PyObject *zero = PyLong_FromLong(0), *device = PyUnicode_InternFromString("device");
-    static PyObject* recompute = PyUnicode_InternFromString("recompute");
-    PyObject* note = PyObject_Str(recipe);
-    if (zero == nullptr || device == nullptr || recompute == nullptr || note == nullptr) return false;
+// See Encoder.release, of a value of which so many bytes are stored on the device. It takes over the note, and returns
+// whether that went well.
+bool release(PyObject* value, PyObject* fresh, PyObject* strongest, PyObject* codec, long long nbytes, PyObject* note,
+             PyObject* started) {
+    static PyObject* device = PyUnicode_InternFromString("device");
+    if (device == nullptr || codec == nullptr || note == nullptr) return false;
     for (Py_ssize_t index = 0; index < PyList_Size(fresh); ++index)
         set(PyList_GetItem(fresh, index), layout::saved.dense, Py_None);
     PyObject *account = at(value, layout::value.account), *live = at(value, layout::value.live);
     const long long before = device_nbytes(account);
-    set(account, layout::account.stash_nbytes, zero);
-    set(account, layout::account.codec, recompute);
     give(account, layout::account.reason, note);
+    if (PyErr_Occurred() || !set_number(account, layout::account.stash_nbytes, nbytes)) return false;
+    set(account, layout::account.codec, codec);
     set(account, layout::account.store, device);
-    if (PyErr_Occurred() || !add_nbytes(live, -before)) return false;
-    const bool needs_all = at(strongest, layout::saved.need) == need_value;
+    if (!add_nbytes(live, nbytes - before)) return false;
+    const bool needs_all = at(strongest, layout::saved.need) == need_value && !is_true_at(value, layout::value.shares);
     if (needs_all && !will_need(live, number_at(account, layout::account.saved_nbytes))) return false;
     return add_seconds(account, started);
 }
@@ -138,7 +138,8 @@ Done forget(PyObject* value, PyObject* fresh, PyObject* strongest, PyObject* rec
         const bool is_lower = number_at(leaf, layout::value.height) <= height;
         if (PyErr_Occurred() || (is_lower && !raise_to(leaf, height + 1))) return Done::error;
     }
-    return done(release(value, fresh, strongest, recipe, started));
+    static PyObject* recompute = PyUnicode_InternFromString("recompute");
+    return done(release(value, fresh, strongest, recompute, 0, PyObject_Str(recipe), started));
 }
 
 // Keeps a value that the policy would encode, where its codecs have declined it and need not be asked again: see
@@ -157,6 +158,40 @@ Done keep_declined(PyObject* value, PyObject* place, PyObject* action, PyObject*
     return done(keep(account, why == Py_None ? Py_NewRef(reason) : PyUnicode_FromFormat("%U%U", reason, why)));
 }
 
+// Encodes a value, or keeps it because all codecs decline it: see Encoder.store. ``why`` is None, or says why the value is
+// not made again.
+Done store_encoded(PyObject* encoder, PyObject* value, PyObject* fresh, PyObject* strongest, PyObject* whole,
+                   PyObject* action, PyObject* why, PyObject* started) {
+    constexpr long long SPARED = 8;  // as in encode.py
+    PyObject *place = at(strongest, layout::saved.place), *facts = at(strongest, layout::saved.tensor);
+    const Done kept = keep_declined(value, place, action, why, started);
+    if (kept != Done::left) return kept;
+    const int differs = number_at(value, layout::value.height) != 0 ? has_error(action) : 0;  // then it is another action
+    if (differs != 0 || PyErr_Occurred()) return differs > 0 ? Done::left : Done::error;
+    Owned spec(PyObject_GetAttr(facts, s_spec));
+    if (!spec) return Done::error;
+    const bool is_all = whole == at(strongest, layout::saved.dense) && spec.get() == at(strongest, layout::saved.spec);
+    if (!is_all) return Done::left;
+    Encoding found;
+    Owned form(form_of(encoder, place, facts, spec.get(), action, whole, found));
+    if (!form) return Done::error;
+    if (form.get() == Py_None) return Done::left;
+    const bool is_declined = !is_a(form.get(), layout::form);
+    PyObject* declined = is_declined ? PyTuple_Pack(2, action, form.get()) : Py_NewRef(Py_None);
+    if (declined == nullptr) return Done::error;
+    give(place, layout::place.declined, declined);
+    if (!set_number(place, layout::place.spared, SPARED)) return Done::error;
+    PyObject* account = at(value, layout::value.account);
+    if (is_declined) {
+        PyObject* reason = why == Py_None ? Py_NewRef(form.get()) : PyUnicode_FromFormat("%U%U", form.get(), why);
+        return done(keep(account, reason) && add_seconds(account, started));
+    }
+    set(value, layout::value.form, form.get());
+    set(value, layout::value.guard, Py_None);
+    PyObject* note = why == Py_None ? PyUnicode_FromString("") : PyUnicode_Substring(why, 2, PyUnicode_GetLength(why));
+    return done(release(value, fresh, strongest, found.label, found.nbytes, note, started));
+}
+
 // What is left to do with a value that is not made again.
 Done store_otherwise(PyObject* encoder, PyObject* value, PyObject* fresh, PyObject* strongest, PyObject* whole,
                      PyObject* action, PyObject* recipe, PyObject* started) {
@@ -164,9 +199,9 @@ Done store_otherwise(PyObject* encoder, PyObject* value, PyObject* fresh, PyObje
     Owned otherwise(why ? PyObject_GetAttr(action, s_otherwise) : nullptr);
     if (!otherwise) return Done::error;
     if (type_of(otherwise.get()) == stash_type) {
-        PyObject* place = at(strongest, layout::saved.place);
-        const Done kept = keep_declined(value, place, otherwise.get(), why.get(), started);
-        if (kept != Done::left) return kept;
+        const Done stored =
+            store_encoded(encoder, value, fresh, strongest, whole, otherwise.get(), why.get(), started);
+        if (stored != Done::left) return stored;
     }
     PyObject* facts = at(strongest, layout::saved.tensor);
     return done(static_cast<bool>(Owned(PyObject_CallMethodObjArgs(encoder, s_store, value, strongest, fresh, facts,
@@ -208,8 +243,9 @@ Done decide(PyObject* encoder, PyObject* value, PyObject* fresh) {
     PyObject *facts = at(strongest, layout::saved.tensor), *place = at(strongest, layout::saved.place);
     if (facts == Py_None || !is_a(place, layout::place) || at(place, layout::place.facts) != facts) return Done::left;
     Owned action(Py_NewRef(at(place, layout::place.action)));
+    const bool is_stash = type_of(action.get()) == stash_type;
     const bool is_known = type_of(action.get()) == keep_type || type_of(action.get()) == recompute_type;
-    if (!is_known || !is_a(at(strongest, layout::saved.spec), layout::spec)) return Done::left;
+    if (!(is_known || is_stash) || !is_a(at(strongest, layout::saved.spec), layout::spec)) return Done::left;
     Owned whole(whole_in(strongest, storage));
     if (!whole) return Done::error;
     if (whole.get() == Py_None) return Done::left;
@@ -219,6 +255,13 @@ Done decide(PyObject* encoder, PyObject* value, PyObject* fresh) {
     set(value, layout::value.facts, facts);
     if (type_of(action.get()) == recompute_type)
         return recompute(encoder, value, fresh, strongest, whole.get(), action.get());
+    if (is_stash) {
+        set(encoder, layout::encoder.only_keep, Py_False);
+        set(value, layout::value.buffers, at(live, layout::live.buffers));
+        Owned started(PyObject_CallNoArgs(perf_counter));
+        if (!started) return Done::error;
+        return store_encoded(encoder, value, fresh, strongest, whole.get(), action.get(), Py_None, started.get());
+    }
     return done(keep(at(value, layout::value.account), PyObject_GetAttr(action.get(), s_reason)));
 }
 

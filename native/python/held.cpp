@@ -3,7 +3,7 @@
 // These are the most frequent calls of all: one each for every tensor that an idle Session holds. Reading takes the
 // fast way through the common case, and calls the reference in held.py for every other one, so that errors and rare
 // cases are written once.
-#include "slots.h"
+#include "kernels.h"
 
 namespace backstash {
 namespace {
@@ -174,6 +174,7 @@ PyMethodDef methods[] = {
     {"configure", as_method(configure), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"enter_module", as_method(enter_module), METH_FASTCALL, nullptr},
     {"leave_module", leave_module, METH_O, nullptr},
+    {"bind", bind, METH_O, nullptr},
     {"agree", as_method(agree), METH_FASTCALL, nullptr},
     {"dense", as_method(make_dense_tensor), METH_FASTCALL, nullptr},
     {"fetch", fetch, METH_O, nullptr},

@@ -101,21 +101,6 @@ int may_be_affine(PyObject* recipe) {
     return 0;
 }
 
-// What makes memory for a value, as Python is given it: a new reference, None where there is no value.
-PyObject* memory_for(PyObject* value) {
-    return value == nullptr ? Py_NewRef(Py_None) : PyObject_CallFunctionObjArgs(memory_of, value, nullptr);
-}
-
-// See Held.get: a new reference.
-PyObject* get_held(PyObject* held) {
-    PyObject* tensor = at(held, layout::held.tensor);
-    int is_common = is_plain(tensor) ? has_version(tensor, at(held, layout::held.version)) : 0;
-    if (is_common > 0) is_common = is_strided(tensor);
-    const long long nbytes = is_common > 0 ? storage_nbytes(tensor) : is_common;
-    if (nbytes < 0) return nullptr;
-    return nbytes > 0 ? Py_NewRef(tensor) : PyObject_CallMethodObjArgs(held, s_get, nullptr);  // which may raise
-}
-
 // The tensor of one input of a recipe: see Recipe._input.
 PyObject* input(PyObject* given, PyObject* out, PyObject* known) {
     if (is_a(given, layout::held)) return get_held(given);
@@ -154,9 +139,7 @@ PyObject* run_under(PyObject* recipe, PyObject* out) {
     const int affine = is_true_at(recipe, layout::recipe.fused) ? may_be_affine(recipe) : 0;
     if (affine < 0) return nullptr;
     if (affine) {
-        Owned memory(memory_for(out));
-        Owned made(memory ? PyObject_CallMethodObjArgs(
-            fused_module, s_affine, recipe, fetch_function, memory.get(), nullptr) : nullptr);
+        Owned made(run_affine(recipe, out, known));
         if (!made || made.get() != Py_None) return made.release();
     }
     Owned tensors(PyList_New(0));
@@ -192,6 +175,21 @@ int are_settings(PyObject* wanted, PyObject* device) {
 }
 
 }  // namespace
+
+// What makes memory for a value, as Python is given it: a new reference, None where there is no value.
+PyObject* memory_for(PyObject* value) {
+    return value == nullptr ? Py_NewRef(Py_None) : PyObject_CallFunctionObjArgs(memory_of, value, nullptr);
+}
+
+// See Held.get: a new reference.
+PyObject* get_held(PyObject* held) {
+    PyObject* tensor = at(held, layout::held.tensor);
+    int is_common = is_plain(tensor) ? has_version(tensor, at(held, layout::held.version)) : 0;
+    if (is_common > 0) is_common = is_strided(tensor);
+    const long long nbytes = is_common > 0 ? storage_nbytes(tensor) : is_common;
+    if (nbytes < 0) return nullptr;
+    return nbytes > 0 ? Py_NewRef(tensor) : PyObject_CallMethodObjArgs(held, s_get, nullptr);  // which may raise
+}
 
 // See numerics.agree_reference.
 PyObject* agree(PyObject*, PyObject* const* args, Py_ssize_t number) {

@@ -15,10 +15,16 @@ namespace backstash {
     X(name) X(function) X(args) X(kwargs) X(inputs) X(spec) X(in_place) X(settings) X(autocast) X(random_state) \
     X(statistics) X(output) X(group) X(saved) X(needs_grad) X(is_cheap) X(is_proven) X(place) X(pattern)
 #define BACKSTASH_SLOTS_OF_CALL_PLACE(X) X(is_used) X(latest) X(passes) X(pattern)
+#define BACKSTASH_SLOTS_OF_CODER(X) \
+    X(codec) X(element) X(hi) X(kind) X(label) X(lo) X(mask) X(min_saving) X(reason) X(test)
 #define BACKSTASH_SLOTS_OF_CONTENT(X) X(before) X(call) X(escaped) X(storage) X(value) X(version)
+#define BACKSTASH_SLOTS_OF_DEVICE_STORE(X) X(_holdings) X(_lock) X(_numbers) X(_values)
+#define BACKSTASH_SLOTS_OF_ENCODED(X) X(codec) X(spec) X(planes) X(meta)
 #define BACKSTASH_SLOTS_OF_ENCODER(X) X(_knows_room) X(_live) X(_remaking) X(is_fixed) X(only_keep) X(policy) X(stores)
+#define BACKSTASH_SLOTS_OF_FORM(X) X(codec) X(mask) X(planes) X(spec) X(store) X(tag) X(ticket)
 #define BACKSTASH_SLOTS_OF_FRAME(X) X(counts) X(fqn) X(label)
 #define BACKSTASH_SLOTS_OF_HELD(X) X(tensor) X(version) X(is_reference)
+#define BACKSTASH_SLOTS_OF_HOLDINGS(X) X(capacity) X(count) X(nbytes) X(peak_nbytes)
 #define BACKSTASH_SLOTS_OF_KNOWN_NODE(X) X(asked) X(places) X(roles) X(specs)
 #define BACKSTASH_SLOTS_OF_LEAF(X) X(value) X(spec) X(offset)
 #define BACKSTASH_SLOTS_OF_LEANING(X) X(_values)
@@ -29,7 +35,7 @@ namespace backstash {
 #define BACKSTASH_SLOTS_OF_PATTERN(X) X(args) X(call) X(chosen) X(in_place) X(kwargs) X(places) X(result) X(slots)
 #define BACKSTASH_SLOTS_OF_PENDING(X) X(_decide) X(_values) X(clock) X(due)
 #define BACKSTASH_SLOTS_OF_PLACE(X) \
-    X(action) X(answer) X(claimable) X(declined) X(delay) X(facts) X(gone) X(held) X(is_dense) X(made_seconds) \
+    X(action) X(answer) X(claimable) X(coders) X(declined) X(delay) X(facts) X(gone) X(held) X(is_dense) X(made_seconds) \
     X(proof) X(proven) X(releases) X(root) X(settled) X(spared) X(told) X(tolerance) X(uses)
 #define BACKSTASH_SLOTS_OF_RECIPE(X) \
     X(any_producer) X(call) X(first_use) X(from_statistics) X(fused) X(inputs) X(leaves) X(references) X(text) \
@@ -42,6 +48,7 @@ namespace backstash {
     X(pinned) X(place) X(round) X(spec) X(tensor) X(value) X(version) X(wrapping)
 #define BACKSTASH_SLOTS_OF_SLOT(X) X(kind) X(offset) X(spec)
 #define BACKSTASH_SLOTS_OF_SPEC(X) X(shape) X(stride) X(dtype) X(device) X(nbytes)
+#define BACKSTASH_SLOTS_OF_TICKET(X) X(number) X(nbytes)
 #define BACKSTASH_SLOTS_OF_VALUE(X) \
     X(account) X(address) X(bits) X(born) X(buffers) X(cdata) X(children) X(content) X(depth) X(errors) X(exact) \
     X(facts) X(form) X(guard) X(has_room) X(height) X(key) X(live) X(members) X(otherwise) X(place) X(recipe) \
@@ -55,10 +62,15 @@ namespace backstash {
     X(buffers, Buffers, BACKSTASH_SLOTS_OF_BUFFERS) \
     X(call, Call, BACKSTASH_SLOTS_OF_CALL) \
     X(call_place, CallPlace, BACKSTASH_SLOTS_OF_CALL_PLACE) \
+    X(coder, Coder, BACKSTASH_SLOTS_OF_CODER) \
     X(content, Content, BACKSTASH_SLOTS_OF_CONTENT) \
+    X(device_store, DeviceStore, BACKSTASH_SLOTS_OF_DEVICE_STORE) \
+    X(encoded, Encoded, BACKSTASH_SLOTS_OF_ENCODED) \
     X(encoder, Encoder, BACKSTASH_SLOTS_OF_ENCODER) \
+    X(form, Form, BACKSTASH_SLOTS_OF_FORM) \
     X(frame, Frame, BACKSTASH_SLOTS_OF_FRAME) \
     X(held, Held, BACKSTASH_SLOTS_OF_HELD) \
+    X(holdings, Holdings, BACKSTASH_SLOTS_OF_HOLDINGS) \
     X(known_node, KnownNode, BACKSTASH_SLOTS_OF_KNOWN_NODE) \
     X(leaf, Leaf, BACKSTASH_SLOTS_OF_LEAF) \
     X(live, Live, BACKSTASH_SLOTS_OF_LIVE) \
@@ -73,6 +85,7 @@ namespace backstash {
     X(saved, Saved, BACKSTASH_SLOTS_OF_SAVED) \
     X(slot, Slot, BACKSTASH_SLOTS_OF_SLOT) \
     X(spec, TensorSpec, BACKSTASH_SLOTS_OF_SPEC) \
+    X(ticket, Ticket, BACKSTASH_SLOTS_OF_TICKET) \
     X(value, Value, BACKSTASH_SLOTS_OF_VALUE) \
     X(view, View, BACKSTASH_SLOTS_OF_VIEW)
 
@@ -129,10 +142,10 @@ inline PyObject* make(PyObject* type) {
 // What a weak reference refers to, None where that is gone: a new reference.
 inline PyObject* referent(PyObject* reference) { return PyObject_CallNoArgs(reference); }
 
-// Holds the lock of a Live. An error that is set stays set.
+// Holds a lock of Python. An error that is set stays set.
 class Locked {
 public:
-    explicit Locked(PyObject* live) : lock_(Py_NewRef(at(live, layout::live.lock))) {
+    explicit Locked(PyObject* lock) : lock_(Py_NewRef(lock)) {
         const Owned acquired(PyObject_CallMethodObjArgs(lock_.get(), s_acquire, nullptr));
         is_held_ = static_cast<bool>(acquired);
     }
@@ -167,13 +180,32 @@ PyObject* decode(PyObject* saved, PyObject* spec, PyObject* value, bool in_backw
 PyObject* fetch_leaf(PyObject* leaf, PyObject* known);  // see decode.fetch; the settings that are known to be those now
 int has_room(PyObject* live, long long nbytes);
 int is_unchanged(PyObject* saved);
-int may_hold(PyObject* live, PyObject* whole);
+int may_hold(PyObject* live, long long nbytes);
 PyObject* make_dense_tensor(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* fetch(PyObject*, PyObject* leaf);
+
+// affine.cpp: see fused.affine; a new reference, to None where the recipe has another form or no kernel takes it. The
+// result may take the memory of that value, which may be null.
+PyObject* run_affine(PyObject* recipe, PyObject* value, PyObject* known);
+
+// What became of a value that was encoded: the label of its codec, borrowed, and the bytes of its planes.
+struct Encoding {
+    PyObject* label = nullptr;
+    long long nbytes = 0;
+};
+
+// forms.cpp: see Encoder.form, of a tensor that is all of its storage and has the spec of the place's facts. A new Form; or
+// a text, why all codecs have declined it; or None where the reference has to do it, for which nothing has changed.
+PyObject* form_of(PyObject* encoder, PyObject* place, PyObject* facts, PyObject* spec, PyObject* action, PyObject* whole,
+                  Encoding& found);
+PyObject* decode_form(PyObject* value, PyObject* form);  // into new memory; None where the reference has to do it
+PyObject* finalize_form(PyObject* form, PyObject*);
 
 // remake.cpp
 PyObject* agree(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* as_strided(PyObject* x, PyObject* spec, PyObject* offset);
+PyObject* get_held(PyObject* held);     // see Held.get: a new reference
+PyObject* memory_for(PyObject* value);  // what makes memory for a value, as Python is given it; null is no value
 int has_layout(PyObject* x, PyObject* spec);  // whether it has a spec's sizes and strides: 1 or 0, or -1 with an error
 PyObject* run_recipe(PyObject* recipe, PyObject* value, PyObject* known);  // the value whose memory it may take, or null
 

@@ -333,7 +333,7 @@ PyObject* pack_large(PyObject* forward, PyObject* x, PyObject* base) {
     }
     Owned live(PyObject_GetAttr(forward, s__live));
     if (!live) return nullptr;
-    const Locked locked(live.get());
+    const Locked locked(at(live.get(), layout::live.lock));
     const int begins = locked ? may_begin_step(forward, live.get()) : -1;
     if (begins < 0) return nullptr;
     if (begins && !Owned(PyObject_CallMethodObjArgs(forward, s__before_save, nullptr))) return nullptr;
@@ -348,7 +348,7 @@ int name_saved(PyObject* forward, PyObject* result) {
     const NoTorchFunction unseen(type_of(result) == tensor_type ? result : Py_None);
     Owned live(unseen ? PyObject_GetAttr(forward, s__live) : nullptr);
     if (!live) return -1;
-    const Locked locked(live.get());
+    const Locked locked(at(live.get(), layout::live.lock));
     if (!locked) return -1;
     Owned unnamed(PyObject_GetAttr(forward, s_unnamed));
     const int common = unnamed ? are_common(forward, unnamed.get()) : -1;

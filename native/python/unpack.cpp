@@ -108,12 +108,28 @@ int is_large(PyObject* saved, PyObject* op, long long nbytes) {
     return fits < 0 ? -1 : !fits;
 }
 
+// Whether to claim a value of which a kernel reads the planes directly: see table.MASKED. 1 or 0, or -1 with an error set.
+int is_faster_than_decoding(PyObject* saved, PyObject* op, long long nbytes) {
+    const long long large = number_in(claiming, s_LARGE);
+    if (PyErr_Occurred()) return -1;
+    if (nbytes >= large) return 1;
+    const int is_masked = is_in(claiming, s_MASKED, op);
+    if (is_masked <= 0) return is_masked < 0 ? -1 : 1;
+    const long long tiny = number_in(claiming, s_TINY);
+    if (PyErr_Occurred()) return -1;
+    if (nbytes < tiny) return 0;
+    const long long room = number_in(claiming, s_ROOM);
+    const int fits = PyErr_Occurred() ? -1 : has_room(at(saved, layout::saved.live), room * nbytes);
+    return fits < 0 ? -1 : !fits;
+}
+
 // See unpack._is_claimed: 1 or 0, or -1 with an error set.
 int is_claimed(PyObject* saved, long long nbytes, PyObject* value, Running& running) {
     PyObject* facts = at(saved, layout::saved.tensor);
     Owned op(facts == Py_None ? PyUnicode_FromString("") : PyObject_GetAttr(facts, s_op));
     int claimed = op ? is_direct(value, op.get()) : -1;
     if (claimed == 0) claimed = is_large(saved, op.get(), nbytes);
+    else if (claimed > 0 && is_none_at(value, layout::value.bits)) claimed = is_faster_than_decoding(saved, op.get(), nbytes);
     return claimed == 0 ? awaits_large_weight(running.node()) : claimed;
 }
 
@@ -205,17 +221,19 @@ PyObject* finalize_value(PyObject* value, PyObject*) {
 PyMethodDef finalizers[] = {
     {"__del__", finalize_saved, METH_NOARGS, nullptr},
     {"__del__", finalize_value, METH_NOARGS, nullptr},
+    {"__del__", finalize_form, METH_NOARGS, nullptr},
 };
 
 }  // namespace
 
-// Gives Saved and Value their finalizers.
+// Gives Saved, Value and Form their finalizers.
 PyObject* finalize(PyObject*, PyObject* const* args, Py_ssize_t number) {
-    if (number != 2 || args[0] != layout::saved.type || args[1] != layout::value.type) {
-        PyErr_SetString(PyExc_TypeError, "finalize takes the classes Saved and Value");
+    const bool are_known = number == 3 && args[0] == layout::saved.type && args[1] == layout::value.type;
+    if (!are_known || args[2] != layout::form.type) {
+        PyErr_SetString(PyExc_TypeError, "finalize takes the classes Saved, Value and Form");
         return nullptr;
     }
-    for (int index = 0; index < 2; ++index) {
+    for (int index = 0; index < 3; ++index) {
         Owned method(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(args[index]), &finalizers[index]));
         if (!method || PyObject_SetAttr(args[index], s___del__, method.get()) != 0) return nullptr;
     }
@@ -252,7 +270,7 @@ PyObject* unpack_saved(PyObject* saved) {
     }
     const bool in_backward = running.node() != Py_None;
     if (PyErr_Occurred()) return nullptr;
-    const Locked locked(at(saved, layout::saved.live));
+    const Locked locked(at(at(saved, layout::saved.live), layout::live.lock));
     return locked ? decode(saved, spec.get(), value.get(), in_backward) : nullptr;
 }
 

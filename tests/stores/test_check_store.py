@@ -74,7 +74,7 @@ class GivesOnce(DeviceStore):
 class CountsDropsTwice(DeviceStore):
     def drop(self, ticket: Ticket) -> None:
         super().drop(ticket)
-        self._account.nbytes -= ticket.nbytes
+        self._holdings.nbytes -= ticket.nbytes
 
 
 class CountsNothing(DeviceStore):
@@ -90,7 +90,7 @@ class ForgetsItsPeak(DeviceStore):
 class UnderstatesTickets(DeviceStore):
     def put(self, encoded: Encoded) -> Ticket:
         ticket = super().put(encoded)
-        self._account.nbytes -= ticket.nbytes
+        self._holdings.nbytes -= ticket.nbytes
         return Ticket(ticket.number, 0)
 
 
@@ -98,7 +98,7 @@ class KeepsDropped(DeviceStore):
     def drop(self, ticket: Ticket) -> None:
         with self._lock:
             if (value := self._values.pop(ticket.number, None)) is not None:
-                self._account.remove(ticket.nbytes)
+                self._holdings.remove(ticket.nbytes)
                 self.__dict__.setdefault("dropped", []).append(value)
 
 

@@ -226,7 +226,7 @@ def test_many_threads_put_get_and_drop(tmp_path: Path) -> None:
         list(threads.map(work, range(4)))
     store.flush()
     assert (store.usage().nbytes, store.usage().count) == (0, 0)
-    assert store._space.take(store._account.capacity) == 0
+    assert store._space.take(store._holdings.capacity) == 0
     store.close()
 
 

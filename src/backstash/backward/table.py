@@ -83,6 +83,17 @@ NEVER_WHOLE = frozenset({"Mul"})
 """Nodes whose kernel is asked only where it can read planes directly."""
 
 
+MASKED = frozenset({"Hardtanh", "Relu", "Threshold"})
+"""Nodes whose kernel reads a mask's bits.
+
+A claim takes several times as long as decoding the bits of a small value to numbers. So these are decoded below
+:data:`TINY`, and below :data:`LARGE` where there is :data:`ROOM`.
+"""
+
+TINY = 1 << 16
+"""Bytes of a value below which it makes no difference to any peak whether it is decoded."""
+
+
 def can_claim(op: str, role: str, spec: TensorSpec) -> bool:
     """Whether that saved tensor of that node may be unpacked as a claim."""
     return (
@@ -103,7 +114,7 @@ def is_worth_a_claim(op: str, nbytes: int, is_direct: bool, has_room: Callable[[
         has_room: whether so many bytes more would take no more than backward has freed.
     """
     if is_direct:
-        return True
+        return op not in MASKED or nbytes >= LARGE or (nbytes >= TINY and not has_room(ROOM * nbytes))
     if nbytes < LARGE or op in NEVER_WHOLE:
         return False
     return nbytes >= CHEAP_CLAIM or not has_room(ROOM * nbytes)

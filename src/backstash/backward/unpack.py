@@ -107,6 +107,8 @@ def _is_claimed(saved: Saved, nbytes: int, value: Value | None) -> bool:
     is_faster = op in table.FASTER and nbytes >= table.CHEAP_CLAIM
     if saved.value is not None and saved.value.has_room and not is_direct and not is_faster:
         return accumulation.awaits_large_weight()
+    if is_direct and value is not None and value.bits is not None:  # what was decoded is gone
+        return True
     return table.is_worth_a_claim(op, nbytes, is_direct, has_room) or accumulation.awaits_large_weight()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backstash.ops.backends import advise_huge
 from backstash.saved import TensorSpec
-from backstash.stash.compiled import laid_out
+from backstash.stash.compiled import functions, laid_out
 from backstash.torch_internals import storage_use_count
 
 SMALLEST = 1 << 18
@@ -180,6 +180,10 @@ class Buffers:
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(buffer.memory.numel() for buffer in self._buffers)
+
+
+if functions is not None:
+    functions.configure(smallest_pooled=SMALLEST)
 
 
 def held_nbytes() -> int:

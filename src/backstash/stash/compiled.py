@@ -22,6 +22,7 @@ from torch import Tensor
 
 from backstash import numerics, saved, torch_internals
 from backstash.ops import backends
+from backstash.ops.cpu import library
 from backstash.saved import Need, TensorSpec
 from backstash.torch_internals import (
     count_dispatch_modes,
@@ -86,11 +87,16 @@ def _functions() -> Any:
             settings_readers=numerics.READERS,
             set_grad_mode=set_grad_mode,
             perf_counter=time.perf_counter,
+            empty=torch.empty,
+            empty_strided=torch.empty_strided,
+            get_num_threads=torch.get_num_threads,
+            float32=torch.float32,
             need_shape=Need.SHAPE,
             need_sign=Need.SIGN,
             need_index=Need.INDEX,
             need_value=Need.VALUE,
         )
+        _held.bind(library.address_of)
         _offsets(TensorSpec)
     except (ImportError, ValueError, TypeError):
         # Not compiled, a Python without the limited API or with slots elsewhere, a bad choice, or an older library.

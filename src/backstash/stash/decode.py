@@ -366,6 +366,7 @@ if functions is not None:
         fetch_function=fetch,
         check_sample=check_sample,
         memory_of=memory_of,
+        take_reference=_take,
         has_direct=has_direct,
     )
 

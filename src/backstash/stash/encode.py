@@ -20,6 +20,7 @@ from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameErro
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash import compiled, roots
+from backstash.stash.coders import coders
 from backstash.stash.compiled import laid_out
 from backstash.stash.decode import follow_original
 from backstash.stash.live import Live
@@ -383,7 +384,12 @@ def misreads(codec: Codec, readers: list[Saved]) -> str | None:
 
 if compiled.functions is not None:
     compiled.functions.configure(
-        follow_original=follow_original, whole_of=whole_of, keep_type=Keep, stash_type=Stash, recompute_type=Recompute
+        follow_original=follow_original,
+        whole_of=whole_of,
+        coders_of=coders,
+        keep_type=Keep,
+        stash_type=Stash,
+        recompute_type=Recompute,
     )
 
 encode: Callable[[Encoder, Value], None] = Encoder.encode if compiled.functions is None else compiled.functions.encode

@@ -79,8 +79,8 @@ def _parts(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tup
     name = recipe.call.name
     if name not in NUMBERS and name not in ("add", "batch_norm"):
         return None
-    activation = _activation(recipe.call)
-    inner = recipe if activation is None else _only_input(recipe)
+    numbers = activation_of(recipe.call)
+    inner = recipe if numbers is None else _only_input(recipe)
     if inner is None:
         return None
     norm, residual = _norm_and_residual(inner)
@@ -92,10 +92,10 @@ def _parts(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tup
         return None
     if spec.dtype is not torch.float32 or norm.call.autocast is not None or recipe.call.autocast is not None:
         return None
-    return (activation, norm, source, residual) if isinstance(source, Leaf) else None
+    return (numbers, norm, source, residual) if isinstance(source, Leaf) else None
 
 
-def _activation(call: Call) -> _Activation | None:
+def activation_of(call: Call) -> _Activation | None:
     """Returns the activation that a call computes of its only tensor; None where the kernel knows no such function."""
     numbers = NUMBERS.get(call.name)
     if numbers is None:

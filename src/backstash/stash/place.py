@@ -15,6 +15,7 @@ from backstash.stash.compiled import laid_out
 
 if TYPE_CHECKING:
     from backstash.policies.base import Action
+    from backstash.stash.coders import Coder
     from backstash.stash.roots import Root
 
 
@@ -61,6 +62,7 @@ class Place:
         delay: how many torch functions after the save the storage is looked at first.
         held, gone: the most functions after which it was seen to be held, and those after which it was seen to be let
             go of, in the latest steps; 0 where that is not known.
+        coders: the action that was prepared for the compiled functions, and what these know of its codecs (coders.py).
         settled: how many times it was let go of after exactly as many functions as were expected.
         root: whether its value is the root of others (Note: [exact roots] in roots.py); None where that is not known.
         made_seconds: how long the function took that made the value, if it can be repeated; 0.0 where that is unknown.
@@ -70,6 +72,7 @@ class Place:
         "action",
         "answer",
         "claimable",
+        "coders",
         "declined",
         "delay",
         "facts",
@@ -95,6 +98,7 @@ class Place:
         self.answer: tuple[object | None, tuple[SavedTensor, ...], Action] | None = None
         self.releases: bool | None = None
         self.declined: tuple[Action, str] | None = None
+        self.coders: tuple[Action, tuple[Coder, ...] | None] | None = None
         self.proof: tuple[tuple[object, ...], str] | None = None
         self.proven: Proven | None = None
         self.tolerance: tuple[object | None, float] | None = None

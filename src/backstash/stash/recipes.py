@@ -192,6 +192,7 @@ if functions is not None:
     functions.configure(
         fused_module=fused,
         activations=fused.NUMBERS,
+        activation_of=fused.activation_of,
         repeating_module=repeating,
         overwriting=OVERWRITES,
         input_marker=INPUT,

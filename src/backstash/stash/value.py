@@ -36,6 +36,7 @@ if functions is not None:
     functions.configure(no_errors=NO_ERRORS)
 
 
+@laid_out
 class Form:
     """One encoding of a value: the planes' ticket and how to decode them. With a tag they are not on the device."""
 
@@ -299,11 +300,11 @@ class Saved:
         self.live.lose(saved=1)
 
 
-FINALIZERS = Saved.__del__, Value.__del__
-"""What is done when a saved tensor or a value dies; compiled twins do it where there are any."""
+FINALIZERS = Saved.__del__, Value.__del__, Form.__del__
+"""What is done when a saved tensor, a value or a form of one dies; compiled twins do it where there are any."""
 
 if functions is not None:
-    functions.finalize(Saved, Value)
+    functions.finalize(Saved, Value, Form)
 
 
 def version_of(x: Tensor) -> Tensor:

@@ -38,13 +38,15 @@ class Ticket:
     nbytes: int
 
 
-class Account:
+class Holdings:
     """Counts the bytes and values of a store. The caller holds the store's lock.
 
     Args:
         name: the store's name, for errors.
         capacity: the most bytes that the store may hold; None for no limit.
     """
+
+    __slots__ = ("capacity", "count", "name", "nbytes", "peak_nbytes", "stall_seconds")
 
     def __init__(self, name: str, capacity: int | None = None) -> None:
         if capacity is not None and capacity < 0:

@@ -6,7 +6,7 @@ from itertools import count
 from threading import RLock
 
 from backstash.codecs.base import Encoded
-from backstash.stores.base import Account, Ticket, Usage
+from backstash.stores.base import Holdings, Ticket, Usage
 
 
 class DeviceStore:
@@ -19,8 +19,10 @@ class DeviceStore:
         ValueError: ``capacity`` is negative.
     """
 
+    __slots__ = ("__weakref__", "_holdings", "_lock", "_numbers", "_values")
+
     def __init__(self, capacity: int | None = None) -> None:
-        self._account = Account(type(self).__name__, capacity)
+        self._holdings = Holdings(type(self).__name__, capacity)
         self._values: dict[int, Encoded] = {}
         self._numbers = count()
         self._lock = RLock()  # a finalizer that drops a value may run inside put, on the same thread
@@ -33,7 +35,7 @@ class DeviceStore:
         """
         with self._lock:
             ticket = Ticket(next(self._numbers), encoded.nbytes)
-            self._account.add(encoded, ticket.nbytes)
+            self._holdings.add(encoded, ticket.nbytes)
             self._values[ticket.number] = encoded
         return ticket
 
@@ -48,8 +50,8 @@ class DeviceStore:
         """Forgets the value. Its planes are freed with their last reference."""
         with self._lock:
             if self._values.pop(ticket.number, None) is not None:
-                self._account.remove(ticket.nbytes)
+                self._holdings.remove(ticket.nbytes)
 
     def usage(self) -> Usage:
         """Bytes and values that are held now."""
-        return self._account.usage()
+        return self._holdings.usage()

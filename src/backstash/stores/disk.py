@@ -15,7 +15,7 @@ from torch import Tensor
 from backstash.codecs.base import Encoded
 from backstash.errors import DamagedPlanesError, StoreError, StoreFullError
 from backstash.stores.aligned import PAGE, MemoryPool, aligned_memory
-from backstash.stores.base import Account, DropLock, Ticket, Usage
+from backstash.stores.base import Holdings, DropLock, Ticket, Usage
 from backstash.stores.blocks import BLOCK, BlockedValue, Reading, gather, plane_bytes
 from backstash.stores.file import UnnamedFile
 from backstash.stores.space import Space
@@ -66,7 +66,7 @@ class DiskStore:
         if in_flight < 2 * BLOCK:
             raise ValueError(f"DiskStore was asked for in_flight={in_flight}, but it takes {2 * BLOCK} bytes or more.")
         self.directory = Path(directory)
-        self._account = Account(type(self).__name__, capacity)
+        self._holdings = Holdings(type(self).__name__, capacity)
         self._file = UnnamedFile(self.directory)
         self._space = Space(1 << 62 if capacity is None else capacity // PAGE * PAGE)
         self._in_flight = in_flight
@@ -84,7 +84,7 @@ class DiskStore:
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"DiskStore({str(self.directory)!r}, capacity={self._account.capacity})"
+        return f"DiskStore({str(self.directory)!r}, capacity={self._holdings.capacity})"
 
     def __enter__(self) -> DiskStore:
         return self
@@ -140,7 +140,7 @@ class DiskStore:
             reading = self._take_reading(value) or self._begin_reading(value)
         started = time.perf_counter()
         wait(reading.blocks)
-        self._account.stall_seconds += time.perf_counter() - started
+        self._holdings.stall_seconds += time.perf_counter() - started
         for block in reading.blocks:
             if block.cancelled():
                 self._check_open(value)
@@ -154,7 +154,7 @@ class DiskStore:
     def usage(self) -> Usage:
         """Bytes, in whole pages, and values that are held now."""
         with self._lock:
-            return self._account.usage()
+            return self._holdings.usage()
 
     def flush(self) -> None:
         """Waits until every value that was put is written, or its write has failed."""
@@ -181,11 +181,11 @@ class DiskStore:
                 f"{self!r} was asked to hold {value}, but a write failed before: {self._failure}. See what ails the "
                 f"disk, and begin the step again with a new store."
             ) from self._failure
-        self._account.add(encoded, value.nbytes)
+        self._holdings.add(encoded, value.nbytes)
         try:
             value.start = self._place(value)
         except BaseException:
-            self._account.remove(value.nbytes)
+            self._holdings.remove(value.nbytes)
             raise
         self._values[value.ticket.number] = value
         return value
@@ -201,7 +201,7 @@ class DiskStore:
                 f"smaller pieces. Raise the capacity, or put another store behind it: stores.TierStore."
             )
         try:
-            self._file.grow(start + value.nbytes, self._account.capacity)
+            self._file.grow(start + value.nbytes, self._holdings.capacity)
         except OSError as error:
             self._space.give(start, value.nbytes)
             raise StoreFullError(
@@ -232,7 +232,7 @@ class DiskStore:
         if value is not None:
             value.dropped = True
             self._take_reading(value)
-            self._account.remove(value.nbytes)
+            self._holdings.remove(value.nbytes)
             self._release(value)
 
     def _release(self, value: BlockedValue) -> None:
@@ -245,7 +245,7 @@ class DiskStore:
     def _free_staging(self) -> Tensor:
         started = time.perf_counter()
         staging = self._staging.get()
-        self._account.stall_seconds += time.perf_counter() - started
+        self._holdings.stall_seconds += time.perf_counter() - started
         return staging
 
     def _write(self, value: BlockedValue, block: int, staging: Tensor) -> None:

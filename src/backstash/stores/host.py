@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.base import Encoded
-from backstash.stores.base import Account, DropLock, Ticket, Usage
+from backstash.stores.base import Holdings, DropLock, Ticket, Usage
 from backstash.stores.space import Space
 
 _SLAB = 64 << 20
@@ -44,7 +44,7 @@ class HostStore:
     """
 
     def __init__(self, capacity: int | None = None, *, in_flight: int = 256 << 20) -> None:
-        self._account = Account(type(self).__name__, capacity)
+        self._holdings = Holdings(type(self).__name__, capacity)
         self._in_flight = in_flight
         self._values: dict[int, Encoded | _Parked] = {}
         self._lanes: dict[torch.device, _Lane] = {}
@@ -52,7 +52,7 @@ class HostStore:
         self._lock = DropLock(self._forget)
 
     def __repr__(self) -> str:
-        return f"HostStore(capacity={self._account.capacity})"
+        return f"HostStore(capacity={self._holdings.capacity})"
 
     def put(self, encoded: Encoded) -> Ticket:
         """Holds a value. Planes on CPU are not copied.
@@ -63,11 +63,11 @@ class HostStore:
         device = next((plane.device for plane in encoded.planes.values() if plane.device.type == "cuda"), None)
         with self._lock:
             ticket = Ticket(next(self._numbers), encoded.nbytes)
-            self._account.add(encoded, ticket.nbytes)
+            self._holdings.add(encoded, ticket.nbytes)
             try:
                 self._values[ticket.number] = encoded if device is None else self._lane(device).park(encoded)
             except BaseException:
-                self._account.remove(ticket.nbytes)
+                self._holdings.remove(ticket.nbytes)
                 raise
             return ticket
 
@@ -91,18 +91,18 @@ class HostStore:
     def usage(self) -> Usage:
         """Bytes and values that are held now."""
         with self._lock:
-            return self._account.usage()
+            return self._holdings.usage()
 
     def _forget(self, ticket: Ticket) -> None:
         value = self._values.pop(ticket.number, None)
         if value is not None:
-            self._account.remove(ticket.nbytes)
+            self._holdings.remove(ticket.nbytes)
         if isinstance(value, _Parked):
             value.lane.release(value)
 
     def _lane(self, device: torch.device) -> _Lane:
         if device not in self._lanes:
-            self._lanes[device] = _Lane(device, self._in_flight, self._account)
+            self._lanes[device] = _Lane(device, self._in_flight, self._holdings)
         return self._lanes[device]
 
 
@@ -138,7 +138,7 @@ class _Lane:
         that stream before.
     """
 
-    def __init__(self, device: torch.device, in_flight: int, account: Account) -> None:
+    def __init__(self, device: torch.device, in_flight: int, account: Holdings) -> None:
         self.device, self.in_flight, self.account = device, in_flight, account
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.flying: deque[tuple[torch.cuda.Event, int, list[Tensor]]] = deque()

@@ -9,7 +9,7 @@ from threading import Lock
 
 from backstash.codecs.base import Encoded
 from backstash.errors import StoreError, StoreFullError
-from backstash.stores.base import Account, DropLock, Store, Ticket, Usage
+from backstash.stores.base import Holdings, DropLock, Store, Ticket, Usage
 
 
 class TierStore:
@@ -32,7 +32,7 @@ class TierStore:
         if not stores:
             raise ValueError("TierStore was asked for no stores, but it takes one or more, the fastest first.")
         self.stores = tuple(stores)
-        self._account = Account(type(self).__name__)
+        self._holdings = Holdings(type(self).__name__)
         self._failed: set[int] = set()
         self._values: dict[int, tuple[Store, Ticket]] = {}
         self._numbers = count()
@@ -53,7 +53,7 @@ class TierStore:
         with self._lock:
             ticket = Ticket(next(self._numbers), held.nbytes)
             self._values[ticket.number] = store, held
-            self._account.add(encoded, held.nbytes)
+            self._holdings.add(encoded, held.nbytes)
         return ticket
 
     def prefetch(self, ticket: Ticket) -> None:
@@ -74,7 +74,7 @@ class TierStore:
     def usage(self) -> Usage:
         """Bytes and values that were put here and are held now, and how long all stores together have waited."""
         with self._lock:
-            usage = self._account.usage()
+            usage = self._holdings.usage()
         stalls = sum(store.usage().stall_seconds for store in self.stores)
         return Usage(usage.nbytes, usage.peak_nbytes, usage.count, stalls)
 
@@ -106,5 +106,5 @@ class TierStore:
     def _forget(self, ticket: Ticket) -> None:
         found = self._values.pop(ticket.number, None)
         if found is not None:
-            self._account.remove(ticket.nbytes)
+            self._holdings.remove(ticket.nbytes)
             found[0].drop(found[1])

@@ -93,6 +93,13 @@ def functions(signatures: Signatures) -> ctypes.CDLL | None:
     return lib
 
 
+def address_of(name: str) -> int | None:
+    """Where the function of that name begins, for compiled code that calls it itself; None where it is not there."""
+    lib = load()
+    function = getattr(lib, name, None)
+    return None if function is None else ctypes.cast(function, c_void_p).value
+
+
 def advise_huge(x: Tensor) -> None:
     """Asks the system for huge pages behind ``x``, which nobody has written yet: a page fault per 2 MiB, not 4 KiB.
 
