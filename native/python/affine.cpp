@@ -66,8 +66,8 @@ Form find_activation(PyObject* call, Parts& parts) {
 void find_norm(PyObject* recipe, Parts& parts) {
     PyObject* call = call_of(recipe);
     parts.norm = recipe;
-    const bool is_sum = is_called(call, "add") && PyTuple_Size(at(recipe, layout::recipe.inputs)) == 2 &&
-                        PyTuple_Size(at(call, layout::call.args)) == 2 && PyDict_Size(at(call, layout::call.kwargs)) == 0;
+    const bool has_two = PyTuple_Size(at(call, layout::call.args)) == 2 && PyDict_Size(at(call, layout::call.kwargs)) == 0;
+    const bool is_sum = has_two && is_called(call, "add") && PyTuple_Size(at(recipe, layout::recipe.inputs)) == 2;
     for (Py_ssize_t number = 0; is_sum && number < 2; ++number) {
         const Made summand = filling(recipe, number);
         if (!summand || !is_called(call_of(summand.recipe), "batch_norm")) continue;
@@ -150,16 +150,18 @@ int take_vector(PyObject* held, PyObject* shape, Vector& vector) {
     return PyErr_Occurred() ? -1 : is_dense;
 }
 
+using Numbers = std::vector<int64_t>;
+
 // The numbers of a tuple.
-std::vector<int64_t> numbers_of(PyObject* tuple) {
-    std::vector<int64_t> numbers;
+Numbers numbers_of(PyObject* tuple) {
+    Numbers numbers;
     for (Py_ssize_t index = 0; index < PyTuple_Size(tuple); ++index)
         numbers.push_back(PyLong_AsLongLong(PyTuple_GetItem(tuple, index)));
     return numbers;
 }
 
 // Whether memory has the dimensions in that order, the last one of neighbours.
-bool is_ordered(const std::vector<int64_t>& shape, const std::vector<int64_t>& stride, const std::vector<size_t>& order) {
+bool is_ordered(const Numbers& shape, const Numbers& stride, const std::vector<size_t>& order) {
     int64_t expected = 1;
     for (auto dimension = order.rbegin(); dimension != order.rend(); ++dimension) {
         if (shape[*dimension] == 1) continue;
@@ -175,8 +177,7 @@ struct Images {
 
 // See layout.images; without channels where memory is in another order, or there is no element.
 Images images(PyObject* spec) {
-    const std::vector<int64_t> shape = numbers_of(at(spec, layout::spec.shape));
-    const std::vector<int64_t> stride = numbers_of(at(spec, layout::spec.stride));
+    const Numbers shape = numbers_of(at(spec, layout::spec.shape)), stride = numbers_of(at(spec, layout::spec.stride));
     if (shape.size() < 2) return {};
     int64_t numel = 1;
     std::vector<size_t> order, channels_last{0};

@@ -95,9 +95,7 @@ PyObject* call_again(PyObject* like, PyObject* inputs, PyObject* statistics, PyO
 int has_settings(PyObject* like, PyObject* spec) {
     Owned autocast(PyObject_CallNoArgs(any_autocast));
     if (!autocast || autocast.get() == Py_True) return autocast ? 0 : -1;
-    Owned device(PyObject_GetAttr(at(spec, layout::spec.device), s_type));
-    Owned now(device ? PyObject_CallFunctionObjArgs(settings_now, device.get(), nullptr) : nullptr);
-    return now ? now.get() == at(like, layout::call.settings) : -1;
+    return are_settings(at(like, layout::call.settings), at(spec, layout::spec.device));
 }
 
 // Whether it is a result that is noted, strided and of floating-point numbers: 1 or 0, or -1 with an error set.

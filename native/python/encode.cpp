@@ -14,11 +14,8 @@ Done done(bool well) { return well ? Done::yes : Done::error; }
 
 // See encode._strength: whether one saved tensor is stronger than the other.
 bool is_stronger(PyObject* saved, PyObject* other) {
-    const auto rank = [](PyObject* of) {
-        PyObject* need = at(of, layout::saved.need);
-        return need == need_value ? 3 : need == need_index ? 2 : need == need_sign ? 1 : 0;
-    };
-    if (rank(saved) != rank(other)) return rank(saved) > rank(other);
+    const int need = rank_of(at(saved, layout::saved.need)), others = rank_of(at(other, layout::saved.need));
+    if (need != others) return need > others;
     if (is_none_at(saved, layout::saved.node)) return false;
     if (is_none_at(other, layout::saved.node)) return true;
     return number_at(saved, layout::saved.node) < number_at(other, layout::saved.node);
@@ -158,15 +155,16 @@ Done keep_declined(PyObject* value, PyObject* place, PyObject* action, PyObject*
     return done(keep(account, why == Py_None ? Py_NewRef(reason) : PyUnicode_FromFormat("%U%U", reason, why)));
 }
 
-// Encodes a value, or keeps it because all codecs decline it: see Encoder.store. ``why`` is None, or says why the value is
-// not made again.
+// Encodes a value, or keeps it because all codecs decline it: see Encoder.store. ``why`` is None, or says why the value
+// is not made again.
 Done store_encoded(PyObject* encoder, PyObject* value, PyObject* fresh, PyObject* strongest, PyObject* whole,
                    PyObject* action, PyObject* why, PyObject* started) {
     constexpr long long SPARED = 8;  // as in encode.py
     PyObject *place = at(strongest, layout::saved.place), *facts = at(strongest, layout::saved.tensor);
     const Done kept = keep_declined(value, place, action, why, started);
     if (kept != Done::left) return kept;
-    const int differs = number_at(value, layout::value.height) != 0 ? has_error(action) : 0;  // then it is another action
+    const bool is_root = number_at(value, layout::value.height) != 0;
+    const int differs = is_root ? has_error(action) : 0;  // then it is another action
     if (differs != 0 || PyErr_Occurred()) return differs > 0 ? Done::left : Done::error;
     Owned spec(PyObject_GetAttr(facts, s_spec));
     if (!spec) return Done::error;

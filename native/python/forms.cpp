@@ -216,7 +216,8 @@ PyObject* coders_at(PyObject* place, PyObject* facts, PyObject* action) {
 }
 
 // Encodes by one coder, whose codec has not declined: a new Form, None where the reference has to do it.
-PyObject* encode_by(PyObject* coder, PyObject* spec, const Data& data, const Look& look, PyObject* store, Encoding& found) {
+PyObject* encode_by(PyObject* coder, PyObject* spec, const Data& data, const Look& look, PyObject* store,
+                    Encoding& found) {
     PyObject *dtype = at(spec, layout::spec.dtype), *id = nullptr;
     Planes planes;
     bool is_encoded = false;
@@ -304,7 +305,8 @@ Decoding decoding_of(PyObject* form, const Data& data) {
     if (mask == nullptr) return found;
     found.mask = data_of(mask);
     if (type == zvc_type) {
-        PyObject *offsets = plane_of(planes, s_offsets, zvc_chunks(data.numel)), *values = plane_of(planes, s_values, 0);
+        PyObject* offsets = plane_of(planes, s_offsets, zvc_chunks(data.numel));
+        PyObject* values = plane_of(planes, s_values, 0);
         const int is_exact = offsets != nullptr && values != nullptr ? is_same(codec, s_values, Py_None) : 0;
         if (is_exact <= 0) return found;
         Owned own(tensor_dtype(values)), stored(tensor_numel(values));
@@ -333,8 +335,8 @@ Decoding decoding_of(PyObject* form, const Data& data) {
 
 }  // namespace
 
-PyObject* form_of(PyObject* encoder, PyObject* place, PyObject* facts, PyObject* spec, PyObject* action, PyObject* whole,
-                  Encoding& found) {
+PyObject* form_of(PyObject* encoder, PyObject* place, PyObject* facts, PyObject* spec, PyObject* action,
+                  PyObject* whole, Encoding& found) {
     if (kernel::bs_look == nullptr || !is_plain(whole)) return Py_NewRef(Py_None);
     PyObject* coders = coders_at(place, facts, action);
     if (coders == nullptr || coders == Py_None) return Py_XNewRef(coders);
@@ -381,8 +383,8 @@ PyObject* decode_form(PyObject* value, PyObject* form) {
     {
         const WithoutGil running(data.nbytes);
         if (how.kind == ZVC)
-            damage = kernel::bs_zvc_decode(how.mask, how.offsets, how.values, how.stored, target, data.numel, data.width,
-                                           threads);
+            damage = kernel::bs_zvc_decode(how.mask, how.offsets, how.values, how.stored, target, data.numel,
+                                           data.width, threads);
         else
             kernel::bs_mask_decode(how.mask, target, data.numel, data.width, how.if_set, how.if_clear, threads);
     }

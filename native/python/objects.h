@@ -15,7 +15,7 @@ namespace backstash {
     X(functorch_level) X(is_jit_tracing) X(count_dispatch_modes) X(has_tracing_mode) X(has_replacing_mode) \
     X(is_grad_enabled) X(read_reference) X(hold_traced) X(held_parameter) X(slot_type) \
     X(storage_use_count) X(getrefcount) X(any_autocast) X(need_shape) X(need_value) X(no_errors) X(op_of_node) \
-    X(scalar_of) X(node_attributes) X(make_node_attributes) X(forward_type) X(settings_now) X(session_type) \
+    X(scalar_of) X(node_attributes) X(make_node_attributes) X(forward_type) X(session_type) \
     X(statistics_of) X(storage_type) X(settings_readers) X(repeating_module) X(overwriting) \
     X(input_marker) X(fused_module) X(activations) X(memory_of) X(fetch_function) X(fetch_reference) X(check_sample) \
     X(make_shared) X(make_dense) X(decode_reference) X(claim_saved) X(has_direct) X(claiming) X(accumulating) \
@@ -23,12 +23,12 @@ namespace backstash {
     X(need_index) X(keep_type) X(recompute_type) X(stash_type) X(follow_original) X(whole_of) X(sample_of) \
     X(guard_leaf) X(unknown_call) X(activation_of) X(float32) X(empty) X(empty_strided) X(get_num_threads) \
     X(take_reference) X(smallest_pooled) X(coders_of) \
-    X(bitmask_type) X(binary_type) X(zvc_type) X(uint8) X(int64) X(float64) X(bitmask_id) X(binary_id) X(zvc_id)
+    X(bitmask_type) X(binary_type) X(zvc_type) X(uint8) X(int64) X(float64) X(mask_bits_type) X(bitmask_id) X(binary_id) X(zvc_id)
 
 // Names of attributes, made once.
 #define BACKSTASH_NAMES(X) \
-    X(CHEAP_CLAIM) X(FASTER) X(FORMS) X(LARGE) X(MASKED) X(NEVER_WHOLE) X(ROOM) X(TINY) X(WIDEST) X(__del__) X(__enter__) X(__exit__) \
-    X(__name__) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) X(_cdata) X(_contents) \
+    X(CHEAP_CLAIM) X(FASTER) X(FORMS) X(LARGE) X(MASKED) X(NEVER_WHOLE) X(ROOM) X(TINY) X(WIDEST) X(__del__) X(__enter__) \
+    X(__exit__) X(__name__) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) X(_cdata) X(_contents) \
     X(_cycles) X(_forget) X(_forward) X(_found) X(_free_buffers) X(_is_fresh) X(_is_watched) X(_is_zerotensor) \
     X(_leaning) X(_live) X(_modules) X(_moved) X(_names) X(_pack_large) X(_parameters) X(_pending) X(_places) \
     X(_recognised) X(_rows) X(_run) X(_saved_mat2_sym_sizes) X(_sequence_nr) X(_shapes) X(_state) X(_take) \

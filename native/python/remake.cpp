@@ -164,16 +164,6 @@ int agree_all(PyObject* readers, PyObject* wanted) {
     return 1;
 }
 
-// Whether the settings are those now, for results on a device: 1 or 0, or -1 with an error set.
-int are_settings(PyObject* wanted, PyObject* device) {
-    Owned type(PyObject_GetAttr(device, s_type));
-    if (!type) return -1;
-    const bool is_cpu = PyUnicode_CompareWithASCIIString(type.get(), "cpu") == 0;
-    PyObject* readers = PyDict_GetItemString(settings_readers, is_cpu ? "cpu" : "");
-    if (readers == nullptr || !PyTuple_CheckExact(readers) || !PyTuple_CheckExact(wanted)) return 0;
-    return agree_all(readers, wanted);
-}
-
 }  // namespace
 
 // What makes memory for a value, as Python is given it: a new reference, None where there is no value.
@@ -189,6 +179,15 @@ PyObject* get_held(PyObject* held) {
     const long long nbytes = is_common > 0 ? storage_nbytes(tensor) : is_common;
     if (nbytes < 0) return nullptr;
     return nbytes > 0 ? Py_NewRef(tensor) : PyObject_CallMethodObjArgs(held, s_get, nullptr);  // which may raise
+}
+
+int are_settings(PyObject* wanted, PyObject* device) {
+    Owned type(PyObject_GetAttr(device, s_type));
+    if (!type) return -1;
+    const bool is_cpu = PyUnicode_CompareWithASCIIString(type.get(), "cpu") == 0;
+    PyObject* readers = PyDict_GetItemString(settings_readers, is_cpu ? "cpu" : "");
+    if (readers == nullptr || !PyTuple_CheckExact(readers) || !PyTuple_CheckExact(wanted)) return 0;
+    return agree_all(readers, wanted);
 }
 
 // See numerics.agree_reference.

@@ -35,8 +35,8 @@ namespace backstash {
 #define BACKSTASH_SLOTS_OF_PATTERN(X) X(args) X(call) X(chosen) X(in_place) X(kwargs) X(places) X(result) X(slots)
 #define BACKSTASH_SLOTS_OF_PENDING(X) X(_decide) X(_values) X(clock) X(due)
 #define BACKSTASH_SLOTS_OF_PLACE(X) \
-    X(action) X(answer) X(claimable) X(coders) X(declined) X(delay) X(facts) X(gone) X(held) X(is_dense) X(made_seconds) \
-    X(proof) X(proven) X(releases) X(root) X(settled) X(spared) X(told) X(tolerance) X(uses)
+    X(action) X(answer) X(claimable) X(coders) X(declined) X(delay) X(facts) X(gone) X(held) X(is_dense) \
+    X(made_seconds) X(proof) X(proven) X(releases) X(root) X(settled) X(spared) X(told) X(tolerance) X(uses)
 #define BACKSTASH_SLOTS_OF_RECIPE(X) \
     X(any_producer) X(call) X(first_use) X(from_statistics) X(fused) X(inputs) X(leaves) X(references) X(text) \
     X(tree)
@@ -139,6 +139,11 @@ inline PyObject* make(PyObject* type) {
     return untracked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0));
 }
 
+// The value of a Need: the more of a tensor is read, the higher.
+inline int rank_of(PyObject* need) {
+    return need == need_value ? 3 : need == need_index ? 2 : need == need_sign ? 1 : 0;
+}
+
 // What a weak reference refers to, None where that is gone: a new reference.
 inline PyObject* referent(PyObject* reference) { return PyObject_CallNoArgs(reference); }
 
@@ -194,16 +199,18 @@ struct Encoding {
     long long nbytes = 0;
 };
 
-// forms.cpp: see Encoder.form, of a tensor that is all of its storage and has the spec of the place's facts. A new Form; or
-// a text, why all codecs have declined it; or None where the reference has to do it, for which nothing has changed.
-PyObject* form_of(PyObject* encoder, PyObject* place, PyObject* facts, PyObject* spec, PyObject* action, PyObject* whole,
-                  Encoding& found);
+// forms.cpp: see Encoder.form, of a tensor that is all of its storage and has the spec of the place's facts. A new Form;
+// or a text, why all codecs have declined it; or None where the reference has to do it, for which nothing has changed.
+PyObject* form_of(PyObject* encoder, PyObject* place, PyObject* facts, PyObject* spec, PyObject* action,
+                  PyObject* whole, Encoding& found);
 PyObject* decode_form(PyObject* value, PyObject* form);  // into new memory; None where the reference has to do it
 PyObject* finalize_form(PyObject* form, PyObject*);
 
 // remake.cpp
 PyObject* agree(PyObject*, PyObject* const* args, Py_ssize_t number);
 PyObject* as_strided(PyObject* x, PyObject* spec, PyObject* offset);
+// Whether these are the settings of the process now, for results on a device: 1 or 0, or -1 with an error set.
+int are_settings(PyObject* wanted, PyObject* device);
 PyObject* get_held(PyObject* held);     // see Held.get: a new reference
 PyObject* memory_for(PyObject* value);  // what makes memory for a value, as Python is given it; null is no value
 int has_layout(PyObject* x, PyObject* spec);  // whether it has a spec's sizes and strides: 1 or 0, or -1 with an error

@@ -66,6 +66,22 @@ PyObject* make_account(PyObject* facts, PyObject* nbytes, PyObject* made_seconds
     return made;
 }
 
+// See Account.share; returns whether that went well.
+bool share(PyObject* account, PyObject* facts) {
+    PyObject *first = at(account, layout::account.facts), *others = at(account, layout::account.shared_by);
+    Owned need(PyObject_GetAttr(facts, s_need)), before(PyObject_GetAttr(first, s_need));
+    if (!need || !before) return false;
+    if (others == Py_None) {
+        others = untracked(PyList_New(0));
+        if (others == nullptr) return false;
+        give(account, layout::account.shared_by, others);
+    }
+    const bool is_more = rank_of(before.get()) < rank_of(need.get());
+    if (PyList_Append(others, is_more ? first : facts) != 0) return false;
+    if (is_more) set(account, layout::account.facts, facts);
+    return true;
+}
+
 // See value.Value.__init__.
 PyObject* make_value(PyObject* storage, PyObject* cdata, PyObject* account, PyObject* live, PyObject* place) {
     static PyObject* no_key = text("");
@@ -128,8 +144,7 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
     Owned value(known == nullptr ? Py_NewRef(Py_None) : referent(known));
     if (!value) return false;
     if (value.get() != Py_None) {
-        PyObject* account = at(value.get(), layout::value.account);
-        if (!Owned(PyObject_CallMethodObjArgs(account, s_share, facts, nullptr))) return false;
+        if (!share(at(value.get(), layout::value.account), facts)) return false;
     } else {
         Owned nbytes(PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr));
         Owned account(nbytes ? make_account(facts, nbytes.get(), at(place, layout::place.made_seconds)) : nullptr);

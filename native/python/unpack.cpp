@@ -82,6 +82,12 @@ int is_direct(PyObject* value, PyObject* op) {
     PyObject* forms = PyDict_GetItemWithError(claiming, s_FORMS);
     PyObject* form = forms == nullptr ? nullptr : PyDict_GetItemWithError(forms, op);
     if (form == nullptr) return PyErr_Occurred() ? -1 : 0;
+    PyObject* stored = at(value, layout::value.form);
+    if (is_none_at(value, layout::value.bits) && is_a(stored, layout::form)) {
+        PyObject* codec = type_of(at(stored, layout::form.codec));
+        if (codec == zvc_type) return 0;
+        if (codec == bitmask_type && form == mask_bits_type) return 1;
+    }
     Owned answer(PyObject_CallFunctionObjArgs(has_direct, value, form, nullptr));
     return answer ? answer.get() == Py_True : -1;
 }
@@ -108,7 +114,8 @@ int is_large(PyObject* saved, PyObject* op, long long nbytes) {
     return fits < 0 ? -1 : !fits;
 }
 
-// Whether to claim a value of which a kernel reads the planes directly: see table.MASKED. 1 or 0, or -1 with an error set.
+// Whether to claim a value of which a kernel reads the planes directly: see table.MASKED. 1 or 0, or -1 with an error
+// set.
 int is_faster_than_decoding(PyObject* saved, PyObject* op, long long nbytes) {
     const long long large = number_in(claiming, s_LARGE);
     if (PyErr_Occurred()) return -1;
@@ -129,7 +136,8 @@ int is_claimed(PyObject* saved, long long nbytes, PyObject* value, Running& runn
     Owned op(facts == Py_None ? PyUnicode_FromString("") : PyObject_GetAttr(facts, s_op));
     int claimed = op ? is_direct(value, op.get()) : -1;
     if (claimed == 0) claimed = is_large(saved, op.get(), nbytes);
-    else if (claimed > 0 && is_none_at(value, layout::value.bits)) claimed = is_faster_than_decoding(saved, op.get(), nbytes);
+    else if (claimed > 0 && is_none_at(value, layout::value.bits))
+        claimed = is_faster_than_decoding(saved, op.get(), nbytes);
     return claimed == 0 ? awaits_large_weight(running.node()) : claimed;
 }
 

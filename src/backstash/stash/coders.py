@@ -15,6 +15,7 @@ import torch
 from backstash.codecs import base
 from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.bitmask import Binary, Bitmask
+from backstash.codecs.direct import MaskBits
 from backstash.codecs.zvc import Zvc
 from backstash.ops import backends
 from backstash.ops.cpu.planes import FLOATS
@@ -102,6 +103,7 @@ if compiled.functions is not None:
         bitmask_type=Bitmask,
         binary_type=Binary,
         zvc_type=Zvc,
+        mask_bits_type=MaskBits,
         uint8=torch.uint8,
         int64=torch.int64,
         float64=torch.float64,

@@ -237,7 +237,7 @@ class Contents:
 
 
 if compiled.functions is not None:
-    compiled.functions.configure(settings_now=settings, statistics_of=calls.statistics_of)
+    compiled.functions.configure(statistics_of=calls.statistics_of)
 
 
 def _followed(tensors: list[Tensor]) -> tuple[bool, ...]:
