@@ -7,16 +7,28 @@
 namespace backstash {
 namespace {
 
-// A new Content of that version, of which nothing else is known.
-PyObject* make_content(PyObject* reference, PyObject* version) {
+// See Content.__init__: a new Content of that version, after another one or None.
+PyObject* make_content(PyObject* reference, PyObject* version, PyObject* before = Py_None) {
     PyObject* made = make(layout::content.type);
     if (made == nullptr) return nullptr;
     const auto& at_ = layout::content;
     set(made, at_.storage, reference);
     set(made, at_.version, version);
-    for (Py_ssize_t none : {at_.before, at_.call, at_.value}) set(made, none, Py_None);
-    set(made, at_.escaped, Py_False);
+    for (Py_ssize_t none : {at_.call, at_.value}) set(made, none, Py_None);
+    set(made, at_.before, before);
+    set(made, at_.escaped, before == Py_None ? Py_False : at(before, at_.escaped));
+    if (before != Py_None) set(before, at_.before, Py_None);
     return made;
+}
+
+// The content of a storage that is known, but of another version: a new reference. See Contents.of.
+PyObject* content_after(PyObject* known, PyObject* version) {
+    const auto& at_ = layout::content;
+    const long long then = number_at(known, at_.version), now = PyLong_AsLongLong(version);
+    if (PyErr_Occurred()) return nullptr;
+    PyObject* content = make_content(at(known, at_.storage), version, then == now - 1 ? known : Py_None);
+    if (content != nullptr) set(content, at_.escaped, at(known, at_.escaped));
+    return content;
 }
 
 // What Contents._argument returns for a tensor that is no parameter and not what the call has filled.
@@ -27,6 +39,51 @@ PyObject* make_view(PyObject* content, PyObject* slot) {
     set(made, layout::view.spec, at(slot, layout::slot.spec));
     set(made, layout::view.offset, at(slot, layout::slot.offset));
     return made;
+}
+
+// What Contents._argument returns for the tensor that the call has changed: the call has read its content before that.
+PyObject* view_before(PyObject* contents, PyObject* x, PyObject* storage, PyObject* cdata, PyObject* slot) {
+    Owned after(content_of(contents, x, storage, cdata));
+    if (!after) return nullptr;
+    Owned before(Py_NewRef(at(after.get(), layout::content.before)));
+    set(after.get(), layout::content.before, Py_None);
+    if (before.get() == Py_None) {
+        Owned version(tensor__version(x));
+        Owned earlier(version ? PyLong_FromLongLong(PyLong_AsLongLong(version.get()) - 1) : nullptr);
+        before.reset(earlier ? make_content(at(after.get(), layout::content.storage), earlier.get()) : nullptr);
+    }
+    return before ? make_view(before.get(), slot) : nullptr;
+}
+
+// A statistic that a batch norm's node has saved under that name: a new Held, None where it is not held as it is.
+PyObject* statistic(PyObject* node, PyObject* name) {
+    Owned raw(PyObject_GetAttr(node, name));
+    Owned packed(raw ? PyObject_GetAttr(raw.get(), s_data) : nullptr);
+    if (!packed) return nullptr;
+    if (!PyTuple_CheckExact(packed.get()) || PyTuple_Size(packed.get()) < 2) return Py_NewRef(Py_None);
+    PyObject* held = make(layout::held.type);
+    if (held == nullptr) return nullptr;
+    set(held, layout::held.tensor, PyTuple_GetItem(packed.get(), 0));
+    set(held, layout::held.version, PyTuple_GetItem(packed.get(), 1));
+    set(held, layout::held.is_reference, Py_False);
+    return held;
+}
+
+// See calls.statistics_of.
+PyObject* statistics(PyObject* named, PyObject* result) {
+    Owned node(PyObject_GetAttr(result, s_grad_fn));
+    Owned name(node ? PyObject_GetAttr(type_of(node.get()), s___name__) : nullptr);
+    PyObject* training = PyDict_GetItemWithError(named, s_training);
+    if (!name || PyErr_Occurred()) return nullptr;
+    const bool is_known = PyUnicode_CompareWithASCIIString(name.get(), "NativeBatchNormBackward0") == 0;
+    if (is_known && training == Py_True) {
+        Owned mean(statistic(node.get(), s__raw_saved_result1));
+        Owned scale(mean ? statistic(node.get(), s__raw_saved_result2) : nullptr);
+        if (!scale) return nullptr;
+        if (mean.get() != Py_None && scale.get() != Py_None)
+            return untracked(PyTuple_Pack(2, mean.get(), scale.get()));
+    }
+    return PyObject_CallFunctionObjArgs(statistics_of, named, result, nullptr);
 }
 
 // A copy of a tensor, as something held: see Contents._snapshot, of what is small.
@@ -65,9 +122,10 @@ PyObject* argument(PyObject* contents, PyObject* x, PyObject* made, PyObject* sl
     const long long own_nbytes = is_small ? integer(x, s_nbytes) : 0;  // which may be more, of what is expanded
     if (PyErr_Occurred()) return nullptr;
     if (is_small && own_nbytes < smallest) return hold_copy(x);
-    const int simple = is_small || storage.get() == made ? 0 : is_no_parameter(parameters, x, cdata.get());
+    const int simple = is_small ? 0 : is_no_parameter(parameters, x, cdata.get());
     if (simple < 0) return nullptr;
     if (!simple) return PyObject_CallMethodObjArgs(contents, s__argument, x, made, slot, nullptr);
+    if (storage.get() == made) return view_before(contents, x, storage.get(), cdata.get(), slot);
     Owned content(content_of(contents, x, storage.get(), cdata.get()));
     return content ? make_view(content.get(), slot) : nullptr;
 }
@@ -131,11 +189,11 @@ PyObject* again(PyObject* contents, PyObject* place, PyObject* pattern, PyObject
         if (input == Py_None) return input;
         if (PyTuple_SetItem(inputs.get(), index, input) != 0) return nullptr;
     }
-    Owned statistics(Py_NewRef(Py_None));
+    Owned saved(Py_NewRef(Py_None));
     PyObject* named = at(like, layout::call.kwargs);
     if (PyDict_Size(named) > 0 && PyUnicode_CompareWithASCIIString(at(like, layout::call.name), "batch_norm") == 0)
-        statistics.reset(PyObject_CallFunctionObjArgs(statistics_of, named, result, nullptr));
-    return statistics ? call_again(like, inputs.get(), statistics.get(), place) : nullptr;
+        saved.reset(statistics(named, result));
+    return saved ? call_again(like, inputs.get(), saved.get(), place) : nullptr;
 }
 
 }  // namespace
@@ -155,7 +213,8 @@ PyObject* content_of(PyObject* contents, PyObject* x, PyObject* storage, PyObjec
             const int same = PyObject_RichCompareBool(then, version.get(), Py_EQ);
             if (same < 0) return nullptr;
             if (same) return alive.release();
-            return PyObject_CallMethodObjArgs(contents, s_of, x, nullptr);
+            Owned next(content_after(known, version.get()));
+            return next && PyDict_SetItem(all.get(), cdata, next.get()) == 0 ? next.release() : nullptr;
         }
     }
     Owned reference(weak_reference(storage));

@@ -11,40 +11,39 @@ namespace backstash {
 
 // Of torch and of the package, by the names under which Python hands them over; see configure() in held.cpp.
 #define BACKSTASH_OBJECTS(X) \
-    X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node) \
-    X(functorch_level) X(is_jit_tracing) X(count_dispatch_modes) X(has_tracing_mode) X(has_replacing_mode) \
-    X(is_grad_enabled) X(read_reference) X(hold_traced) X(held_parameter) X(slot_type) \
-    X(storage_use_count) X(getrefcount) X(any_autocast) X(need_shape) X(need_value) X(no_errors) X(op_of_node) \
-    X(scalar_of) X(node_attributes) X(make_node_attributes) X(forward_type) X(session_type) \
-    X(statistics_of) X(storage_type) X(settings_readers) X(repeating_module) X(overwriting) \
-    X(input_marker) X(fused_module) X(activations) X(memory_of) X(fetch_function) X(fetch_reference) X(check_sample) \
-    X(make_shared) X(make_dense) X(decode_reference) X(claim_saved) X(has_direct) X(claiming) X(accumulating) \
-    X(input_sizes) X(claim_input) X(claim_weight) X(set_grad_mode) X(perf_counter) X(own_references) X(need_sign) \
-    X(need_index) X(keep_type) X(recompute_type) X(stash_type) X(follow_original) X(whole_of) X(sample_of) \
-    X(guard_leaf) X(unknown_call) X(activation_of) X(float32) X(empty) X(empty_strided) X(get_num_threads) \
-    X(take_reference) X(smallest_pooled) X(coders_of) \
-    X(bitmask_type) X(binary_type) X(zvc_type) X(uint8) X(int64) X(float64) X(mask_bits_type) X(bitmask_id) X(binary_id) X(zvc_id)
+    X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node) X(functorch_level) \
+    X(is_jit_tracing) X(count_dispatch_modes) X(has_tracing_mode) X(has_replacing_mode) X(is_grad_enabled) \
+    X(read_reference) X(hold_traced) X(held_parameter) X(slot_type) X(storage_use_count) X(getrefcount) \
+    X(any_autocast) X(need_shape) X(need_value) X(no_errors) X(op_of_node) X(scalar_of) X(node_attributes) \
+    X(make_node_attributes) X(forward_type) X(session_type) X(statistics_of) X(storage_type) X(settings_readers) \
+    X(repeating_module) X(overwriting) X(input_marker) X(fused_module) X(activations) X(memory_of) X(fetch_function) \
+    X(fetch_reference) X(check_sample) X(make_shared) X(make_dense) X(decode_reference) X(claim_saved) X(has_direct) \
+    X(claiming) X(accumulating) X(input_sizes) X(claim_input) X(claim_weight) X(set_grad_mode) X(perf_counter) \
+    X(own_references) X(need_sign) X(need_index) X(keep_type) X(recompute_type) X(stash_type) X(follow_original) \
+    X(whole_of) X(sample_of) X(guard_leaf) X(unknown_call) X(activation_of) X(float32) X(empty) X(empty_strided) \
+    X(get_num_threads) X(take_reference) X(smallest_pooled) X(coders_of) X(bitmask_type) X(binary_type) X(zvc_type) \
+    X(uint8) X(int64) X(float64) X(mask_bits_type) X(bitmask_id) X(binary_id) X(zvc_id)
 
 // Names of attributes, made once.
 #define BACKSTASH_NAMES(X) \
-    X(CHEAP_CLAIM) X(FASTER) X(FORMS) X(LARGE) X(MASKED) X(NEVER_WHOLE) X(ROOM) X(TINY) X(WIDEST) X(__del__) X(__enter__) \
-    X(__exit__) X(__name__) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) X(_cdata) X(_contents) \
-    X(_cycles) X(_forget) X(_forward) X(_found) X(_free_buffers) X(_is_fresh) X(_is_watched) X(_is_zerotensor) \
-    X(_leaning) X(_live) X(_modules) X(_moved) X(_names) X(_pack_large) X(_parameters) X(_pending) X(_places) \
-    X(_recognised) X(_rows) X(_run) X(_saved_mat2_sym_sizes) X(_sequence_nr) X(_shapes) X(_state) X(_take) \
-    X(_take_of_node) X(_take_of_unknown) X(_values) X(_version) X(accounts) X(acquire) X(affine) X(after_function) \
-    X(any_producer) X(append) X(as_strided) X(awaits_large_weight) X(before) X(before_side_effect) X(bias) X(bound) \
-    X(chosen) X(clock) X(clone) X(codec) X(codecs) X(counted) X(counts) X(data) X(data_ptr) X(decide) X(dense) \
-    X(depth) X(detach) X(device) X(dim) X(drop) X(dtype) X(due) X(enter_module) X(exact_roots) X(filled) X(forget) \
-    X(frames) X(get) X(grad_fn) X(if_clear) X(if_set) X(include) X(inplace) X(is_conj) X(is_cpu) X(is_floating_point) \
-    X(is_idle) X(is_inference) X(is_leaf) X(is_meta) X(is_neg) X(is_nested) X(is_plain) X(is_quantized) X(is_simple) \
-    X(is_timing) X(is_used) X(itemsize) X(key) X(label) X(lack) X(layout) X(learned) X(leave_module) X(let_go) \
-    X(look_at_due) X(made) X(mask) X(max_depth) X(max_inputs) X(min_nbytes) X(named) X(nan) X(nbytes) X(need) \
-    X(next_functions) X(nodes) X(noting) X(numel) X(of) X(of_matrix) X(of_nodes) X(of_weight) X(offsets) X(op) \
-    X(otherwise) X(out) X(pair) X(parameters) X(place) X(popleft) X(preserves) X(reason) X(recipe) X(recognised) \
-    X(recomputes) X(release) X(remakes_anything) X(repeat) X(requires_grad) X(run) X(saved) X(shape) X(share) \
-    X(shrink) X(small) X(spec) X(step) X(storage_offset) X(store) X(stride) X(ternary) X(type) X(unnamed) \
-    X(untyped_storage) X(values) X(weight)
+    X(CHEAP_CLAIM) X(FASTER) X(FORMS) X(LARGE) X(MASKED) X(NEVER_WHOLE) X(ROOM) X(TINY) X(WIDEST) X(__del__) \
+    X(__enter__) X(__exit__) X(__name__) X(_argument) X(_base) X(_before_save) X(_buffers) X(_call) X(_call_place) \
+    X(_cdata) X(_contents) X(_cycles) X(_forget) X(_forward) X(_found) X(_free_buffers) X(_is_fresh) X(_is_watched) \
+    X(_is_zerotensor) X(_leaning) X(_live) X(_modules) X(_moved) X(_names) X(_pack_large) X(_parameters) X(_pending) \
+    X(_places) X(_raw_saved_result1) X(_raw_saved_result2) X(_recognised) X(_rows) X(_run) X(_saved_mat2_sym_sizes) \
+    X(_sequence_nr) X(_shapes) X(_state) X(_take) X(_take_of_node) X(_take_of_unknown) X(_values) X(_version) \
+    X(accounts) X(acquire) X(affine) X(after_function) X(any_producer) X(append) X(as_strided) X(awaits_large_weight) \
+    X(before) X(before_side_effect) X(bias) X(bound) X(chosen) X(clock) X(clone) X(codec) X(codecs) X(counted) \
+    X(counts) X(data) X(data_ptr) X(decide) X(dense) X(depth) X(detach) X(device) X(dim) X(drop) X(dtype) X(due) \
+    X(enter_module) X(exact_roots) X(filled) X(forget) X(frames) X(get) X(grad_fn) X(if_clear) X(if_set) X(include) \
+    X(inplace) X(is_conj) X(is_cpu) X(is_floating_point) X(is_idle) X(is_inference) X(is_leaf) X(is_meta) X(is_neg) \
+    X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(is_used) X(itemsize) X(key) X(label) X(lack) \
+    X(layout) X(learned) X(leave_module) X(let_go) X(look_at_due) X(made) X(mask) X(max_depth) X(max_inputs) \
+    X(min_nbytes) X(named) X(nan) X(nbytes) X(need) X(next_functions) X(nodes) X(noting) X(numel) X(of) X(of_matrix) \
+    X(of_nodes) X(of_weight) X(offsets) X(op) X(otherwise) X(out) X(pair) X(parameters) X(place) X(popleft) \
+    X(preserves) X(reason) X(recipe) X(recognised) X(recomputes) X(release) X(remakes_anything) X(repeat) \
+    X(requires_grad) X(run) X(saved) X(shape) X(share) X(shrink) X(small) X(spec) X(step) X(storage_offset) X(store) \
+    X(stride) X(ternary) X(training) X(type) X(unnamed) X(untyped_storage) X(values) X(weight)
 
 #define BACKSTASH_DECLARE_OBJECT(name) inline PyObject* name = nullptr;
 #define BACKSTASH_DECLARE_NAME(name) inline PyObject* s_##name = nullptr;
