@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -105,3 +106,45 @@ def test_an_input_that_is_written_to_after_the_graph_has_run_is_not_read_again()
         return net(x * 1)  # type: ignore[no-any-return]
 
     compare(Writing(), forward, budget=1000)
+
+
+class Selecting(nn.Module):
+    """Goes on with some of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.relu(self.first(x))
+        chosen = hidden[hidden.sum(-1) > hidden.sum(-1).mean()]
+        return self.last(functional.gelu(chosen)).square().sum()  # type: ignore[no-any-return]
+
+
+def test_an_estimate_says_that_it_does_not_count_what_depends_on_the_data() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        ours = compare(Selecting(), lambda net: net(x), budget=1 << 20)
+        (note,) = ours.report().notes
+    assert re.search(r"budget: .* [1-9]\d* values whose sizes depend on the data are not counted", note)
+    (note,) = compare(Repeated(), lambda net: net(torch.ones(4, 16)), budget=1 << 20).report().notes[-1:]
+    assert "not counted" not in note
+
+
+class Recurrent(nn.Module):
+    """What Dynamo leaves to Python as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(x)[0]  # type: ignore[no-any-return]
+
+
+def test_a_model_that_dynamo_leaves_to_python_is_not_said_to_have_yet_to_run() -> None:
+    ours = compile_backend("lossless", min_nbytes=0)
+    torch.compile(Recurrent(), backend=ours)(torch.ones(3, 2, 4)).sum().backward()
+    (note,) = ours.report().notes
+    assert "If it has run, torch.compile has left the model to Python" in note

@@ -15,7 +15,7 @@ from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.joint import Joint
 from backstash.integrations.compile.lifetimes import Estimate, Lifetimes
 from backstash.integrations.compile.search import Found, Options, Search
-from backstash.integrations.compile.values import SavedValue, Split, spec_of
+from backstash.integrations.compile.values import SavedValue, Split, depends_on_data, is_tensor, spec_of
 from backstash.planning.budget import bytes_in
 from backstash.stash.tables import amount
 from backstash.torch_internals import SavedValues, asks_what_to_save
@@ -144,6 +144,9 @@ def cheapest(
     again = sum(node.op == "call_function" for node in chosen.split.twins)
     late = f" and {len(joint.early)} products added later than they are computed" if joint.is_apart else ""
     note = f"budget: {text}, with {again} operators computed again{late}"
+    unknown = sum(is_tensor(node) and depends_on_data(node.meta["val"]) for node in joint.nodes)
+    if unknown:
+        note += f". {unknown} values whose sizes depend on the data are not counted"
     return chosen, note if peak <= nbytes else f"{note}. No way was found to stay below the budget"
 
 
