@@ -160,7 +160,7 @@ class Counting(nn.Module):
 def test_a_buffer_that_is_written_to_is_not_read_again() -> None:
     torch.manual_seed(0)
     model, x = Counting(), torch.randn(64, 32)
-    expected, _ = plain(model, lambda net: net(x))
+    expected = gradients(model, lambda net: net(x))  # of eager: compiled plain copies the buffer when it has changed
     model.scale.fill_(1.0)
     found, _, _ = step(model, lambda net: net(x), 1000)
     assert differences(model, expected, found) == []

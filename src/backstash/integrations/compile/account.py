@@ -58,7 +58,10 @@ def report_of(policy: str, graphs: Sequence[GraphAccount], from_cache: int, more
             f"TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
         )
     if not graphs and not from_cache:
-        notes.append("no graph with a backward pass has been compiled yet: run the model's forward pass first")
+        notes.append(
+            "no graph with a backward pass has been compiled yet: run the model's forward pass first. If it has run, "
+            "torch.compile has left the model to Python, or no gradient was asked for: TORCH_LOGS=graph_breaks says why"
+        )
     rows = tuple(row for graph in graphs for row in graph.rows)
     total = sum(row.stash_nbytes for row in rows)
     return Report(policy, len(graphs), rows, sum(graph.input_nbytes for graph in graphs), total, (), tuple(notes))

@@ -14,9 +14,8 @@ from backstash.integrations.compile.convolutions import convolves
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.joint import Joint
 from backstash.integrations.compile.lifetimes import Estimate, Lifetimes
-from backstash.integrations.compile.reading import is_write
 from backstash.integrations.compile.search import Found, Options, Search
-from backstash.integrations.compile.values import SavedValue, Split, spec_of
+from backstash.integrations.compile.values import SavedValue, Split, depends_on_data, is_tensor, spec_of
 from backstash.planning.budget import bytes_in
 from backstash.stash.tables import amount
 from backstash.torch_internals import SavedValues, asks_what_to_save
@@ -145,6 +144,9 @@ def cheapest(
     again = sum(node.op == "call_function" for node in chosen.split.twins)
     late = f" and {len(joint.early)} products added later than they are computed" if joint.is_apart else ""
     note = f"budget: {text}, with {again} operators computed again{late}"
+    unknown = sum(is_tensor(node) and depends_on_data(node.meta["val"]) for node in joint.nodes)
+    if unknown:
+        note += f". {unknown} values whose sizes depend on the data are not counted"
     return chosen, note if peak <= nbytes else f"{note}. No way was found to stay below the budget"
 
 
@@ -243,17 +245,12 @@ def _options(joint: Joint, starts: list[_Start], lasting: Collection[int]) -> Op
 
 def _readable(joint: Joint, saved: Iterable[fx.Node], lasting: Collection[int]) -> set[int]:
     """Inputs that have the same elements in the backward pass: what torch saves, and parameters that nothing writes."""
-    among = {joint.number(node) for node in saved}
-    written = {node.args[0] for node in joint.nodes if is_write(node)}
-    (output,) = joint.graph.find_nodes(op="output")
-    kinds = {type(description).__name__ for description in output.meta.get("desc") or ()}
-    if "InputMutationAOTOutput" in kinds:  # written after the graph has run, and it is not said which one is
-        lasting = ()
+    among = {joint.number(node) for node in saved if node not in joint.changed}
     inputs = joint.graph.find_nodes(op="placeholder")  # sizes among them, which are no values
     found = {number for number, is_input in enumerate(joint.is_input) if is_input and number in among}
     for position in lasting:
         number = joint.number(inputs[position])
-        if number is not None and inputs[position] not in written:
+        if number is not None and inputs[position] not in joint.changed:
             found.add(number)
     return found
 
@@ -269,9 +266,11 @@ def _names_of(joint: Joint, starts: list[_Start], found: Found) -> set[str]:
     needed, seen = set[fx.Node](), set(waiting)
     while waiting:
         node = waiting.pop()
+        if node.op == "get_attr":  # the function of a branch or a loop, or a constant: either graph has its own
+            continue
         number = joint.number(node)
         is_saved = number in used and joint.nodes[number] is node  # type: ignore[index]
-        if node not in dependent and (node in stops or is_saved or node.op in ("placeholder", "get_attr")):
+        if node not in dependent and (node in stops or is_saved or node.op == "placeholder"):
             needed.add(node)
             continue
         for argument in node.all_input_nodes:

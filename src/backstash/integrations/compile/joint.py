@@ -25,6 +25,7 @@ from backstash.integrations.compile.reading import (
     is_write,
     name_of,
     reads_fused,
+    written_inputs,
 )
 from backstash.integrations.compile.repeated import is_light
 from backstash.integrations.compile.saved_inputs import copied_inputs
@@ -61,6 +62,7 @@ class Joint:
     Attributes:
         graph: the graph.
         outputs: how many results of the graph are the forward pass's.
+        changed: inputs that are written to in the forward pass, so that nothing is computed from them again.
         compiler_fuses: whether the compiler fuses elementwise operators.
         early: the sums whose product takes less memory than a gradient that it is computed from.
         is_apart: whether these products are computed before they are added.
@@ -99,7 +101,7 @@ class Joint:
     def __init__(
         self, graph: fx.Graph, outputs: int, fuses: bool, is_apart: bool = False, stores_sums: bool = False
     ) -> None:
-        self.graph, self.outputs = graph, outputs
+        self.graph, self.outputs, self.changed = graph, outputs, written_inputs(graph)
         self.compiler_fuses = fuses
         self.early = early_products(graph) if fuses else frozenset()
         self.is_apart = is_apart
@@ -180,7 +182,7 @@ class Joint:
             again = whole and (self.is_input[number] or repeats(node, fuses))
             if number in kept or parent in kept:
                 again = not kept.get(parent, kept.get(number))
-            self._repeats.append(again)
+            self._repeats.append(again and not any(self.nodes[read] in self.changed for read in self.reads[number]))
 
     def _split_convolutions(self) -> None:
         """Lets the images' gradient read what its call reads when it comes, and the weight's gradient no weight."""

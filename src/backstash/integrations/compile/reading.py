@@ -190,6 +190,22 @@ def is_write(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
+def written_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs of a graph that it writes to, or that are written to with one of its results when it has run.
+
+    Note: [inputs that are written to].
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    found = {node.args[0] for node in graph.nodes if is_write(node)}
+    (output,) = graph.find_nodes(op="output")
+    described = {node.meta["desc"]: node for node in inputs if "desc" in node.meta}
+    for description in output.meta.get("desc") or ():
+        if type(description).__name__ == "InputMutationAOTOutput":
+            source = described.get(description.mutated_input)
+            found |= set(inputs) if source is None else {source}
+    return {node for node in inputs if node in found}
+
+
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call of an operator, by name, with the defaults of those that were left out."""
     schema = getattr(node.target, "_schema", None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from backstash.integrations.compile.emit import GraphEmitter
-from backstash.integrations.compile.reading import is_write, name_of
+from backstash.integrations.compile.reading import name_of, written_inputs
 from backstash.integrations.compile.rewrite import UNCHECKED
 from backstash.integrations.compile.values import Split, is_tensor
 from backstash.torch_internals import hide_from_dynamo, lays_out_images, view_with_version
@@ -31,7 +31,7 @@ def copied_inputs(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     if not lays_out_images(graph):
         return found
-    written = {node.args[0] for node in graph.nodes if is_write(node)}
+    written = written_inputs(graph)
     waiting = [node for node in graph.nodes if name_of(node) == "aten::convolution"]
     seen = set(waiting)
     while waiting:

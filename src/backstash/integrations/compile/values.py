@@ -153,13 +153,18 @@ def hint(size: Any) -> int:
     return int(known) if known is not None else 0
 
 
+def depends_on_data(x: torch.Tensor) -> bool:
+    """Whether a fake tensor's sizes are not known before the graph runs."""
+    return any(not isinstance(size, int) and size.node.hint is None for size in x.shape)
+
+
 def _refuses(value: SavedValue) -> str:
     if type(value.tensor).__name__ != "FakeTensor" or any(
         type(member.node.meta["val"]).__name__ != "FakeTensor" for member in value.members
     ):
         return "it is of a tensor subclass"
     tensor = value.tensor
-    if any(not isinstance(size, int) and size.node.hint is None for size in tensor.shape):
+    if depends_on_data(tensor):
         return "its size depends on the data"
     if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_sparse:
         return "it is lazily conjugated or negated, quantized or sparse"
