@@ -165,9 +165,12 @@ class Contents:
     def escape(self, x: Tensor, storage: torch.UntypedStorage) -> None:
         """Something may change the memory of ``x`` from now on without a new version: no recipe reads it."""
         self.change(x, storage)
+        if storage.nbytes() < self.min_nbytes:
+            return  # it is copied for each call that reads it
         if self.parameters.include(x, storage):
-            self._snapshots.clear()
-        elif storage.nbytes() >= self.min_nbytes:
+            for index in [index for index in self._snapshots if index[0] == storage._cdata]:
+                del self._snapshots[index]
+        else:
             content = self.of(x)
             content.escaped, content.call = True, None
 
