@@ -197,6 +197,22 @@ def test_a_bad_direction_halves_the_bound_and_warns_once() -> None:
     assert min(last) > 0.99
 
 
+def test_layers_of_one_name_are_stored_exactly() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)]  # each of them is called outermost
+    alone = nn.Linear(64, 64)
+    policy = comet("conv+linear", every=2)
+    session = Session(policy, min_nbytes=0)
+    for _ in range(8):
+        x = torch.rand(4, 3, 8, 8)
+        with session:
+            for layer in layers:
+                x = layer(x).relu()
+            loss = alone(x.flatten(2).tanh()).square().mean()
+        loss.backward()
+    assert {record.key for record in policy.history} == {"/Addmm#0:mat1"}
+
+
 def test_gradients_that_are_zero_have_no_direction_to_doubt() -> None:
     model = network()
     policy = comet(every=2, samples=5)
