@@ -26,9 +26,6 @@ struct Watch {
 
 enum Kind : long { EFFECT = 3, CHEAP = 4, MAY_DRAW = 8, INPLACE_AT = 16 };
 
-// SideEffect.CHANGES_STATISTICS, whose new numbers no version tells.
-constexpr long CHANGES_STATISTICS = 2;
-
 Watch* watch_of(PyObject* self) { return reinterpret_cast<Watch*>(self); }
 
 int watch_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -73,13 +70,12 @@ long effect_of(long kind, PyObject* args, PyObject* kwargs) {
     return PyObject_IsTrue(PyTuple_GetItem(args, position));
 }
 
-// Tells the listener of a side effect, if anything leans on what a function may change, or if nothing else will tell that
-// it has changed; returns whether that went well.
+// Tells the listener of a side effect, if anything leans on what a function may change; returns whether that went well.
 bool tell_effect(Watch* watch, long effect, PyObject* args, PyObject* kwargs) {
     Owned leaning(PyObject_GetAttr(watch->listener, s__leaning));
     Owned values(leaning ? PyObject_GetAttr(leaning.get(), s__values) : nullptr);
     if (!values) return false;
-    if (effect != CHANGES_STATISTICS && PyDict_Size(values.get()) == 0) return true;
+    if (PyDict_Size(values.get()) == 0) return true;
     Owned context(PyObject_CallNoArgs(no_function));
     if (!context || !Owned(PyObject_CallMethodObjArgs(context.get(), s___enter__, nullptr))) return false;
     Owned none(kwargs == nullptr ? PyDict_New() : Py_NewRef(kwargs));
