@@ -70,6 +70,7 @@ class Monitor:
         self.steps, self.limit, self.policy = steps, limit, policy
         self.packed_by, self.name_of = packed_by, name_of
         self.is_exact = self.is_measuring = False
+        self._thread: int | None = None  # which measures
         self.found: list[GradientError] = []
         self.step = 0
         self._warned = False
@@ -78,6 +79,11 @@ class Monitor:
     def is_due(self) -> bool:
         """Whether the step in progress is checked."""
         return 0 < self.step <= self.steps
+
+    @property
+    def measures_here(self) -> bool:
+        """Whether one of the Monitor's own backward passes runs on this thread."""
+        return self.is_measuring and self._thread == threading.get_ident()
 
     def begin_step(self, step: int) -> None:
         """Notes that a forward pass begins, and waits for its backward pass if the step is checked."""
@@ -149,7 +155,7 @@ class Monitor:
     ) -> tuple[Tensor | None, ...]:
         """The gradients of ``leaves``, from exact or from stored values. Restores the generators' states."""
         devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda})
-        self.is_exact, self.is_measuring = is_exact, True
+        self.is_exact, self.is_measuring, self._thread = is_exact, True, threading.get_ident()
         try:
             with torch.random.fork_rng(devices):
                 found: tuple[Tensor | None, ...] = engine(
@@ -252,9 +258,14 @@ def _start(
 ) -> Any:
     """Replaces the function that starts autograd's engine while a Session waits for a backward pass."""
     engine = _engine or backward_engine()  # another thread may have restored torch's own meanwhile
-    if not in_backward():  # a backward pass inside another one is not a step's own
-        with _lock:
-            waiting = list(_waiting)
+    with _lock:
+        waiting = list(_waiting)
+    if in_backward():  # a backward pass inside another one is not a step's own
+        if any(monitor.measures_here for monitor in waiting):
+            if rest.get("accumulate_grad"):
+                raise RuntimeError("a node runs a backward pass of its own, which would add to .grad once more")
+            retain_graph = True  # for the next pass that measures, and for the step's own
+    else:
         for monitor in waiting:
             monitor.before_backward(engine, roots, gradients, create_graph, inputs)
         with _lock:

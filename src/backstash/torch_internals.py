@@ -139,6 +139,21 @@ record_scope: Any = find("_C._profiler.RecordScope")
 profiler_runs: Callable[[], bool] = find("autograd._profiler_enabled")
 """Whether torch's profiler runs; there can only be one at a time."""
 
+for _name in ("_prepare_profiler", "_enable_profiler", "_disable_profiler"):
+    find(f"autograd.profiler.{_name}")
+
+
+def replace_profilers_calls(make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Has torch's profilers call others to get ready, to start and to stop.
+
+    Args:
+        make: takes ``"prepare"``, ``"enable"`` or ``"disable"`` and torch's function, and returns what replaces it.
+    """
+    for event in ("prepare", "enable", "disable"):
+        name = f"_{event}_profiler"
+        setattr(torch.autograd.profiler, name, make(event, getattr(torch.autograd.profiler, name)))
+
+
 is_traceable_wrapper_subclass: Callable[[object], bool] = find("utils._python_dispatch.is_traceable_wrapper_subclass")
 """Whether a tensor or a class of tensors wraps other tensors and tells which, through ``__tensor_flatten__``."""
 

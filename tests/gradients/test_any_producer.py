@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from test_op_db import EXCEPTIONS, OPS, QUICK_SAMPLES, SAMPLES, Forward, by_part
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from backstash import Keep, Recompute, Session, policies
+from backstash import Keep, Policy, Recompute, Session, policies
 from backstash.capture import observer
 from backstash.ops import backends
 from backstash.proofs import proofs
@@ -377,6 +378,34 @@ def test_a_buffer_that_is_changed_before_anything_is_made_of_it(
         return found
 
     assert not differences(gradients_of(None), gradients_of(Session(Remake(), min_nbytes=64)))
+
+
+class Renormalised(nn.Module):
+    """Divides by a running deviation before the norm that keeps it, as training for quantization does."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.randn(16, 1)), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        deviation = torch.sqrt(self.norm.running_var + 1e-5)
+        return self.norm(x * (self.weight / deviation[:, None])).tanh() * (self.weight / deviation[:, None])
+
+
+@pytest.mark.parametrize("policy", ["lossless", Remake()], ids=["lossless", "remake"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, track_running_stats=True)])
+def test_running_statistics_have_no_version(norm: Callable[[int], nn.Module], policy: str | Policy) -> None:
+    def gradients_of(session: Session | None) -> list[Tensor]:
+        torch.manual_seed(1)
+        model, found = Renormalised(norm(16)).eval(), list[Tensor]()
+        for step in range(5):
+            model.train(step > 2)  # what was proven of statistics that stay is used when they do not
+            with session or contextlib.nullcontext():
+                loss = (model(torch.randn(8, 16, 4)) * model(torch.randn(8, 16, 4))).square().sum()
+            found += torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+        return found
+
+    assert not differences(gradients_of(None), gradients_of(Session(policy, min_nbytes=0)))
 
 
 def test_a_batch_that_is_overwritten_is_plain_pytorchs_error() -> None:

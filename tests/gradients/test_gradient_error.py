@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -232,6 +233,46 @@ def test_a_checkpoint_is_not_measured_and_said(reentrant: bool) -> None:
     assert [error.error for error in found] == [None] * len(found) and "checkpoint" in found[0].reason
     assert torch.equal(model[1].running_mean, before)  # type: ignore[arg-type]
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Inner(torch.autograd.Function):
+    """Computes a layer whose graph it keeps, and goes backward through that in its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, adds_up: bool) -> Tensor:
+        ctx.layer, ctx.adds_up = layer, adds_up
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = layer(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.adds_up:
+            ctx.y.backward(grad)
+            return ctx.x.grad, None, None
+        return torch.autograd.grad(ctx.y, ctx.x, grad)[0], None, None
+
+
+@pytest.mark.parametrize("adds_up", [False, True])
+def test_a_backward_pass_within_a_function_changes_gradients_once(adds_up: bool) -> None:
+    def trained(session: Session | None) -> list[Tensor | None]:
+        model, layer = network(), nn.Linear(10, 10)
+        for _ in range(2):
+            with session or nullcontext():
+                loss = F.cross_entropy(Inner.apply(model(X), layer, adds_up), Y)  # type: ignore[no-untyped-call]
+            loss.backward()
+        return [layer.weight.grad]
+
+    session = Session("quantized", min_nbytes=0, check=2, check_limit=1e9)
+    torch.manual_seed(2)
+    (expected,) = trained(None)
+    torch.manual_seed(2)
+    (got,) = trained(session)
+    assert (got is None) is (expected is None) is (not adds_up)
+    if got is not None and expected is not None:
+        assert relative_error([got], [expected]) < 0.5  # added up once more each time, it is three times as long
+    assert [("backward pass of its own" in found.reason) for found in session.report().gradient_error] == [adds_up] * 2
 
 
 def test_gradients_that_overflow_are_said() -> None:

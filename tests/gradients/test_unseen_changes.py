@@ -300,6 +300,23 @@ def test_a_running_buffer_that_the_same_forward_updates(width: int) -> None:
         assert not differences(run(None), run(Session("lossless", min_nbytes=min_nbytes)))
 
 
+@pytest.mark.parametrize("changes_from", [0, 2])
+def test_a_parameter_changes_between_two_readers_by_an_alias_from_outside(changes_from: int) -> None:
+    def run(session: Session | None) -> list[Tensor]:
+        weight = nn.Parameter(torch.linspace(-1, 1, 64))
+        alias, seen = weight.data, list[Tensor]()
+        for step in range(5):
+            with session or nullcontext():
+                first = ((weight * 2).tanh() * weight.sigmoid()).sum()
+                if step >= changes_from:
+                    alias.mul_(0.9)
+                loss = first + ((weight * 2).tanh() * weight.sigmoid()).sum()
+            seen += torch.autograd.grad(loss, weight)
+        return seen
+
+    assert not differences(run(None), run(Session("lossless", min_nbytes=0)))
+
+
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "data": lambda p: p.data.mul_(0.5),
     "no_grad": torch.no_grad()(lambda p: p.mul_(0.5)),

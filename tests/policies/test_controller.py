@@ -197,6 +197,36 @@ def test_a_bad_direction_halves_the_bound_and_warns_once() -> None:
     assert min(last) > 0.99
 
 
+def test_layers_of_one_name_are_stored_exactly() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)]  # each of them is called outermost
+    alone = nn.Linear(64, 64)
+    policy = comet("conv+linear", every=2)
+    session = Session(policy, min_nbytes=0)
+    for _ in range(8):
+        x = torch.rand(4, 3, 8, 8)
+        with session:
+            for layer in layers:
+                x = layer(x).relu()
+            loss = alone(x.flatten(2).tanh()).square().mean()
+        loss.backward()
+    assert {record.key for record in policy.history} == {"/Addmm#0:mat1"}
+
+
+def test_gradients_that_are_zero_have_no_direction_to_doubt() -> None:
+    model = network()
+    policy = comet(every=2, samples=5)
+    session = Session(policy, model=model, min_nbytes=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for scale in (1.0, 1.0, 1.0, 0.0, 0.0, 1.0):  # as of an empty batch, or of an expert that was given nothing
+            with session:
+                loss = model(torch.rand(4, 1, 8, 8)).square().sum() + model(torch.rand(4, 1, 8, 8)).sum() * scale
+            loss.backward()
+    assert any(record.cosine for record in policy.history)
+    assert not any("halved" in record.note for record in policy.history)
+
+
 def test_a_step_that_overflows_leaves_the_bounds_alone() -> None:
     model = network()
     optimizer = sgd(model)

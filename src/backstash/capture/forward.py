@@ -160,7 +160,9 @@ class Forward:
 
     def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A function is about to change its arguments, or to hand their memory on to who changes it unseen."""
-        if effect is not SideEffect.ESCAPES and not self._leaning:
+        contents = self._contents
+        has_version = effect not in (SideEffect.ESCAPES, SideEffect.CHANGES_STATISTICS)
+        if has_version and not self._leaning:
             return  # nothing is remade from what the program may change
         with self._lock:
             for x in affected(effect, args, kwargs):
@@ -169,8 +171,7 @@ class Forward:
                 storage = x.untyped_storage()
                 if storage._cdata in self._leaning:
                     self._leaning.store(storage._cdata, self._encoder, self._pending)
-                ends = self._contents.escape if effect is SideEffect.ESCAPES else self._contents.change
-                ends(x, storage)
+                (contents.change if has_version else contents.escape)(x, storage)
 
     def took(self, result: Tensor, seconds: float, is_change: bool) -> None:
         """Remember how long it took to make a tensor. On a GPU nobody knows at this time."""

@@ -170,7 +170,8 @@ class _Kind:
         self.effect = side_effect_of(func, (), {})
         self.has_inplace = inplace_position(func) is not None
         self.is_cheap = func in producers.CHEAP
-        self.is_repeatable = self.effect is SideEffect.NONE and producers.is_repeatable(func)
+        repeatable = self.effect in (SideEffect.NONE, SideEffect.CHANGES_STATISTICS)
+        self.is_repeatable = repeatable and producers.is_repeatable(func)
         self.inside = _ATTENTION if func is F.multi_head_attention_forward else None
         self.is_backward = func in _BACKWARD
         self.assigns_data = func == _ASSIGN_DATA

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from backstash.torch_internals import operator, operator_packet
 
@@ -21,7 +23,9 @@ class SideEffect(Enum):
     """One of them, or of what they list, is changed in place."""
     CHANGES_SELF = 3
     """The first one is changed in place, and no other."""
-    ESCAPES = 2
+    CHANGES_STATISTICS = 2
+    """Running statistics among them are changed without a new version, which other functions in place give."""
+    ESCAPES = 4
     """Somebody may change it from now on without a new version of the tensor."""
 
 
@@ -44,6 +48,9 @@ _ESCAPES: frozenset[Any] = frozenset(
     }
 )
 _ESCAPES_BY_NAME = frozenset({"_typed_storage", "to_dlpack", "__cuda_array_interface__", "mutable_data_ptr"})
+_NORMS = frozenset({F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm, torch.native_batch_norm})
+"""Functions that update running statistics. Whether they do is their argument number _USES_BATCH."""
+_USES_BATCH = 5
 _VISIBLE = frozenset({"requires_grad_", "retain_grad_"})
 
 _side_effects: dict[Any, SideEffect] = {}
@@ -78,6 +85,8 @@ def inplace_position(function: Callable[..., Any]) -> int | None:
 def _find_side_effect(function: Callable[..., Any]) -> SideEffect:
     if function in _ESCAPES:
         return SideEffect.ESCAPES
+    if function in _NORMS:
+        return SideEffect.CHANGES_STATISTICS
     if isinstance(function, (operator, operator_packet)):
         overloads = (
             [function] if isinstance(function, operator) else [getattr(function, name) for name in function.overloads()]
@@ -106,8 +115,21 @@ def affected(effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if effect is SideEffect.CHANGES_SELF and args:
         yield args[0]
         return
+    if effect is SideEffect.CHANGES_STATISTICS:
+        yield from _statistics(args, kwargs)
+        return
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, Tensor):
             yield arg
         elif isinstance(arg, (list, tuple)):
             yield from (item for item in arg if isinstance(item, Tensor))
+
+
+def _statistics(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The running statistics that a norm updates: what stands beside its input and is no weight."""
+    uses_batch = args[_USES_BATCH] if len(args) > _USES_BATCH else kwargs.get("training", kwargs.get("use_input_stats"))
+    if uses_batch is False:
+        return
+    for arg in (*args[1:_USES_BATCH], kwargs.get("running_mean"), kwargs.get("running_var")):
+        if isinstance(arg, Tensor) and not (arg.requires_grad or isinstance(arg, nn.Parameter)):
+            yield arg

@@ -350,6 +350,14 @@ class Course:
 
     def _record(self, watcher: Callable[[], Births], lines: list[Timeline], is_any: bool = False) -> Waiting:
         """Records a step of this bucket, or of any, and adds it to ``lines`` (Note: [where a step begins])."""
+        while True:
+            yield from self._record_once(watcher, lines, is_any)
+            if lines or not self._owner.recording.gave_way:
+                return
+            self._owner.recording.gave_way = False
+            self._owner.watch(None)  # and once more when the program has profiled what it wanted to
+
+    def _record_once(self, watcher: Callable[[], Births], lines: list[Timeline], is_any: bool) -> Waiting:
         owner, recording = self._owner, self._owner.recording
         period = owner.period or 1
         moved = 0

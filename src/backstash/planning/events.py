@@ -7,15 +7,24 @@ Note: [freed from before]
 Note: [events without an operation]
     An event that happens in no operation, as most releases of a forward pass do, is an outermost event. Of these the
     profiler reports only the CPU's. So everything happens in a scope that lasts as long as the record.
+
+Note: [one profiler]
+    There can only be one profiler at a time. Where one runs already, torch refuses to start the program's own; where
+    the program's own is ready to start, as in the warm-up of its schedule, another one that starts and stops in between
+    makes torch crash. So no record begins while the program has a profiler, and a record ends when the program gets one
+    ready. Torch does not tell of a profiler that is ready, so the functions by which profilers get ready, start and
+    stop are replaced by ones that do.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Self
 
 import torch
@@ -31,6 +40,7 @@ from backstash.torch_internals import (
     no_torch_function,
     profiler_event,
     record_scope,
+    replace_profilers_calls,
     starting_profiler,
     without_native_warnings,
 )
@@ -47,6 +57,46 @@ _HALVED = ("ConvolutionBackward0", *LINEAR)
 
 Event = Any
 """An event of the profiler's record. Its class is private to torch, and the type of ``extra_fields`` varies."""
+
+
+class Others:
+    """The program's own profilers (Note: [one profiler]).
+
+    Attributes:
+        is_busy: whether one of them runs, or is ready to.
+        give_way: called before one of them gets ready or starts, on its thread.
+    """
+
+    def __init__(self) -> None:
+        self.is_busy = False
+        self.give_way: Callable[[], None] = lambda: None
+        self._own = threading.local()
+        replace_profilers_calls(self._heard)
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """What is called inside, on this thread, is called by a profiler of backstash."""
+        self._own.is_here = True
+        try:
+            yield
+        finally:
+            self._own.is_here = False
+
+    def _heard(self, event: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._own, "is_here", False):
+                return function(*args, **kwargs)
+            if event != "disable":
+                self.give_way()
+            result = function(*args, **kwargs)
+            self.is_busy = event != "disable"
+            return result
+
+        return call
+
+
+others = Others()
 
 
 class Notes:
@@ -87,7 +137,7 @@ class MemoryProfiler(profile):
 
     def __enter__(self) -> Self:
         self._quiet.enter_context(without_native_warnings())
-        with starting_profiler():
+        with starting_profiler(), others.away():
             super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         self._scope = record_function(SCOPE)  # Note: [events without an operation]
         with no_torch_function():
@@ -98,7 +148,8 @@ class MemoryProfiler(profile):
         with self._quiet:
             with no_torch_function():
                 self._scope.__exit__(*error)
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
+            with others.away():
+                super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def let_go(self) -> None:
         """Undoes what starting has changed for the whole process. The thread on which it was started goes on."""

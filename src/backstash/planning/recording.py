@@ -21,7 +21,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from backstash.planning.events import MemoryProfiler, memory_profiler, note, roots_of
+from backstash.planning.events import MemoryProfiler, memory_profiler, note, others, roots_of
 from backstash.planning.timeline import Timeline
 from backstash.torch_internals import profiler_runs
 
@@ -45,10 +45,12 @@ class Recording:
 
     Attributes:
         is_inside: whether an optimizer's step runs now (Note: [safe places]).
+        gave_way: whether the last record ended because the program began to profile (Note: [one profiler] in
+            events.py).
     """
 
     def __init__(self) -> None:
-        self.is_inside = False
+        self.is_inside = self.gave_way = False
         self._profiler: MemoryProfiler | None = None
         self._thread: weakref.ref[Thread] = weakref.ref(Thread.current())  # on which it was started
         self._lost: MemoryProfiler | None = None  # started on that thread, which the passes have left
@@ -84,12 +86,14 @@ class Recording:
                     lost.__exit__(None, None, None)
 
     def start(self) -> bool:
-        """Starts the profiler. Returns False if another one runs."""
-        if profiler_runs():
+        """Starts the profiler. Returns False if another one runs, or is ready to."""
+        if profiler_runs() or others.is_busy:
             return False
         profiler = memory_profiler()
         profiler.__enter__()
-        self._profiler = profiler
+        self._profiler, self.gave_way = profiler, False
+        mine = weakref.ref(self)
+        others.give_way = lambda: None if (running := mine()) is None else running.give_way()
         self._thread = weakref.ref(Thread.current())
         return True
 
@@ -97,6 +101,12 @@ class Recording:
         """Stops the profiler and returns the last step on that type of device; None if there is no record of it."""
         profiler = self._take()
         return None if profiler is None else Timeline(roots_of(profiler), device)
+
+    def give_way(self) -> None:
+        """Stops the profiler and forgets its record, because the program is about to profile."""
+        if self._profiler is not None and self.is_here:
+            self._take()
+            self.gave_way = True
 
     def close(self) -> None:
         """Stops whatever runs, and forgets it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -47,15 +47,17 @@ class Contents:
 
     Attributes:
         remakes_anything: whether calls of costly functions are noted too, and proven (Note: [proven calls]).
+        copied: called with the address of a storage whose memory was copied, and whose changes have to be told.
     """
 
     def __init__(self, min_nbytes: int, parameters: ParameterStorages) -> None:
+        self.copied: Callable[[int], object] = lambda cdata: None
         self.min_nbytes = min_nbytes
         self.parameters = parameters
         self.remakes_anything = False
         self._contents: dict[int, Content] = {}
-        self._snapshots: dict[tuple[Any, ...], tuple[weakref.ref[torch.UntypedStorage], Tensor]] = {}
-        self._references: dict[int, dict[tuple[Any, ...], Held]] = {}  # by the address of their storage
+        self._snapshots: dict[int, dict[tuple[Any, ...], tuple[weakref.ref[torch.UntypedStorage], Tensor]]] = {}
+        self._references: dict[int, dict[tuple[Any, ...], Held]] = {}  # both by the address of their storage
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -158,16 +160,20 @@ class Contents:
         return like.again(tuple(inputs), statistics, place)
 
     def change(self, x: Tensor, storage: torch.UntypedStorage) -> None:
-        """The memory of ``x`` is about to change: no recipe reads again what calls have read there up to now."""
+        """The memory of ``x`` is about to change: no recipe reads again what calls have read there up to now.
+
+        A parameter may have no new version afterwards, where ``x`` is an alias by ``.data``. So its copies go as well.
+        """
+        self._snapshots.pop(storage._cdata, None)
         for held in self._references.pop(storage._cdata, {}).values():
             held.version = CHANGED
 
     def escape(self, x: Tensor, storage: torch.UntypedStorage) -> None:
         """Something may change the memory of ``x`` from now on without a new version: no recipe reads it."""
         self.change(x, storage)
-        if self.parameters.include(x, storage):
-            self._snapshots.clear()
-        elif storage.nbytes() >= self.min_nbytes:
+        if storage.nbytes() < self.min_nbytes:
+            return  # it is copied for each call that reads it
+        if not self.parameters.include(x, storage):
             content = self.of(x)
             content.escaped, content.call = True, None
 
@@ -217,14 +223,16 @@ class Contents:
         if x.nbytes < self.min_nbytes:
             copy = x.detach().clone()
             return Held(copy, copy._version)
-        index = (storage._cdata, x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)
+        index = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)
         if self.remakes_anything:
             return None if self.parameters.may_be_freed(storage) else self._reference(x, storage, index)
         if x.nbytes > SNAPSHOT_NBYTES:
             return None
-        known = self._snapshots.get(index)
+        copies = self._snapshots.setdefault(storage._cdata, {})
+        known = copies.get(index)
         if known is None or known[0]() is not storage:
-            self._snapshots[index] = known = weakref.ref(storage), x.detach().clone()
+            self.copied(storage._cdata)
+            copies[index] = known = weakref.ref(storage), x.detach().clone()
         return Held(known[1], known[1]._version)
 
     def _reference(self, x: Tensor, storage: torch.UntypedStorage, index: tuple[Any, ...]) -> Held:

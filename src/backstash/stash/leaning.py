@@ -46,6 +46,10 @@ class Leaning:
         for held in references:
             self._values.setdefault(held.tensor.untyped_storage()._cdata, []).append(weakref.ref(value))
 
+    def expect(self, cdata: int) -> None:
+        """From now on changes of that storage have to be told: what will be remade may begin from a copy of it."""
+        self._values.setdefault(cdata, [])
+
     def forget(self, cdata: int) -> None:
         """Nobody can change the storage at that address any more."""
         self._values.pop(cdata, None)

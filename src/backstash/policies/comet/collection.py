@@ -83,6 +83,7 @@ def collector(
                 truth = layer.weight_gradient(grad, exact, torch.empty_like(weight_grad)).float()
                 error = (weight_grad.float() - truth).square().mean()
                 cosine = torch.cosine_similarity(weight_grad.float().flatten(), truth.flatten(), dim=0)
+                cosine = torch.where(error == 0, 1.0, cosine)  # which is 0 of two gradients without a direction
                 reading.error = error if reading.error is None else reading.error + error
                 reading.cosine = torch.minimum(torch.as_tensor(reading.cosine, device=cosine.device), cosine)
 

@@ -165,6 +165,8 @@ class Comet(Policy):
         self._values: dict[str, tuple[tuple[str, ...], Value]] = {}
         self._applied: dict[str, float] = {}
         self._readings: dict[str, Reading] = {}
+        # Names of several layers, as modules that are called one by one have: no bound is that of all, so none has one.
+        self._shared: set[str] = set()
         self._sampled: frozenset[str] = frozenset()
         self._step = 0
         self._due = self._interval = every
@@ -277,6 +279,12 @@ class Comet(Policy):
         if parameter is None or uses_running_statistics(node):
             self._known.pop(saved.key, None)
             return
+        known = self._readings.get(saved.key)
+        if known is not None and known.parameter is not parameter:
+            self._shared.add(saved.key)
+        if saved.key in self._shared:
+            self._known.pop(saved.key, None)
+            return
         with torch.no_grad():
             layer = layer_of(node, x, saved.key in self._sampled)
             spread = layer.spread(x)
@@ -299,7 +307,9 @@ class Comet(Policy):
     def _evaluate(self) -> None:
         readings, self._readings = self._readings, {}
         self._revision = object()
-        complete = {key: reading for key, reading in readings.items() if reading.energy is not None}
+        complete = {
+            key: reading for key, reading in readings.items() if reading.energy is not None and key not in self._shared
+        }
         if not complete:  # no backward ran, so the next step collects
             return
         before = self.bounds
