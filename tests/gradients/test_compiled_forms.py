@@ -126,11 +126,7 @@ def test_the_same_is_stored(n: int, dtype: torch.dtype, monkeypatch: pytest.Monk
         for policy in (Says(Binary(), Zvc()), Says(Zvc(0.3)), Says(Binary()))
         for reads in (squared,)
     ]
-    masks = [
-        (name, x, Says(Zvc()), rectified)
-        for name, given in kinds(n, dtype)
-        for x in layouts(given)
-    ]
+    masks = [(name, x, Says(Zvc()), rectified) for name, given in kinds(n, dtype) for x in layouts(given)]
     found = [steps(x, policy, reads) for _, x, policy, reads in (*cases, *masks)]
     monkeypatch.setattr(sessions, "encode", Encoder.encode)
     expected = [steps(x, policy, reads) for _, x, policy, reads in (*cases, *masks)]
@@ -255,7 +251,7 @@ def test_one_pass_has_the_bits_of_the_calls(activation: str, residual: str, monk
 
 
 def test_what_the_kernel_does_not_take_runs_call_by_call() -> None:
-    """Double precision, a weight that needs another layout, statistics that were changed: none is taken, none is wrong."""
+    """Double precision, a weight in another layout, images of one pixel: what is not taken is not wrong."""
     torch.manual_seed(0)
     for change in ("double", "no batch", "weights", "flat"):
         model = Normed(2, True, "relu", "after")

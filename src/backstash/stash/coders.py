@@ -1,8 +1,8 @@
 """Codecs as the compiled functions know them, which encode and decode small values without the interpreter.
 
-They know the exact codecs that policies name most often: a bit per element, two values, and what is not zero. A value of
-which the action names another codec is encoded by the codec's own methods, and so is every value where the kernels in
-C++ do not serve.
+They know the exact codecs that policies name most often: a bit per element, two values, and what is not zero. A value
+of which the action names another codec is encoded by the codec's own methods, and so is every value where the kernels
+in C++ do not serve.
 """
 
 from __future__ import annotations
@@ -111,5 +111,3 @@ if compiled.functions is not None:
         binary_id=Binary.id,
         zvc_id=Zvc.id,
     )
-
-

@@ -15,7 +15,7 @@ from torch import Tensor
 from backstash.codecs.base import Encoded
 from backstash.errors import DamagedPlanesError, StoreError, StoreFullError
 from backstash.stores.aligned import PAGE, MemoryPool, aligned_memory
-from backstash.stores.base import Holdings, DropLock, Ticket, Usage
+from backstash.stores.base import DropLock, Holdings, Ticket, Usage
 from backstash.stores.blocks import BLOCK, BlockedValue, Reading, gather, plane_bytes
 from backstash.stores.file import UnnamedFile
 from backstash.stores.space import Space

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.base import Encoded
-from backstash.stores.base import Holdings, DropLock, Ticket, Usage
+from backstash.stores.base import DropLock, Holdings, Ticket, Usage
 from backstash.stores.space import Space
 
 _SLAB = 64 << 20

@@ -9,7 +9,7 @@ from threading import Lock
 
 from backstash.codecs.base import Encoded
 from backstash.errors import StoreError, StoreFullError
-from backstash.stores.base import Holdings, DropLock, Store, Ticket, Usage
+from backstash.stores.base import DropLock, Holdings, Store, Ticket, Usage
 
 
 class TierStore:
