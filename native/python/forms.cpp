@@ -204,15 +204,15 @@ PyObject* make_form(PyObject* coder, PyObject* spec, PyObject* store, PyObject* 
     return form;
 }
 
-// The coders of an action at a place: a borrowed reference, None where there are none, or null with an error set.
+// The coders of an action at a place: a new reference, to None where there are none, or null with an error set.
 PyObject* coders_at(PyObject* place, PyObject* facts, PyObject* action) {
     PyObject* known = at(place, layout::place.coders);
-    if (known != Py_None && PyTuple_GetItem(known, 0) == action) return PyTuple_GetItem(known, 1);
+    if (known != Py_None && PyTuple_GetItem(known, 0) == action) return Py_NewRef(PyTuple_GetItem(known, 1));
     Owned found(PyObject_CallFunctionObjArgs(coders_of, action, facts, nullptr));
     PyObject* pair = found ? PyTuple_Pack(2, action, found.get()) : nullptr;
     if (pair == nullptr) return nullptr;
     give(place, layout::place.coders, pair);
-    return PyTuple_GetItem(pair, 1);
+    return found.release();
 }
 
 // Encodes by one coder, whose codec has not declined: a new Form, None where the reference has to do it.
@@ -338,22 +338,23 @@ Decoding decoding_of(PyObject* form, const Data& data) {
 PyObject* form_of(PyObject* encoder, PyObject* place, PyObject* facts, PyObject* spec, PyObject* action,
                   PyObject* whole, Encoding& found) {
     if (kernel::bs_look == nullptr || !is_plain(whole)) return Py_NewRef(Py_None);
-    PyObject* coders = coders_at(place, facts, action);
-    if (coders == nullptr || coders == Py_None) return Py_XNewRef(coders);
-    PyObject* store = PyDict_GetItemString(at(encoder, layout::encoder.stores), "device");
-    if (store == nullptr || !is_a(store, layout::device_store)) return Py_NewRef(Py_None);
-    if (!is_none_at(at(store, layout::device_store._holdings), layout::holdings.capacity)) return Py_NewRef(Py_None);
+    Owned coders(coders_at(place, facts, action));  // which another thread may replace while a kernel runs
+    if (!coders || coders.get() == Py_None) return coders.release();
+    Owned store(Py_XNewRef(PyDict_GetItemString(at(encoder, layout::encoder.stores), "device")));
+    if (!store || !is_a(store.get(), layout::device_store)) return Py_NewRef(Py_None);
+    PyObject* holdings = at(store.get(), layout::device_store._holdings);
+    if (!is_none_at(holdings, layout::holdings.capacity)) return Py_NewRef(Py_None);
     Data data;
     if (!take_data(whole, spec, data)) return nullptr;
     Look look;
     Owned reason(nullptr);
-    for (Py_ssize_t index = 0; index < PyTuple_Size(coders); ++index) {
-        PyObject* coder = PyTuple_GetItem(coders, index);
+    for (Py_ssize_t index = 0; index < PyTuple_Size(coders.get()); ++index) {
+        PyObject* coder = PyTuple_GetItem(coders.get(), index);
         const long kind = PyLong_AsLong(at(coder, layout::coder.kind));
         if ((kind == BINARY || kind == ZVC) && look.elements == 0) look = look_at_sample(data);
         Owned why(declined_because(coder, data, look));
         if (!why) return nullptr;
-        if (why.get() == Py_None) return encode_by(coder, spec, data, look, store, found);
+        if (why.get() == Py_None) return encode_by(coder, spec, data, look, store.get(), found);
         reason.reset(PyUnicode_FromFormat("%U: %U", at(coder, layout::coder.label), why.get()));
         if (!reason) return nullptr;
     }
