@@ -187,7 +187,7 @@ Done store_encoded(PyObject* encoder, PyObject* value, PyObject* fresh, PyObject
     set(value, layout::value.form, form.get());
     set(value, layout::value.guard, Py_None);
     PyObject* note = why == Py_None ? PyUnicode_FromString("") : PyUnicode_Substring(why, 2, PyUnicode_GetLength(why));
-    return done(release(value, fresh, strongest, found.label, found.nbytes, note, started));
+    return done(release(value, fresh, strongest, found.label.get(), found.nbytes, note, started));
 }
 
 // What is left to do with a value that is not made again.

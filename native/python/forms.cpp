@@ -233,7 +233,7 @@ PyObject* encode_by(PyObject* coder, PyObject* spec, const Data& data, const Loo
     Owned ticket(encoded ? put(store, encoded.get(), planes.nbytes) : nullptr);
     if (!ticket) return nullptr;
     found.nbytes = planes.nbytes;
-    found.label = at(coder, layout::coder.label);
+    found.label.reset(Py_NewRef(at(coder, layout::coder.label)));
     return make_form(coder, spec, store, ticket.get());
 }
 

@@ -193,9 +193,9 @@ PyObject* fetch(PyObject*, PyObject* leaf);
 // result may take the memory of that value, which may be null.
 PyObject* run_affine(PyObject* recipe, PyObject* value, PyObject* known);
 
-// What became of a value that was encoded: the label of its codec, borrowed, and the bytes of its planes.
+// What became of a value that was encoded: the label of its codec, and the bytes of its planes.
 struct Encoding {
-    PyObject* label = nullptr;
+    Owned label{nullptr};
     long long nbytes = 0;
 };
 
