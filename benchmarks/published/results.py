@@ -130,6 +130,7 @@ _TITLES = {
     "wide_resnet28_10": "WRN-28-10",
     "mobilenet_v2": "MobileNetV2",
     "densenet121": "DenseNet-121",
+    "resnet_cifar20": "CIFAR ResNet-20",
     "convnext_tiny": "ConvNeXt-T",
     "vit_b16": "ViT-B/16",
     "swin_tiny": "Swin-T",
