@@ -101,8 +101,8 @@ PyObject* hold_copy(PyObject* x) {
 
 // Whether a storage is certainly that of no parameter: 1 or 0, or -1 with an error set. See ParameterStorages.include.
 int is_no_parameter(PyObject* parameters, PyObject* x, PyObject* cdata) {
-    for (PyObject* name : {s__state, s__recognised}) {
-        Owned known(PyObject_GetAttr(parameters, name));
+    for (const Field& references : {FIELD(storages, _state), FIELD(storages, _recognised)}) {
+        Owned known(get(parameters, references));
         const int listed = known ? PyDict_Contains(known.get(), cdata) : -1;
         if (listed != 0) return listed < 0 ? -1 : 0;
     }
@@ -179,7 +179,7 @@ PyObject* again(PyObject* contents, PyObject* place, PyObject* pattern, PyObject
     if (!tensors || tensors.get() == Py_None) return tensors.release();
     PyObject* slots = at(pattern, layout::pattern.slots);
     const Py_ssize_t many = PyList_Size(tensors.get());
-    Owned parameters(PyObject_GetAttr(contents, s_parameters));
+    Owned parameters(get(contents, FIELD(contents, parameters)));
     Owned inputs(parameters ? untracked(PyTuple_New(many)) : nullptr);
     if (!inputs) return nullptr;
     for (Py_ssize_t index = 0; index < many; ++index) {
@@ -201,7 +201,7 @@ PyObject* again(PyObject* contents, PyObject* place, PyObject* pattern, PyObject
 // See Contents.of.
 PyObject* content_of(PyObject* contents, PyObject* x, PyObject* storage, PyObject* cdata) {
     Owned version(tensor__version(x));
-    Owned all(version ? PyObject_GetAttr(contents, s__contents) : nullptr);
+    Owned all(version ? get(contents, FIELD(contents, _contents)) : nullptr);
     PyObject* known = all ? PyDict_GetItemWithError(all.get(), cdata) : nullptr;
     if (!all || (known == nullptr && PyErr_Occurred())) return nullptr;
     if (known != nullptr && is_a(known, layout::content)) {
@@ -225,18 +225,18 @@ PyObject* content_of(PyObject* contents, PyObject* x, PyObject* storage, PyObjec
 // See Forward.made: 1 if the call was noted, or is none that is noted; 0 if that has to do it; -1 with an error set.
 int note_made(PyObject* forward, PyObject* args, PyObject* kwargs, PyObject* result) {
     if (type_of(forward) != forward_type || layout::content.type == nullptr || type_of(result) != tensor_type) return 0;
-    const int more = is_true(forward, s_remakes_anything);
+    const int more = is_true(forward, FIELD(forward, remakes_anything));
     const int strides = more == 0 ? is_strided(result) : 0;
     if (more != 0 || strides <= 0) return more < 0 || strides < 0 ? -1 : 0;
-    Owned place(PyObject_GetAttr(forward, s__call_place));
+    Owned place(get(forward, FIELD(forward, _call_place)));
     if (!place || !is_a(place.get(), layout::call_place)) return place ? 0 : -1;
     Owned pattern(Py_NewRef(at(place.get(), layout::call_place.pattern)));
     if (!is_a(pattern.get(), layout::pattern)) return 0;
-    Owned live(PyObject_GetAttr(forward, s__live));
+    Owned live(get(forward, FIELD(forward, _live)));
     if (!live) return -1;
     const Locked locked(at(live.get(), layout::live.lock));
-    Owned contents(locked ? PyObject_GetAttr(forward, s__contents) : nullptr);
-    const long long smallest = contents ? integer(contents.get(), s_min_nbytes) : -1;
+    Owned contents(locked ? get(forward, FIELD(forward, _contents)) : nullptr);
+    const long long smallest = contents ? integer(contents.get(), FIELD(contents, min_nbytes)) : -1;
     if (smallest < 0) return -1;
     Owned storage(tensor_untyped_storage(result));
     const int noted = storage ? is_noted(result, storage.get(), smallest) : -1;

@@ -3,7 +3,7 @@
 // Most functions of a step save nothing and are none that could be repeated. For these there is a clock to move on
 // and a question whether something was saved. Of what is rare the Watch says so, and it is left to the method in
 // Python.
-#include "objects.h"
+#include "slots.h"
 
 namespace backstash {
 namespace {
@@ -72,8 +72,8 @@ long effect_of(long kind, PyObject* args, PyObject* kwargs) {
 
 // Tells the listener of a side effect, if anything leans on what a function may change; returns whether that went well.
 bool tell_effect(Watch* watch, long effect, PyObject* args, PyObject* kwargs) {
-    Owned leaning(PyObject_GetAttr(watch->listener, s__leaning));
-    Owned values(leaning ? PyObject_GetAttr(leaning.get(), s__values) : nullptr);
+    Owned leaning(get(watch->listener, FIELD(forward, _leaning)));
+    Owned values(leaning ? get(leaning.get(), FIELD(leaning, _values)) : nullptr);
     if (!values) return false;
     if (PyDict_Size(values.get()) == 0) return true;
     Owned context(PyObject_CallNoArgs(no_function));
@@ -92,13 +92,13 @@ bool tell_effect(Watch* watch, long effect, PyObject* args, PyObject* kwargs) {
 
 // A function is about to run: moves the clock on, and has what is due looked at. See Forward.before_function.
 bool begin(PyObject* listener) {
-    Owned pending(PyObject_GetAttr(listener, s__pending));
+    Owned pending(get(listener, FIELD(forward, _pending)));
     if (!pending) return false;
-    const long long clock = integer(pending.get(), s_clock) + 1;
+    const long long clock = integer(pending.get(), FIELD(pending, clock)) + 1;
     if (clock <= 0 && PyErr_Occurred()) return false;
     Owned now(PyLong_FromLongLong(clock));
-    if (!now || PyObject_SetAttr(pending.get(), s_clock, now.get()) != 0) return false;
-    Owned due(PyObject_GetAttr(pending.get(), s_due));
+    if (!now || !assign(pending.get(), FIELD(pending, clock), now.get())) return false;
+    Owned due(get(pending.get(), FIELD(pending, due)));
     if (!due) return false;
     PyObject* looks = PyDict_GetItemWithError(due.get(), now.get());
     if (looks == nullptr) return !PyErr_Occurred();
@@ -107,10 +107,10 @@ bool begin(PyObject* listener) {
 
 // The function has returned, or raised (then there is no result): has what it has saved named, if there is anything.
 bool end(PyObject* listener, PyObject* result) {
-    const long long depth = integer(listener, s_depth) - 1;
-    if (PyErr_Occurred() || !set_integer(listener, s_depth, depth)) return false;
+    const long long depth = integer(listener, FIELD(forward, depth)) - 1;
+    if (PyErr_Occurred() || !set_integer(listener, FIELD(forward, depth), depth)) return false;
     if (depth != 0) return true;
-    Owned unnamed(PyObject_GetAttr(listener, s_unnamed));
+    Owned unnamed(get(listener, FIELD(forward, unnamed)));
     if (!unnamed) return false;
     if (PyList_Size(unnamed.get()) == 0) return true;
     const int named = name_saved(listener, result);
@@ -120,23 +120,23 @@ bool end(PyObject* listener, PyObject* result) {
 
 // The place of a call that is about to run; None where it need not be noted. See Names.call_place and Noting.place.
 PyObject* call_place(PyObject* names, PyObject* func) {
-    Owned frames(PyObject_GetAttr(names, s_frames));
+    Owned frames(get(names, FIELD(names, frames)));
     PyObject* frame = frames ? PyList_GetItem(frames.get(), PyList_Size(frames.get()) - 1) : nullptr;
-    Owned counts(frame != nullptr ? PyObject_GetAttr(frame, s_counts) : nullptr);
+    Owned counts(frame != nullptr ? get(frame, FIELD(frame, counts)) : nullptr);
     if (!counts) return nullptr;
     PyObject* before = PyDict_GetItemWithError(counts.get(), func);
     if (before == nullptr && PyErr_Occurred()) return nullptr;
     Owned number(before != nullptr ? Py_NewRef(before) : PyLong_FromLong(0));
     Owned after(number ? PyLong_FromLongLong(PyLong_AsLongLong(number.get()) + 1) : nullptr);
     if (!after || PyDict_SetItem(counts.get(), func, after.get()) != 0) return nullptr;
-    Owned label(PyObject_GetAttr(frame, s_label));
-    Owned learned(label ? PyObject_GetAttr(names, s_learned) : nullptr);
-    Owned noting(learned ? PyObject_GetAttr(learned.get(), s_noting) : nullptr);
-    Owned places(noting ? PyObject_GetAttr(noting.get(), s__places) : nullptr);
+    Owned label(get(frame, FIELD(frame, label)));
+    Owned learned(label ? get(names, FIELD(names, learned)) : nullptr);
+    Owned noting(learned ? get(learned.get(), FIELD(learned, noting)) : nullptr);
+    Owned places(noting ? get(noting.get(), FIELD(noting, _places)) : nullptr);
     Owned index(places ? PyTuple_Pack(3, label.get(), func, number.get()) : nullptr);
     if (!index) return nullptr;
     PyObject* known = PyDict_GetItemWithError(places.get(), index.get());
-    const int used = known != nullptr ? is_true(known, s_is_used) : 0;
+    const int used = known != nullptr ? is_true(known, FIELD(call_place, is_used)) : 0;
     if (used < 0 || PyErr_Occurred()) return nullptr;
     if (used) return Py_NewRef(known);
     return PyObject_CallMethodObjArgs(noting.get(), s_place, label.get(), func, number.get(), nullptr);
@@ -144,9 +144,9 @@ PyObject* call_place(PyObject* names, PyObject* func) {
 
 // Whether the listener wants to know of a call that is about to run: 1 or 0, or -1 with an error. See Forward.counts.
 int counts_call(PyObject* listener, PyObject* func) {
-    Owned names(PyObject_GetAttr(listener, s__names));
+    Owned names(get(listener, FIELD(forward, _names)));
     Owned place(names ? call_place(names.get(), func) : nullptr);
-    if (!place || PyObject_SetAttr(listener, s__call_place, place.get()) != 0) return -1;
+    if (!place || !assign(listener, FIELD(forward, _call_place), place.get())) return -1;
     return place.get() != Py_None;
 }
 
@@ -154,7 +154,7 @@ int counts_call(PyObject* listener, PyObject* func) {
 PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject* kwargs) {
     PyObject* listener = watch->listener;
     if (!begin(listener)) return nullptr;
-    const int recomputes = is_true(listener, s_recomputes);
+    const int recomputes = is_true(listener, FIELD(forward, recomputes));
     if (recomputes < 0) return nullptr;
     if (recomputes) {
         const long effect = effect_of(kind, args, kwargs);
@@ -163,7 +163,7 @@ PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject
     Owned has_graph(PyObject_CallNoArgs(is_grad_enabled));
     if (!has_graph) return nullptr;
     if (has_graph.get() != Py_True) return PyObject_Call(func, args, kwargs);
-    const long long depth = integer(listener, s_depth);
+    const long long depth = integer(listener, FIELD(forward, depth));
     if (depth == -1 && PyErr_Occurred()) return nullptr;
     bool is_noted = recomputes && depth == 0 && (kind & CHEAP);
     const int replaced = is_noted ? may_be_replaced() : 0;  // Note: [modes that replace]
@@ -181,7 +181,7 @@ PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject
         before.reset(PyObject_CallFunctionObjArgs(watch->random_state, func, args, none.get(), nullptr));
         if (!before) return nullptr;
     }
-    if (!set_integer(listener, s_depth, depth + 1)) return nullptr;
+    if (!set_integer(listener, FIELD(forward, depth), depth + 1)) return nullptr;
     Owned result(PyObject_Call(func, args, kwargs));
     if (!result) {
         PyObject *type, *error, *trace;
@@ -216,8 +216,8 @@ PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject
 
 // Whether the listener wants what only the method tells it: 1 or 0, or -1 with an error set.
 int wants_more(PyObject* listener) {
-    const int more = is_true(listener, s_remakes_anything);
-    return more != 0 ? more : is_true(listener, s_is_timing);
+    const int more = is_true(listener, FIELD(forward, remakes_anything));
+    return more != 0 ? more : is_true(listener, FIELD(forward, is_timing));
 }
 
 PyObject* watch_call(PyObject* self, PyObject* given, PyObject*) {

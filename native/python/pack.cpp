@@ -1,13 +1,13 @@
 // Takes in what autograd saves, without the interpreter where that is a parameter or a small tensor: see
 // Forward.pack in capture/forward.py, and HeldParameter and ParameterStorages in stash/parameters.py.
-#include "objects.h"
+#include "slots.h"
 
 namespace backstash {
 namespace {
 
 // Whether a dict of weak references by address knows that storage: 1 or 0, or -1 with an error set.
-int knows(PyObject* parameters, PyObject* name, PyObject* cdata, PyObject* storage) {
-    Owned known(PyObject_GetAttr(parameters, name));
+int knows(PyObject* parameters, const Field& references, PyObject* cdata, PyObject* storage) {
+    Owned known(get(parameters, references));
     if (!known) return -1;
     PyObject* reference = PyDict_GetItemWithError(known.get(), cdata);
     if (reference == nullptr) return PyErr_Occurred() ? -1 : 0;
@@ -29,9 +29,9 @@ PyObject* hold_parameter(PyObject* x, PyObject* nbytes) {
 }
 
 // Notes bytes under an address in one of the dicts of the step's accounts.
-bool note(PyObject* forward, PyObject* name, PyObject* cdata, PyObject* nbytes) {
-    Owned step(PyObject_GetAttr(forward, s_step));
-    Owned noted(step ? PyObject_GetAttr(step.get(), name) : nullptr);
+bool note(PyObject* forward, const Field& totals, PyObject* cdata, PyObject* nbytes) {
+    Owned step(get(forward, FIELD(forward, step)));
+    Owned noted(step ? get(step.get(), totals) : nullptr);
     return noted && PyDict_SetItem(noted.get(), cdata, nbytes) == 0;
 }
 
@@ -41,9 +41,9 @@ PyObject* otherwise(PyObject* forward, PyObject* x) {
 
 // Whether a tensor is none that needs a closer look: 1 or 0, or -1 with an error set.
 int is_common(PyObject* forward, PyObject* x) {
-    const int idle = is_true(forward, s_is_idle);
+    const int idle = is_true(forward, FIELD(forward, is_idle));
     if (idle != 0) return idle < 0 ? -1 : 0;
-    const int outside = is_same(forward, s__call, Py_None);
+    const int outside = is_same(forward, FIELD(forward, _call), Py_None);
     if (outside <= 0) return outside;
     const int traced = is_traced();
     if (traced != 0) return traced < 0 ? -1 : 0;
@@ -66,14 +66,14 @@ PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t number) {
     Owned of_storage(storage ? PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr) : nullptr);
     Owned nbytes(of_storage ? PyObject_GetAttr(x, s_nbytes) : nullptr);
     Owned cdata(nbytes ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
-    Owned counted(cdata ? PyObject_GetAttr(forward, s_counted) : nullptr);
+    Owned counted(cdata ? get(forward, FIELD(forward, counted)) : nullptr);
     static PyObject* one = PyLong_FromLong(1);
     if (!counted || !add_to(counted.get(), 0, one) || !add_to(counted.get(), 1, nbytes.get())) return nullptr;
-    Owned parameters(PyObject_GetAttr(forward, s_parameters));
+    Owned parameters(get(forward, FIELD(forward, parameters)));
     if (!parameters) return nullptr;
-    int is_parameter = knows(parameters.get(), s__state, cdata.get(), storage.get());
+    int is_parameter = knows(parameters.get(), FIELD(storages, _state), cdata.get(), storage.get());
     if (is_parameter == 0) {
-        is_parameter = knows(parameters.get(), s__recognised, cdata.get(), storage.get());
+        is_parameter = knows(parameters.get(), FIELD(storages, _recognised), cdata.get(), storage.get());
         const bool may_be = type_of(x) == parameter_type || type_of(base.get()) == parameter_type;
         if (is_parameter == 0 && may_be) {
             Owned found(PyObject_CallMethodObjArgs(parameters.get(), s_include, x, storage.get(), nullptr));
@@ -82,14 +82,14 @@ PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t number) {
     }
     if (is_parameter < 0) return nullptr;
     if (is_parameter) {
-        const bool is_noted = note(forward, s_parameters, cdata.get(), of_storage.get());
+        const bool is_noted = note(forward, FIELD(step, parameters), cdata.get(), of_storage.get());
         return is_noted ? hold_parameter(x, nbytes.get()) : nullptr;
     }
-    Owned contents(PyObject_GetAttr(forward, s__contents));
-    const long long smallest = contents ? integer(contents.get(), s_min_nbytes) : -1;
+    Owned contents(get(forward, FIELD(forward, _contents)));
+    const long long smallest = contents ? integer(contents.get(), FIELD(contents, min_nbytes)) : -1;
     if (smallest == -1 && PyErr_Occurred()) return nullptr;
     if (PyLong_AsLongLong(of_storage.get()) < smallest)
-        return note(forward, s_small, cdata.get(), of_storage.get()) ? hold_in(x) : nullptr;
+        return note(forward, FIELD(step, small), cdata.get(), of_storage.get()) ? hold_in(x) : nullptr;
     Owned saved(pack_large(forward, x, base.get()));
     if (!saved || saved.get() != Py_None) return saved.release();
     return PyObject_CallMethodObjArgs(forward, s__pack_large, x, x, Py_None, nullptr);

@@ -18,19 +18,25 @@ namespace backstash {
 #define BACKSTASH_SLOTS_OF_CODER(X) \
     X(codec) X(element) X(hi) X(kind) X(label) X(lo) X(mask) X(min_saving) X(reason) X(test)
 #define BACKSTASH_SLOTS_OF_CONTENT(X) X(before) X(call) X(escaped) X(storage) X(value) X(version)
+#define BACKSTASH_SLOTS_OF_CONTENTS(X) X(_contents) X(min_nbytes) X(parameters)
 #define BACKSTASH_SLOTS_OF_DEVICE_STORE(X) X(_holdings) X(_lock) X(_numbers) X(_values)
 #define BACKSTASH_SLOTS_OF_ENCODED(X) X(codec) X(spec) X(planes) X(meta)
 #define BACKSTASH_SLOTS_OF_ENCODER(X) X(_knows_room) X(_live) X(_remaking) X(is_fixed) X(only_keep) X(policy) X(stores)
 #define BACKSTASH_SLOTS_OF_FORM(X) X(codec) X(mask) X(planes) X(spec) X(store) X(tag) X(ticket)
+#define BACKSTASH_SLOTS_OF_FORWARD(X) \
+    X(_call) X(_call_place) X(_contents) X(_is_watched) X(_leaning) X(_live) X(_names) X(_pending) X(_rows) X(_shapes) \
+    X(counted) X(depth) X(is_idle) X(is_timing) X(parameters) X(recomputes) X(remakes_anything) X(step) X(unnamed)
 #define BACKSTASH_SLOTS_OF_FRAME(X) X(counts) X(fqn) X(label)
 #define BACKSTASH_SLOTS_OF_HELD(X) X(tensor) X(version) X(is_reference)
 #define BACKSTASH_SLOTS_OF_HOLDINGS(X) X(capacity) X(count) X(nbytes) X(peak_nbytes)
 #define BACKSTASH_SLOTS_OF_KNOWN_NODE(X) X(asked) X(places) X(roles) X(specs)
+#define BACKSTASH_SLOTS_OF_LEARNED(X) X(nodes) X(noting)
 #define BACKSTASH_SLOTS_OF_LEAF(X) X(value) X(spec) X(offset)
 #define BACKSTASH_SLOTS_OF_LEANING(X) X(_values)
 #define BACKSTASH_SLOTS_OF_LIVE(X) \
     X(_losses) X(_nbytes) X(_remade_nbytes) X(_saved) X(buffers) X(comparisons) X(distrusted) X(lock) X(monitor) \
     X(needed_nbytes) X(overwrites) X(peak_nbytes) X(prefetcher) X(stashed_nbytes) X(unpacked) X(watcher)
+#define BACKSTASH_SLOTS_OF_NAMES(X) X(_cycles) X(_found) X(_is_fresh) X(frames) X(learned)
 #define BACKSTASH_SLOTS_OF_NOTING(X) X(_failing) X(_has_skipped) X(_has_used) X(_pass) X(_places) X(_surprises)
 #define BACKSTASH_SLOTS_OF_PATTERN(X) X(args) X(call) X(chosen) X(in_place) X(kwargs) X(places) X(result) X(slots)
 #define BACKSTASH_SLOTS_OF_PENDING(X) X(_decide) X(_values) X(clock) X(due)
@@ -48,6 +54,8 @@ namespace backstash {
     X(pinned) X(place) X(round) X(spec) X(tensor) X(value) X(version) X(wrapping)
 #define BACKSTASH_SLOTS_OF_SLOT(X) X(kind) X(offset) X(spec)
 #define BACKSTASH_SLOTS_OF_SPEC(X) X(shape) X(stride) X(dtype) X(device) X(nbytes)
+#define BACKSTASH_SLOTS_OF_STEP(X) X(accounts) X(named) X(parameters) X(recognised) X(small)
+#define BACKSTASH_SLOTS_OF_STORAGES(X) X(_recognised) X(_state)
 #define BACKSTASH_SLOTS_OF_TICKET(X) X(number) X(nbytes)
 #define BACKSTASH_SLOTS_OF_VALUE(X) \
     X(account) X(address) X(bits) X(born) X(buffers) X(cdata) X(children) X(content) X(depth) X(errors) X(exact) \
@@ -64,17 +72,21 @@ namespace backstash {
     X(call_place, CallPlace, BACKSTASH_SLOTS_OF_CALL_PLACE) \
     X(coder, Coder, BACKSTASH_SLOTS_OF_CODER) \
     X(content, Content, BACKSTASH_SLOTS_OF_CONTENT) \
+    X(contents, Contents, BACKSTASH_SLOTS_OF_CONTENTS) \
     X(device_store, DeviceStore, BACKSTASH_SLOTS_OF_DEVICE_STORE) \
     X(encoded, Encoded, BACKSTASH_SLOTS_OF_ENCODED) \
     X(encoder, Encoder, BACKSTASH_SLOTS_OF_ENCODER) \
     X(form, Form, BACKSTASH_SLOTS_OF_FORM) \
+    X(forward, Forward, BACKSTASH_SLOTS_OF_FORWARD) \
     X(frame, Frame, BACKSTASH_SLOTS_OF_FRAME) \
     X(held, Held, BACKSTASH_SLOTS_OF_HELD) \
     X(holdings, Holdings, BACKSTASH_SLOTS_OF_HOLDINGS) \
     X(known_node, KnownNode, BACKSTASH_SLOTS_OF_KNOWN_NODE) \
     X(leaf, Leaf, BACKSTASH_SLOTS_OF_LEAF) \
+    X(learned, Learned, BACKSTASH_SLOTS_OF_LEARNED) \
     X(live, Live, BACKSTASH_SLOTS_OF_LIVE) \
     X(leaning, Leaning, BACKSTASH_SLOTS_OF_LEANING) \
+    X(names, Names, BACKSTASH_SLOTS_OF_NAMES) \
     X(noting, Noting, BACKSTASH_SLOTS_OF_NOTING) \
     X(pattern, Pattern, BACKSTASH_SLOTS_OF_PATTERN) \
     X(pending, Pending, BACKSTASH_SLOTS_OF_PENDING) \
@@ -85,6 +97,8 @@ namespace backstash {
     X(saved, Saved, BACKSTASH_SLOTS_OF_SAVED) \
     X(slot, Slot, BACKSTASH_SLOTS_OF_SLOT) \
     X(spec, TensorSpec, BACKSTASH_SLOTS_OF_SPEC) \
+    X(step, Step, BACKSTASH_SLOTS_OF_STEP) \
+    X(storages, ParameterStorages, BACKSTASH_SLOTS_OF_STORAGES) \
     X(ticket, Ticket, BACKSTASH_SLOTS_OF_TICKET) \
     X(value, Value, BACKSTASH_SLOTS_OF_VALUE) \
     X(view, View, BACKSTASH_SLOTS_OF_VIEW)
@@ -137,6 +151,48 @@ inline bool is_none_at(PyObject* object, Py_ssize_t offset) { return at(object, 
 // A new object of a class of slots alone, none of which refers to anything yet.
 inline PyObject* make(PyObject* type) {
     return untracked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0));
+}
+
+// A slot of a class, and its name: for objects that are mostly of that class, but may be others in its place.
+struct Field {
+    PyObject* type;
+    Py_ssize_t offset;
+    PyObject* name;
+};
+
+#define FIELD(class_name, slot) \
+    Field { layout::class_name.type, layout::class_name.slot, s_##slot }
+
+// A new reference, or null with an error set.
+inline PyObject* get(PyObject* object, const Field& field) {
+    PyObject* found = type_of(object) == field.type ? at(object, field.offset) : nullptr;
+    return found != nullptr ? Py_NewRef(found) : PyObject_GetAttr(object, field.name);
+}
+
+// Returns whether that went well.
+inline bool assign(PyObject* object, const Field& field, PyObject* other) {
+    if (type_of(object) != field.type) return PyObject_SetAttr(object, field.name, other) == 0;
+    set(object, field.offset, other);
+    return true;
+}
+
+// Whether it is that very object: 1 or 0, or -1 with an error set.
+inline int is_same(PyObject* object, const Field& field, PyObject* other) {
+    Owned found(get(object, field));
+    return found ? found.get() == other : -1;
+}
+
+inline int is_true(PyObject* object, const Field& field) { return is_same(object, field, Py_True); }
+
+// -1 with an error set where it is no integer.
+inline long long integer(PyObject* object, const Field& field) {
+    Owned found(get(object, field));
+    return found ? PyLong_AsLongLong(found.get()) : -1;
+}
+
+inline bool set_integer(PyObject* object, const Field& field, long long number) {
+    Owned made(PyLong_FromLongLong(number));
+    return made && assign(object, field, made.get());
 }
 
 // The value of a Need: the more of a tensor is read, the higher.

@@ -21,23 +21,23 @@ PyObject* no_seconds() {
 PyObject* text(const char* content) { return PyUnicode_InternFromString(content); }
 
 // Adds to an attribute that is a number; returns whether that went well.
-bool add_to_attribute(PyObject* object, PyObject* name, PyObject* number) {
-    Owned before(PyObject_GetAttr(object, name));
+bool add_to(PyObject* object, const Field& field, PyObject* number) {
+    Owned before(get(object, field));
     Owned after(before ? PyNumber_Add(before.get(), number) : nullptr);
-    return after && PyObject_SetAttr(object, name, after.get()) == 0;
+    return after && assign(object, field, after.get());
 }
 
 // Whether something that has a length has none: 1 or 0, or -1 with an error set.
-int is_empty(PyObject* object, PyObject* name) {
-    Owned found(PyObject_GetAttr(object, name));
+int is_empty(PyObject* object, const Field& field) {
+    Owned found(get(object, field));
     const Py_ssize_t size = found ? PyObject_Size(found.get()) : -1;
     return size < 0 ? -1 : size == 0;
 }
 
 // Whether a step may begin with a tensor that is saved: 1 or 0, or -1 with an error set.
 int may_begin_step(PyObject* forward, PyObject* live) {
-    Owned step(PyObject_GetAttr(forward, s_step));
-    const int fresh = step ? is_empty(step.get(), s_accounts) : -1;
+    Owned step(get(forward, FIELD(forward, step)));
+    const int fresh = step ? is_empty(step.get(), FIELD(step, accounts)) : -1;
     if (fresh != 0) return fresh;
     if (PyObject_Size(at(live, layout::live._losses)) == 0) return number_at(live, layout::live._saved) == 0;
     Owned number(PyObject_GetAttr(live, s_saved));
@@ -122,7 +122,7 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
     Owned need(PyObject_GetAttr(facts, s_need));
     Owned mask(need ? PyObject_GetAttr(facts, s_mask) : nullptr);
     if (!mask) return false;
-    Owned shapes(PyObject_GetAttr(forward, s__shapes));
+    Owned shapes(get(forward, FIELD(forward, _shapes)));
     Owned dense(Py_NewRef(at(saved, at_.dense)));
     Owned storage(shapes ? tensor_untyped_storage(dense.get()) : nullptr);
     Owned cdata(storage ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
@@ -148,8 +148,8 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
     } else {
         Owned nbytes(PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr));
         Owned account(nbytes ? make_account(facts, nbytes.get(), at(place, layout::place.made_seconds)) : nullptr);
-        Owned step(account ? PyObject_GetAttr(forward, s_step) : nullptr);
-        Owned accounts(step ? PyObject_GetAttr(step.get(), s_accounts) : nullptr);
+        Owned step(account ? get(forward, FIELD(forward, step)) : nullptr);
+        Owned accounts(step ? get(step.get(), FIELD(step, accounts)) : nullptr);
         if (!accounts || PyList_Append(accounts.get(), account.get()) != 0) return false;
         PyObject* live = at(saved, at_.live);
         if (!add_nbytes(live, PyLong_AsLongLong(nbytes.get()))) return false;
@@ -159,9 +159,9 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
     Owned member(weak_reference(saved));
     if (!member || PyList_Append(at(value.get(), layout::value.members), member.get()) != 0) return false;
     set(saved, at_.value, value.get());
-    const int recomputes = is_true(forward, s_recomputes);
+    const int recomputes = is_true(forward, FIELD(forward, recomputes));
     if (recomputes <= 0) return recomputes == 0;
-    Owned contents(PyObject_GetAttr(forward, s__contents));
+    Owned contents(get(forward, FIELD(forward, _contents)));
     Owned content(contents ? content_of(contents.get(), dense.get(), storage.get(), cdata.get()) : nullptr);
     Owned reference(content ? weak_reference(value.get()) : nullptr);
     if (!reference) return false;
@@ -183,15 +183,15 @@ PyObject* op_of(PyObject* node) {
 // The places at which a node has saved tensors, where it is as in an earlier step; None where it is not. See Names.places.
 PyObject* places_of(PyObject* names, PyObject* node, PyObject* found) {
     Owned op(op_of(node));
-    Owned frames(op ? PyObject_GetAttr(names, s_frames) : nullptr);
+    Owned frames(op ? get(names, FIELD(names, frames)) : nullptr);
     PyObject* frame = frames ? PyList_GetItem(frames.get(), PyList_Size(frames.get()) - 1) : nullptr;
     if (frame == nullptr) return nullptr;
     PyObject* counts = at(frame, layout::frame.counts);
     PyObject* before = PyDict_GetItemWithError(counts, op.get());
     if (before == nullptr && PyErr_Occurred()) return nullptr;
     Owned number(Py_NewRef(before == nullptr ? zero() : before));
-    Owned learned(PyObject_GetAttr(names, s_learned));
-    Owned nodes(learned ? PyObject_GetAttr(learned.get(), s_nodes) : nullptr);
+    Owned learned(get(names, FIELD(names, learned)));
+    Owned nodes(learned ? get(learned.get(), FIELD(learned, nodes)) : nullptr);
     Owned index(nodes ? PyTuple_Pack(3, at(frame, layout::frame.label), type_of(node), number.get()) : nullptr);
     if (!index) return nullptr;
     PyObject* variants = PyDict_GetItemWithError(nodes.get(), index.get());
@@ -204,7 +204,7 @@ PyObject* places_of(PyObject* names, PyObject* node, PyObject* found) {
         if (!same) continue;
         Owned after(PyLong_FromLongLong(PyLong_AsLongLong(number.get()) + 1));
         if (!after || PyDict_SetItem(counts, op.get(), after.get()) != 0) return nullptr;
-        if (PyObject_SetAttr(names, s__is_fresh, Py_False) != 0) return nullptr;
+        if (!assign(names, FIELD(names, _is_fresh), Py_False)) return nullptr;
         PyObject* specs = at(known, layout::known_node.specs);
         for (Py_ssize_t each = 0; each < PyList_Size(found); ++each)
             set(PyTuple_GetItem(PyList_GetItem(found, each), 1), layout::saved.spec, PyTuple_GetItem(specs, each));
@@ -235,10 +235,10 @@ bool take_of_node(PyObject* forward, PyObject* names, PyObject* pending, PyObjec
         return static_cast<bool>(Owned(PyObject_CallMethodObjArgs(forward, s__take_of_node, node, found, nullptr)));
     const Py_ssize_t many = PyList_Size(found);
     Owned sequence(PyObject_CallMethodObjArgs(node, s__sequence_nr, nullptr));
-    Owned step(sequence ? PyObject_GetAttr(forward, s_step) : nullptr);
+    Owned step(sequence ? get(forward, FIELD(forward, step)) : nullptr);
     Owned number(step ? PyLong_FromSsize_t(many) : nullptr);
-    if (!number || !add_to_attribute(step.get(), s_named, number.get())) return false;
-    if (!add_to_attribute(step.get(), s_recognised, number.get())) return false;
+    if (!number || !add_to(step.get(), FIELD(step, named), number.get())) return false;
+    if (!add_to(step.get(), FIELD(step, recognised), number.get())) return false;
     for (Py_ssize_t index = 0; index < many; ++index) {
         PyObject* saved = PyTuple_GetItem(PyList_GetItem(found, index), 1);
         PyObject* place = PyList_GetItem(places.get(), index);
@@ -252,11 +252,11 @@ bool take_of_node(PyObject* forward, PyObject* names, PyObject* pending, PyObjec
 
 // Whether everything that was saved is common enough: 1 or 0, or -1 with an error set.
 int are_common(PyObject* forward, PyObject* unnamed) {
-    for (PyObject* name : {s__is_watched, s_is_timing}) {
-        const int rare = is_true(forward, name);
+    for (const Field& field : {FIELD(forward, _is_watched), FIELD(forward, is_timing)}) {
+        const int rare = is_true(forward, field);
         if (rare != 0) return rare < 0 ? -1 : 0;
     }
-    const int no_rows = is_empty(forward, s__rows);
+    const int no_rows = is_empty(forward, FIELD(forward, _rows));
     if (no_rows <= 0) return no_rows;
     Owned autocast(PyObject_CallNoArgs(any_autocast));
     if (!autocast || autocast.get() == Py_True) return autocast ? 0 : -1;
@@ -289,9 +289,9 @@ PyObject* nodes_behind(PyObject* result) {
 
 // Takes in everything that was saved, of which the nodes behind the result are known.
 bool take_all(PyObject* forward, PyObject* nodes, PyObject* unnamed) {
-    Owned names(PyObject_GetAttr(forward, s__names));
-    Owned pending(names ? PyObject_GetAttr(forward, s__pending) : nullptr);
-    Owned values(pending ? PyObject_GetAttr(pending.get(), s__values) : nullptr);
+    Owned names(get(forward, FIELD(forward, _names)));
+    Owned pending(names ? get(forward, FIELD(forward, _pending)) : nullptr);
+    Owned values(pending ? get(pending.get(), FIELD(pending, _values)) : nullptr);
     PyObject* given[] = {nodes, unnamed, node_attributes, make_node_attributes};
     Owned found(values ? find(nullptr, given, 4) : nullptr);
     if (!found) return false;
@@ -333,12 +333,12 @@ PyObject* make_saved(PyObject* x, PyObject* live) {
 // See Forward._pack_large, of a plain tensor whose base, None or a tensor, is given. None where that has to do it.
 PyObject* pack_large(PyObject* forward, PyObject* x, PyObject* base) {
     if (type_of(forward) != forward_type || layout::saved.type == nullptr) return Py_NewRef(Py_None);
-    const long long depth = integer(forward, s_depth);
+    const long long depth = integer(forward, FIELD(forward, depth));
     if (depth == -1 && PyErr_Occurred()) return nullptr;
     if (depth == 0) return Py_NewRef(Py_None);
     Owned node(PyObject_CallNoArgs(running_node));
     if (!node || node.get() != Py_None) return node ? Py_NewRef(Py_None) : nullptr;
-    const int more = is_true(forward, s_remakes_anything);
+    const int more = is_true(forward, FIELD(forward, remakes_anything));
     if (more != 0) return more < 0 ? nullptr : Py_NewRef(Py_None);
     for (PyObject* tensor : {x, base}) {  // see parameters.is_pinned
         if (tensor == Py_None) continue;
@@ -346,14 +346,14 @@ PyObject* pack_large(PyObject* forward, PyObject* x, PyObject* base) {
         const int pinned = followed == 1 ? is_true(tensor, s_is_leaf) : followed;
         if (pinned != 0) return pinned < 0 ? nullptr : Py_NewRef(Py_None);
     }
-    Owned live(PyObject_GetAttr(forward, s__live));
+    Owned live(get(forward, FIELD(forward, _live)));
     if (!live) return nullptr;
     const Locked locked(at(live.get(), layout::live.lock));
     const int begins = locked ? may_begin_step(forward, live.get()) : -1;
     if (begins < 0) return nullptr;
     if (begins && !Owned(PyObject_CallMethodObjArgs(forward, s__before_save, nullptr))) return nullptr;
     Owned saved(make_saved(x, live.get()));
-    Owned unnamed(saved ? PyObject_GetAttr(forward, s_unnamed) : nullptr);
+    Owned unnamed(saved ? get(forward, FIELD(forward, unnamed)) : nullptr);
     return unnamed && PyList_Append(unnamed.get(), saved.get()) == 0 ? saved.release() : nullptr;
 }
 
@@ -361,17 +361,17 @@ PyObject* pack_large(PyObject* forward, PyObject* x, PyObject* base) {
 int name_saved(PyObject* forward, PyObject* result) {
     if (type_of(forward) != forward_type || layout::saved.type == nullptr) return 0;
     const NoTorchFunction unseen(type_of(result) == tensor_type ? result : Py_None);
-    Owned live(unseen ? PyObject_GetAttr(forward, s__live) : nullptr);
+    Owned live(unseen ? get(forward, FIELD(forward, _live)) : nullptr);
     if (!live) return -1;
     const Locked locked(at(live.get(), layout::live.lock));
     if (!locked) return -1;
-    Owned unnamed(PyObject_GetAttr(forward, s_unnamed));
+    Owned unnamed(get(forward, FIELD(forward, unnamed)));
     const int common = unnamed ? are_common(forward, unnamed.get()) : -1;
     if (common <= 0) return common;
     Owned nodes(nodes_behind(result));
     if (!nodes) return PyErr_Occurred() ? -1 : 0;
     Owned fresh(PyList_New(0));
-    if (!fresh || PyObject_SetAttr(forward, s_unnamed, fresh.get()) != 0) return -1;
+    if (!fresh || !assign(forward, FIELD(forward, unnamed), fresh.get())) return -1;
     return take_all(forward, nodes.get(), unnamed.get()) ? 1 : -1;
 }
 

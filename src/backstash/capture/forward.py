@@ -41,6 +41,7 @@ TIMED_STEPS = 2
 """Steps in which it is noted how long functions take; the first also pays for what they prepare."""
 
 
+@compiled.laid_out
 class Forward:
     """Listens to the observer, and takes in what autograd saves.
 
@@ -63,6 +64,39 @@ class Forward:
         counted: how many tensors were saved in this step, and their bytes.
         is_idle: whether the Session has nothing to do.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_assigned",
+        "_before_save",
+        "_call",
+        "_call_place",
+        "_contents",
+        "_encoder",
+        "_is_watched",
+        "_leaning",
+        "_live",
+        "_lock",
+        "_made_in",
+        "_names",
+        "_packed",
+        "_packed_before",
+        "_pending",
+        "_policy",
+        "_rows",
+        "_shapes",
+        "_steps",
+        "counted",
+        "depth",
+        "is_idle",
+        "is_timing",
+        "otherwise",
+        "parameters",
+        "recomputes",
+        "remakes_anything",
+        "step",
+        "unnamed",
+    )
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from backstash.stash.accounts import Step
+from backstash.stash.compiled import laid_out
 from backstash.stash.noting import Noting
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ QUIET_STEPS = 2
 """Equal steps without anything to do after which a Session is idle."""
 
 
+@laid_out
 class Learned:
     """What is known of the steps of one model under one policy.
 
@@ -68,6 +70,21 @@ class Learned:
         step: the accounts of the last step that was not idle.
         peak_nbytes: the most bytes that such a step has held on the device.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_chosen_of",
+        "_needed",
+        "_quiet_steps",
+        "_until_look",
+        "counted",
+        "min_nbytes",
+        "nodes",
+        "noting",
+        "peak_nbytes",
+        "saves_little",
+        "step",
+    )
 
     def __init__(self) -> None:
         self.nodes: dict[tuple[str, type, int], tuple[KnownNode, ...]] = {}

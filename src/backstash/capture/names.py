@@ -122,6 +122,7 @@ def _is_comparable(scalar: Any) -> bool:
     return isinstance(scalar, (bool, int, float, str, type(None)))
 
 
+@compiled.laid_out
 class Names:
     """Knows which module is running, and names what autograd saves.
 
@@ -134,6 +135,22 @@ class Names:
         frames: the module calls in progress; the first stands for what runs outside of modules.
         learned: where what is known is kept.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_calls",
+        "_can_claim",
+        "_cycle",
+        "_cycles",
+        "_found",
+        "_has_whole_steps",
+        "_is_fresh",
+        "_paths",
+        "_root",
+        "frames",
+        "learned",
+        "model",
+    )
 
     def __init__(
         self, model: nn.Module | None, can_claim: Callable[[str, str, TensorSpec], bool], cycles: int | None = None

@@ -84,6 +84,7 @@ class Account:
         )
 
 
+@laid_out
 class Step:
     """The accounts of the step in progress.
 
@@ -97,6 +98,18 @@ class Step:
         recognised: how many of these were named as in an earlier step, and treated so.
         is_whole: whether the Session was not left by an error in this step; else nothing is learned of it.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "accounts",
+        "calls",
+        "counts",
+        "is_whole",
+        "named",
+        "parameters",
+        "recognised",
+        "small",
+    )
 
     def __init__(self) -> None:
         self.accounts: list[Account] = []

@@ -36,6 +36,7 @@ class Inside(NamedTuple):
     saved: Mapping[int, Tensor]
 
 
+@compiled.laid_out
 class Contents:
     """Contents by the address of their storage; a content knows its storage, because addresses are given away again.
 
@@ -49,6 +50,17 @@ class Contents:
         remakes_anything: whether calls of costly functions are noted too, and proven (Note: [proven calls]).
         copied: called with the address of a storage whose memory was copied, and whose changes have to be told.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_contents",
+        "_references",
+        "_snapshots",
+        "copied",
+        "min_nbytes",
+        "parameters",
+        "remakes_anything",
+    )
 
     def __init__(self, min_nbytes: int, parameters: ParameterStorages) -> None:
         self.copied: Callable[[int], object] = lambda cdata: None

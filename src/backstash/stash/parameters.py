@@ -95,11 +95,19 @@ def check_memory(x: Tensor, nbytes: int, key: str = "") -> None:
         )
 
 
+@compiled.laid_out
 class ParameterStorages:
     """The storages that hold parameters and buffers.
 
     Each is known by a weak reference, which keeps the address of a freed storage from being given to another one.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_recognised",
+        "_roots",
+        "_state",
+    )
 
     def __init__(self) -> None:
         self._roots: weakref.WeakKeyDictionary[nn.Module, dict[int, StorageReference]] = weakref.WeakKeyDictionary()
