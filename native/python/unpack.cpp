@@ -92,6 +92,13 @@ int is_direct(PyObject* value, PyObject* op) {
     return answer ? answer.get() == Py_True : -1;
 }
 
+// See unpack._is_mask.
+bool is_mask(PyObject* value) {
+    PyObject* form = at(value, layout::value.form);
+    if (!is_none_at(value, layout::value.bits) || !is_a(form, layout::form)) return false;
+    return type_of(at(form, layout::form.codec)) == bitmask_type;
+}
+
 // Whether to claim a value that no kernel reads directly, because it is large: see table.is_worth_a_claim, and what
 // unpack._is_claimed asks of a value that has room. 1 or 0, or -1 with an error set.
 int is_large(PyObject* saved, PyObject* op, long long nbytes) {
@@ -136,7 +143,7 @@ int is_claimed(PyObject* saved, long long nbytes, PyObject* value, Running& runn
     Owned op(facts == Py_None ? PyUnicode_FromString("") : PyObject_GetAttr(facts, s_op));
     int claimed = op ? is_direct(value, op.get()) : -1;
     if (claimed == 0) claimed = is_large(saved, op.get(), nbytes);
-    else if (claimed > 0 && is_none_at(value, layout::value.bits))
+    else if (claimed > 0 && is_mask(value))
         claimed = is_faster_than_decoding(saved, op.get(), nbytes);
     return claimed == 0 ? awaits_large_weight(running.node()) : claimed;
 }

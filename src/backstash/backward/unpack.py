@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from backstash.backward import accumulation, claims, linear, table
+from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.shape import stand_in
 from backstash.errors import SavedTensorModifiedError
 from backstash.stash import held
@@ -107,9 +108,14 @@ def _is_claimed(saved: Saved, nbytes: int, value: Value | None) -> bool:
     is_faster = op in table.FASTER and nbytes >= table.CHEAP_CLAIM
     if saved.value is not None and saved.value.has_room and not is_direct and not is_faster:
         return accumulation.awaits_large_weight()
-    if is_direct and value is not None and value.bits is not None:  # what was decoded is gone
+    if is_direct and not _is_mask(value):
         return True
     return table.is_worth_a_claim(op, nbytes, is_direct, has_room) or accumulation.awaits_large_weight()
+
+
+def _is_mask(value: Value | None) -> bool:
+    """Whether a value is stored as a mask that the package itself decodes: what others do for it is not known."""
+    return value is not None and value.bits is None and value.form is not None and type(value.form.codec) is Bitmask
 
 
 def _claim(saved: Saved) -> Tensor | None:
