@@ -66,7 +66,8 @@ Form find_activation(PyObject* call, Parts& parts) {
 void find_norm(PyObject* recipe, Parts& parts) {
     PyObject* call = call_of(recipe);
     parts.norm = recipe;
-    const bool has_two = PyTuple_Size(at(call, layout::call.args)) == 2 && PyDict_Size(at(call, layout::call.kwargs)) == 0;
+    PyObject *args = at(call, layout::call.args), *kwargs = at(call, layout::call.kwargs);
+    const bool has_two = PyTuple_Size(args) == 2 && PyDict_Size(kwargs) == 0;
     const bool is_sum = has_two && is_called(call, "add") && PyTuple_Size(at(recipe, layout::recipe.inputs)) == 2;
     for (Py_ssize_t number = 0; is_sum && number < 2; ++number) {
         const Made summand = filling(recipe, number);

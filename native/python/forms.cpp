@@ -27,14 +27,13 @@ int64_t mask_nbytes(int64_t numel) { return (numel + 7) / 8; }
 
 int64_t zvc_chunks(int64_t numel) { return (numel + 4095) / 4096; }
 
-// Takes the elements of a tensor with that spec; whether that went well.
-bool take_data(PyObject* x, PyObject* spec, Data& data) {
+// Takes how many elements a tensor with that spec has; whether that went well.
+bool take_sizes(PyObject* spec, Data& data) {
     data.nbytes = number_at(spec, layout::spec.nbytes);
     data.width = static_cast<int>(integer(at(spec, layout::spec.dtype), s_itemsize));
     if (PyErr_Occurred()) return false;
     data.numel = data.nbytes / data.width;
     data.threads = threads_for(data.nbytes);
-    data.at = data_of(x);
     return !PyErr_Occurred();
 }
 
@@ -345,7 +344,9 @@ PyObject* form_of(PyObject* encoder, PyObject* place, PyObject* facts, PyObject*
     PyObject* holdings = at(store.get(), layout::device_store._holdings);
     if (!is_none_at(holdings, layout::holdings.capacity)) return Py_NewRef(Py_None);
     Data data;
-    if (!take_data(whole, spec, data)) return nullptr;
+    if (!take_sizes(spec, data)) return nullptr;
+    data.at = data_of(whole);
+    if (PyErr_Occurred()) return nullptr;
     Look look;
     Owned reason(nullptr);
     for (Py_ssize_t index = 0; index < PyTuple_Size(coders.get()); ++index) {
@@ -369,25 +370,21 @@ PyObject* decode_form(PyObject* value, PyObject* form) {
     if (!type) return nullptr;
     if (PyUnicode_CompareWithASCIIString(type.get(), "cpu") != 0) return Py_NewRef(Py_None);
     Data data;
-    data.nbytes = number_at(spec, layout::spec.nbytes);
-    data.width = static_cast<int>(integer(at(spec, layout::spec.dtype), s_itemsize));
-    if (PyErr_Occurred()) return nullptr;
-    data.numel = data.nbytes / data.width;
+    if (!take_sizes(spec, data)) return nullptr;
     const Decoding how = decoding_of(form, data);
     if (PyErr_Occurred()) return nullptr;
     if (how.kind == REFUSES) return Py_NewRef(Py_None);
     Owned whole(take_memory(value, spec, at(spec, layout::spec.dtype)));
     void* target = whole ? data_of(whole.get()) : nullptr;
-    const int threads = whole ? threads_for(data.nbytes) : 1;
     if (PyErr_Occurred()) return nullptr;
     int damage = 0;
     {
         const WithoutGil running(data.nbytes);
         if (how.kind == ZVC)
             damage = kernel::bs_zvc_decode(how.mask, how.offsets, how.values, how.stored, target, data.numel,
-                                           data.width, threads);
+                                           data.width, data.threads);
         else
-            kernel::bs_mask_decode(how.mask, target, data.numel, data.width, how.if_set, how.if_clear, threads);
+            kernel::bs_mask_decode(how.mask, target, data.numel, data.width, how.if_set, how.if_clear, data.threads);
     }
     return damage == 0 ? whole.release() : Py_NewRef(Py_None);  // the reference says what is damaged
 }
