@@ -170,6 +170,10 @@ find("nn.Module._call_impl")
 MODULE_CALL = "_call_impl"
 """The method that runs a module's hooks and its ``forward``. ``module(...)`` looks it up on the instance."""
 
+find("nn.Module._replicate_for_data_parallel")
+REPLICA = "_is_replica"
+"""What is True of the copies of a module that ``DataParallel`` makes for one call."""
+
 COMPILED_CALL = "_compiled_call_impl"
 """What ``module(...)`` runs instead after ``module.compile()``; else None, or not there."""
 

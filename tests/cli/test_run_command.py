@@ -251,3 +251,62 @@ def test_the_library_needs_no_command_line_and_no_charts() -> None:
     code = "import sys, backstash; print({'typer', 'rich', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_reports_go_where_the_command_was_started(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    with open(script, "a") as file:
+        file.write("import os\nos.chdir('elsewhere')\n")
+    monkeypatch.chdir(tmp_path)
+    reports = "--report-json", "report.json", "--report-html", "report.html"
+    assert invoke("run", *reports, "train.py").exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    assert (tmp_path / "report.json").is_file()
+    assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    "ending", ["sys.stdout.close()", "sys.stdout = None", "sys.stderr.close()", "sys.stderr = None"]
+)
+def test_a_script_may_close_what_it_prints_to(ending: str, script: str) -> None:
+    with open(script, "a") as file:
+        file.write(ending)
+    ran = subprocess.run(
+        [sys.executable, "-m", "backstash", "run", "--allocator", "system", script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr.count("Error")) == (0, 0)
+    assert ("train.py, 5 steps" in ran.stdout) != (ending == "sys.stdout.close()")
+
+
+def test_what_runs_after_the_last_line_finds_what_the_script_has_defined(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import atexit, pickle, threading, time
+
+class Kept:
+    pass
+
+def keep():
+    print(type(pickle.loads(pickle.dumps(Kept()))))
+
+def later():
+    time.sleep(0.3)
+    keep()
+
+atexit.register(keep)
+threading.Thread(target=later).start()
+"""
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "backstash", "run", "--allocator", "system", "--quiet", script],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (ran.stdout, ran.stderr) == ("<class '__main__.Kept'>\n" * 2, "")

@@ -219,6 +219,46 @@ def test_a_pickle_and_a_saved_model_are_loaded_wrapped() -> None:
         assert session_of(other).report().ratio > 1
 
 
+def test_a_shallow_copy_runs_itself_and_not_the_model_that_it_was_copied_from() -> None:
+    model = bs.wrap(network(), min_nbytes=0)
+    other = copy.copy(model)
+    other.forward = lambda x: functional.relu(x @ weight)  # type: ignore[method-assign]
+    weight = torch.randn(X.shape[-1], 64, requires_grad=True)
+    expected = functional.relu(X @ weight)
+    assert_equal_bits([expected], [other(X)])
+    assert session_of(other) is not session_of(model)
+    assert session_of(other).report().saved_nbytes > 0
+    bs.unwrap(other)
+    session_of(model)
+
+
+def test_a_shallow_copy_outlives_the_model_that_it_was_copied_from() -> None:
+    model = bs.wrap(nn.Sequential(nn.Flatten(), nn.Linear(X[0].numel(), 4)), min_nbytes=0)
+    expected = model(X)
+    other = copy.copy(model)
+    del model
+    assert_equal_bits([expected], [other(X)])
+    copied = copy.deepcopy(other)
+    other(X).sum().backward()
+    assert_equal_bits([expected], [copied(X)])
+    assert all(parameter.grad is None for parameter in copied.parameters())
+
+
+def test_a_replica_of_data_parallel_runs_itself_and_opens_nothing() -> None:
+    model = bs.wrap(network(), min_nbytes=0)
+    replica = model._replicate_for_data_parallel()
+    replica.forward = lambda x: x
+    assert replica(X) is X
+    assert session_of(model).report().saved_nbytes == 0
+
+
+def test_a_traced_graph_is_pickled_and_copied() -> None:
+    model = bs.wrap(torch.fx.symbolic_trace(nn.Sequential(nn.Flatten(), nn.Linear(X[0].numel(), 4))), min_nbytes=0)
+    expected = model(X)
+    assert_equal_bits([expected], [pickle.loads(pickle.dumps(model))(X)])
+    assert_equal_bits([expected], [copy.deepcopy(model)(X)])
+
+
 def test_a_plan_from_a_budget_is_a_policy() -> None:
     def make() -> nn.Sequential:
         torch.manual_seed(4)

@@ -86,6 +86,7 @@ def profile(
 
     The script is ended as soon as a step was profiled.
     """
+    out = out and out.absolute()  # a script may change the current folder
     with exits():
         found = profiled(script, args or (), is_module, allow, offload_to)
     if out is not None:
@@ -110,6 +111,7 @@ def plan(
 
     `run --plan FILE` runs the script under a plan that was written to a file.
     """
+    out, page = (file and file.absolute() for file in (out, page))  # a script may change the current folder
     with exits():
         parse_budget(size(budget), 1 << 30)
         limit_of_errors(error_limit, words(allow))

@@ -15,7 +15,7 @@ from backstash.cli.options import Allocator, Arguments, IsModule, MinNbytes, Pol
 from backstash.cli.planning import Allow, ErrorLimit, OffloadTo, run_within, size
 from backstash.integrations import allocator as allocators
 from backstash.integrations import ranks
-from backstash.integrations.launcher import Launched, launch, require
+from backstash.integrations.launcher import Launched, is_own_process, launch, require
 from backstash.integrations.ranks import Rank
 from backstash.planning.budget import parse_budget
 from backstash.planning.plan import Plan
@@ -74,6 +74,8 @@ def run(
     for option, file in (("--report-json", report_json), ("--report-html", report_html)):
         if file is not None and not file.parent.is_dir():
             raise typer.BadParameter(f"the folder {file.parent} is not there", param_hint=option)
+    # A script may change the current folder.
+    report_json, report_html = (file and file.absolute() for file in (report_json, report_html))
     rank = Rank.here()
     with exits():
         require(script, is_module)
@@ -151,8 +153,7 @@ def _steps(report: Report) -> str:
 
 def _start_under(asked: str, quiet: bool) -> None:
     """Starts this process again under an allocator, if it is to have one that it has not."""
-    program = Path(sys.argv[0])
-    if program.stem != "backstash" and program.parent.name != "backstash":
+    if not is_own_process():
         return  # somebody else's process, such as that of the tests, which runs the command by calling it
     chosen = allocators.choose(asked)
     if chosen is None or chosen.is_loaded or os.environ.get(_STARTED_AGAIN) == chosen.path:

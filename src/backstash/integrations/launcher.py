@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from backstash.errors import ScriptError
 from backstash.integrations.compile import patch_compile
@@ -133,6 +133,7 @@ def execute(
         ScriptError: there is no such file or module.
     """
     require(script, is_module)
+    streams = sys.stdout, sys.stderr
     with _as_main(str(script), args, is_module) as namespace:
         try:
             exec(_code(str(script), namespace, is_module), namespace)
@@ -144,9 +145,14 @@ def execute(
             sys.excepthook(type(error), error, _from_script(error))
             return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _settle_streams(streams)
     return 0
+
+
+def is_own_process() -> bool:
+    """Whether this process was started as the command ``backstash``, so that it ends with the script."""
+    program = Path(sys.argv[0])
+    return program.stem == "backstash" or program.parent.name == "backstash"
 
 
 def require(script: str | Path, is_module: bool = False) -> None:
@@ -226,6 +232,16 @@ def _from_script(error: BaseException) -> TracebackType | None:
     return trace
 
 
+def _settle_streams(before: tuple[Any, Any]) -> None:
+    """Flushes what the script prints to. In place of a stream that it has closed or removed comes the one before."""
+    for name, original in zip(("stdout", "stderr"), before, strict=True):
+        usable = (stream for stream in (getattr(sys, name), original) if not getattr(stream, "closed", stream is None))
+        stream = next(usable, None)  # None prints nothing, as where Python is started without the stream
+        setattr(sys, name, stream)
+        if stream is not None:
+            stream.flush()
+
+
 @contextmanager
 def _searching(folder: str) -> Iterator[None]:
     """Has Python import from that folder first, in place of the folder of this process's own program."""
@@ -240,14 +256,18 @@ def _searching(folder: str) -> Iterator[None]:
 
 @contextmanager
 def _as_main(script: str, args: Sequence[str], is_module: bool) -> Iterator[dict[str, object]]:
-    """Yields the namespace of a fresh ``__main__``. Restores argv, the import path and ``__main__`` on leaving."""
+    """Yields the namespace of a fresh ``__main__``. Restores argv, the import path and ``__main__`` on leaving.
+
+    In a process of the command's own the script stays ``__main__``: its threads may go on, and functions that it has
+    registered for the end of the process run, after its last line. They may pickle what it has defined.
+    """
     module = ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __cached__=None)
     if not is_module:
         path = os.path.abspath(script)
         module.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
     folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(script))
-    argv, main = sys.argv, sys.modules["__main__"]
+    argv, main = sys.argv, module if is_own_process() else sys.modules["__main__"]
     with _searching(folder):
         sys.argv = ["-m" if is_module else script, *args]
         sys.modules["__main__"] = module

@@ -13,15 +13,23 @@ Note: [a call of a module]
     It is this attribute that is replaced, in the instance's dictionary. So the class, ``forward``, the hooks, the
     parameters and the state dict stay what they are, and hooks that others put on the module (DDP, FSDP2, weight norm)
     run inside the Session. torch's forward hooks would not do: those after ``forward`` do not run on Ctrl-C.
+
+Note: [copies that share]
+    ``copy.copy(model)`` and DataParallel copy the dictionary, and what was put in it for one object is then called for
+    another. An attribute of an instance is called without the instance, so the object that is called is looked up in
+    the caller's frame, that of ``torch.nn.Module``. A copy is given a wrapping of its own as soon as it is met. The
+    replicas of DataParallel live for one call, on threads that no Session sees: they are called as they are.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from backstash.errors import IntegrationError
@@ -29,7 +37,7 @@ from backstash.integrations.attaching import is_training, session_for
 from backstash.planning.budgeted import Budgeted
 from backstash.policies.base import Policy
 from backstash.session import Session
-from backstash.torch_internals import COMPILED_CALL, MODULE_CALL, hide_from_dynamo
+from backstash.torch_internals import COMPILED_CALL, MODULE_CALL, REPLICA, hide_from_dynamo
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -38,23 +46,30 @@ class Window:
     """Stands for a model's ``_call_impl`` and opens a Session around the outermost training call.
 
     Args:
-        model: the wrapped model.
+        model: the wrapped model; None if it is not there yet, where a copy is read.
         policy, budget, options: as in :func:`wrap`.
     """
 
     def __init__(
-        self, model: nn.Module, policy: str | Policy, budget: int | str | None, options: dict[str, Any]
+        self, model: nn.Module | None, policy: str | Policy, budget: int | str | None, options: dict[str, Any]
     ) -> None:
-        self._model = weakref.ref(model)  # which holds this object: with a cycle, `del model` would free no memory
+        # Weak, because the model holds this object: with a cycle, `del model` would free no memory.
+        self._model = weakref.ref(model) if model is not None else None
         self._arguments = policy, budget, options
         self._session: Session | Budgeted | None = None
 
     @property
-    def model(self) -> nn.Module:
-        """The wrapped model, which is there whenever it is called or copied."""
-        model = self._model()
-        assert model is not None
-        return model
+    def model(self) -> nn.Module | None:
+        """The wrapped model; None if it is gone, and only a copy that shares this object is there."""
+        return None if self._model is None else self._model()
+
+    def of(self, model: nn.Module) -> Window:
+        """The wrapping of a model in whose dictionary this one is (Note: [copies that share])."""
+        if self.model is model:
+            return self
+        own = Window(model, *copy.deepcopy(self._arguments))
+        model.__dict__[MODULE_CALL] = own
+        return own
 
     @property
     def session(self) -> Session | Budgeted:
@@ -67,10 +82,14 @@ class Window:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
         model = self.model
+        caller = None if torch.compiler.is_compiling() else sys._getframe(1).f_locals.get("self")
+        if caller is not model and isinstance(caller, nn.Module) and caller.__dict__.get(MODULE_CALL) is self:
+            model = caller
+        assert model is not None, "a copy of a wrapped model was called by other means than model(...)"
         call = getattr(type(model), MODULE_CALL)  # looked up at each call, since FSDP2 changes a model's class
-        if not is_training(model):
+        if getattr(model, REPLICA, False) or not is_training(model):
             return call(model, *args, **kwargs)
-        session = self.session
+        session = self.of(model).session
         if isinstance(session, Budgeted):
             return session.call(model, functools.partial(call, model), *args, **kwargs)
         with session:
@@ -82,10 +101,14 @@ class Window:
             self._session.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Window:
-        return Window(copy.deepcopy(self.model, memo), *copy.deepcopy(self._arguments, memo))
+        copied = None if self.model is None else memo.get(id(self.model))  # None: it is not the model that is copied
+        return Window(copied, *copy.deepcopy(self._arguments, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Window, (self.model, *self._arguments)
+        model = self.model
+        # A class that says by itself how it is made again, as that of torch.fx does, is not there when this is read.
+        is_there = type(model).__reduce__ is object.__reduce__ and type(model).__reduce_ex__ is object.__reduce_ex__
+        return Window, (model if is_there else None, *self._arguments)
 
 
 hide_from_dynamo(Window.__call__)
@@ -180,7 +203,7 @@ def session_of(model: nn.Module) -> Session | Budgeted:
 
 def _window(model: nn.Module) -> Window | None:
     found = model.__dict__.get(MODULE_CALL)
-    return found if isinstance(found, Window) else None
+    return found.of(model) if isinstance(found, Window) else None
 
 
 def _require_window(model: nn.Module, asked_by: str) -> Window:

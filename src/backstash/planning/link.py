@@ -114,7 +114,7 @@ def folder(chosen: str | os.PathLike[str] | None = None) -> str:
     for path in tried:
         reason = _unusable(path)
         if reason is None:
-            return str(path)
+            return str(path.absolute())  # the program may change the current folder before a file is opened there
         reasons.append(f"{path} {reason}")
     raise PlanError(
         f"offloading was asked for, and on CPU values are moved to a disk, but {', and '.join(reasons)}. Name a folder "
