@@ -7,6 +7,7 @@ AttributeError in the middle of a training step.
 from __future__ import annotations
 
 import ctypes
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -204,6 +205,27 @@ def replace_switches_of_hooks(switch_off: Callable[[str], None], switch_on: Call
     """Have torch switch saved-tensor hooks off and on by these functions."""
     _autograd_in_c._saved_tensors_hooks_disable = switch_off
     _autograd_in_c._saved_tensors_hooks_enable = switch_on
+
+
+def checkpoint_hooks() -> Any:
+    """The class of the hooks that a checkpoint without reentrance installs around its function; None if there is none.
+
+    It is made with an object whose ``recompute_fn`` runs the function again.
+    """
+    from torch.utils import checkpoint
+
+    return getattr(checkpoint, "_checkpoint_hook", None)
+
+
+def replace_checkpoint_hooks(hooks: Any) -> None:
+    """Have checkpoints install hooks of this class."""
+    torch.utils.checkpoint._checkpoint_hook = hooks  # type: ignore[misc]
+
+
+def has_compiled() -> bool:
+    """Whether Dynamo has met a frame to compile. Torch imports Dynamo also for programs that compile nothing."""
+    converting = sys.modules.get("torch._dynamo.convert_frame")
+    return converting is not None and bool(getattr(converting, "FRAME_COUNTER", True))
 
 
 @contextmanager

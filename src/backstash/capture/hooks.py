@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.capture import modules, observer, transforms
+from backstash.capture import checkpoints, modules, observer, transforms
 from backstash.errors import SessionError
 from backstash.stash import regions
 from backstash.torch_internals import (
@@ -42,6 +42,7 @@ class Hooks:
         with ExitStack() as installed:
             installed.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             installed.callback(transforms.admit(self))
+            installed.callback(checkpoints.admit())
             installed.callback(self._stop)
             self.observe()
             installed.callback(modules.listen(of_modules))

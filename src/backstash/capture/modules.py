@@ -51,6 +51,9 @@ _listeners: dict[int, Any] = {}
 _numbers: tuple[int, int] | None = None
 """Of the two hooks, once they were registered: of the one before a forward, and of the one after it."""
 
+_kept = 0
+"""How many ask for the hooks although nobody listens."""
+
 _lock = threading.Lock()
 
 
@@ -81,7 +84,7 @@ def listen(listener: Listener | None) -> Callable[[], None]:
         _active.leave = partial(compiled.functions.leave_module, listener)
     with _lock:
         _listeners[id(listener)] = listener
-        if len(_listeners) == 1:
+        if len(_listeners) == 1 and not _kept:
             _install()
 
     def stop() -> None:
@@ -89,7 +92,30 @@ def listen(listener: Listener | None) -> Callable[[], None]:
             thread.pop(name, None)
         with _lock:
             _listeners.pop(id(listener), None)
-            if not _listeners:
+            if not _listeners and not _kept:
+                _uninstall()
+
+    return stop
+
+
+def are_installed() -> bool:
+    """Whether modules call the hooks."""
+    return bool(_listeners or _kept)
+
+
+def keep() -> Callable[[], None]:
+    """Have modules call the hooks even if nobody listens (Note: [recomputed alike]); returns what ends that."""
+    global _kept
+    with _lock:
+        _kept += 1
+        if _kept == 1 and not _listeners:
+            _install()
+
+    def stop() -> None:
+        global _kept
+        with _lock:
+            _kept -= 1
+            if not _kept and not _listeners:
                 _uninstall()
 
     return stop

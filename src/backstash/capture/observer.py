@@ -86,10 +86,14 @@ class Observer(TorchFunctionMode):
 
     only_observes = True
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener | None) -> None:
+        """Begins with whom it tells; with nobody, it is what a compiler finds installed (Note: [recomputed alike])."""
         super().__init__()
-        self.listener = listener
         functions, self._watch = compiled.functions, _rare
+        if listener is None:
+            self._watch = _pass_on
+            return
+        self.listener = listener
         if functions is not None:
             self._watch = functions.watch(listener, _numbers, _RARE, calls.random_state, _RESULTS, _EFFECTS)
 
@@ -193,6 +197,11 @@ def _rare(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return _RARE
 
 
+def _pass_on(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """In the place of the compiled observer, where nobody listens."""
+    return func(*args, **(kwargs or {}))
+
+
 _EFFECTS = tuple(sorted(SideEffect, key=lambda effect: effect.value))
 _MOST_KINDS = 4096
 
@@ -219,4 +228,5 @@ def _number_of(func: Callable[..., Any], kind: _Kind) -> int:
     return kind.effect.value + 4 * kind.is_cheap + 8 * draws + 16 * (0 if position is None else position + 1)
 
 
-hide_from_dynamo(Observer.__torch_function__)
+for _function in (Observer.__torch_function__, _pass_on):
+    hide_from_dynamo(_function)
