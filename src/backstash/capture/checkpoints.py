@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 from backstash.capture import modules
@@ -52,6 +53,7 @@ def admit() -> Callable[[], None]:
     return stop
 
 
+@cache
 def _remembering(original: Any) -> Any:
     class CheckpointHooks(original):  # type: ignore[misc]
         """Torch's hooks around a checkpointed function, which note at its end what was installed."""
