@@ -214,7 +214,7 @@ PyObject* memory_like(PyObject* spec, PyObject* value) {
     PyObject* recipe = value == nullptr ? Py_None : at(value, layout::value.recipe);
     const int whole = recipe == Py_None ? 0 : is_same_spec(at(call_of(recipe), layout::call.spec), spec);
     if (whole < 0) return nullptr;
-    return whole ? take_memory(value, spec, float32) : empty_like(spec, float32);
+    return whole ? take_memory(value, spec) : empty_like(spec);
 }
 
 // Runs the kernel on what the parts are now: a new reference, to None where it does not take them.

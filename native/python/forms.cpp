@@ -374,7 +374,7 @@ PyObject* decode_form(PyObject* value, PyObject* form) {
     const Decoding how = decoding_of(form, data);
     if (PyErr_Occurred()) return nullptr;
     if (how.kind == REFUSES) return Py_NewRef(Py_None);
-    Owned whole(take_memory(value, spec, at(spec, layout::spec.dtype)));
+    Owned whole(take_memory(value, spec));
     void* target = whole ? data_of(whole.get()) : nullptr;
     if (PyErr_Occurred()) return nullptr;
     int damage = 0;

@@ -46,8 +46,8 @@ void* data_of(PyObject* x) {
     return address ? PyLong_AsVoidPtr(address.get()) : nullptr;
 }
 
-PyObject* empty_like(PyObject* spec, PyObject* dtype) {
-    PyObject* kwargs = on_cpu(dtype);
+PyObject* empty_like(PyObject* spec) {
+    PyObject* kwargs = on_cpu(at(spec, layout::spec.dtype));
     if (kwargs == nullptr) return nullptr;
     Owned args(PyTuple_Pack(2, at(spec, layout::spec.shape), at(spec, layout::spec.stride)));
     return args ? PyObject_Call(empty_strided, args.get(), kwargs) : nullptr;
@@ -66,14 +66,14 @@ PyObject* empty_plane(long long numel, PyObject* dtype) {
     return made.release();
 }
 
-PyObject* take_memory(PyObject* value, PyObject* spec, PyObject* dtype) {
+PyObject* take_memory(PyObject* value, PyObject* spec) {
     PyObject *buffers = at(value, layout::value.buffers), *live = at(value, layout::value.live);
     const bool is_common = is_a(buffers, layout::buffers) && is_none_at(live, layout::live.watcher);
     const bool is_small = number_at(spec, layout::spec.nbytes) < PyLong_AsLongLong(smallest_pooled);
     if (!is_common || !is_small)
-        return PyObject_CallFunctionObjArgs(take_reference, value, spec, dtype, nullptr);
+        return PyObject_CallFunctionObjArgs(take_reference, value, spec, at(spec, layout::spec.dtype), nullptr);
     set(buffers, layout::buffers._lent, Py_None);
-    return set_number(buffers, layout::buffers._keeps, 0) ? empty_like(spec, dtype) : nullptr;
+    return set_number(buffers, layout::buffers._keeps, 0) ? empty_like(spec) : nullptr;
 }
 
 }  // namespace backstash

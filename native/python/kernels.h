@@ -18,7 +18,6 @@ namespace backstash {
     X(bs_binary_encode, int64_t, (const void*, int64_t, int, uint64_t, uint64_t, void*, int)) \
     X(bs_look, void, (const void*, int, int64_t, int64_t, int64_t, int64_t*, int64_t*)) \
     X(bs_mask_decode, void, (const void*, void*, int64_t, int, uint64_t, uint64_t, int)) \
-    X(bs_mask_select, void, (const void*, const void*, int64_t, int, void*, int)) \
     X(bs_zvc_decode, int, (const void*, const void*, const void*, int64_t, void*, int64_t, int, int)) \
     X(bs_zvc_gather, void, (const void*, int64_t, int, void*, void*, void*, int64_t, int)) \
     X(bs_zvc_mark, int64_t, (const void*, int64_t, int, void*, void*, int))
@@ -48,8 +47,8 @@ private:
 PyObject* bind(PyObject*, PyObject* address_of);
 int threads_for(long long nbytes);         // see planes.threads_for; -1 with an error set
 void* data_of(PyObject* x);                // where a tensor's elements begin; an error may be set
-PyObject* empty_like(PyObject* spec, PyObject* dtype);                    // new memory laid out like a spec, on a CPU
-PyObject* empty_plane(long long numel, PyObject* dtype);                  // see planes.new_plane
-PyObject* take_memory(PyObject* value, PyObject* spec, PyObject* dtype);  // see decode._take
+PyObject* empty_like(PyObject* spec);                    // new memory laid out like a spec, on a CPU
+PyObject* empty_plane(long long numel, PyObject* dtype);  // see planes.new_plane
+PyObject* take_memory(PyObject* value, PyObject* spec);  // see decode._take, of elements of the spec's type
 
 }  // namespace backstash

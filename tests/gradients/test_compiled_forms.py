@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +20,8 @@ from torch import Tensor, nn
 from backstash import Session
 from backstash import session as sessions
 from backstash.codecs import Binary, Bitmask, Csr, Zvc
+from backstash.errors import NeedNotMetError
+from backstash.ops.cpu import library
 from backstash.policies import Policy, Stash
 from backstash.saved import Mask, Need, SavedTensor, Test
 from backstash.stash import compiled, fused
@@ -279,7 +286,6 @@ def test_what_the_kernel_does_not_take_runs_call_by_call() -> None:
 
 def test_needs_are_those_of_the_reference() -> None:
     """A codec that does not serve a need is an error under the compiled functions as well."""
-    from backstash.errors import NeedNotMetError
 
     class Wrong(Says):
         def decide(self, saved: SavedTensor) -> Stash:
@@ -289,3 +295,16 @@ def test_needs_are_those_of_the_reference() -> None:
     with pytest.raises(NeedNotMetError, match="preserves"), session:
         root = torch.ones(64, requires_grad=True)
         squared(root * 2.0).sum().backward()
+
+
+def test_kernels_of_another_version_do_not_keep_the_package_from_being_imported(tmp_path: Path) -> None:
+    """The first kernel that is called says what is wrong, and until then the references serve."""
+    package = Path(compiled.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "backstash", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "backstash" / "ops" / "cpu" / library.PATH.name).write_bytes(b"no library")
+    script = "import backstash\nfrom backstash.stash import compiled\nprint(backstash.__file__, compiled.functions)"
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == [str(tmp_path / "backstash" / "__init__.py"), "None"]

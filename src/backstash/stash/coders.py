@@ -18,7 +18,7 @@ from backstash.codecs.bitmask import Binary, Bitmask
 from backstash.codecs.direct import MaskBits
 from backstash.codecs.zvc import Zvc
 from backstash.ops import backends
-from backstash.ops.cpu.planes import FLOATS
+from backstash.ops.cpu.planes import FLOATS, rounded
 from backstash.saved import Mask, Need, SavedTensor, TensorSpec
 from backstash.stash import compiled
 from backstash.stash.compiled import laid_out
@@ -55,7 +55,7 @@ class Coder:
         self.element, self.test, self.lo, self.hi, self.min_saving = FLOATS.get(spec.dtype, 0), 0, 0.0, 0.0, 0.0
         if isinstance(codec, Bitmask):
             test = codec.mask
-            self.test, self.lo, self.hi = test.test.code, _rounded(test.lo, spec.dtype), _rounded(test.hi, spec.dtype)
+            self.test, self.lo, self.hi = test.test.code, rounded(test.lo, spec.dtype), rounded(test.hi, spec.dtype)
         elif isinstance(codec, Zvc):
             self.min_saving = codec.min_saving
 
@@ -89,10 +89,6 @@ def _is_known(codec: Codec, need: Need, mask: Mask | None) -> bool:
     if isinstance(codec, Bitmask):
         return not (codec.mask.ternary or codec.mask.nan)
     return not isinstance(codec, Zvc) or codec.values is None
-
-
-def _rounded(number: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(number, dtype=dtype, device="cpu").item())
 
 
 for _kind in (Encoded, Ticket, Holdings, DeviceStore):

@@ -98,8 +98,9 @@ def _functions() -> Any:
         )
         _held.bind(library.address_of)
         _offsets(TensorSpec)
-    except (ImportError, ValueError, TypeError):
-        # Not compiled, a Python without the limited API or with slots elsewhere, a bad choice, or an older library.
+    except (ImportError, OSError, ValueError, TypeError):
+        # Not compiled, a Python without the limited API or with slots elsewhere, a bad choice, or an older library, of
+        # kernels too: the first one that is called says so.
         return None
     return _held
 

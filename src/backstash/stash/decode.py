@@ -17,15 +17,12 @@ from backstash.codecs.direct import Direct, MaskBits, Readable
 from backstash.errors import SavedTensorModifiedError
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash import fused
-from backstash.stash.buffers import new_memory
+from backstash.stash.buffers import SMALLEST, new_memory
 from backstash.stash.calls import Leaf, Memory
 from backstash.stash.comparing import check_sample
 from backstash.stash.compiled import functions
 from backstash.stash.value import Form, Saved, Value, version_of
 from backstash.torch_internals import in_backward
-
-SMALL = 1 << 18
-"""Bytes below which what was decoded for one of several readers is held for the others: it is in no pool of buffers."""
 
 COPIES_BOOLS = frozenset({"cpu"})
 """Types of devices whose backward kernels make a floating copy of a bool first (see Bitmask.decode)."""
@@ -171,7 +168,8 @@ def _made(value: Value, owner: Any, ahead: bool, borrows: bool) -> Tensor:
         encoded = planes(value, form)
         started = time.perf_counter()  # what was waited for is counted apart
         form.codec.decode(encoded, whole)
-        if (value.unread > 1 and whole.nbytes < SMALL) or (
+        # What is in no pool of buffers is held for the other readers.
+        if (value.unread > 1 and whole.nbytes < SMALLEST) or (
             ahead and value.unread and value.live.may_hold(2 * whole.nbytes)
         ):
             value.hold(whole.detach())

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from ctypes import c_double, c_int, c_int64, c_uint64, c_void_p
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backstash.ops.cpu import library
-from backstash.ops.cpu.planes import FLOATS, UNSIGNED, check_plane, new_plane, scalar_bits, threads_for
+from backstash.ops.cpu.planes import FLOATS, UNSIGNED, check_plane, new_plane, rounded, scalar_bits, threads_for
 from backstash.ops.layout import bytes_for
 from backstash.ops.reference import masks as reference
 
@@ -28,11 +27,6 @@ _lib: Any = library.functions(
 )
 
 
-@lru_cache(maxsize=256)
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(value, dtype=dtype, device="cpu").item())
-
-
 def bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
     """See :func:`backstash.ops.reference.masks.bitmask_encode`."""
     code = FLOATS.get(x.dtype)
@@ -40,7 +34,7 @@ def bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
         return reference.bitmask_encode(x, test, lo, hi)
     n = x.numel()
     mask = new_plane(bytes_for(n, 1), torch.uint8)
-    lo, hi = _rounded(lo, x.dtype), _rounded(hi, x.dtype)
+    lo, hi = rounded(lo, x.dtype), rounded(hi, x.dtype)
     _lib.bs_bitmask_encode(x.data_ptr(), n, code, test, lo, hi, mask.data_ptr(), threads_for(n * x.element_size()))
     return mask
 

@@ -35,6 +35,12 @@ def new_plane(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 @lru_cache(maxsize=256)
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """Returns ``value`` as torch converts it to ``dtype``."""
+    return float(torch.tensor(value, dtype=dtype, device="cpu").item())
+
+
+@lru_cache(maxsize=256)
 def scalar_bits(value: float, sign: float, dtype: torch.dtype) -> int:
     """Returns the bits of ``value`` as torch converts it to ``dtype``. ``sign`` tells 0.0 from -0.0."""
     return int(torch.tensor(value, dtype=dtype, device="cpu").view(UNSIGNED[dtype.itemsize]).item())
