@@ -37,7 +37,7 @@ namespace backstash {
     X(_losses) X(_nbytes) X(_remade_nbytes) X(_saved) X(buffers) X(comparisons) X(distrusted) X(lock) X(monitor) \
     X(needed_nbytes) X(overwrites) X(peak_nbytes) X(prefetcher) X(stashed_nbytes) X(unpacked) X(watcher)
 #define BACKSTASH_SLOTS_OF_NAMES(X) X(_cycles) X(_found) X(_is_fresh) X(frames) X(learned)
-#define BACKSTASH_SLOTS_OF_NOTING(X) X(_failing) X(_has_skipped) X(_has_used) X(_pass) X(_places) X(_surprises)
+#define BACKSTASH_SLOTS_OF_NOTING(X) X(_failing) X(_has_skipped) X(_has_used) X(_limit) X(_places) X(_surprises) X(passes)
 #define BACKSTASH_SLOTS_OF_PATTERN(X) X(args) X(call) X(chosen) X(in_place) X(kwargs) X(places) X(result) X(slots)
 #define BACKSTASH_SLOTS_OF_PENDING(X) X(_decide) X(_values) X(clock) X(due)
 #define BACKSTASH_SLOTS_OF_PLACE(X) \

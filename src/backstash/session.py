@@ -317,7 +317,8 @@ class Session:
             return
         if not step.is_empty:
             known.step, known.peak_nbytes = step, self._live.peak_nbytes
-        known.end_step(counted, encoder.only_keep, step.saved_nbytes, step.freed_nbytes)
+        does_nothing = encoder.only_keep or (encoder.is_fixed and not step.freed_nbytes)
+        known.end_step(counted, does_nothing, step.saved_nbytes, step.freed_nbytes)
         if self._chooses_min_nbytes and step.accounts and counted[0]:
             known.choose_min_nbytes((account.saved_nbytes for account in step.accounts), step.saved_nbytes)
         self._use_learned_size()

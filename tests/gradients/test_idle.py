@@ -20,6 +20,8 @@ from backstash.capture import learned
 from backstash.capture.learned import LARGEST, LITTLE, LOOK_AGAIN, SMALLEST, SMALLEST_OF_LITTLE, Learned
 from backstash.capture.names import Names
 from backstash.errors import SavedTensorFreedError
+from backstash.stash import noting
+from backstash.stash.noting import Limit
 
 MIB = 1 << 20
 
@@ -110,6 +112,77 @@ def test_what_the_program_holds_no_longer_is_stored_some_steps_later() -> None:
         loss.backward()
         codecs.append({row.codec for row in session.report().rows})
     assert codecs[-1] - {"kept"}
+
+
+@pytest.mark.parametrize("min_nbytes", [None, 0])
+def test_a_large_step_of_which_the_program_holds_everything_makes_it_idle(min_nbytes: int | None) -> None:
+    model, session = network(), Session("lossless", min_nbytes=min_nbytes)
+    hidden: list[Tensor] = []
+    for _ in range(4):
+        hidden.clear()
+        with session:
+            hidden.append(torch.ones(2 * LITTLE // 256, 64, requires_grad=True))
+            for layer in model:
+                hidden.append(layer(hidden[-1]))
+        hidden[-1].sum().backward()
+    report = session.report()
+    assert any("nothing to do" in note for note in report.notes)
+    assert report.device_nbytes == report.saved_nbytes > LITTLE
+
+
+def test_a_pass_that_is_longer_than_the_limit_is_remembered() -> None:
+    limit = Limit(many=4, most=32)
+    known: set[int] = set()
+    forgotten = []
+    for passes in range(6):
+        for call in range(20):
+            if call not in known:
+                if limit.is_reached(len(known), passes):
+                    forgotten.append(passes)
+                    known.clear()
+                known.add(call)
+    assert not forgotten and len(known) == 20
+
+
+def test_passes_that_do_not_come_again_are_forgotten() -> None:
+    limit, known = Limit(many=4, most=32), 0
+    largest = 0
+    for passes in range(1000):
+        for _ in range(3):
+            known = 1 if limit.is_reached(known, passes) else known + 1
+            largest = max(largest, known)
+    assert largest <= 8
+
+
+def test_no_pass_is_remembered_beyond_the_most() -> None:
+    limit, known = Limit(many=4, most=32), 0
+    largest = 0
+    for _ in range(1000):
+        known = 1 if limit.is_reached(known, 0) else known + 1
+        largest = max(largest, known)
+    assert largest == 32
+
+
+@pytest.mark.parametrize("calls", [5, 50])
+def test_a_step_with_more_calls_than_the_limits_is_recognised(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned, "MANY_NODES", 8)
+    monkeypatch.setattr(noting, "MANY_PLACES", 8)
+    x, weight = torch.randn(64, 64, requires_grad=True), torch.ones(64)
+
+    class Chain(nn.Module):
+        def forward(self) -> Tensor:
+            y = x
+            for _ in range(calls):
+                y = (y * weight).relu()
+            return y.sum()
+
+    model, session = Chain(), Session("lossless", min_nbytes=1)
+    for _ in range(4):
+        with session:
+            loss = model()
+        loss.backward()
+    report = session.report()
+    assert report.recognised == report.named >= 2 * calls
 
 
 def test_what_was_learned_goes_with_the_model() -> None:

@@ -10,8 +10,9 @@ Note: [sizes that matter]
     much or as little as that one did, the choice is made anew.
 
 Note: [idle Sessions]
-    When a fixed policy has said Keep of everything in two equal steps, or two equal steps that save little could be
-    made smaller by less than a fiftieth, there is nothing to do: the Session takes its observer and its module hooks
+    When a fixed policy has said Keep of everything in two equal steps, or has made nothing smaller, because the program
+    holds it all or no codec takes it, or two equal steps that save little could be made smaller by less than a
+    fiftieth, there is nothing to do: the Session takes its observer and its module hooks
     away, and holds what is saved with its version and nothing else. It counts the tensors and their bytes. After a step
     that has saved others it learns anew, and in one of 64 steps it looks again in any case.
 """
@@ -27,7 +28,7 @@ from torch import nn
 
 from backstash.stash.accounts import Step
 from backstash.stash.compiled import laid_out
-from backstash.stash.noting import Noting
+from backstash.stash.noting import Limit, Noting
 
 if TYPE_CHECKING:
     from backstash.capture.names import KnownNode
@@ -53,6 +54,9 @@ SMALLEST_OF_LITTLE = 64 << 10
 LOOK_AGAIN = 64
 """An idle Session looks again in one of so many steps: the numbers, or what the program holds itself, may be others."""
 
+MANY_NODES, MOST_NODES = 1 << 16, 1 << 19
+"""How many nodes are known at most: see Limit."""
+
 QUIET_STEPS = 2
 """Equal steps without anything to do after which a Session is idle."""
 
@@ -63,6 +67,7 @@ class Learned:
 
     Attributes:
         nodes: what is known of the tensors that nodes save, by module path, type of node and number.
+        limit: of the nodes.
         noting: what is known of the calls of functions.
         min_nbytes: tensors smaller than this are kept; None where this was not decided yet.
         saves_little: whether all that a step saves is so little that time counts more.
@@ -78,6 +83,7 @@ class Learned:
         "_quiet_steps",
         "_until_look",
         "counted",
+        "limit",
         "min_nbytes",
         "nodes",
         "noting",
@@ -88,6 +94,7 @@ class Learned:
 
     def __init__(self) -> None:
         self.nodes: dict[tuple[str, type, int], tuple[KnownNode, ...]] = {}
+        self.limit = Limit(MANY_NODES, MOST_NODES)
         self.noting = Noting()
         self.min_nbytes: int | None = None
         self.saves_little = False
@@ -104,12 +111,12 @@ class Learned:
         """Whether there is nothing to do (Note: [idle Sessions])."""
         return self._quiet_steps >= self._needed
 
-    def end_step(self, counted: tuple[int, int], only_keep: bool, saved_nbytes: int, freed_nbytes: int) -> None:
+    def end_step(self, counted: tuple[int, int], does_nothing: bool, saved_nbytes: int, freed_nbytes: int) -> None:
         """A step is over that was not idle.
 
         Args:
             counted: how many tensors it has saved, and their bytes.
-            only_keep: whether the policy is fixed and has said Keep of all of them.
+            does_nothing: whether the policy is fixed and has said Keep of all of them, or nothing became smaller.
             saved_nbytes: bytes of all values that it has saved, without parameters.
             freed_nbytes: bytes that plain PyTorch would have held, and the Session has not.
         """
@@ -117,7 +124,7 @@ class Learned:
             return
         if self.min_nbytes is not None and not self._chosen_of <= 4 * saved_nbytes <= 16 * self._chosen_of:
             self.min_nbytes, self.saves_little = None, False
-        is_quiet = only_keep or (self.saves_little and SHARE * freed_nbytes < saved_nbytes)
+        is_quiet = does_nothing or (self.saves_little and SHARE * freed_nbytes < saved_nbytes)
         equal = is_quiet and counted == self.counted
         self._quiet_steps = self._quiet_steps + 1 if equal else int(is_quiet)
         self._until_look = LOOK_AGAIN

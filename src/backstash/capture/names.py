@@ -36,9 +36,6 @@ from backstash.stash.noting import Noting
 from backstash.stash.place import Place
 from backstash.stash.value import Saved
 
-MOST_NODES = 1 << 16
-"""Nodes of which something is remembered; beyond that everything is learned anew."""
-
 MOST_VARIANTS = 8
 """How many different nodes are remembered of one place and number; beyond that the oldest is forgotten.
 
@@ -320,7 +317,7 @@ class Names:
 
     def _remember(self, index: tuple[str, type, int], node: KnownNode) -> None:
         nodes = self.learned.nodes
-        if len(nodes) >= MOST_NODES:
+        if self.learned.limit.is_reached(len(nodes), self.learned.noting.passes):
             nodes.clear()
         nodes[index] = (node, *nodes.get(index, ())[: MOST_VARIANTS - 1])
 

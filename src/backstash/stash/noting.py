@@ -20,22 +20,57 @@ from backstash.stash.recipes import Recipe
 PASSES = 2
 """In how many passes a call is noted at least before it is known that nothing is made by it."""
 
-MOST_PLACES = 20_000
-"""How many places are known at most; then all are forgotten."""
+MANY_PLACES, MOST_PLACES = 20_000, 1 << 19
+"""How many places are known at most: see Limit."""
 
 MOST_SURPRISES = 8
 """After so many passes that lacked a call, all calls are noted for good: the program's passes differ too much."""
 
 
+class Limit:
+    """How much is remembered of the passes of a model at most.
+
+    What passes have taught that do not come again is forgotten when it is too much. But a pass that has more than that
+    by itself would be forgotten each time before it comes again, and nothing would ever be learned of it. So the limit
+    is doubled when it is reached for the first time, or twice in one pass.
+    """
+
+    __slots__ = ("_last", "_many", "_most")
+
+    def __init__(self, many: int, most: int) -> None:
+        self._many, self._most = many, most
+        self._last: int | None = None
+
+    def is_reached(self, number: int, passes: int) -> bool:
+        """Whether all has to be forgotten.
+
+        Args:
+            number: how many things are remembered.
+            passes: how many passes there were before this one.
+        """
+        if number < self._many:
+            return False
+        is_long, self._last = self._last in (None, passes), passes
+        if is_long and 2 * self._many <= self._most:
+            self._many *= 2
+            return False
+        return True
+
+
 @laid_out
 class Noting:
-    """What is known of the calls of one model under one policy."""
+    """What is known of the calls of one model under one policy.
 
-    __slots__ = ("_failing", "_has_skipped", "_has_used", "_pass", "_places", "_surprises")
+    Attributes:
+        passes: how many forward passes are over.
+    """
+
+    __slots__ = ("_failing", "_has_skipped", "_has_used", "_limit", "_places", "_surprises", "passes")
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, object, int], CallPlace] = {}
-        self._pass = 0
+        self._limit = Limit(MANY_PLACES, MOST_PLACES)
+        self.passes = 0
         self._has_skipped = False  # in this pass
         self._has_used = False  # else there is no policy that makes anything again, but one that asks whether it could
         self._surprises = 0
@@ -43,7 +78,7 @@ class Noting:
 
     def end_pass(self) -> None:
         """A forward pass is over."""
-        self._pass += 1
+        self.passes += 1
         self._has_skipped = False
 
     def place(self, label: str, function: object, number: int) -> CallPlace | None:
@@ -57,16 +92,16 @@ class Noting:
         index = label, function, number
         place = self._places.get(index)
         if place is None:
-            if len(self._places) >= MOST_PLACES:
+            if self._limit.is_reached(len(self._places), self.passes):
                 self._forget()
             place = self._places[index] = CallPlace()
         elif place.is_used:
             return place
-        elif place.passes >= PASSES and place.latest != self._pass and self._may_skip():
+        elif place.passes >= PASSES and place.latest != self.passes and self._may_skip():
             self._has_skipped = True
             return None
-        if place.latest != self._pass:
-            place.latest = self._pass
+        if place.latest != self.passes:
+            place.latest = self.passes
             place.passes += 1
         return place
 
