@@ -4,8 +4,8 @@ Small tensors on one thread, so that Python sets the pace, as it does on every G
 time of a step, forward and backward; the cost is what a step takes above a plain one, divided by the number of tensors
 that autograd saves in it. All candidates take turns; ``plain again`` is plain PyTorch once more, and so the noise.
 
-The cases ``held ...`` keep every output, as unrolled recurrent networks, rollouts and ``output_hidden_states`` do: the
-cost per tensor must not grow with their number.
+The cases ``held ...`` keep every output, as unrolled recurrent networks, rollouts and ``output_hidden_states`` do; of the
+cases ``relus ...`` every output is encoded. The cost per tensor must not grow with their number.
 
 After the cases come *events*: small programs in which one thing happens again and again, such as a torch function that
 saves nothing, or a relu whose bits are stored and read by a claim. Forward and backward are timed apart.
@@ -166,6 +166,25 @@ def _lstm() -> Loss:
     return loss
 
 
+class Repeated(nn.Module):
+    """Runs a function of a tensor again and again, on its own results; a module, so that a Session knows its steps."""
+
+    def __init__(self, x: Tensor, function: Callable[[Tensor], Tensor], times: int) -> None:
+        super().__init__()
+        self.x, self.function, self.times = x, function, times
+
+    def forward(self) -> Tensor:
+        """The sum of the last result's elements."""
+        y = self.x
+        for _ in range(self.times):
+            y = self.function(y)
+        return y.sum()
+
+
+GROWING = (500, 2000, 20000)
+"""Numbers of outputs between which the cost of one should not differ."""
+
+
 def _held(number: int) -> Loss:
     """Outputs of 16 KiB each, all of which are kept until the step is over."""
     layer, x = nn.Linear(64, 64), torch.randn(64, 64)
@@ -180,13 +199,19 @@ def _held(number: int) -> Loss:
     return loss
 
 
+def _many_relus(number: int) -> Loss:
+    """Relus of 16 KiB, nothing else of which is saved."""
+    return Repeated(torch.randn(64, 64, requires_grad=True), lambda y: torch.relu(y + 0.001), number)
+
+
 CASES: dict[str, Callable[[], Loss]] = {
     "ResNet-50, 64x64": _resnet50,
     "GPT-2 12 x 128": _gpt2,
     "ViT 12 x 192": _vit,
     "100-layer MLP": _mlp,
     "LSTM, 64 steps": _lstm,
-    **{f"held {number}": partial(_held, number) for number in (500, 1000, 2000, 4000, 20000)},
+    **{f"held {number}": partial(_held, number) for number in GROWING},
+    **{f"relus {number}": partial(_many_relus, number) for number in GROWING},
 }
 
 
@@ -196,43 +221,28 @@ EVENTS = 200
 """How often an event happens in a step."""
 
 
-class Repeated(nn.Module):
-    """Runs a function of a tensor again and again, on its own results; a module, so that a Session knows its steps."""
-
-    def __init__(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.x, self.function = x, function
-
-    def forward(self) -> Tensor:
-        """The sum of the last result's elements."""
-        y = self.x
-        for _ in range(EVENTS):
-            y = self.function(y)
-        return y.sum()
-
-
 def _functions() -> Loss:
     """Torch functions of tensors that need no gradient: nothing is saved, and no call is noted."""
     weight = torch.ones(1, requires_grad=True)
-    model = Repeated(torch.randn(64), torch.abs)
+    model = Repeated(torch.randn(64), torch.abs, EVENTS)
     return lambda: model() * weight
 
 
 def _small() -> Loss:
     """Products of tensors of 256 bytes, whose factors are held as they are."""
     weight = torch.ones(64)
-    return Repeated(torch.ones(64, requires_grad=True), lambda y: y * weight)
+    return Repeated(torch.ones(64, requires_grad=True), lambda y: y * weight, EVENTS)
 
 
 def _kept() -> Loss:
     """Products of matrices of 16 KiB: each is looked at, no codec takes it, and it is kept."""
     weight = nn.Parameter(torch.eye(64))
-    return Repeated(torch.randn(64, 64, requires_grad=True), lambda y: y @ weight)
+    return Repeated(torch.randn(64, 64, requires_grad=True), lambda y: y @ weight, EVENTS)
 
 
 def _relus() -> Loss:
     """Relus of 16 KiB: each is encoded as bits, and a claim stands for it in backward."""
-    return Repeated(torch.randn(64, 64, requires_grad=True), lambda y: torch.relu(y + 0.001))
+    return Repeated(torch.randn(64, 64, requires_grad=True), lambda y: torch.relu(y + 0.001), EVENTS)
 
 
 def _blocks() -> Loss:
@@ -319,6 +329,10 @@ def _parts(loss: Loss, forward: Forward) -> tuple[float, float]:
     return between - started, time.thread_time() - between
 
 
+WARM_UP = 3
+"""Steps of each candidate after the first: in the last of them a Session proves what the one before has made."""
+
+
 def measure(name: str, effort: Effort) -> list[Row]:
     """All candidates on one case, interleaved."""
     torch.manual_seed(0)
@@ -326,7 +340,7 @@ def measure(name: str, effort: Effort) -> list[Row]:
     saved = count_saved(loss)
     compared = candidates()
     first = {which: _step(loss, forward) for which, forward in compared.items()}
-    for forward in compared.values():  # the second step is the last one in which anything is new
+    for forward in [*compared.values()] * WARM_UP:
         _step(loss, forward)
     found = interleave({which: partial(_step, loss, forward) for which, forward in compared.items()}, effort)
     plain = summarise(found["plain"])

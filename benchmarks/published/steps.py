@@ -242,7 +242,7 @@ def host_time(kind: str = "hostcost-cpu") -> str:
     """Time of a Session's own work per saved tensor, in networks whose tensors are small."""
     by_case: dict[str, dict[str, Any]] = {}
     for row in load(kind)["rows"]:
-        if not row["case"].startswith("held"):
+        if not row["case"].startswith(_GROWING):
             by_case.setdefault(row["case"], {})[row["candidate"]] = row
     rows = []
     for case, found in by_case.items():
@@ -259,6 +259,28 @@ def host_time(kind: str = "hostcost-cpu") -> str:
         ]
     header = ("network", "", "time of a step over plain's (quartiles)", "µs more per tensor", "tensors saved")
     return f"{machine_line(kind)} `plain again` is the noise.\n\n{table(header, rows)}"
+
+
+_GROWING = ("held", "relus")
+"""Cases with more and more saved tensors."""
+
+
+def host_time_growth() -> str:
+    """Time per saved tensor in steps that save more and more of them."""
+    by_case: dict[str, dict[str, Any]] = {}
+    for row in load("hostcost-cpu")["rows"]:
+        if row["case"].startswith(_GROWING):
+            by_case.setdefault(row["case"], {})[row["candidate"]] = row
+    names = ("plain again", "identity hooks", "keep", "lossless", "lossless from 16 KiB on")
+    rows = [
+        (
+            case.split()[0],
+            f"{found['keep']['saved']:,}",
+            *(summary(found[name]["microseconds"], digits=1) for name in names),
+        )
+        for case, found in by_case.items()
+    ]
+    return f"{machine_line('hostcost-cpu')}\n\n{table(('results', 'tensors saved', *names), rows)}"
 
 
 def _host_time_with_nodes() -> str:
@@ -447,6 +469,7 @@ TABLES = {
     "alive-at-peak": alive,
     "nodes": nodes,
     "host-time": host_time,
+    "host-time-growth": host_time_growth,
     "host-time-of-nodes": _host_time_with_nodes,
     "ground": ground,
     "step-overhead": step_overhead,
