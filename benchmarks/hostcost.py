@@ -4,8 +4,8 @@ Small tensors on one thread, so that Python sets the pace, as it does on every G
 time of a step, forward and backward; the cost is what a step takes above a plain one, divided by the number of tensors
 that autograd saves in it. All candidates take turns; ``plain again`` is plain PyTorch once more, and so the noise.
 
-The cases ``held ...`` keep every output, as unrolled recurrent networks, rollouts and ``output_hidden_states`` do; of the
-cases ``relus ...`` every output is encoded. The cost per tensor must not grow with their number.
+The cases ``held ...`` keep every output, as unrolled recurrent networks, rollouts and ``output_hidden_states`` do; in
+the cases ``relus ...`` every output is encoded. The cost per tensor must not grow with their number.
 
 After the cases come *events*: small programs in which one thing happens again and again, such as a torch function that
 saves nothing, or a relu whose bits are stored and read by a claim. Forward and backward are timed apart.
