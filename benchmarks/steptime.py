@@ -32,6 +32,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -277,6 +278,27 @@ def _load(found: Measured) -> str:
     return f"{found.case.name} {averages or 'unknown'}"
 
 
+ENOUGH = 5
+"""Rounds below which a network is measured again by a run that is resumed."""
+
+
+def _measured_before(found: dict[str, Any]) -> Measured:
+    """A network of the JSON."""
+    rows = [
+        Row(**{**row, "seconds": Summary(**row["seconds"]), "times_plain": Summary(**row["times_plain"])})
+        for row in found["rows"]
+    ]
+    return Measured(**{**found, "case": Case(**found["case"]), "rows": tuple(rows)})
+
+
+def _is_whole(network: Measured) -> bool:
+    return network.status == "measured" and all(row.seconds.count >= ENOUGH for row in network.rows)
+
+
+def _ordered(measured: Mapping[str, Measured]) -> list[Measured]:
+    return [measured[case.name] for case in CASES if case.name in measured]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures every network, prints a table, writes the JSON; returns 1 if a gate failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.steptime", description="Time of whole steps.")
@@ -286,18 +308,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="of each network, at most (default: 7)")
     names = [case.name for case in CASES]
     parser.add_argument("--only", action="append", choices=names, help="this network (may be given several times)")
+    parser.add_argument(
+        "--resume", action="store_true", help=f"leave out the networks of which --json has {ENOUGH} rounds or more"
+    )
     asked = parser.parse_args(arguments)
     deadline = Deadline.after(asked.seconds)
-    results = Results("steptime", asked.json, arguments, format=FORMAT)
+    results = Results("steptime", asked.json, arguments, format=FORMAT, resume=asked.resume)
+    known = [_measured_before(network) for network in results.found.get("networks", [])]
+    measured = {network.case.name: network for network in known if _is_whole(network)}
     chosen = [case for case in CASES if asked.only is None or case.name in asked.only]
-    measured: list[Measured] = []
-    for index, case in enumerate(chosen):
-        part = deadline.part(case.share / sum(other.share for other in chosen[index:]))
+    missing = [case for case in chosen if case.name not in measured]
+    for index, case in enumerate(missing):
+        part = deadline.part(case.share / sum(other.share for other in missing[index:]))
         touch_memory(int(asked.touch_gib * 2**30))
-        measured.append(measure(case, Effort(asked.rounds, part)))
-        results.write(networks=measured)
-    print(f"{show(measured)}\n\n{results.close()}")
-    return int(any(found.status == "failed" for found in measured))
+        measured[case.name] = measure(case, Effort(asked.rounds, part))
+        results.write(networks=_ordered(measured))
+    print(f"{show(_ordered(measured))}\n\n{results.close()}")
+    return int(any(found.status == "failed" for found in measured.values()))
 
 
 if __name__ == "__main__":

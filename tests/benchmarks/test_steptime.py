@@ -15,7 +15,7 @@ from benchmarks.cases import QUICK, Case
 from benchmarks.networks.transformers_vision import VISION
 from benchmarks.published import results as published
 from benchmarks.published.steps import step_overhead
-from benchmarks.rounds import Effort
+from benchmarks.rounds import Effort, Summary
 
 SMALL = QUICK[0]
 
@@ -38,6 +38,24 @@ def test_one_round_of_a_small_network(
     assert "lossless, new Session" in capsys.readouterr().out
     monkeypatch.setattr(published, "FOLDER", tmp_path)
     assert f"(results:{out.name})" in step_overhead() and "| vgg_small, batch 4 | " in step_overhead()
+
+
+def test_a_resumed_run_measures_what_has_too_few_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(case: Case, effort: Effort) -> steptime.Measured:
+        measured.append(case.name)
+        seconds = Summary(1.0, 1.0, 1.0, 1.0, 2 if measured == ["first"] else 7)
+        return steptime.Measured(case, "measured", rows=(steptime.Row("plain", seconds, seconds, 1.0, 8, 4, 2.0),))
+
+    monkeypatch.setattr(steptime, "CASES", (Case("first", "vgg", 1, 8), Case("second", "vgg", 1, 8)))
+    monkeypatch.setattr(steptime, "measure", measure)
+    arguments = ["--touch-gib", "0.01", "--json", str(tmp_path / "steptime.json")]
+    for expected in (["first", "second"], ["first", "second", "first"], ["first", "second", "first"]):
+        assert steptime.main([*arguments, "--resume"]) == 0
+        assert measured == expected
+        found = json.loads((tmp_path / "steptime.json").read_text())["networks"]
+        assert [network["case"]["name"] for network in found] == ["first", "second"]
 
 
 def test_the_table_says_that_nothing_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
