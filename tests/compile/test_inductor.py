@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from backstash import compile_backend, compile_options, policies
 from backstash.policies import Keep, Policy, Rules
+from backstash.policies.comet import comet
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
@@ -197,3 +200,37 @@ def test_other_options_and_wrong_ones() -> None:
     assert len(gradients(model, forward, compiled)) == 5
     with pytest.raises(RuntimeError, match="no_such_option"):
         torch.compile(model, options=compile_options("lossless", no_such_option=True))
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_compiled_module_is_pickled_with_its_policy(is_stepped: bool) -> None:
+    torch.manual_seed(0)
+    model, options = Small(), compile_options("lossless", min_nbytes=0, max_autotune=False)
+    compiled = torch.compile(model, options=options, fullgraph=True)
+    if is_stepped:
+        gradients(model, forward, compiled)
+    torch._dynamo.reset()
+    loaded_options, loaded = pickle.loads(pickle.dumps((options, compiled)))
+    assert dict(loaded_options).keys() == dict(options).keys()
+    assert loaded_options.treatment.identity == options.treatment.identity
+    assert copy.deepcopy(options).treatment is options.treatment
+    found = gradients(loaded, forward)
+    torch._dynamo.reset()
+    assert all(map(torch.equal, found, gradients(model, forward, torch.compile(model))))  # type: ignore[arg-type]
+    torch._dynamo.reset()
+    other = torch.compile(Small(), options=loaded_options, fullgraph=True)
+    forward(other).backward()  # type: ignore[no-untyped-call]
+    report = loaded_options.report()
+    assert report.rows or "came from torch's cache on disk" in str(report)
+
+
+@pytest.mark.parametrize("moves_bounds", [False, True])
+def test_a_policy_that_is_not_pickled_is_missed_by_the_first_step(moves_bounds: bool) -> None:
+    class Local(Nameless):
+        """No other process has this class."""
+
+    options = compile_options(comet() if moves_bounds else Local())
+    loaded = pickle.loads(pickle.dumps(torch.compile(Small(), options=options)))
+    assert loaded.state_dict()
+    with pytest.raises(Exception, match="Compile the module in it anew"):
+        forward(loaded)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -435,3 +437,37 @@ def test_a_share_is_one_of_what_is_estimated_for_compiled_plain() -> None:
             assert float(asked) == pytest.approx(float(share[:-1]) / 100 * peaks[None] / 2**20, rel=0.2)
     assert peaks["100%"] <= peaks[None]
     assert peaks["80%"] < peaks[None]
+
+
+def test_a_copy_of_a_compiled_module_has_its_graphs_and_its_report() -> None:
+    from torch._dynamo.utils import counters
+
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.LeakyReLU(0.1), nn.Linear(64, 8)), torch.randn(16, 32)
+    ours = compile_backend("lossless", min_nbytes=0)
+    compiled = torch.compile(model, backend=ours)
+    counters.clear()
+    for each in (compiled, copy.deepcopy(compiled)):
+        each(x).square().sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert len(ours.report().rows) == 2
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_compiled_module_is_pickled_with_its_policy(is_stepped: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.LeakyReLU(0.1), nn.Linear(64, 8)), torch.randn(16, 32)
+    ours = compile_backend(policies.quantized(bits=4), min_nbytes=0, budget="60%")
+    compiled = torch.compile(model, backend=ours)
+    if is_stepped:
+        compiled(x).square().sum().backward()
+        model.zero_grad()
+    loaded_backend, loaded = pickle.loads(pickle.dumps((ours, compiled)))
+    for each in (compiled, loaded):
+        each(x).square().sum().backward()
+    assert all(map(torch.equal, gradients_of(model), gradients_of(loaded)))
+    assert repr(loaded_backend) == repr(ours)
+    assert loaded_backend.treatment.identity == ours.treatment.identity
+    assert len(loaded_backend.report().rows) == len(ours.report().rows) > 0
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

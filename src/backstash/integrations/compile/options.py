@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from backstash import policies
+from backstash.errors import IntegrationError
 from backstash.integrations.compile.bounding import BITS
 from backstash.integrations.compile.budget import parse_budget
 from backstash.integrations.compile.partitioner import Treatment
@@ -24,11 +26,14 @@ MIN_NBYTES = 16 << 10
 class CompileOptions(dict[str, Any]):
     """Options for ``torch.compile(options=...)`` that hold a partitioner; other options may be added.
 
-    Attributes:
-        treatment: what the partitioner does, and has done.
+    A copy of the options, as of a module that is compiled with them, is part of the same report.
     """
 
-    treatment: Treatment
+    @property
+    def treatment(self) -> Treatment:
+        """What the partitioner does, and has done."""
+        found: Treatment = self["custom_partitioner_fn"].treatment
+        return found
 
     def report(self) -> Report:
         """What became of the values that the compiled graphs save."""
@@ -71,26 +76,35 @@ def compile_options(
         >>> model = torch.compile(torch.nn.Linear(4, 4), options=options)  # compiled at its first call
     """
     treatment = _treatment(policy, budget, min_nbytes, bounded_bits, True)
-    found = CompileOptions(custom_partitioner_fn=_partitioner_class()(treatment), **options)
-    found.treatment = treatment
-    return found
+    return CompileOptions(custom_partitioner_fn=_partitioner(treatment), **options)
 
 
 class CompileBackend:
     """A backend for ``torch.compile(backend=...)``.
 
+    Copies of a module that is compiled with it have the same backend, so that nothing is compiled again for them.
+
     Attributes:
         treatment: what the partitioner does, and has done.
     """
 
-    def __init__(self, treatment: Treatment, inner: str, compiler: Callable[..., Any]) -> None:
+    def __init__(self, treatment: Treatment, inner: str) -> None:
         self.treatment = treatment
         self._inner = inner
-        self._compiler = compiler
+        if inner == "inductor":
+            self._compiler = inductor_backend({"custom_partitioner_fn": _partitioner(treatment)})
+        else:
+            self._compiler = aot_eager_backend(treatment.split)
 
     def __call__(self, graph: Any, inputs: Any, **keywords: Any) -> Any:
         """Compiles a graph of Dynamo's."""
         return self._compiler(graph, inputs, **keywords)
+
+    def __deepcopy__(self, memo: Any) -> CompileBackend:
+        return self
+
+    def __reduce__(self) -> Any:
+        return CompileBackend, (self.treatment, self._inner)
 
     def __repr__(self) -> str:
         return f"compile_backend({self.treatment.policy!r}, inner={self._inner!r})"
@@ -122,12 +136,7 @@ def compile_backend(
             f"compile_backend was asked for inner={inner!r}, but it knows 'aot_eager' and 'inductor'. For another "
             f"backend, pass compile_backend(...).treatment.split as its partition_fn."
         )
-    treatment = _treatment(policy, budget, min_nbytes, bounded_bits, inner == "inductor")
-    if inner == "inductor":
-        compiler = inductor_backend({"custom_partitioner_fn": _partitioner_class()(treatment)})
-    else:
-        compiler = aot_eager_backend(treatment.split)
-    return CompileBackend(treatment, inner, compiler)
+    return CompileBackend(_treatment(policy, budget, min_nbytes, bounded_bits, inner == "inductor"), inner)
 
 
 class Patched:
@@ -200,26 +209,51 @@ def _treatment(
 
 
 @cache
-def _partitioner_class() -> Callable[[Treatment], Any]:
+def _partitioner_class() -> Callable[[Treatment | None, bytes], Any]:
     """The class of Inductor's partitioners, made when it is first asked for: importing it imports Inductor."""
 
     class Partitioner(partitioner_base()):  # type: ignore[misc]
-        def __init__(self, treatment: Treatment) -> None:
-            self.treatment = treatment
+        def __init__(self, treatment: Treatment | None, identity: bytes) -> None:
+            self._treatment, self._identity = treatment, identity
+
+        @property
+        def treatment(self) -> Treatment:
+            if self._treatment is None:
+                raise IntegrationError(
+                    "This was compiled with backstash.compile_options under a policy that moves error bounds or cannot "
+                    "be pickled, and then it was pickled, so the policy is not here. Compile the module in it anew: "
+                    "torch.compile(compiled._orig_mod, options=backstash.compile_options(policy))."
+                )
+            return self._treatment
 
         def __call__(self, joint: Any, inputs: Any, **keywords: Any) -> Any:
             return self.treatment.split(joint, inputs, **keywords)
 
         def uuid(self) -> bytes:
-            return self.treatment.identity
+            return self._identity
 
-        def __reduce__(self) -> Any:  # Inductor pickles its settings for the keys of its caches
-            return bytes, (self.treatment.identity,)
+        def __reduce__(self) -> Any:
+            pickled = None if self._treatment is None else self._treatment.pickled
+            return _loaded_partitioner, (self._identity, pickled)
 
         def __deepcopy__(self, memo: Any) -> Any:
             return self
 
     return Partitioner
+
+
+def _partitioner(treatment: Treatment) -> Any:
+    return _partitioner_class()(treatment, treatment.identity)
+
+
+def _loaded_partitioner(identity: bytes, pickled: bytes | None) -> Any:
+    """A partitioner from a file or another process.
+
+    Args:
+        identity: the fingerprint of the one that was pickled. Inductor pickles its settings for the keys of its caches.
+        pickled: its treatment; None if that cannot be pickled.
+    """
+    return _partitioner_class()(None, identity) if pickled is None else _partitioner(pickle.loads(pickled))
 
 
 __all__ = ["CompileBackend", "CompileOptions", "Patched", "compile_backend", "compile_options", "patch_compile"]

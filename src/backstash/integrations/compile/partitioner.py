@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
 import uuid
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,19 @@ class Treatment:
     def identity(self) -> bytes:
         """A fingerprint of all that the result depends on; it becomes part of the key of torch's caches."""
         return self._identity
+
+    def __reduce__(self) -> Any:  # without what it has done
+        return Treatment, (self.policy, self.min_nbytes, self.budget, self.fuses, self.bounded_bits)
+
+    @cached_property
+    def pickled(self) -> bytes | None:
+        """The treatment, which becomes a part of the keys of torch's caches; None if it has no lasting form."""
+        if moves_bounds(self.policy):  # it holds what it has learned, and the optimizer
+            return None
+        try:
+            return pickle.dumps(self)
+        except Exception:  # a policy may be of any class, and such errors are of many
+            return None
 
     def _fingerprint(self) -> bytes:
         settings = self.min_nbytes, self.budget, self.fuses, self.bounded_bits
