@@ -361,3 +361,11 @@ def test_a_forked_process_trains_and_leaves_the_report_to_the_first(asked: tuple
     assert "the child has trained\nthe child has ended with 4\n" in done.stdout
     assert done.stdout.count("forking.py, 6 steps") == 1
     assert done.stdout.count("steps\n") == 1
+
+
+def test_the_steps_of_a_budget_are_counted_once(script: str, invoke: Invoke) -> None:
+    text = Path(script).read_text()
+    for steps in (2, 3, 4, 5, 6, 9):
+        Path(script).write_text(text.replace("range(5)", f"range({steps})"))
+        result = invoke("run", "--min-nbytes", "0", "--budget", "100%", script)
+        assert f"train.py, {steps} steps" in result.stdout
