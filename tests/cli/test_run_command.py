@@ -310,3 +310,62 @@ threading.Thread(target=later).start()
         check=True,
     )
     assert (ran.stdout, ran.stderr) == ("<class '__main__.Kept'>\n" * 2, "")
+
+
+FORKING = """
+import os, sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
+
+def train():
+    for step in range(3):
+        loss = model(torch.randn(512, 64)).square().mean()
+        loss.backward()
+        model.zero_grad()
+    return loss.item()
+
+train()
+sys.stdout.flush()
+child = os.fork()
+if child == 0:
+    train()
+    print("the child has trained")
+    sys.exit(4)
+print("the child has ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [(), ("--budget", "100%")], ids=["a policy", "a budget"])
+def test_a_forked_process_trains_and_leaves_the_report_to_the_first(asked: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "forking.py"
+    path.write_text(FORKING)
+    command = [
+        sys.executable,
+        "-m",
+        "backstash",
+        "run",
+        "--allocator",
+        "system",
+        "--min-nbytes",
+        "0",
+        *asked,
+        str(path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "the child has trained\nthe child has ended with 4\n" in done.stdout
+    assert done.stdout.count("forking.py, 6 steps") == 1
+    assert done.stdout.count("steps\n") == 1
+
+
+def test_the_steps_of_a_budget_are_counted_once(script: str, invoke: Invoke) -> None:
+    text = Path(script).read_text()
+    for steps in (2, 3, 4, 5, 6, 9):
+        Path(script).write_text(text.replace("range(5)", f"range({steps})"))
+        result = invoke("run", "--min-nbytes", "0", "--budget", "100%", script)
+        assert f"train.py, {steps} steps" in result.stdout

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import threading
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -85,10 +87,11 @@ def run(
     if keep_memory and not allocators.keep_memory():
         typer.echo("backstash: --keep-memory needs glibc, and does nothing here", err=True)
     before = allocators.Usage.now()
+    process = os.getpid()
 
     def failed(error: BaseException, report: Report) -> None:
         """Says what is known in one line above the traceback, which stays the last thing on the screen."""
-        if not quiet:
+        if not quiet and os.getpid() == process:
             name = type(error).__name__
             typer.echo(f"backstash: {script} ended with {name}, {_steps(report)}; {report.headline()}", err=True)
 
@@ -103,6 +106,8 @@ def run(
             planned = None if plan is None else Plan.from_json(plan.read_text())
             chosen = policy if planned is None else planned
             launched = launch(script, args or (), chosen, is_module=is_module, min_nbytes=min_nbytes, failed=failed)
+    if os.getpid() != process:
+        _end_forked(launched.exit_code, has_profiled=budget is not None)
     report = launched.report
     for file, text in ((report_json, report.to_json()), (report_html, report.to_html())):
         if file is not None:
@@ -122,6 +127,24 @@ def run(
         if advice is not None:
             typer.echo(f"backstash: {advice}", err=True)
     raise typer.Exit(launched.exit_code)
+
+
+def _end_forked(exit_code: int, has_profiled: bool) -> NoReturn:
+    """Ends a process that the script has forked, without a report: that is told by the process that it was forked from.
+
+    Args:
+        exit_code: the script's.
+        has_profiled: whether torch's profiler may have run before the fork. Its destructor waits for a thread that is
+            not there after a fork, and aborts the process. So such a process ends before destructors run.
+    """
+    if not has_profiled:
+        raise typer.Exit(exit_code)
+    threading._shutdown()  # type: ignore[attr-defined]  # what Python itself does at the end, in this order
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(exit_code & 0xFF)
 
 
 def _show(script: str, launched: Launched, full: bool) -> None:

@@ -243,8 +243,8 @@ class Budgeted(Following):
     def report(self) -> Report:
         """The report of the last step, and what became of the budget."""
         report = self._session.report()
-        others = {id(each.session): each.session for each in self.buckets if each.session not in (None, self._session)}
-        steps = report.steps + self._steps + sum(session.report().steps for session in others.values())
+        # The last step may have run under a Session that is not used any more, whose steps are among self._steps.
+        steps = self._steps + sum(each.session.report().steps for each in self.buckets if each.session is not None)
         return replace(report, steps=steps, notes=(*report.notes, str(self.found)))
 
     # -- a forward pass begins -----------------------------------------------------------------------------------
@@ -332,6 +332,12 @@ class Budgeted(Following):
         if bucket.session is not None:
             self._steps += bucket.session.report().steps
         bucket.session = self.session_with(policy, **options)
+
+    def go_back(self, bucket: Bucket, session: Session) -> None:
+        """The same, under a Session that was in use before."""
+        assert bucket.session is not None
+        self._steps += bucket.session.report().steps - session.report().steps
+        bucket.session = session
 
     def use_alike(self, bucket: Bucket, plan: Plan) -> None:
         """The same, under the plan of another shape."""

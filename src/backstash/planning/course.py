@@ -199,7 +199,8 @@ class Course:
         lines: list[Timeline] = []
         yield from self._record(watcher, lines, is_any=is_first)
         if not lines and not is_first:
-            bucket.session = before  # which has a plan for another shape
+            if before is not None:
+                owner.go_back(bucket, before)  # which has a plan for another shape
             return
         if not lines:
             self.give_up("its steps run on more than one thread, of which torch's profiler sees one")

@@ -13,7 +13,8 @@ Note: [one profiler]
     the program's own is ready to start, as in the warm-up of its schedule, another one that starts and stops in between
     makes torch crash. So no record begins while the program has a profiler, and a record ends when the program gets one
     ready. Torch does not tell of a profiler that is ready, so the functions by which profilers get ready, start and
-    stop are replaced by ones that do.
+    stop are replaced by ones that do. A record ends before the process forks, too: the profiler's threads are not there
+    in the child, which would wait for them forever when it stops the profiler.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Others:
 
     Attributes:
         is_busy: whether one of them runs, or is ready to.
-        give_way: called before one of them gets ready or starts, on its thread.
+        give_way: called before one of them gets ready or starts, on its thread, and before the process forks.
     """
 
     def __init__(self) -> None:
@@ -72,6 +73,7 @@ class Others:
         self.give_way: Callable[[], None] = lambda: None
         self._own = threading.local()
         replace_profilers_calls(self._heard)
+        os.register_at_fork(before=lambda: self.give_way())
 
     @contextmanager
     def away(self) -> Iterator[None]:

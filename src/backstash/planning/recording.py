@@ -45,7 +45,7 @@ class Recording:
 
     Attributes:
         is_inside: whether an optimizer's step runs now (Note: [safe places]).
-        gave_way: whether the last record ended because the program began to profile (Note: [one profiler] in
+        gave_way: whether the last record ended because the program began to profile or forked (Note: [one profiler] in
             events.py).
     """
 
@@ -103,7 +103,7 @@ class Recording:
         return None if profiler is None else Timeline(roots_of(profiler), device)
 
     def give_way(self) -> None:
-        """Stops the profiler and forgets its record, because the program is about to profile."""
+        """Stops the profiler and forgets its record, because the program is about to profile or to fork."""
         if self._profiler is not None and self.is_here:
             self._take()
             self.gave_way = True

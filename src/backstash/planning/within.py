@@ -44,7 +44,10 @@ class Within:
     def __str__(self) -> str:
         """Planned, predicted and reached, in a line."""
         if self.plan is None:
-            return self.trouble or "training ended before a step could be planned, which takes four backward passes"
+            return self.trouble or (
+                "training ended before a step could be planned, which takes four backward passes on inputs of one "
+                "shape, outside of an optimizer's closure"
+            )
         parts = [f"budget {amount(self.budget_nbytes)} (plain {amount(self.plain_nbytes)})"]
         parts.append(f"planned {amount(self.planned_nbytes)}")
         if self.reached_nbytes:
