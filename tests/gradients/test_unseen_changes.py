@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gradient_checks import differences
+from gradient_checks import difference, differences
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.dlpack import to_dlpack
 
 from backstash import Session
 from backstash import session as sessions
-from backstash.errors import RecomputedDifferentlyError
+from backstash.errors import BackstashError, RecomputedDifferentlyError
 from backstash.stash import comparing
 from backstash.stash.encode import Encoder
 from backstash.stash.remaking import REPEAT
@@ -408,3 +408,42 @@ def test_an_input_is_changed_when_its_own_reader_is_gone(way: str, inside: bool)
 
     for min_nbytes in (0, 1024):
         assert not differences(run(None), run(Session("lossless", min_nbytes=min_nbytes)))
+
+
+def inside_transform(x: Tensor) -> None:
+    torch.func.vmap(lambda row: row.add_(1.0))(x)
+
+
+def without_observers(x: Tensor) -> None:
+    with torch._C.DisableTorchFunction():
+        x.add_(1.0)
+
+
+UNTOLD: dict[str, Callable[[Tensor], Any]] = {
+    "set_": lambda x: x.set_(torch.ones(520, 1024)),  # type: ignore[call-overload]
+    "inside a transform": inside_transform,
+    "without observers": without_observers,
+}
+
+
+@pytest.mark.parametrize("change", UNTOLD.values(), ids=UNTOLD)
+def test_a_change_that_no_observer_is_told_of_is_an_error_and_no_other_gradient(
+    change: Callable[[Tensor], Any],
+) -> None:
+    torch.manual_seed(0)
+    layer, scale, session = nn.Linear(1024, 8), nn.Parameter(torch.ones(1024) * 2), Session("lossless", min_nbytes=0)
+    errors = 0
+    for _ in range(4):
+        x = torch.randn(520, 1024)
+        expected = torch.autograd.grad(layer(torch.tanh(x * scale)).square().mean(), layer.weight)[0]
+        try:  # the Session stores what leans on x when it is left, and finds the change then, or backward finds it
+            with session:
+                z = layer(torch.tanh(x * scale)).square()
+                loss = z.mean()
+                change(x)
+            (gradient,) = torch.autograd.grad(loss, layer.weight)
+        except BackstashError:
+            errors += 1
+        else:
+            assert not difference(expected, gradient)
+    assert errors
