@@ -28,7 +28,7 @@ TORCH = tuple(step / 10 for step in range(1, 11))
 """Settings of activation_memory_budget."""
 
 EXACT = (0.9, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35)
-ROUNDED = (0.5, 0.4, 0.35, 0.27)
+ROUNDED = (0.65, 0.5, 0.4, 0.35, 0.27)
 """Budgets of ours, as shares of compiled plain's counted peak: with exact forms alone, and with 4 bits."""
 
 
