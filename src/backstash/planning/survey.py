@@ -102,9 +102,6 @@ class KeepForSurvey(Policy):
         self.cycles = cycles
         self.begun = 0
 
-    def __repr__(self) -> str:
-        return "KeepForSurvey()"
-
     def begin_step(self) -> None:
         """Counts the pass."""
         self.begun += 1
