@@ -23,8 +23,9 @@ _LEAST_SHARE = 1 / 2000
 _FREE_SECONDS = 1e-6
 
 _NEARLY = 0.7
-"""A move is made if it is worth this share of what the next best was worth when it was looked at last. To look at each
-again before every move would take several times as long as it takes to compile a graph."""
+"""Where values may be rounded, a move is made if it is worth this share of what the next best was worth when it was
+looked at last. To look at each again before every move would take several times as long as it takes to compile a graph.
+An exact search has fewer moves, and waits for the best."""
 
 
 class Form(Enum):
@@ -121,6 +122,7 @@ class Search:
         """Makes the best move, as long as one lowers the memory above the budget."""
         waiting = [(-float("inf"), move) for move in self._possible()]
         heapq.heapify(waiting)
+        nearly = _NEARLY if self._options.rounded else 1.0
         while waiting and self._current.estimate.peak > self._budget:
             _, move = heapq.heappop(waiting)
             found = self._after(move)
@@ -129,7 +131,7 @@ class Search:
             score = self._score(found)
             if score <= 0:
                 continue  # it may be of use when other moves have been made: the next round tries it again
-            if waiting and -score > waiting[0][0] * _NEARLY:
+            if waiting and -score > waiting[0][0] * nearly:
                 heapq.heappush(waiting, (-score, move))
                 continue
             self._current = found
