@@ -83,7 +83,10 @@ def test_an_estimate_ends_a_value_where_later_readers_compute_it() -> None:
     peaks = {}
     for step in (masked, slow):
         graph = graph_of(step, (256, 256), (256, 256), (256, 256)).graph
-        peaks[step] = Lifetimes(Joint(graph, 0, True)).estimate({}).peak
+        joint = Joint(graph, 0, True)
+        assert joint.repeats_light and not joint.counts_on_it  # there is no depthwise convolution
+        joint.counts_on_it = True
+        peaks[step] = Lifetimes(joint).estimate({}).peak
     # Of the first the two products, and small sums; of the second beside these what the mask is made of.
     assert peaks[slow] - peaks[masked] >= size - 256 * 4
 

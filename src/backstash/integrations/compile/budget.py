@@ -49,6 +49,7 @@ class Chosen:
         keeps_formats: whether a convolution that is computed again must not decide on the memory format of images.
         is_apart: whether products that take less memory than their operands are computed before they are added.
         stores_sums: whether sums of gradients that several operators read are stored.
+        repeats_light: whether each kernel computes light values for itself.
     """
 
     split: Split
@@ -58,6 +59,7 @@ class Chosen:
     keeps_formats: bool = False
     is_apart: bool = False
     stores_sums: bool = False
+    repeats_light: bool = False
 
 
 @dataclass(frozen=True)
@@ -309,7 +311,16 @@ def _carried_out(joint: Joint, found: Found, starts: list[_Start], partition: Pa
     lifetimes = Lifetimes(joint, {number: saved[number] for number in found.rounded if number in saved}, tests)
     keeps_formats = joint.compiler_fuses and joint.is_on_cpu and not starts[0].convolves
     estimate = lifetimes.estimate(saved)
-    return Chosen(split, plan, estimate, joint.saves_copies, keeps_formats, joint.is_apart, bool(joint.stored))
+    return Chosen(
+        split,
+        plan,
+        estimate,
+        joint.saves_copies,
+        keeps_formats,
+        joint.is_apart,
+        bool(joint.stored),
+        joint.repeats_light,
+    )
 
 
 def is_exact(choice: Choice) -> bool:

@@ -278,7 +278,7 @@ class Lifetimes:
         joint = self.joint
         copies = joint.copied if joint.saves_copies else {}
         inputs: set[int] = set()
-        run = Run(joint, is_repeated=joint.compiler_fuses)
+        run = Run(joint, is_repeated=joint.counts_on_it)
         ready: set[int] = set()
         again: list[int] = []
         used: dict[int, int] = {}

@@ -154,8 +154,9 @@ class Treatment:
         copy_saved_inputs(split.backward.graph, matrices, 2)
         if chosen.keeps_formats:
             keep_formats(split)
-        if self.fuses and self.budget is not None:
+        if chosen.repeats_light:
             repeat_for_readers(split.backward.graph)
+        if self.fuses and self.budget is not None:
             call_twice(split.backward.graph)
         for module in (split.forward, split.backward):
             module.graph.lint()
