@@ -52,7 +52,7 @@ from backstash.stash.remaking import Remaking
 from backstash.stash.value import Value
 from backstash.stash.watcher import Watcher
 from backstash.stores import DeviceStore, HostStore, Store
-from backstash.torch_internals import hide_from_dynamo, in_backward, no_torch_function
+from backstash.torch_internals import has_compiled, hide_from_dynamo, in_backward, no_torch_function
 
 MIN_NBYTES = learned.SMALLEST
 """Tensors smaller than this are kept, unless a Session is told otherwise."""
@@ -317,7 +317,9 @@ class Session:
             return
         if not step.is_empty:
             known.step, known.peak_nbytes = step, self._live.peak_nbytes
-        does_nothing = encoder.only_keep or (encoder.is_fixed and not step.freed_nbytes)
+        does_nothing = encoder.only_keep
+        if encoder.is_fixed and not step.freed_nbytes and not has_compiled():
+            does_nothing = True  # compiled graphs would be compiled once more for the hooks of an idle Session
         known.end_step(counted, does_nothing, step.saved_nbytes, step.freed_nbytes)
         if self._chooses_min_nbytes and step.accounts and counted[0]:
             known.choose_min_nbytes((account.saved_nbytes for account in step.accounts), step.saved_nbytes)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Session, policies
+from backstash import session as sessions
 from backstash.capture import learned
 from backstash.capture.learned import LARGEST, LITTLE, LOOK_AGAIN, SMALLEST, SMALLEST_OF_LITTLE, Learned
 from backstash.capture.names import Names
@@ -115,7 +116,10 @@ def test_what_the_program_holds_no_longer_is_stored_some_steps_later() -> None:
 
 
 @pytest.mark.parametrize("min_nbytes", [None, 0])
-def test_a_large_step_of_which_the_program_holds_everything_makes_it_idle(min_nbytes: int | None) -> None:
+def test_a_large_step_of_which_the_program_holds_everything_makes_it_idle(
+    min_nbytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "has_compiled", lambda: False)
     model, session = network(), Session("lossless", min_nbytes=min_nbytes)
     hidden: list[Tensor] = []
     for _ in range(4):

@@ -11,10 +11,11 @@ Note: [sizes that matter]
 
 Note: [idle Sessions]
     When a fixed policy has said Keep of everything in two equal steps, or has made nothing smaller, because the program
-    holds it all or no codec takes it, or two equal steps that save little could be made smaller by less than a
-    fiftieth, there is nothing to do: the Session takes its observer and its module hooks
-    away, and holds what is saved with its version and nothing else. It counts the tensors and their bytes. After a step
-    that has saved others it learns anew, and in one of 64 steps it looks again in any case.
+    holds it all or no codec takes it (and nothing was compiled, because Dynamo compiles anew where hooks differ), or
+    two equal steps that save little could be made smaller by less than a fiftieth, there is nothing to do: the Session
+    takes its observer and its module hooks away, and holds what is saved with its version and nothing else. It counts
+    the tensors and their bytes. After a step that has saved others it learns anew, and in one of 64 steps it looks
+    again in any case.
 """
 
 from __future__ import annotations
