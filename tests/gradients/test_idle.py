@@ -353,7 +353,10 @@ def test_policies_without_a_name_learn_for_themselves_and_are_forgotten() -> Non
             loss = model(x).square().sum()
         loss.backward()
     assert len(learned._by_module[model]) <= learned.MOST_SETTINGS
-    one = _Nameless()
+    one, other = _Nameless(), _Nameless()  # which are equal, and may decide otherwise
+    assert Session(one)._settings != Session(other)._settings
+    assert learned.name_of(one).split()[-1] != learned.name_of(other).split()[-1]
+    del other
     assert Session(one)._settings == Session(one)._settings
     assert Session("lossless")._settings == Session("lossless")._settings
     gc.collect()  # a Session and its hooks refer to each other

@@ -20,6 +20,7 @@ Note: [idle Sessions]
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable
@@ -181,7 +182,9 @@ def learned_of(model: nn.Module, settings: str) -> Learned:
     return learned
 
 
-_numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+_numbers: dict[int, tuple[weakref.ref[object], int]] = {}
+"""Of policies, by their identity: two that are equal may still decide otherwise."""
+
 _count = itertools.count()
 
 
@@ -192,9 +195,20 @@ def name_of(policy: object) -> str:
     no other object.
     """
     text = repr(policy)
-    if " at 0x" not in text:
-        return text
-    try:
-        return f"{text} {_numbers.setdefault(policy, next(_count))}"
-    except TypeError:  # it cannot be hashed, or not be referred to weakly
-        return f"{text} {next(_count)}"
+    return text if " at 0x" not in text else f"{text} {_number_of(policy)}"
+
+
+def _number_of(policy: object) -> int:
+    key = id(policy)
+    known = _numbers.get(key)
+    if known is not None and known[0]() is policy:
+        return known[1]
+
+    def forget(gone: weakref.ref[object]) -> None:
+        if key in _numbers and _numbers[key][0] is gone:
+            del _numbers[key]
+
+    number = next(_count)
+    with contextlib.suppress(TypeError):  # it cannot be referred to weakly
+        _numbers[key] = weakref.ref(policy, forget), number
+    return number
