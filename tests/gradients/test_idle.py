@@ -360,4 +360,5 @@ def test_policies_without_a_name_learn_for_themselves_and_are_forgotten() -> Non
     assert Session(one)._settings == Session(one)._settings
     assert Session("lossless")._settings == Session("lossless")._settings
     gc.collect()  # a Session and its hooks refer to each other
-    assert not len(learned._numbers) > 2  # of policies that are gone nothing is left
+    left = [policy for policy, _ in learned._numbers.values() if policy() is None or isinstance(policy(), _Nameless)]
+    assert len(left) <= 2  # of policies that are gone nothing is left
