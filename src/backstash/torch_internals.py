@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -137,6 +138,9 @@ profiler_event: Any = find("_C._profiler._EventType")
 record_scope: Any = find("_C._profiler.RecordScope")
 """Where an event of the profiler was recorded: ``FUNCTION`` is an operator, others are nodes and user annotations."""
 
+record_operation: Any = find("_C._profiler._RecordFunctionFast")
+"""A context of that name which the profiler records as an operator, where ``record_function`` is an annotation."""
+
 profiler_runs: Callable[[], bool] = find("autograd._profiler_enabled")
 """Whether torch's profiler runs; there can only be one at a time."""
 
@@ -250,10 +254,29 @@ def without_native_warnings() -> Iterator[None]:
 
 @contextmanager
 def starting_profiler() -> Iterator[None]:
-    """Inside, a profiler starts without torch 2.11's warning that events of earlier cycles are lost. Ours have one."""
-    with warnings.catch_warnings():
+    """Inside, a profiler that this thread starts records operators alone, and all allocations.
+
+    Of torch's annotations (``record_function``, and those of the optimizers and of asynchronous communication) some
+    begin before the profiler or end after it, on another thread too. What ends then is written to memory that the
+    profiler has freed. Operators end where they began.
+
+    Torch 2.11 warns that events of earlier cycles are lost; ours have one cycle.
+    """
+    module, here = torch.autograd.profiler, threading.get_ident()
+    with _starting, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
-        yield
+        enable = module._enable_profiler  # type: ignore[attr-defined]
+
+        def enable_for_operators(config: Any, activities: Any) -> None:
+            is_ours = threading.get_ident() == here
+            enable(config, activities, *([{record_scope.FUNCTION}] if is_ours else []))
+
+        with mock.patch.object(module, "_enable_profiler", enable_for_operators):
+            yield
+
+
+_starting = threading.RLock()
+"""Held while torch's function is replaced, so that another thread does not put back the replaced one."""
 
 
 def in_backward() -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from backstash import Budgeted
 from backstash.planning.events import others
+from backstash.report.meter import CountedPeak
 from backstash.torch_internals import profiler_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -72,3 +76,64 @@ def test_each_step_is_profiled_by_the_program() -> None:
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
     session.close()
     assert not profiler_runs() and not others.is_busy
+
+
+ANNOTATED = """
+import sys, threading
+import torch
+from torch import nn
+from torch.profiler import record_function
+from backstash import Budgeted
+
+ends = sys.argv[1]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+session, begun = Budgeted("80%", min_nbytes=0), []
+for _ in range(24):
+    annotation = record_function("step")
+    annotation.__enter__()
+    with session:
+        loss = model(torch.randn(256, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    begun.append(annotation)
+    if ends != "here":
+        begun[-1] = torch.futures.Future()
+        annotation._call_end_callbacks_on_future(begun[-1])
+        annotation.__exit__(None, None, None)
+    if len(begun) > 2:
+        first = begun.pop(0)
+        if ends == "here":
+            first.__exit__(None, None, None)
+        elif ends == "by a future":
+            first.set_result(1)
+        else:
+            thread = threading.Thread(target=first.set_result, args=(1,))
+            thread.start()
+            thread.join()
+assert session.found.plan is not None
+session.close()
+"""
+
+
+@pytest.mark.parametrize("ends", ["here", "by a future", "on another thread"])
+def test_annotations_begin_in_one_record_and_end_in_another(ends: str) -> None:
+    """Torch would write to the memory of a record that is gone, which the process may end of much later."""
+    command = [sys.executable, "-W", "ignore", "-c", ANNOTATED, ends]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"MALLOC_CHECK_": "3"})
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_peak_is_counted_inside_of_an_annotation() -> None:
+    outer = record_function("outer")
+    with CountedPeak() as counted:
+        outer.__enter__()
+        torch.ones(1000).sum()
+        first = counted.mark()
+        torch.ones(5000).sum()
+    outer.__exit__(None, None, None)
+    with record_function("around"), CountedPeak():
+        torch.ones(1000).sum()
+    assert counted.peak_nbytes - counted.peak_between(None, first) == 4 * (5000 - 1000)

@@ -15,6 +15,11 @@ Note: [one profiler]
     ready. Torch does not tell of a profiler that is ready, so the functions by which profilers get ready, start and
     stop are replaced by ones that do. A record ends before the process forks, too: the profiler's threads are not there
     in the child, which would wait for them forever when it stops the profiler.
+
+Note: [operators alone]
+    Annotations of a program (``record_function``), and those of torch's asynchronous communication, may begin in one
+    record and end after it. Torch then writes to memory that the record has freed. So a record has no annotations, and
+    what backstash notes in it looks like operators (see torch_internals.starting_profiler).
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from backstash.backward.accumulation import LINEAR
 from backstash.codecs.base import Encoded
@@ -38,8 +43,8 @@ from backstash.planning.trace import Buffer, Decode, Op, Role, Trace
 from backstash.stash.recipes import Recipe
 from backstash.stash.value import Value
 from backstash.torch_internals import (
-    no_torch_function,
     profiler_event,
+    record_operation,
     record_scope,
     replace_profilers_calls,
     starting_profiler,
@@ -141,15 +146,13 @@ class MemoryProfiler(profile):
         self._quiet.enter_context(without_native_warnings())
         with starting_profiler(), others.away():
             super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self._scope = record_function(SCOPE)  # Note: [events without an operation]
-        with no_torch_function():
-            self._scope.__enter__()
+        self._scope = record_operation(SCOPE)  # Note: [events without an operation]
+        self._scope.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         with self._quiet:
-            with no_torch_function():
-                self._scope.__exit__(*error)
+            self._scope.__exit__(None, None, None)
             with others.away():
                 super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -171,7 +174,7 @@ def roots_of(profiled: profile) -> list[Event]:
 
 def note(event: str, **facts: Any) -> None:
     """Writes a line into the profiler's record."""
-    with no_torch_function(), record_function(f"{PREFIX}{event} {json.dumps(facts)}"):
+    with record_operation(f"{PREFIX}{event} {json.dumps(facts)}"):
         pass
 
 

@@ -2,7 +2,8 @@
 
 Note: [safe places]
     The hooks of an optimizer run inside a scope of torch's profiler, and so does a closure that an optimizer calls. A
-    profiler that is started or stopped inside such a scope makes torch print an internal error, or crash.
+    profiler that is started or stopped inside such a scope makes torch print an internal error, or crash, where it
+    records annotations (Note: [operators alone] in events.py).
 
 Note: [one thread]
     A profiler sees the thread on which it was started, and can only be stopped there. If the program's passes move to

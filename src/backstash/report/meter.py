@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from backstash.errors import MeasureError
 from backstash.stash import buffers
-from backstash.torch_internals import no_torch_function, starting_profiler
+from backstash.torch_internals import record_operation, starting_profiler
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -153,7 +153,7 @@ class CountedPeak:
 
     def mark(self) -> int:
         """Notes that this is a moment of interest. Returns its number for :meth:`peak_between`."""
-        with no_torch_function(), record_function(_MARK):
+        with record_operation(_MARK):
             self._marks.append(buffers.held_nbytes())
         return len(self._marks) - 1
 
