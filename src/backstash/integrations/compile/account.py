@@ -41,27 +41,34 @@ class GraphAccount:
         return f"{text}. {self.note}" if self.note else text
 
 
-def report_of(policy: str, graphs: Sequence[GraphAccount], from_cache: int, more: Sequence[str] = ()) -> Report:
+def report_of(
+    policy: str,
+    graphs: Sequence[GraphAccount],
+    loaded: Sequence[GraphAccount],
+    from_cache: int,
+    more: Sequence[str] = (),
+) -> Report:
     """One report of all graphs that a partitioner has treated.
 
     Args:
         policy: repr of the policy.
         graphs: the accounts.
-        from_cache: how many graphs torch has loaded from its cache on disk, which no partitioner has seen.
+        loaded: those of graphs that torch has loaded from its cache on disk, which have run since.
+        from_cache: how many graphs torch has loaded from there, which no partitioner has seen.
         more: further notes.
     """
-    notes = [*(str(graph) for graph in graphs), *more]
-    if from_cache:
+    notes = [*(str(graph) for graph in graphs), *(f"{graph} (from torch's cache on disk)" for graph in loaded), *more]
+    if from_cache > len(loaded):
         notes.append(
-            f"{from_cache} graphs came from torch's cache on disk. They were treated when they were compiled, and are "
-            f"not listed here: a Session around the model lists them, and so does a run with "
-            f"TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
+            f"{from_cache} graphs came from torch's cache on disk and were treated when they were compiled. "
+            f"{len(loaded)} of them are listed here: those that have run and save what they compute"
         )
     if not graphs and not from_cache:
         notes.append(
             "no graph with a backward pass has been compiled yet: run the model's forward pass first. If it has run, "
             "torch.compile has left the model to Python, or no gradient was asked for: TORCH_LOGS=graph_breaks says why"
         )
-    rows = tuple(row for graph in graphs for row in graph.rows)
+    rows = tuple(row for graph in (*graphs, *loaded) for row in graph.rows)
+    inputs = sum(graph.input_nbytes for graph in (*graphs, *loaded))
     total = sum(row.stash_nbytes for row in rows)
-    return Report(policy, len(graphs), rows, sum(graph.input_nbytes for graph in graphs), total, (), tuple(notes))
+    return Report(policy, len(graphs) + len(loaded), rows, inputs, total, (), tuple(notes))

@@ -1,13 +1,13 @@
 """A treated graph says what it saves each time it runs, so that a Session around it accounts for it.
 
 The account is part of the graph, as text. So a graph that torch has loaded from its cache on disk, which no partitioner
-has seen in this process, says it as well.
+has seen in this process, says it as well, and the report of its options lists it once it has run.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+from collections import Counter
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from backstash.integrations.compile.account import GraphAccount
 from backstash.integrations.compile.emit import GraphEmitter
 from backstash.integrations.compile.rewrite import UNCHECKED
+from backstash.integrations.compile.texts import from_text, to_text
 from backstash.integrations.compile.values import SavedValue, Split, is_tensor
 from backstash.stash.ledger import Entry
 from backstash.stash.regions import Region, Saved, announce, is_listened_to
@@ -26,35 +27,45 @@ _LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
 _LIBRARY.define("ran(Tensor(a!) ticket, str name, str account) -> ()")
 _ops: Any = torch.ops.backstash_graph
 
-_regions: dict[str, Region] = {}
+_accounts: dict[str, tuple[str, GraphAccount, Region]] = {}
+"""By the name that a graph's account has: the treatment's identity, the account, and what a Session is told."""
+
+_runs: Counter[str] = Counter()
+"""How often each of these graphs has run, by that name."""
+
 _FIELDS = ("key", "need", "spec", "saved_nbytes", "stash_nbytes", "codec", "reason", "shared_by", "store")
 
 
-def emit_account(split: Split, account: GraphAccount, of_row: dict[fx.Node, int]) -> None:
+def emit_account(split: Split, account: GraphAccount, of_row: dict[fx.Node, int], identity: bytes) -> str:
     """Puts a call in front of the forward graph's results that announces the graph's account.
 
     Args:
         split: the graphs, treated. Nothing is added to a forward graph that saves nothing of its own.
         account: what became of the values.
         of_row: for each saved result the number of its value's row; inputs have none.
+        identity: the treatment's fingerprint.
+
+    Returns:
+        The account's own name; empty if nothing was added.
     """
     results = [node for node in split.results[split.outputs :] if is_tensor(node)]
     own = [node for node in results if node.op != "placeholder"]
     if not own:
-        return
+        return ""
     saved = [
         [str(node.meta["val"].dtype).removeprefix("torch."), _sizes(node), of_row.get(node)]
         for node in results
         if not node.meta.get(UNCHECKED)
     ]
     rows = [[getattr(row, name) for name in _FIELDS] for row in account.rows]
-    text = json.dumps([account.name, rows, saved, str(account)])
+    text = to_text([identity.hex(), account.name, rows, saved, account.input_nbytes, account.note])
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     (output,) = split.forward.graph.find_nodes(op="output")
     value = own[0].meta["val"]
     emit = GraphEmitter(split.forward.graph, output, value.fake_mode)
     ticket = emit(torch.ops.aten.full.default, [1], 0, dtype=torch.int32, device=value.device, pin_memory=False)
     emit(_ops.ran.default, ticket, name, text)
+    return name
 
 
 def rows_of(values: list[SavedValue], planes: dict[int, list[fx.Node]]) -> dict[fx.Node, int]:
@@ -71,12 +82,30 @@ def rows_of(values: list[SavedValue], planes: dict[int, list[fx.Node]]) -> dict[
     return found
 
 
-def read_account(text: str) -> Region:
-    """The region that a graph announces with this text."""
-    name, rows, saved, note = json.loads(text)
-    entries = tuple(Entry(**dict(zip(_FIELDS, row, strict=True))) for row in rows)
+def read_account(text: str) -> tuple[str, GraphAccount, Region]:
+    """The identity, the account and the region that a graph announces with this text."""
+    identity, name, rows, saved, input_nbytes, note = from_text(text)
+    account = GraphAccount(
+        name, tuple(Entry(**dict(zip(_FIELDS, row, strict=True))) for row in rows), input_nbytes, note
+    )
     tensors = tuple(Saved(getattr(torch, dtype), tuple(sizes), row) for dtype, sizes, row in saved)
-    return Region(name, entries, tensors, note)
+    return identity, account, Region(name, account.rows, tensors, str(account))
+
+
+def runs() -> Counter[str]:
+    """How often each graph that announces an account has run in this process."""
+    return _runs.copy()
+
+
+def accounts_since(before: Counter[str], identity: bytes) -> dict[str, GraphAccount]:
+    """The accounts of graphs that were treated under that identity and have run since then.
+
+    Args:
+        before: what :func:`runs` returned.
+        identity: the treatment's fingerprint.
+    """
+    since = (name for name in _accounts if _runs[name] > before[name])
+    return {name: _accounts[name][1] for name in since if _accounts[name][0] == identity.hex()}
 
 
 def _sizes(node: fx.Node) -> list[int | None]:
@@ -84,12 +113,12 @@ def _sizes(node: fx.Node) -> list[int | None]:
 
 
 def _ran(ticket: Tensor, name: str, account: str) -> None:
-    if not is_listened_to():
-        return
-    region = _regions.get(name)
-    if region is None:
-        region = _regions[name] = read_account(account)
-    announce(region)
+    _runs[name] += 1
+    known = _accounts.get(name)
+    if known is None:
+        known = _accounts[name] = read_account(account)
+    if is_listened_to():
+        announce(known[2])
 
 
 hide_from_dynamo(_ran, and_all_below=True)

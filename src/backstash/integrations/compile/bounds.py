@@ -9,7 +9,6 @@ convolutions and products are library calls, and return at once where the policy
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import weakref
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from backstash.codecs.base import flat
 from backstash.integrations.compile.emit import Emitter, Value
 from backstash.integrations.compile.layers import KINDS, ROLES, Hook, Layer
 from backstash.integrations.compile.layout import inverse
+from backstash.integrations.compile.texts import from_text, to_text
 from backstash.ops.formats import groups
 from backstash.policies.adapted import Adapted
 from backstash.policies.base import Outcome, Policy, Recompute, Stash, Wrapper
@@ -94,12 +94,12 @@ class Facts:
     def text(self) -> str:
         """As text, from which :meth:`read` makes the facts again, but for their spec."""
         texts = [[_field(saved, name) for name in _FIELDS] for saved in (self.saved, *self.readers)]
-        return json.dumps([texts, self.order, self.layers, self.bits, self.comparisons])
+        return to_text([texts, self.order, self.layers, self.bits, self.comparisons])
 
     @classmethod
     def read(cls, text: str, spec: TensorSpec) -> Facts:
         """The facts of a value with that spec."""
-        texts, order, layers, bits, comparisons = json.loads(text)
+        texts, order, layers, bits, comparisons = from_text(text)
         saved = [
             SavedTensor(key, op, role, fqn, spec, Need[need], effect=Effect(effect), row=row)
             for key, op, role, fqn, need, effect, row in texts

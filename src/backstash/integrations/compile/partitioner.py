@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.account import GraphAccount, report_of
-from backstash.integrations.compile.announce import emit_account, rows_of
+from backstash.integrations.compile.announce import accounts_since, emit_account, rows_of, runs
 from backstash.integrations.compile.bounding import Bounding
 from backstash.integrations.compile.bounds import loop_of, moves_bounds
 from backstash.integrations.compile.budget import Chosen, Partition, Plan, cheapest, held_nbytes, is_exact
@@ -69,7 +69,8 @@ class Treatment:
         self.graphs: list[GraphAccount] = []
         self._identity = self._fingerprint()
         self.loop = loop_of(policy, self._identity.hex()[:16])
-        self._hits = _cache_hits()
+        self._hits, self._runs = _cache_hits(), runs()
+        self._announced: set[str] = set()  # the names under which its graphs announce their accounts
 
     def split(self, joint: fx.GraphModule, inputs: Any, **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """A joint graph's forward and backward graph. Takes and returns what AOTAutograd's partitioners do."""
@@ -140,7 +141,8 @@ class Treatment:
             for number, (key, item) in enumerate(zip(keys, plan, strict=True))
         ]
         account = GraphAccount(name, tuple(rows), _input_nbytes(split), note)
-        emit_account(split, account, rows_of([value for value, _ in plan], planes))
+        of_row = rows_of([value for value, _ in plan], planes)
+        self._announced.add(emit_account(split, account, of_row, self.identity))
         # Last, because what was put into the graph before may read a product as well.
         if chosen.is_apart:
             take_apart(split.backward.graph)
@@ -181,8 +183,15 @@ class Treatment:
         return Entry(name, need, str(spec), spec.nbytes, held, choice.label, choice.reason, others, store=store)
 
     def report(self) -> Report:
-        """What became of the values of every graph that was split."""
-        return report_of(repr(self.policy), self.graphs, _cache_hits() - self._hits, self.loop.notes())
+        """What became of the values of every graph that was split, or loaded from torch's cache and run.
+
+        A graph from the cache does not tell which of two treatments that do the same has asked for it. So each of them
+        lists it.
+        """
+        hits = _cache_hits() - self._hits
+        ran = accounts_since(self._runs, self.identity) if hits else {}
+        loaded = [account for name, account in ran.items() if name not in self._announced]
+        return report_of(repr(self.policy), self.graphs, loaded, hits, self.loop.notes())
 
     @property
     def identity(self) -> bytes:
