@@ -232,6 +232,11 @@ def has_compiled() -> bool:
     return converting is not None and bool(getattr(converting, "FRAME_COUNTER", True))
 
 
+def rounds_as_written() -> bool:
+    """Whether Inductor rounds numbers of 16 bits after each operator, by the options of the graph that it compiles."""
+    return bool(getattr(sys.modules.get("torch._inductor.config"), "emulate_precision_casts", False))
+
+
 @contextmanager
 def without_native_warnings() -> Iterator[None]:
     """Inside, torch's C++ code logs errors alone. Its profiler warns of each thousandth release that it cannot match.

@@ -124,6 +124,38 @@ def test_graphs_are_called_from_cpp(moves_bounds: bool) -> None:
     assert all(map(torch.equal, *found))
 
 
+class Attending(nn.Module):
+    """Inductor makes other loops of it where the dropout's mask is packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.convolution(x).flatten(2).transpose(1, 2))
+        return F.dropout(F.silu(x + self.attention(x, x, x, need_weights=False)[0]), 0.1)
+
+
+@pytest.mark.parametrize("emulates", [False, True])
+def test_a_report_says_where_16_bits_may_be_rounded_otherwise(emulates: bool) -> None:
+    settings: dict[str, Any] = {"emulate_precision_casts": emulates}
+    treated = compile_options("lossless", min_nbytes=0, **settings)
+    found = []
+    for options in (settings, treated):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Attending()
+        compiled = torch.compile(model, options=options, fullgraph=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compiled(torch.randn(4, 3, 16, 16)).square().mean()
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    is_equal = all(map(torch.equal, *found))  # type: ignore[arg-type]
+    assert is_equal or not emulates
+    assert ("a gradient may differ" in " ".join(treated.report().notes)) is not emulates
+
+
 class Nameless(Policy):
     def decide(self, saved: Any) -> Any:
         return Keep()

@@ -35,10 +35,21 @@ from backstash.integrations.compile.sums import add_products_in_place, store_sum
 from backstash.integrations.compile.values import SavedValue, Split, spec_of
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Entry, Report
-from backstash.torch_internals import SavedValues, asks_what_to_save, compile_counters, min_cut_partition
+from backstash.torch_internals import (
+    SavedValues,
+    asks_what_to_save,
+    compile_counters,
+    min_cut_partition,
+    rounds_as_written,
+)
 from backstash.version import __version__
 
 log = logging.getLogger("backstash.compile")
+
+SHORT_FLOATS = (
+    "It has numbers of 16 bits, which Inductor rounds where its loops store them. What is treated or computed again "
+    "may change its loops, so a gradient may differ by such a rounding."
+)
 
 
 class Treatment:
@@ -140,6 +151,12 @@ class Treatment:
             self._row(f"{name}/{key}", *item, planes.get(number))
             for number, (key, item) in enumerate(zip(keys, plan, strict=True))
         ]
+        if rounds_as_written():
+            changes_rounding = self.budget is not None
+        else:
+            changes_rounding = self.budget is not None or any(not choice.is_kept for _, choice in plan)
+        if self.fuses and changes_rounding and split.has_short_floats:
+            note = " ".join(filter(None, (note, SHORT_FLOATS)))
         account = GraphAccount(name, tuple(rows), _input_nbytes(split), note)
         of_row = rows_of([value for value, _ in plan], planes)
         self._announced.add(emit_account(split, account, of_row, self.identity))
