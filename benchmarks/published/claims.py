@@ -188,7 +188,7 @@ def _deep_batches() -> str:
 
 
 def _densities() -> str:
-    """ZVC's ratio at the end of each training."""
+    """ZVC's ratio at the end of each training, and the accuracy that it has reached."""
     if "cdma-training-cpu" not in kinds():
         return _not_measured()
     found = []
@@ -196,8 +196,8 @@ def _densities() -> str:
         last = max(look["step"] for look in trained["densities"])
         looks = [look for look in trained["densities"] if look["step"] == last]
         ratio = sum(look["nbytes"] for look in looks) / sum(look["nbytes"] / look["ratio"] for look in looks)
-        found.append(f"{title(trained['network'])} {ratio:.2f}")
-    return f"ratio at the end: {', '.join(found)}"
+        found.append(f"{title(trained['network'])} {ratio:.2f} ({100 * trained['accuracy']:.1f} %)")
+    return f"ratio (and accuracy) at the end: {', '.join(found)}"
 
 
 def _kind(kind: str) -> str:

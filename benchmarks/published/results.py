@@ -123,6 +123,8 @@ _TITLES = {
     "alexnet": "AlexNet",
     "vgg16": "VGG16",
     "nin": "NiN",
+    "spiking": "spiking neurons",
+    "squared_relu": "squared relus",
     "overfeat": "OverFeat",
     "googlenet": "GoogLeNet",
     "squeezenet1_0": "SqueezeNet",

@@ -317,10 +317,9 @@ class Session:
             return
         if not step.is_empty:
             known.step, known.peak_nbytes = step, self._live.peak_nbytes
-        does_nothing = encoder.only_keep
-        if encoder.is_fixed and not step.freed_nbytes and not has_compiled():
-            does_nothing = True  # compiled graphs would be compiled once more for the hooks of an idle Session
-        known.end_step(counted, does_nothing, step.saved_nbytes, step.freed_nbytes)
+        # Where something was compiled it would be compiled once more for the hooks of an idle Session.
+        has_no_use = encoder.is_fixed and not step.freed_nbytes and not has_compiled()
+        known.end_step(counted, encoder.only_keep or has_no_use, step.saved_nbytes, step.freed_nbytes)
         if self._chooses_min_nbytes and step.accounts and counted[0]:
             known.choose_min_nbytes((account.saved_nbytes for account in step.accounts), step.saved_nbytes)
         self._use_learned_size()

@@ -257,6 +257,10 @@ def without_native_warnings() -> Iterator[None]:
         level.value = before
 
 
+_starting = threading.RLock()
+"""Held while torch's function is replaced, so that another thread does not put back the replaced one."""
+
+
 @contextmanager
 def starting_profiler() -> Iterator[None]:
     """Inside, a profiler that this thread starts records operators alone, and all allocations.
@@ -270,18 +274,16 @@ def starting_profiler() -> Iterator[None]:
     module, here = torch.autograd.profiler, threading.get_ident()
     with _starting, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
-        enable = module._enable_profiler  # type: ignore[attr-defined]
+        enable: Callable[..., None] = module._enable_profiler  # type: ignore[attr-defined]
 
         def enable_for_operators(config: Any, activities: Any) -> None:
-            is_ours = threading.get_ident() == here
-            enable(config, activities, *([{record_scope.FUNCTION}] if is_ours else []))
+            if threading.get_ident() == here:
+                enable(config, activities, {record_scope.FUNCTION})
+            else:
+                enable(config, activities)
 
         with mock.patch.object(module, "_enable_profiler", enable_for_operators):
             yield
-
-
-_starting = threading.RLock()
-"""Held while torch's function is replaced, so that another thread does not put back the replaced one."""
 
 
 def in_backward() -> bool:

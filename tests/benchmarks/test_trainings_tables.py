@@ -58,4 +58,4 @@ def test_densities_of_a_training(folder: Path) -> None:
         trainings.densities()
     )
     assert "| AlexNet | `a` | 50%, 2.00x | 75%, 4.00x |" in trainings.layers()
-    assert claims._densities() == "ratio at the end: AlexNet 4.00"
+    assert claims._densities() == "ratio (and accuracy) at the end: AlexNet 4.00 (90.0 %)"

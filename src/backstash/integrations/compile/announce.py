@@ -85,11 +85,10 @@ def rows_of(values: list[SavedValue], planes: dict[int, list[fx.Node]]) -> dict[
 def read_account(text: str) -> tuple[str, GraphAccount, Region]:
     """The identity, the account and the region that a graph announces with this text."""
     identity, name, rows, saved, input_nbytes, note = from_text(text)
-    account = GraphAccount(
-        name, tuple(Entry(**dict(zip(_FIELDS, row, strict=True))) for row in rows), input_nbytes, note
-    )
+    entries = tuple(Entry(**dict(zip(_FIELDS, row, strict=True))) for row in rows)
+    account = GraphAccount(name, entries, input_nbytes, note)
     tensors = tuple(Saved(getattr(torch, dtype), tuple(sizes), row) for dtype, sizes, row in saved)
-    return identity, account, Region(name, account.rows, tensors, str(account))
+    return identity, account, Region(name, entries, tensors, str(account))
 
 
 def runs() -> Counter[str]:
@@ -104,8 +103,11 @@ def accounts_since(before: Counter[str], identity: bytes) -> dict[str, GraphAcco
         before: what :func:`runs` returned.
         identity: the treatment's fingerprint.
     """
-    since = (name for name in _accounts if _runs[name] > before[name])
-    return {name: _accounts[name][1] for name in since if _accounts[name][0] == identity.hex()}
+    return {
+        name: account
+        for name, (treated, account, _) in list(_accounts.items())  # another thread may run a graph meanwhile
+        if treated == identity.hex() and _runs[name] > before[name]
+    }
 
 
 def _sizes(node: fx.Node) -> list[int | None]:

@@ -151,15 +151,12 @@ class Treatment:
             self._row(f"{name}/{key}", *item, planes.get(number))
             for number, (key, item) in enumerate(zip(keys, plan, strict=True))
         ]
-        if rounds_as_written():
-            changes_rounding = self.budget is not None
-        else:
-            changes_rounding = self.budget is not None or any(not choice.is_kept for _, choice in plan)
-        if self.fuses and changes_rounding and split.has_short_floats:
+        if self._may_round_otherwise(split, plan):
             note = " ".join(filter(None, (note, SHORT_FLOATS)))
         account = GraphAccount(name, tuple(rows), _input_nbytes(split), note)
         of_row = rows_of([value for value, _ in plan], planes)
-        self._announced.add(emit_account(split, account, of_row, self.identity))
+        if announced := emit_account(split, account, of_row, self.identity):
+            self._announced.add(announced)
         # Last, because what was put into the graph before may read a product as well.
         if chosen.is_apart:
             take_apart(split.backward.graph)
@@ -181,6 +178,12 @@ class Treatment:
             module.graph.lint()
             module.recompile()
         return account
+
+    def _may_round_otherwise(self, split: Split, plan: Plan) -> bool:
+        """Whether exact forms may change bits (SHORT_FLOATS). Where values are rounded gradients differ anyway."""
+        treats = any(not choice.is_kept for _, choice in plan) and not rounds_as_written()
+        changes_loops = self.fuses and (treats or self.budget is not None)
+        return changes_loops and split.has_short_floats and all(is_exact(choice) for _, choice in plan)
 
     def _keys(self, split: Split) -> list[str]:
         counts, keys = Counter[str](), []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -98,7 +97,7 @@ class Split:
             if twin is not None and (node.op == "placeholder" or node.target == twin.target):
                 self.twins[node] = twin
 
-    @cached_property
+    @property
     def has_short_floats(self) -> bool:
         """Whether they have numbers of 16 bits, which a compiler computes in 32 and rounds where a loop stores them."""
         values = (node.meta.get("val") for node in (*self.forward.graph.nodes, *self.backward.graph.nodes))
