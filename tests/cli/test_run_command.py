@@ -317,6 +317,7 @@ import os, sys
 import torch
 from torch import nn
 
+torch.set_num_threads(1)  # GNU's OpenMP has no threads left in a forked process, and waits for them
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
 
