@@ -173,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "data": data.name,
                 "size": size,
                 "steps": training.done,
+                "rate": asked.rate,
                 "accuracy": accuracy,
                 "resumed": training.resumed,
                 "densities": training.notes["densities"],

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.published import offloading
 from benchmarks.published.results import kinds, load, newest, table, title
+from benchmarks.published.trainings import best_followed
 
 READ, ABSTRACT, NOTES = "read in the paper", "read in the abstract", "read in notes about the paper"
 COMPUTED, ELSEWHERE = "computed from the paper's table", "read in another paper"
@@ -189,15 +190,15 @@ def _deep_batches() -> str:
 
 def _densities() -> str:
     """ZVC's ratio at the end of each training, and the accuracy that it has reached."""
-    if "cdma-training-cpu" not in kinds():
-        return _not_measured()
     found = []
-    for trained in load("cdma-training-cpu")["networks"]:
+    for trained in best_followed():
+        if trained["network"] in ("squared_relu", "spiking"):  # not of the paper
+            continue
         last = max(look["step"] for look in trained["densities"])
         looks = [look for look in trained["densities"] if look["step"] == last]
         ratio = sum(look["nbytes"] for look in looks) / sum(look["nbytes"] / look["ratio"] for look in looks)
         found.append(f"{title(trained['network'])} {ratio:.2f} ({100 * trained['accuracy']:.1f} %)")
-    return f"ratio (and accuracy) at the end: {', '.join(found)}"
+    return f"ratio (and accuracy) at the end: {', '.join(found)}" if found else _not_measured()
 
 
 def _kind(kind: str) -> str:

@@ -55,46 +55,65 @@ def _accuracies(results: Any) -> str:
 def densities() -> str:
     """How zeros and the ratio of ZVC change over trainings: of whole networks, at five times."""
     rows = []
-    found = [kind for kind in kinds() if kind.startswith("cdma-training")]
-    for kind in found:
-        for trained in load(kind).get("networks", ()):
-            looks: dict[int, list[Any]] = {}
-            for look in trained["densities"]:
-                looks.setdefault(look["step"], []).append(look)
-            times = sorted(looks)
-            chosen = [times[round(part * (len(times) - 1) / 4)] for part in range(5)]
-            rows.append(
-                (
-                    title(trained["network"]),
-                    f"{trained['steps']:,}",
-                    f"{100 * trained['accuracy']:.1f}",
-                    *(_look(looks[step]) for step in chosen),
-                )
+    for trained in _followed():
+        looks: dict[int, list[Any]] = {}
+        for look in trained["densities"]:
+            looks.setdefault(look["step"], []).append(look)
+        times = sorted(looks)
+        chosen = [times[round(part * (len(times) - 1) / 4)] for part in range(5)]
+        rows.append(
+            (
+                title(trained["network"]),
+                f"{trained.get('rate', FIRST_RATE):g}",
+                f"{trained['steps']:,}",
+                f"{100 * trained['accuracy']:.1f}",
+                *(_look(looks[step]) for step in chosen),
             )
+        )
     if not rows:
         return MISSING.format("python -m benchmarks.cdma_training --json FILE --states FOLDER --resume")
-    header = ("network", "steps", "accuracy, %", "at first", "a quarter", "half", "three quarters", "at the end")
-    return f"{machine_line(found[0])}\n\n{table(header, rows)}"
+    header = ("network", "rate", "steps", "accuracy, %", "at first", "a quarter", "half", "three quarters", "at end")
+    machines = "  \n".join(dict.fromkeys(machine_line(kind) for kind in _followed_kinds()))
+    return f"{machines}\n\n{table(header, rows)}"
 
 
 def layers() -> str:
-    """The same for each layer, at the beginning and at the end."""
+    """The same for each layer, at the beginning and at the end, of the training in which a network learned most."""
     rows = []
-    found = [kind for kind in kinds() if kind.startswith("cdma-training")]
-    for kind in found:
-        for trained in load(kind).get("networks", ()):
-            steps = [look["step"] for look in trained["densities"]]
-            by_layer: dict[str, dict[int, Any]] = {}
-            for look in trained["densities"]:
-                by_layer.setdefault(look["layer"], {})[look["step"]] = look
-            name = title(trained["network"])
-            for layer, looks in by_layer.items():
-                first, last = looks[min(steps)], looks[max(steps)]
-                rows.append((name, f"`{layer}`", _look([first]), _look([last])))
-                name = ""
+    for trained in best_followed():
+        steps = [look["step"] for look in trained["densities"]]
+        by_layer: dict[str, dict[int, Any]] = {}
+        for look in trained["densities"]:
+            by_layer.setdefault(look["layer"], {})[look["step"]] = look
+        name = title(trained["network"])
+        for layer, looks in by_layer.items():
+            first, last = looks[min(steps)], looks[max(steps)]
+            rows.append((name, f"`{layer}`", _look([first]), _look([last])))
+            name = ""
     if not rows:
         return MISSING.format("python -m benchmarks.cdma_training --json FILE --states FOLDER --resume")
     return table(("network", "layer", "at first", "at the end"), rows)
+
+
+FIRST_RATE = 0.01
+"""Learning rate of trainings whose file does not say it."""
+
+
+def best_followed() -> list[Any]:
+    """Of each network whose zeros were followed over a training, the training with the highest accuracy."""
+    best: dict[str, Any] = {}
+    for trained in _followed():
+        if trained["accuracy"] > best.get(trained["network"], {"accuracy": -1})["accuracy"]:
+            best[trained["network"]] = trained
+    return list(best.values())
+
+
+def _followed() -> list[Any]:
+    return [trained for kind in _followed_kinds() for trained in load(kind).get("networks", ())]
+
+
+def _followed_kinds() -> list[str]:
+    return [kind for kind in kinds() if kind.startswith("cdma-training")]
 
 
 def _look(looks: list[Any]) -> str:

@@ -54,8 +54,21 @@ def test_densities_of_a_training(folder: Path) -> None:
     ]
     trained = {"network": "alexnet", "steps": 500, "accuracy": 0.9, "densities": looks}
     write(folder, "cdma-training-cpu", networks=[trained])
-    assert "| AlexNet | 500 | 90.0 | 50%, 2.00x | 50%, 2.00x | 50%, 2.00x | 75%, 4.00x | 75%, 4.00x |" in (
+    assert "| AlexNet | 0.01 | 500 | 90.0 | 50%, 2.00x | 50%, 2.00x | 50%, 2.00x | 75%, 4.00x | 75%, 4.00x |" in (
         trainings.densities()
     )
     assert "| AlexNet | `a` | 50%, 2.00x | 75%, 4.00x |" in trainings.layers()
     assert claims._densities() == "ratio (and accuracy) at the end: AlexNet 4.00 (90.0 %)"
+
+
+def test_of_a_network_trained_twice_the_better_training_is_shown(folder: Path) -> None:
+    looks = [{"step": 0, "layer": "a", "nonzero": 0.5, "ratio": 2.0, "nbytes": 100}]
+    trained = {"network": "nin", "steps": 9, "accuracy": 0.1, "densities": looks}
+    again = {**trained, "accuracy": 0.8, "rate": 0.003, "densities": [{**looks[0], "ratio": 3.0}]}
+    sparse = {**trained, "network": "spiking", "accuracy": 0.99}
+    write(folder, "cdma-training-cpu", networks=[trained])
+    write(folder, "cdma-training-rate-cpu", networks=[again, sparse])
+    assert "| NiN | 0.01 | 9 | 10.0 |" in trainings.densities()
+    assert "| NiN | 0.003 | 9 | 80.0 |" in trainings.densities()
+    assert trainings.layers().count("NiN") == 1
+    assert claims._densities() == "ratio (and accuracy) at the end: NiN 3.00 (80.0 %)"
