@@ -237,6 +237,20 @@ def rounds_as_written() -> bool:
     return bool(getattr(sys.modules.get("torch._inductor.config"), "emulate_precision_casts", False))
 
 
+def ignore_global_hooks_of_compiled_modules() -> None:
+    """Have a compiled module not warn that there are global hooks, unless somebody has installed some already.
+
+    Torch warns at each call that the hooks run for the compiled module as well. A program whose warnings are errors
+    would end there. The filter stays: to take it away would have Python forget which warnings it has shown.
+    """
+    if torch.nn.modules.module._has_any_global_hook():
+        return
+    message = r"Using `torch\.compile\(module\)` when there are global hooks"
+    known = (action == "ignore" and getattr(text, "pattern", "") == message for action, text, *_ in warnings.filters)
+    if not any(known):
+        warnings.filterwarnings("ignore", message, UserWarning)
+
+
 @contextmanager
 def without_native_warnings() -> Iterator[None]:
     """Inside, torch's C++ code logs errors alone. Its profiler warns of each thousandth release that it cannot match.

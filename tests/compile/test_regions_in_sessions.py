@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from compiled_steps import gradients
 from torch import Tensor, nn
 
 from backstash import Session, compile_backend, policies
+from backstash.integrations.compile.account import GraphAccount, report_of
+from backstash.stash.ledger import Entry
 from backstash.stash.regions import Call, Region, Saved
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -152,6 +155,39 @@ def test_inductor_and_its_cache_on_disk(tmp_path: Path, monkeypatch: pytest.Monk
     assert hits == [False, True]
     assert len(reports[0]) >= 2
     assert reports[0] == reports[1], "a graph from the cache says what it saves as well"
+
+
+def test_graphs_of_two_treatments_have_names_of_their_own() -> None:
+    torch.manual_seed(0)
+    parts = [Part(), Part()]
+    for part, policy in zip(parts, ("lossless", policies.quantized(8)), strict=True):
+        part.compile(backend=compile_backend(policy, "aot_eager", min_nbytes=0))
+    session = Session("lossless")
+    with session:
+        loss_of(nn.Sequential(nn.Linear(64, 64), *parts, parts[0])).backward()
+    report = session.report()
+    graphs = [row.key.split("/")[1] for row in report.rows if "/graph" in row.key]
+    assert list(dict.fromkeys(graphs)) == ["graph 0", "graph 0 (2)"]
+    assert graphs.count("graph 0") == 2 * graphs.count("graph 0 (2)")
+    assert [note.split(":")[0] for note in report.notes][-2:] == ["compiled graph 0", "compiled graph 0 (2)"]
+
+
+def test_graphs_from_the_cache_have_names_of_their_own() -> None:
+    def account(name: str, node: str) -> GraphAccount:
+        return GraphAccount(name, (Entry(f"{name}/{node}:{node}", "VALUE", "", 8, 8),), 0)
+
+    report = report_of("", [account("graph 0", "relu")], [account("graph 1", "add"), account("graph 0", "mul")], 2)
+    assert [row.key for row in report.rows] == ["graph 0/relu:relu", "graph 1/add:add", "graph 0 (2)/mul:mul"]
+    assert [note.split(":")[0] for note in report.notes] == ["graph 0", "graph 1", "graph 0 (2)"]
+
+
+def test_a_compiled_module_does_not_warn_of_the_hooks_of_a_session() -> None:
+    compiled = torch.compile(Part(), backend="aot_eager")
+    loss_of(compiled).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Session("lossless"):
+            loss_of(compiled).backward()
 
 
 def test_tensors_of_somebody_else_end_a_call() -> None:

@@ -219,7 +219,6 @@ def test_forward_on_a_graph_that_is_already_freed() -> None:
     assert difference(expected, torch.autograd.grad(loss, y)[0]) is None
 
 
-@pytest.mark.filterwarnings("ignore:.*when there are global hooks on modules:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])

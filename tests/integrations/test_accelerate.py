@@ -169,7 +169,6 @@ def test_what_cannot_be_attached_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks:UserWarning")
 def test_a_compiled_model_is_warned_of_and_gives_the_same_bits() -> None:
     torch._dynamo.reset()
     accelerator = Accelerator(cpu=True, dynamo_backend="aot_eager")

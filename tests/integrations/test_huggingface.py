@@ -284,7 +284,6 @@ def test_wrong_arguments_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks:UserWarning")
 def test_a_compiled_trainer_is_warned_of_and_gives_the_same_bits(tmp_path: Path) -> None:
     settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2, "layers": 1}
     torch._dynamo.reset()

@@ -27,6 +27,7 @@ from backstash.torch_internals import (
     count_function_modes,
     current_function_mode,
     hide_from_dynamo,
+    ignore_global_hooks_of_compiled_modules,
     is_dynamo_compiling,
     pop_function_mode,
     push_function_mode,
@@ -124,6 +125,7 @@ def keep() -> Callable[[], None]:
 def _install() -> None:
     global _numbers
     module = nn.modules.module
+    ignore_global_hooks_of_compiled_modules()
     if _numbers is None:
         before = module.register_module_forward_pre_hook(_enter)
         after = module.register_module_forward_hook(_leave, always_call=True)

@@ -6,7 +6,7 @@ from backstash.proofs import Counts
 from backstash.saved import Effect, SavedTensor
 from backstash.stash.compiled import laid_out
 from backstash.stash.ledger import Entry
-from backstash.stash.regions import Call
+from backstash.stash.regions import Call, region_names
 
 
 @laid_out
@@ -172,16 +172,18 @@ class Step:
                 "nothing was saved: no forward pass with grad mode ran inside the Session, on the thread that "
                 "entered it, outside of compiled functions"
             )
-        notes += dict.fromkeys(f"compiled {call.region.note}" for call in self.calls)
+        names = region_names(self.calls)
+        notes += dict.fromkeys(f"compiled {names[id(call.region)]}: {call.region.note}" for call in self.calls)
         return tuple(notes)
 
     def rows(self) -> tuple[Entry, ...]:
         """What a report shows; it does not change later."""
         rows: list[Entry] = []
-        calls = list(self.calls)
+        calls, names = list(self.calls), region_names(self.calls)
         for number in range(len(self.accounts) + 1):
             while calls and calls[0].place == number:
-                rows += calls.pop(0).rows()
+                call = calls.pop(0)
+                rows += call.rows(names[id(call.region)])
             if number < len(self.accounts) and not self.accounts[number].is_of_region:
                 rows.append(self.accounts[number].row())
         small = self.small_nbytes

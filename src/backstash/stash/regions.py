@@ -8,7 +8,8 @@ per value. The Session then knows what the tensors are that autograd saves next,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -46,7 +47,7 @@ class Region:
     """What a compiled graph says of what it saves.
 
     Attributes:
-        name: of the graph.
+        name: of the graph. Graphs that were compiled with different options may have the same: see distinct_names.
         rows: one Entry per value; keys are the graph's name, the path of the module and the node, joined by ``/``.
         saved: the tensors that hooks see, in the order of saving.
         note: how many values are held in another form, and why the others are not.
@@ -105,13 +106,17 @@ class Call:
         """An account is of a tensor that belongs to this row."""
         self._held.setdefault(row, []).append(account)
 
-    def rows(self) -> list[Entry]:
-        """The graph's rows, less what the Session saves of the tensors that it has encoded once more."""
-        return [self._row(entry, self._held.get(number, ())) for number, entry in enumerate(self.region.rows)]
+    def rows(self, name: str) -> list[Entry]:
+        """The graph's rows, less what the Session saves of the tensors that it has encoded once more.
 
-    def _row(self, entry: Entry, held: Sequence[Held]) -> Entry:
-        graph, path, node = entry.key.split("/", 2)
-        key = f"{'.'.join(filter(None, (self.path, path)))}/{graph}/{node}"
+        Args:
+            name: the graph's name in their keys.
+        """
+        return [self._row(name, entry, self._held.get(number, ())) for number, entry in enumerate(self.region.rows)]
+
+    def _row(self, name: str, entry: Entry, held: Sequence[Held]) -> Entry:
+        _, path, node = entry.key.split("/", 2)
+        key = f"{'.'.join(filter(None, (self.path, path)))}/{name}/{node}"
         found = [account.row() for account in held]
         again = [row for row in found if row.codec != "kept"]
         codecs = dict.fromkeys([*([entry.codec] if entry.codec != "kept" else []), *(row.codec for row in again)])
@@ -129,6 +134,21 @@ class Call:
             store=stores.pop() if len(stores) == 1 else entry.store,
             stall_seconds=sum(row.stall_seconds for row in found),
         )
+
+
+def distinct_names(names: Iterable[str]) -> list[str]:
+    """The same names, but for a number behind each that others before it have too: ``graph 0``, ``graph 0 (2)``."""
+    counts, found = Counter[str](), []
+    for name in names:
+        counts[name] += 1
+        found.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return found
+
+
+def region_names(calls: Iterable[Call]) -> dict[int, str]:
+    """A name for each region that was called, by its id."""
+    regions = {id(call.region): call.region.name for call in calls}
+    return dict(zip(regions, distinct_names(regions.values()), strict=True))
 
 
 Listener = Callable[[Region], None]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from backstash.stash.ledger import Entry, Report
+from backstash.stash.regions import distinct_names
 
 KEPT = "kept"
 
@@ -32,13 +33,23 @@ class GraphAccount:
         """How many values are held in another form."""
         return sum(row.codec != KEPT for row in self.rows)
 
-    def __str__(self) -> str:
-        text = f"{self.name}: {self.treated} of {len(self.rows)} values treated"
+    @property
+    def outcome(self) -> str:
+        """How many values are held in another form, and why the others are not."""
+        text = f"{self.treated} of {len(self.rows)} values treated"
         reasons = Counter(row.reason for row in self.rows if row.codec == KEPT)
         if reasons:
             why = "; ".join(f"{count} kept because {reason}" for reason, count in reasons.most_common())
             text += f", {why}" if self.treated else f", because: {why}"
         return f"{text}. {self.note}" if self.note else text
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.outcome}"
+
+    def called(self, name: str) -> GraphAccount:
+        """The same account under another name."""
+        rows = (replace(row, key=name + row.key.removeprefix(self.name)) for row in self.rows)
+        return replace(self, name=name, rows=tuple(rows))
 
 
 def report_of(
@@ -57,6 +68,8 @@ def report_of(
         from_cache: how many graphs torch has loaded from there, which no partitioner has seen.
         more: further notes.
     """
+    names = distinct_names(graph.name for graph in (*graphs, *loaded))
+    loaded = [graph.called(name) for graph, name in zip(loaded, names[len(graphs) :], strict=True)]
     notes = [*(str(graph) for graph in graphs), *(f"{graph} (from torch's cache on disk)" for graph in loaded), *more]
     if from_cache > len(loaded):
         notes.append(

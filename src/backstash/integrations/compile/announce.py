@@ -88,7 +88,7 @@ def read_account(text: str) -> tuple[str, GraphAccount, Region]:
     entries = tuple(Entry(**dict(zip(_FIELDS, row, strict=True))) for row in rows)
     account = GraphAccount(name, entries, input_nbytes, note)
     tensors = tuple(Saved(getattr(torch, dtype), tuple(sizes), row) for dtype, sizes, row in saved)
-    return identity, account, Region(name, entries, tensors, str(account))
+    return identity, account, Region(name, entries, tensors, account.outcome)
 
 
 def runs() -> Counter[str]:
