@@ -8,7 +8,8 @@ Each model of :mod:`benchmarks.zoo_models` is judged in a process of its own, wi
    bits of plain's. If they do not, plain's steps are taken once more: what differs between these is not counted.
 3. Plans for 60 % of plain's peak and for the smallest budget that there is, as `benchmarks.heldout_plans` judges them:
    equal bits, a counted peak within the budget, and a predicted peak that is never below the counted one.
-4. Compiled steps, with the backend that the model's entry names: treated graphs have to have the bits of plain ones.
+4. Compiled steps, with the backend that the model's entry names: graphs that are treated, whatever the sizes of their
+   values, and graphs within a budget have to have the bits of plain ones.
 
 The exit code is 1 if a model is not as it has to be. A model whose library is not installed is left out.
 """
@@ -22,7 +23,7 @@ import multiprocessing
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -52,6 +53,12 @@ SHARE = 0.6
 
 CHECKS = ("sessions", "plans", "compiled")
 
+WAYS_COMPILED: Mapping[str, Mapping[str, Any]] = {
+    "compiled": {"min_nbytes": 0},
+    "compiled, budget": {"min_nbytes": 0, "budget": "75%"},
+}
+"""How graphs are treated."""
+
 Digests = dict[str, bytes]
 
 
@@ -67,7 +74,8 @@ class Judged:
         unstable: what plain PyTorch itself computes differently a second time, and what was therefore not compared.
         differing: for each check, what has other bits; empty where all are equal, and absent where it was not done.
         rows: the plans.
-        compiled: the backend of the compiled steps.
+        compiled: the backend of the compiled steps, and what torch raised there without backstash, if it did.
+        treated: how many values were held in another form in compiled steps, without a budget.
         seconds: the time that all of this took.
         commit: of backstash.
         error: what was raised, if the model could not be judged.
@@ -82,6 +90,7 @@ class Judged:
     differing: dict[str, tuple[str, ...]] | None = None
     rows: tuple[Row, ...] = ()
     compiled: str = ""
+    treated: int = 0
     seconds: float = 0.0
     commit: str = ""
     error: str = ""
@@ -96,6 +105,7 @@ class Judged:
             differing=(earlier.differing or {}) | (self.differing or {}),
             rows=self.rows or earlier.rows,
             compiled=self.compiled or earlier.compiled,
+            treated=self.treated or earlier.treated,
             seconds=self.seconds + earlier.seconds,
         )
 
@@ -200,8 +210,9 @@ def judge(library: str, name: str, checks: Sequence[str] = CHECKS) -> Judged:
         found["rows"] = tuple(replace(row, differing=without(row.differing, unstable)) for row in rows)
     backend = LIBRARIES[library][name].compiled
     if "compiled" in checks and backend:
-        found["compiled"] = backend
-        differing["compiled"] = _compiled(make, backend)
+        compiled = _Compiled(make, backend)
+        found["compiled"], found["treated"] = compiled.outcome, compiled.treated
+        differing |= compiled.differing
     seconds = time.perf_counter() - started
     return Judged(library, name, **found, differing=differing, seconds=seconds)
 
@@ -222,21 +233,45 @@ def _planned(make: Callable[[], Program], expected: Digests, plain_nbytes: int) 
     return tuple(rows)
 
 
-def _compiled(make: Callable[[], Program], backend: str) -> tuple[str, ...]:
-    """Compares compiled steps with and without treatment; what two plain compilations do differently is left out."""
+class _Compiled:
+    """Compiled steps with and without treatment.
 
-    def digests(**settings: Any) -> Digests:
+    Attributes:
+        outcome: the backend, and what torch raised with it without backstash.
+        differing: for each way of treating graphs, what has other bits, but for what two plain compilations do
+            differently.
+        treated: how many values were held in another form, without a budget.
+    """
+
+    def __init__(self, make: Callable[[], Program], backend: str) -> None:
+        self.outcome, self.treated = backend, 0
+        self.differing: dict[str, tuple[str, ...]] = {}
+        self._make = make
+        plain = {"backend": backend}
+        try:
+            expected = self._digests(plain)
+        except Exception as error:  # torch cannot compile it
+            self.outcome = f"{backend}: {type(error).__name__}"
+            return
+        for way, settings in WAYS_COMPILED.items():
+            if backend == "inductor":
+                ours: Any = bs.compile_options("lossless", **settings)
+                found = self._digests({"options": ours})
+            else:
+                ours = bs.compile_backend("lossless", backend, **settings)
+                found = self._digests({"backend": ours})
+            if "budget" not in settings:
+                self.treated = sum(row.codec != "kept" for row in ours.report().rows)
+            self.differing[way] = other(expected, found)
+        if any(self.differing.values()):
+            unstable = other(expected, self._digests(plain))
+            self.differing = {way: without(names, unstable) for way, names in self.differing.items()}
+
+    def _digests(self, settings: dict[str, Any]) -> Digests:
         torch._dynamo.reset()
-        program = make()
+        program = self._make()
         program.model.compile(**settings)
         return Training(program).digests()
-
-    expected = digests(backend=backend)
-    if backend == "inductor":
-        found = other(expected, digests(options=bs.compile_options("lossless")))
-    else:
-        found = other(expected, digests(backend=bs.compile_backend("lossless", backend)))
-    return without(found, other(expected, digests(backend=backend))) if found else ()
 
 
 def read(found: Any) -> Judged:

@@ -95,8 +95,13 @@ def zoo_transformers() -> str:
         return _NOT_JUDGED
     models = load(_ARCHITECTURES)["models"]
     names = ", ".join(f"**{model['model']} differs**" if _differs(model) else model["model"] for model in models)
-    compiled = sum(bool(model["compiled"]) for model in models)
-    about = f"{_summary(models)} {compiled} were compiled as well. {machine_line(_ARCHITECTURES)}"
+    compiled = [model for model in models if model["compiled"] and ":" not in model["compiled"]]
+    treated = sum(bool(model.get("treated")) for model in compiled)
+    failed = [model["model"] for model in models if ":" in model["compiled"]]
+    about = f"{_summary(models)} {len(compiled)} were compiled as well, in {treated} of them a value had another form."
+    if failed:
+        about += f" Torch itself does not train these when it has compiled them: {', '.join(failed)}."
+    about = f"{about} {machine_line(_ARCHITECTURES)}"
     return f"{about}\n\n{names}."
 
 

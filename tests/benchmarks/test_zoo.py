@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import backstash as bs
 from benchmarks import zoo, zoo_models
@@ -21,6 +21,13 @@ ENTRY = Entry("", (4, 8), compiled="aot_eager")
 MADE = itertools.count(1)
 
 
+class StandIn(nn.Sequential):
+    """With a forward function that torch compiles, other than that of its own class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
 def program(library: str, name: str) -> Program:
     """A stand-in for a model of a library."""
     if name == "crashes":
@@ -29,7 +36,7 @@ def program(library: str, name: str) -> Program:
         raise ValueError("no such size")
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 64), nn.GELU()]
-    model, x = nn.Sequential(*layers), torch.randn(256, 64)
+    model, x = StandIn(*layers), torch.randn(256, 64)
     scale = 1 + next(MADE) / 1024 if name == "varies" else 1.0  # each program's own, and small: none comes to be NaN
     return Program(model.train(), lambda: (model(x) * scale).square().mean().backward())
 
@@ -45,7 +52,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_is_judged_by_all_checks() -> None:
     judged = zoo.judge("json", "works")
     assert judged.flaws == [] and judged.unstable == ()
-    assert set(judged.differing or {}) == {"lossless", "lossless, min_nbytes=0", "compiled"}
+    assert set(judged.differing or {}) == {"lossless", "lossless, min_nbytes=0", "compiled", "compiled, budget"}
+    assert (judged.compiled, judged.treated > 0) == ("aot_eager", True)
     assert [row.budget for row in judged.rows][-1] == "smallest"
     assert all(row.reached_nbytes <= row.budget_nbytes for row in judged.rows if row.reached_nbytes)
     assert not judged.lacks(zoo.CHECKS)
@@ -122,3 +130,10 @@ def test_an_architecture_is_made_small_and_the_same_each_time(name: str) -> None
         found.append(gradients)
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_what_torch_cannot_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo, "LIBRARIES", {"json": {"works": Entry("", (4, 8), compiled="no_such_backend")}})
+    judged = zoo.judge("json", "works", ("compiled",))
+    assert judged.compiled == "no_such_backend: InvalidBackend" and judged.flaws == []
+    assert not judged.lacks(("compiled",))
