@@ -152,7 +152,7 @@ class Treatment:
             for number, (key, item) in enumerate(zip(keys, plan, strict=True))
         ]
         if self._may_round_otherwise(split, plan):
-            note = " ".join(filter(None, (note, SHORT_FLOATS)))
+            note = ". ".join(filter(None, (note, SHORT_FLOATS)))
         account = GraphAccount(name, tuple(rows), _input_nbytes(split), note)
         of_row = rows_of([value for value, _ in plan], planes)
         if announced := emit_account(split, account, of_row, self.identity):
