@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import claims, results, trainings
+from benchmarks.published import claims, compiled_models, results, trainings
 
 
 @pytest.fixture
@@ -72,3 +72,20 @@ def test_of_a_network_trained_twice_the_better_training_is_shown(folder: Path) -
     assert "| NiN | 0.003 | 9 | 80.0 |" in trainings.densities()
     assert trainings.layers().count("NiN") == 1
     assert claims._densities() == "ratio (and accuracy) at the end: NiN 3.00 (80.0 %)"
+
+
+def test_of_a_budget_measured_twice_the_times_of_more_rounds_are_shown(folder: Path) -> None:
+    def row(candidate: str, peak: int, times: float, rounds: int) -> dict[str, object]:
+        quartiles = {"median": times, "q1": times, "q3": times, "low": times, "count": rounds}
+        return {"candidate": candidate, "peak_nbytes": peak << 20, "times_plain": quartiles, "error": 0.0}
+
+    case = {"name": "resnet50", "network": "resnet50", "batch": 8, "channels_last": False}
+    plain = row("compiled", 100, 1.0, 5)
+    for kind, measured in (
+        ("compile-frontier-a-cpu", [plain, row("lossless, budget 0.5", 50, 1.5, 7)]),
+        ("compile-frontier-b-cpu", [plain, row("lossless, budget 0.5", 51, 1.2, 5), row("again", 99, 1.1, 5)]),
+    ):
+        write(folder, kind, cases=[case], frontier={"resnet50": measured})
+    lines = compiled_models.frontiers().splitlines()[-4:]
+    assert [line.split("|")[2].strip() for line in lines] == ["---", "compiled", "again", "lossless, budget 0.5"]
+    assert "| 50 | 50 | 1.50 (1.50 to 1.50) |" in lines[-1]
