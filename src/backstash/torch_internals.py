@@ -251,12 +251,6 @@ def ignore_global_hooks_of_compiled_modules() -> None:
         warnings.filterwarnings("ignore", message, UserWarning)
 
 
-def before_every_module(hook: Callable[..., Any]) -> Any:
-    """Calls the hook before the forward of any module; returns what takes it away by ``.remove()``."""
-    ignore_global_hooks_of_compiled_modules()
-    return torch.nn.modules.module.register_module_forward_pre_hook(hook)
-
-
 @contextmanager
 def without_native_warnings() -> Iterator[None]:
     """Inside, torch's C++ code logs errors alone. Its profiler warns of each thousandth release that it cannot match.

@@ -42,7 +42,7 @@ from backstash.policies import Policy, get
 from backstash.session import Session
 from backstash.stash.buffers import release
 from backstash.stash.ledger import Report
-from backstash.torch_internals import before_every_module, current_function_mode, in_backward
+from backstash.torch_internals import current_function_mode, ignore_global_hooks_of_compiled_modules, in_backward
 
 T = TypeVar("T")
 
@@ -129,7 +129,8 @@ class Budgeted(Following):
     # -- entering and leaving ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self._hook = before_every_module(self._before_module)
+        ignore_global_hooks_of_compiled_modules()
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._before_module)
         self._thread = threading.get_ident()
         self._is_new = self._is_inside = True
         self._listen()

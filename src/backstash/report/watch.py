@@ -34,7 +34,7 @@ from backstash.ops import backends
 from backstash.report.meter import CountedPeak, reset_resident_peak, resident_nbytes, resident_peak_nbytes
 from backstash.report.steps import Steps
 from backstash.session import Session
-from backstash.torch_internals import before_every_module, in_backward, no_torch_function
+from backstash.torch_internals import ignore_global_hooks_of_compiled_modules, in_backward, no_torch_function
 
 PLAIN = "plain"
 """The name of a run without a Session."""
@@ -111,7 +111,8 @@ class Watch:
         self._report: dict[str, Any] | None = None
 
     def __enter__(self) -> Watch:
-        self._module_hook = before_every_module(self._enter_module)
+        ignore_global_hooks_of_compiled_modules()
+        self._module_hook = nn.modules.module.register_module_forward_pre_hook(self._enter_module)
         self._pre_step_hook = register_optimizer_step_pre_hook(self._enter_optimizer)
         self._step_hook = register_optimizer_step_post_hook(self._optimized)
         self._stop_listening = passes.listen(self)
