@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from backstash import Session
 from backstash.errors import MeasureError
 from backstash.report.compare import check
+from backstash.report.meter import CountedPeak
 from backstash.report.watch import PLAIN, Observed, Watch
 
 BATCH, WIDTH = 256, 64
@@ -245,3 +247,20 @@ def _nothing_is_left_behind() -> Iterator[None]:
     before = torch.autograd.backward, dict(nn.modules.module._global_forward_pre_hooks)
     yield
     assert (torch.autograd.backward, dict(nn.modules.module._global_forward_pre_hooks)) == before
+
+
+def test_garbage_of_an_earlier_count_is_not_freed_in_the_step() -> None:
+    class Knot:
+        """Only the collector finds it."""
+
+        def __init__(self) -> None:
+            self.itself, self.held = self, torch.ones(1 << 16)
+
+    with CountedPeak():
+        knot = Knot()
+    del knot
+    with CountedPeak() as counted:
+        gc.collect()
+        held = torch.ones(1 << 10)
+    assert counted.peak_nbytes == held.nbytes
+    assert min(nbytes for _, nbytes in counted.timeline) >= 0

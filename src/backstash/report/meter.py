@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import statistics
@@ -134,6 +135,9 @@ class CountedPeak:
         self.timeline: list[tuple[int, int]] = []
         self._marks: list[int] = []  # bytes that the decode buffers held at each mark
         self._marked: list[int] = []  # when that was, in nanoseconds
+        # What was allocated under an earlier profiler is subtracted when it is freed. Garbage of that time must not be
+        # freed in between.
+        gc.collect()
         self._held_nbytes = buffers.held_nbytes()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
         with starting_profiler():
