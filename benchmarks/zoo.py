@@ -210,9 +210,8 @@ def judge(library: str, name: str, checks: Sequence[str] = CHECKS) -> Judged:
         found["rows"] = tuple(replace(row, differing=without(row.differing, unstable)) for row in rows)
     backend = LIBRARIES[library][name].compiled
     if "compiled" in checks and backend:
-        compiled = _Compiled(make, backend)
-        found["compiled"], found["treated"] = compiled.outcome, compiled.treated
-        differing |= compiled.differing
+        found["compiled"], found["treated"], compiled = _compiled(make, backend)
+        differing |= compiled
     seconds = time.perf_counter() - started
     return Judged(library, name, **found, differing=differing, seconds=seconds)
 
@@ -233,45 +232,39 @@ def _planned(make: Callable[[], Program], expected: Digests, plain_nbytes: int) 
     return tuple(rows)
 
 
-class _Compiled:
-    """Compiled steps with and without treatment.
+def _compiled(make: Callable[[], Program], backend: str) -> tuple[str, int, dict[str, tuple[str, ...]]]:
+    """Compares compiled steps with and without treatment.
 
-    Attributes:
-        outcome: the backend, and what torch raised with it without backstash.
-        differing: for each way of treating graphs, what has other bits, but for what two plain compilations do
-            differently.
-        treated: how many values were held in another form, without a budget.
+    Returns:
+        The backend, and what torch raised with it without backstash, if it did; how many values were held in another
+        form, without a budget; and for each way of treating graphs what has other bits, but for what two plain
+        compilations do differently.
     """
 
-    def __init__(self, make: Callable[[], Program], backend: str) -> None:
-        self.outcome, self.treated = backend, 0
-        self.differing: dict[str, tuple[str, ...]] = {}
-        self._make = make
-        plain = {"backend": backend}
-        try:
-            expected = self._digests(plain)
-        except Exception as error:  # torch cannot compile it
-            self.outcome = f"{backend}: {type(error).__name__}"
-            return
-        for way, settings in WAYS_COMPILED.items():
-            if backend == "inductor":
-                ours: Any = bs.compile_options("lossless", **settings)
-                found = self._digests({"options": ours})
-            else:
-                ours = bs.compile_backend("lossless", backend, **settings)
-                found = self._digests({"backend": ours})
-            if "budget" not in settings:
-                self.treated = sum(row.codec != "kept" for row in ours.report().rows)
-            self.differing[way] = other(expected, found)
-        if any(self.differing.values()):
-            unstable = other(expected, self._digests(plain))
-            self.differing = {way: without(names, unstable) for way, names in self.differing.items()}
-
-    def _digests(self, settings: dict[str, Any]) -> Digests:
+    def digests(**settings: Any) -> Digests:
         torch._dynamo.reset()
-        program = self._make()
+        program = make()
         program.model.compile(**settings)
         return Training(program).digests()
+
+    try:
+        expected = digests(backend=backend)
+    except Exception as error:  # torch cannot compile it
+        return f"{backend}: {type(error).__name__}", 0, {}
+    treated, differing = 0, {}
+    for way, settings in WAYS_COMPILED.items():
+        if backend == "inductor":
+            options = bs.compile_options("lossless", **settings)
+            differing[way], report = other(expected, digests(options=options)), options.report()
+        else:
+            ours = bs.compile_backend("lossless", backend, **settings)
+            differing[way], report = other(expected, digests(backend=ours)), ours.report()
+        if "budget" not in settings:
+            treated = sum(row.codec != "kept" for row in report.rows)
+    if any(differing.values()):
+        unstable = other(expected, digests(backend=backend))
+        differing = {way: without(names, unstable) for way, names in differing.items()}
+    return backend, treated, differing
 
 
 def read(found: Any) -> Judged:

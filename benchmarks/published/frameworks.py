@@ -98,7 +98,9 @@ def zoo_transformers() -> str:
     compiled = [model for model in models if model["compiled"] and ":" not in model["compiled"]]
     treated = sum(bool(model.get("treated")) for model in compiled)
     failed = [model["model"] for model in models if ":" in model["compiled"]]
-    about = f"{_summary(models)} {len(compiled)} were compiled as well, in {treated} of them a value had another form."
+    commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(model["commit"] for model in compiled))
+    about = f"{_summary(models)} {len(compiled)} were compiled as well"
+    about += f" (commit {commits}), in {treated} of them a value had another form." if compiled else "."
     if failed:
         about += f" Torch itself does not train these when it has compiled them: {', '.join(failed)}."
     about = f"{about} {machine_line(_ARCHITECTURES)}"

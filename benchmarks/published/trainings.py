@@ -7,6 +7,9 @@ from typing import Any
 
 from benchmarks.published.results import _newest, kinds, load, machine_line, newest, table, title
 
+FIRST_RATE = 0.01
+"""Learning rate of trainings whose file does not say it."""
+
 MISSING = "Not measured yet: `{}` writes the file that this table is made of."
 
 
@@ -95,10 +98,6 @@ def layers() -> str:
     return table(("network", "layer", "at first", "at the end"), rows)
 
 
-FIRST_RATE = 0.01
-"""Learning rate of trainings whose file does not say it."""
-
-
 def best_followed() -> list[Any]:
     """Of each network whose zeros were followed over a training, the training with the highest accuracy."""
     best: dict[str, Any] = {}
@@ -120,7 +119,12 @@ def _look(looks: list[Any]) -> str:
     """Zeros and ratio of all activations of a step."""
     nbytes = sum(look["nbytes"] for look in looks)
     zeros = 1 - sum(look["nonzero"] * look["nbytes"] for look in looks) / nbytes
-    return f"{zeros:.0%}, {nbytes / sum(look['nbytes'] / look['ratio'] for look in looks):.2f}x"
+    return f"{zeros:.0%}, {ratio_of(looks):.2f}x"
+
+
+def ratio_of(looks: list[Any]) -> float:
+    """Dense bytes of all activations of a step over their compressed bytes."""
+    return float(sum(look["nbytes"] for look in looks) / sum(look["nbytes"] / look["ratio"] for look in looks))
 
 
 def deep_batches() -> str:

@@ -232,11 +232,6 @@ def has_compiled() -> bool:
     return converting is not None and bool(getattr(converting, "FRAME_COUNTER", True))
 
 
-def rounds_as_written() -> bool:
-    """Whether Inductor rounds numbers of 16 bits after each operator, by the options of the graph that it compiles."""
-    return bool(getattr(sys.modules.get("torch._inductor.config"), "emulate_precision_casts", False))
-
-
 def ignore_global_hooks_of_compiled_modules() -> None:
     """Have a compiled module not warn that there are global hooks, unless somebody has installed some already.
 

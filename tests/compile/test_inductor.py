@@ -139,7 +139,7 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize(
     ("policy", "emulates", "may_differ"),
-    [("lossless", False, True), ("lossless", True, False), (policies.quantized(2), False, False)],
+    [("lossless", False, True), ("lossless", True, True), (policies.quantized(2), False, False)],
 )
 def test_a_report_says_where_16_bits_may_be_rounded_otherwise(policy: Any, emulates: bool, may_differ: bool) -> None:
     settings: dict[str, Any] = {"emulate_precision_casts": emulates}

@@ -120,7 +120,8 @@ class CountedPeak:
     Attributes:
         peak_nbytes: after the ``with``, the most bytes alive at once, above those alive at its start. Bytes that the
             decode buffers of backstash held at the start count as well. Memory from before the start that is freed
-            inside is not subtracted, because torch's profiler does not report it (Note: [freed from before]).
+            inside is not subtracted, because torch's profiler does not report it (Note: [freed from before]), unless an
+            earlier profiler has seen it made.
         timeline: after the ``with``, (nanoseconds, bytes alive) after each allocation or release.
 
     Note: [profiler's scopes]
@@ -135,8 +136,7 @@ class CountedPeak:
         self.timeline: list[tuple[int, int]] = []
         self._marks: list[int] = []  # bytes that the decode buffers held at each mark
         self._marked: list[int] = []  # when that was, in nanoseconds
-        # What was allocated under an earlier profiler is subtracted when it is freed. Garbage of that time must not be
-        # freed in between.
+        # So garbage of an earlier count must not be freed in the middle of this one.
         gc.collect()
         self._held_nbytes = buffers.held_nbytes()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)

@@ -40,7 +40,6 @@ from backstash.torch_internals import (
     asks_what_to_save,
     compile_counters,
     min_cut_partition,
-    rounds_as_written,
 )
 from backstash.version import __version__
 
@@ -181,7 +180,7 @@ class Treatment:
 
     def _may_round_otherwise(self, split: Split, plan: Plan) -> bool:
         """Whether exact forms may change bits (SHORT_FLOATS). Where values are rounded gradients differ anyway."""
-        treats = any(not choice.is_kept for _, choice in plan) and not rounds_as_written()
+        treats = any(not choice.is_kept for _, choice in plan)
         changes_loops = self.fuses and (treats or self.budget is not None)
         return changes_loops and split.has_short_floats and all(is_exact(choice) for _, choice in plan)
 
