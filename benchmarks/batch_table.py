@@ -192,26 +192,29 @@ def line(points: dict[int, float]) -> tuple[float, float]:
 
 def _largest(question: Question, peer: StepPeer) -> _Found:
     peaks, taken = {}, {}
-    for batch in question.small:
+    for batch in reversed(question.small):  # the largest first: what a candidate learns there holds for the others
         peaks[batch], taken[batch] = _count(question, peer, batch)
     slope, fixed = line(taken)
     if slope <= 0:  # a Session did more for the larger tensors
         slope, fixed = taken[max(taken)] / max(taken), 0.0
     error = max(abs(slope * batch + fixed - nbytes) / nbytes for batch, nbytes in taken.items())
-    predicted = math.floor((question.budget_nbytes - fixed) / slope)
-    fits = max((batch for batch in question.small if taken[batch] <= question.budget_nbytes), default=0)
-    batch, too_many = max(fits + 1, predicted), math.inf
-    while fits < batch < too_many:
+    budget = question.budget_nbytes
+    predicted = math.floor((budget - fixed) / slope)
+    taken[0] = fixed
+    fits = max((batch for batch in taken if taken[batch] <= budget), default=0)
+    batch, too_many = max(fits + 1, predicted), 0
+    while fits < batch and (batch < too_many or not too_many):
         _, taken[batch] = _count(question, peer, batch)
-        left = question.budget_nbytes - taken[batch]
-        if left >= 0:
+        if taken[batch] <= budget:
             fits = batch
-            batch = min(batch + math.floor(left / slope), int(min(too_many - 1, 2 * batch)))
         else:
             too_many = batch
-            batch = max(fits + 1, batch - math.ceil(-left / slope)) if batch > 1 else 0
+        other = too_many or max(smaller for smaller in taken if smaller < fits)
+        per_image = (taken[other] - taken[fits]) / (other - fits)
+        batch = fits + math.floor(max(0.0, budget - taken[fits]) / (per_image if per_image > 0 else slope))
+        batch = min(batch, too_many - 1 if too_many else 2 * fits)
     if fits:
-        return _Found(peaks, slope, fixed, error, predicted, fits, round(taken[fits]))
+        return _Found(dict(sorted(peaks.items())), slope, fixed, error, predicted, fits, round(taken[fits]))
     raise ValueError(
         f"the largest batch of {question.network} in {mib(question.budget_nbytes)} MiB was asked for; {peer.name} "
         f"takes {mib(round(slope + fixed))} MiB for a single image; give a larger budget"

@@ -22,15 +22,17 @@ import importlib.util
 import os
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 import backstash
 from backstash import Session
 from backstash.errors import BudgetError
+from backstash.planning.buckets import Alike
+from backstash.planning.plan import Plan
 from backstash.planning.record import record
 from backstash.planning.schedule import memory_footprint_ratio
 from backstash.planning.trace import ROLES, Role, Trace
@@ -86,7 +88,16 @@ paper's reduced precision."""
 
 @dataclass(frozen=True)
 class SmallestPlan(Stashing):
-    """A Session with the plan of the smallest peak that the planner finds for the workload's own batch."""
+    """A Session with the plan of the smallest peak that the planner finds for a network.
+
+    It is made for the batch that is asked for first. Other batches follow it value by value, as new shapes of input do
+    when a training is kept within a budget.
+
+    Attributes:
+        plans: the plans, by network.
+    """
+
+    plans: dict[str, Plan] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
@@ -94,13 +105,22 @@ class SmallestPlan(Stashing):
         return "plan"
 
     def start(self, workload: Workload) -> StashedForward:
-        """Profiles a step, and asks for a budget that no plan keeps: the error has the smallest plan."""
-        profiled = backstash.profile(lambda: torch.autograd.backward([workload.loss()]), model=workload.model)
-        try:
-            found: Any = backstash.plan(profiled, 1)
-        except BudgetError as error:
-            found = error.plan
-        return StashedForward(workload, Session(found, model=workload.model))
+        """One Session for all steps, which has seen one."""
+        network = workload.case.network
+        if network not in self.plans:
+            self.plans[network] = _smallest(workload)
+        forward = StashedForward(workload, Session(Alike(self.plans[network]), model=workload.model))
+        torch.autograd.backward([forward.loss()])
+        return forward
+
+
+def _smallest(workload: Workload) -> Plan:
+    """Profiles a step, and asks for a budget that no plan keeps: the error has the smallest plan."""
+    profiled = backstash.profile(lambda: torch.autograd.backward([workload.loss()]), model=workload.model)
+    try:
+        return backstash.plan(profiled, 1)
+    except BudgetError as error:
+        return cast(Plan, error.plan)
 
 
 DEEP_STAGES = ("gist_lossless", "lossless", "gist_fp16", "gist_fp8")
@@ -543,7 +563,7 @@ def _deep(
     questions = QUICK_DEEP if asked.quick else DEEP
     peers: tuple[StepPeer, ...] = (Plain(), *(stage for stage in stages if stage.name in DEEP_STAGES))
     found = dict(known)
-    # Plans come last: each batch that is tried has one of its own, which takes as long as many steps.
+    # Plans come last: to make one takes as long as many steps.
     turns = [(question, these) for these in (peers, (*peers, SmallestPlan("plan"))) for question in questions]
     for index, (question, these) in enumerate(turns):
         part = deadline.part(1 / (len(turns) - index))

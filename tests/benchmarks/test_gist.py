@@ -226,6 +226,35 @@ def test_a_peak_that_a_larger_batch_lowers_ends_in_a_batch_that_was_run(monkeypa
     assert (found.batch, found.step_nbytes) == (100, 400) and min(counted) == 24
 
 
+@pytest.mark.parametrize("budget", [350, 1000, 5000])
+@pytest.mark.parametrize("power", [0.8, 1.0, 1.3])
+def test_the_largest_batch_is_found_in_a_few_tries(monkeypatch: pytest.MonkeyPatch, power: float, budget: int) -> None:
+    counted: list[int] = []
+
+    def count(question: Question, peer: Any, batch: int) -> tuple[int, float]:
+        counted.append(batch)
+        return 0, 100.0 + 3.0 * batch**power
+
+    monkeypatch.setattr(batch_table, "_count", count)
+    found = batch_table._largest(Question("any", 32, budget, small=(4, 8)), Plain())
+    largest = int(((budget - 100) / 3) ** (1 / power))
+    assert largest * 0.99 - 1 <= found.batch <= largest and len(counted) < 12
+
+
+def test_a_smallest_plan_is_made_once_for_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    smallest = gist._smallest
+
+    def counted(workload: Any) -> Any:
+        made.append(workload.case.batch)
+        return smallest(workload)
+
+    monkeypatch.setattr(gist, "_smallest", counted)
+    found = batch_table._largest(Question("resnet_cifar20", 32, 24 * 2**20, (2, 4)), gist.SmallestPlan("plan"))
+    plain = batch_table._largest(Question("resnet_cifar20", 32, 24 * 2**20, (2, 4)), Plain())
+    assert made == [4] and found.batch > plain.batch
+
+
 def test_a_budget_that_nothing_fits_is_refused() -> None:
     with pytest.raises(ValueError, match=r"resnet_cifar20 in 1.0 MiB was asked for; plain takes .* larger budget"):
         next(batch_table.measure(Question("resnet_cifar20", 32, 2**20, small=(1, 2)), (Plain(),), lambda _: Effort(1)))
