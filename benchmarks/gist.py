@@ -569,7 +569,7 @@ def _deep(
         part = deadline.part(1 / (len(turns) - index))
 
         def effort(stages_left: int, part: Deadline = part) -> Effort:
-            return Effort(1 if asked.quick else 3, part.part(1 / stages_left))
+            return Effort(1 if asked.quick else 5, part.part(1 / stages_left))
 
         for result in batch_table.measure(question, these, effort, found.get(question.network)):
             found[question.network] = result
