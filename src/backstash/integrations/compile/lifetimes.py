@@ -3,6 +3,8 @@
 The backward pass runs the operators that depend on a gradient in the order of the joint graph, and computes each other
 value, saved values decoded among them, right before the first operator that reads it. What a compiler fuses is never in
 memory: an elementwise result is stored when the first operator reads it that cannot be fused with it.
+
+What is written here is the reference. Where there is the library of kernels, its C++ makes the same estimates.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from backstash.integrations.compile import native_lifetimes
 from backstash.integrations.compile.joint import BYTES_PER_SECOND, Joint
+from backstash.integrations.compile.native_lifetimes import NativeLifetimes
 from backstash.integrations.compile.repeated import LEAST_NBYTES
 
 ROUNDED_BYTES_PER_SECOND = 3.5e9
@@ -195,7 +199,7 @@ class Run:
         for number, touched in self._births:  # a fused kernel writes over an input that nobody else reads
             moment, nbytes = self.born[number], self.nbytes[number]
             latest = moment if number in self._joint.takes_over else moment - 1
-            for source in touched - taken:
+            for source in sorted(touched - taken):
                 if self.nbytes[source] == nbytes and self.dies[source] == moment and self.born[source] <= latest:
                     taken.add(source)
                     found[moment] -= nbytes
@@ -247,6 +251,9 @@ class Lifetimes:
         count = len(joint.nodes)
         self._fixed = [number for number in range(count) if joint.is_gradient[number] and not joint.is_input[number]]
         self._forward = [number for number in range(count) if joint.is_forward[number] and not joint.is_input[number]]
+        self._native = None
+        if native_lifetimes.is_available():
+            self._native = NativeLifetimes(joint, self._rounded, self._tests, _MOST_READS)
 
     def estimate(self, saved: Mapping[int, int]) -> Estimate:
         """The bytes and the time if these values are saved.
@@ -254,9 +261,13 @@ class Lifetimes:
         Args:
             saved: bytes in which each saved value is held. What cannot be computed again is saved in any case.
         """
-        backward, again, used, inputs = self._backward(saved)
-        forward = self._run_forward(used, inputs)
         joint = self.joint
+        if self._native is not None:
+            forward, backward, read, again = self._native.passes(saved)
+            used = {number: saved.get(number, joint.nbytes[number]) for number in read}
+        else:
+            backward, again, used, inputs = self._backward(saved)
+            forward = self._run_forward(used, inputs)
         encoded = sum(self._seconds(number, held) for number, held in used.items() if held != joint.nbytes[number])
         return Estimate(
             forward, backward, encoded + sum(joint.seconds[number] for number in again), used, frozenset(again)
@@ -327,7 +338,7 @@ class Lifetimes:
                 if joint.is_forward[each] and not joint.is_gradient[each]:
                     again.append(each)
             starts.append(run.moment + 1)
-        found = run.finish(joint.gradients)
+        found = run.finish(sorted(joint.gradients))
         bounds = [0, *sorted(start for start in set(starts) if start < len(found))]
         # One figure for each operator that depends on a gradient, so that estimates can be compared place by place.
         return np.maximum.reduceat(found, bounds), again, used, inputs
@@ -350,7 +361,6 @@ class Lifetimes:
             if held is not None and held != joint.nbytes[number]:
                 run.hold(planes + number, held)
         encoded = [planes + number for number, held in used.items() if held != joint.nbytes[number]]
-        copies = [number for number in inputs if number in joint.copied] if joint.saves_copies else []
-        return run.finish(
-            [*plain, *encoded, *copies, *(number for number in joint.results if not joint.is_gradient[number])]
-        )
+        copies = [number for number in sorted(inputs) if number in joint.copied] if joint.saves_copies else []
+        results = [number for number in sorted(joint.results) if not joint.is_gradient[number]]
+        return run.finish([*plain, *encoded, *copies, *results])
