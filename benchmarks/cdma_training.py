@@ -3,7 +3,7 @@
 cDMA's ratio depends on the zeros that a long training brings. Each network is trained on Fashion-MNIST (or on
 scikit-learn's digits), and every so many steps a forward pass of the same test images says, for each activation, how
 many of its elements are not zero and how much smaller zero-value compression makes it. Six networks are those of the
-paper; two more have squared relus and neurons that spike, whose activations are mostly zero.
+paper; three more have squared relus and neurons that spike, whose activations are mostly zero.
 
 Trainings may take hours: with --states their states are kept, and with --resume a run that was stopped goes on.
 """
@@ -35,6 +35,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(networks.build, name, num_classes=10, in_channels=1) for name in _PAPER},
     "squared_relu": squared_relu_network,
     "spiking": SpikingNetwork,
+    "spiking_rarely": partial(SpikingNetwork, threshold=1.5),
 }
 
 ACTIVATIONS = (nn.ReLU, SquaredReLU, Spiking)

@@ -56,9 +56,15 @@ class Spiking(nn.Module):
 
 
 class SpikingNetwork(nn.Module):
-    """Three convolutions and a classifier, each behind neurons that spike, over a few time steps."""
+    """Three convolutions and a classifier, each behind neurons that spike, over a few time steps.
 
-    def __init__(self, num_classes: int = 10, in_channels: int = 1, times: int = 4) -> None:
+    Args:
+        num_classes, in_channels: as of the other networks.
+        times: how many time steps.
+        threshold: of the neurons.
+    """
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1, times: int = 4, threshold: float = 1.0) -> None:
         super().__init__()
         self.times = times
         channels = (in_channels, 32, 64, 64)
@@ -66,7 +72,7 @@ class SpikingNetwork(nn.Module):
             nn.Sequential(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after))
             for before, after in pairwise(channels)
         )
-        self.neurons = nn.ModuleList(Spiking() for _ in range(3))
+        self.neurons = nn.ModuleList(Spiking(threshold=threshold) for _ in range(3))
         self.pool = nn.AvgPool2d(2)
         self.head = nn.Linear(64, num_classes)
 

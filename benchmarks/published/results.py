@@ -125,6 +125,7 @@ _TITLES = {
     "nin": "NiN",
     "spiking": "spiking neurons",
     "squared_relu": "squared relus",
+    "spiking_rarely": "spiking neurons, higher threshold",
     "overfeat": "OverFeat",
     "googlenet": "GoogLeNet",
     "squeezenet1_0": "SqueezeNet",
