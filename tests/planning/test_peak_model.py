@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from step_problems import drawn_profile
 
 from backstash.errors import PlanError
+from backstash.planning import greedy
+from backstash.planning.native_search import search_from_kept
 from backstash.planning.peak import PeakModel, evaluate
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
-from backstash.planning.search import Search
+from backstash.planning.search import ReferenceSearch, Search
 
 FORWARD, BACKWARD = 4, 6
 
@@ -112,10 +115,11 @@ def slow_live(profile: StepProfile, choices: list[int]) -> tuple[list[int], floa
     return total, seconds
 
 
+@pytest.mark.parametrize("kind", [ReferenceSearch, search_from_kept])
 @pytest.mark.parametrize("seed", range(40))
-def test_the_arrays_say_what_the_rules_say(seed: int) -> None:
+def test_the_arrays_say_what_the_rules_say(seed: int, kind: Callable[[PeakModel], Search]) -> None:
     profile, draw = drawn_profile(seed), random.Random(seed)
-    model, search = PeakModel(profile), Search(PeakModel(profile))
+    model, search = PeakModel(profile), kind(PeakModel(profile))
     for _ in range(15):
         number = draw.randrange(len(profile.values))
         search.set(number, int(model.first[number]) + draw.randrange(len(profile.values[number].choices)))
@@ -127,3 +131,26 @@ def test_the_arrays_say_what_the_rules_say(seed: int) -> None:
     search.load(model.first[:-1])
     assert search.live.tolist() == model.evaluate([0] * len(profile.values)).live.tolist()
     assert search.error == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_search_in_another_language_has_the_same_bits(seed: int) -> None:
+    profile, draw = drawn_profile(seed), random.Random(seed)
+    one, other = ReferenceSearch(PeakModel(profile)), search_from_kept(PeakModel(profile))
+    model = one.model
+    for _ in range(100):
+        number = draw.randrange(len(profile.values))
+        row = int(model.first[number]) + draw.randrange(len(profile.values[number].choices))
+        assert one.set(number, row) == other.set(number, row)
+        for name in ("rows", "live", "makes", "last"):
+            assert getattr(one, name).tolist() == getattr(other, name).tolist(), name
+        assert (one.seconds, one.error, one.conflicts) == (other.seconds, other.error, other.conflicts)
+
+
+def test_a_frontier_is_the_same_in_either_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(6):
+        model = PeakModel(drawn_profile(seed))
+        found = greedy.frontier(model)
+        with monkeypatch.context() as other:
+            other.setattr(greedy, "search_from_kept", ReferenceSearch)
+            assert greedy.frontier(model) == found

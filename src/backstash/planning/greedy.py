@@ -32,9 +32,9 @@ from typing import TypeVar
 import numpy as np
 
 from backstash.planning.exact import Solution, brute_force_all, solution
+from backstash.planning.native_search import search_from_kept
 from backstash.planning.offers import Offers, Prices
 from backstash.planning.peak import Bytes, PeakModel
-from backstash.planning.search import Search
 
 SMALL = 2000
 """Problems of so few combinations are solved by trying all of them."""
@@ -109,7 +109,7 @@ class _Climb:
         self.limit = np.inf if error_limit is None else error_limit**2
         self.price = 0.0  # seconds that the whole of the limit counts as (Note: [price of an error])
         self.offers = Offers(model)
-        self.search = Search(model)
+        self.search = search_from_kept(model)
         self.pool: list[Found] = []
         self.work = self.end = 0.0
         self.turn = 0
@@ -133,7 +133,7 @@ class _Climb:
         for number, share in enumerate(soft):
             self._set_price(PRICES[number % len(PRICES)])
             self.end = DESCENT * (number + 1) / len(soft)
-            self.search = Search(self.model)
+            self.search = search_from_kept(self.model)
             top = level = int(self.search.live.max())
             step = top // levels
             while step > top // 2000 and self.work < self.end:

@@ -1,10 +1,12 @@
 """A solution that is changed value by value, with the bytes at each position kept up to date.
 
-It says at any time what :meth:`PeakModel.evaluate` would say, which a test compares after each of many changes.
+It says at any time what :meth:`PeakModel.evaluate` would say, which a test compares after each of many changes. What is
+written here is the reference; native_search.py does the same in C++.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from heapq import heapify, heappop, heappush
 
@@ -13,7 +15,7 @@ import numpy as np
 from backstash.planning.peak import Bytes, PeakModel
 
 
-class Search:
+class Search(ABC):
     """A solution of a profile, and how it may be changed.
 
     Args:
@@ -35,8 +37,37 @@ class Search:
         found = model.evaluate(self.rows - model.first[:-1])
         self.live, self.seconds, self.error = found.live, found.seconds, 0.0
         self.conflicts = 0
-        self._remade_from = [0] * len(model.nbytes)  # how many values are remade from each
         self.makes, self.last = model.first_read.copy(), model.last_read.copy()
+
+    @abstractmethod
+    def set(self, value: int, row: int) -> int:
+        """Changes how a value is held, and with it the lives of all that it is remade from.
+
+        Returns:
+            How many values were touched, which is what the change costs.
+        """
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """For each value the index of its choice."""
+        return tuple((self.rows - self.model.first[:-1]).tolist())
+
+    def keeps(self, limit: float) -> bool:
+        """Whether nothing is remade from what has an error, and the sum of the squares of errors is within a limit."""
+        return not self.conflicts and self.error <= limit * (1 + 1e-9) + 1e-30  # sums are rounded
+
+    def load(self, rows: Bytes) -> None:
+        """Changes whatever differs from the given rows."""
+        for value in np.flatnonzero(self.rows != rows).tolist():
+            self.set(value, int(rows[value]))
+
+
+class ReferenceSearch(Search):
+    """The search in Python."""
+
+    def __init__(self, model: PeakModel) -> None:
+        super().__init__(model)
+        self._remade_from = [0] * len(model.nbytes)  # how many values are remade from each
         self._reads = [frozenset(value.reads) for value in model.profile.values]
         self._needs: list[dict[int, int]] = [defaultdict(int) for _ in self._reads]  # children made there, by position
         # Plain lists: reading a number from an array takes several times as long.
@@ -51,17 +82,8 @@ class Search:
         self._last_read: list[int] = model.last_read.tolist()
         self._make, self._last = list(self._first_read), list(self._last_read)
 
-    @property
-    def choices(self) -> tuple[int, ...]:
-        """For each value the index of its choice."""
-        return tuple((self.rows - self.model.first[:-1]).tolist())
-
     def set(self, value: int, row: int) -> int:
-        """Changes how a value is held, and with it the lives of all that it is remade from.
-
-        Returns:
-            How many values were touched, which is what the change costs.
-        """
+        """Changes how a value is held (see :class:`Search`)."""
         model, old = self.model, self._row[value]
         self._add(value, -1)
         self.seconds += float(model.own_seconds[row] - model.own_seconds[old])
@@ -107,15 +129,6 @@ class Search:
                     changes[parent] += [(before, -1), (now, 1)]
             self._add(value, 1)
         return count
-
-    def keeps(self, limit: float) -> bool:
-        """Whether nothing is remade from what has an error, and the sum of the squares of errors is within a limit."""
-        return not self.conflicts and self.error <= limit * (1 + 1e-9) + 1e-30  # sums are rounded
-
-    def load(self, rows: Bytes) -> None:
-        """Changes whatever differs from the given rows."""
-        for value in np.flatnonzero(self.rows != rows).tolist():
-            self.set(value, int(rows[value]))
 
     def _note_child(self, parent: int, change: int) -> None:
         self._remade_from[parent] += change
