@@ -64,7 +64,10 @@ class Results:
             self.found |= self._resumed(path)
 
     def _resumed(self, path: Path) -> dict[str, Any]:
-        """What an earlier run of the same command has found; its machine and its start stay those of the file."""
+        """What an earlier run of the same command has found; its machine and its start stay those of the file.
+
+        Where the code was another then, ``resumed`` has the time and the commit of this run.
+        """
         earlier: dict[str, Any] = json.loads(path.read_text())
 
         def settings(found: dict[str, Any]) -> list[Any]:
@@ -76,6 +79,10 @@ class Results:
                 f"{earlier.get('format')}). Give the same arguments, or another file."
             )
         self._began -= earlier.get("seconds", 0.0)
+        commits = [earlier.get("machine", {}).get("commit"), *(run["commit"] for run in earlier.get("resumed", ()))]
+        if self.machine.commit != commits[-1]:
+            run = {"started": self.found["started"], "commit": self.machine.commit}
+            earlier["resumed"] = [*earlier.get("resumed", ()), run]
         return earlier
 
     def write(self, **found: Any) -> None:

@@ -90,6 +90,8 @@ def machine_line(kind: str) -> str:
         return "The same on every machine."
     version = machine.get("torch") or machine["packages"]["torch"]
     commit = f", commit `{machine['commit'][:12]}`" if machine.get("commit") else ""
+    for run in results.get("resumed", ()):
+        commit += f", resumed {run['started'][:10]}" + (f" at `{run['commit'][:12]}`" if run["commit"] else "")
     threads = "" if machine["threads"] == machine["cores"] else ", 1 thread"
     cores = f"{machine['cores']} core{'s' if machine['cores'] > 1 else ''}{threads}"
     gpu = f"{machine['gpu']}; " if results.get("device") == "cuda" else ""

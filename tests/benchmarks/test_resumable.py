@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import accuracy, cdma_training
+from benchmarks import accuracy, cdma_training, results
 from benchmarks.networks.sparse import Spiking, SpikingNetwork, SquaredReLU, squared_relu_network
+from benchmarks.published import results as published
 from benchmarks.resumable import Batch, States, Training
 
 
@@ -129,3 +131,15 @@ def test_squared_relus_and_spikes() -> None:
         logits.sum().backward()
         assert logits.shape == (2, 10)
         assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+def test_a_file_that_other_code_goes_on_with_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "found-2030-01-01.json"
+    monkeypatch.setattr(published, "FOLDER", tmp_path)
+    machine = results.describe("cpu")
+    for commit in ("first", "first", "second"):
+        monkeypatch.setattr(results, "describe", lambda device, commit=commit: replace(machine, commit=commit))
+        results.Results("any", path, ["--json", "found"], resume=True).write(parts=[1])
+    found = json.loads(path.read_text())
+    assert found["machine"]["commit"] == "first" and [each["commit"] for each in found["resumed"]] == ["second"]
+    assert published.machine_line("found").endswith(f"resumed {found['resumed'][0]['started'][:10]} at `second`.")
