@@ -28,7 +28,7 @@ from backstash.integrations.compile.image_calls import call_twice
 from backstash.integrations.compile.image_gradients import split_convolutions
 from backstash.integrations.compile.lifetimes import Estimate
 from backstash.integrations.compile.repeated import repeat_for_readers
-from backstash.integrations.compile.rewrite import planes_nbytes, rewrite
+from backstash.integrations.compile.rewrite import number_results, planes_nbytes, rewrite
 from backstash.integrations.compile.saved_inputs import save_as_matrices
 from backstash.integrations.compile.substitutes import substitutes
 from backstash.integrations.compile.sums import add_products_in_place, store_sums, take_apart
@@ -146,6 +146,7 @@ class Treatment:
         for number, (value, choice) in enumerate(plan):
             if not choice.is_kept:
                 planes[number] = rewrite(split, value, choice, self.fuses, self.fuses and self.budget is not None)
+        number_results(split)
         rows = [
             self._row(f"{name}/{key}", *item, planes.get(number))
             for number, (key, item) in enumerate(zip(keys, plan, strict=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -147,19 +146,20 @@ def _replace_results(split: Split, value: SavedValue, planes: Sequence[fx.Node])
     output.args = (tuple(results[item] if isinstance(item, int) else item for item in kept),)
     sample = next(position for position, result in enumerate(results) if position >= split.outputs and result in gone)
     if descriptions:
-        output.meta["desc"] = _numbered(
-            [copy.copy(descriptions[item if isinstance(item, int) else sample]) for item in kept], split.outputs
-        )
+        output.meta["desc"] = [descriptions[item if isinstance(item, int) else sample] for item in kept]
     if traces:
         output.meta["output_stack_traces"] = [traces[item] if isinstance(item, int) else None for item in kept]
 
 
-def _numbered(descriptions: list[Any], outputs: int) -> list[Any]:
-    """Descriptions of saved results carry their number among these."""
-    for number, description in enumerate(descriptions[outputs:]):
+def number_results(split: Split) -> None:
+    """Has the descriptions of saved results carry their number among these, when all values have been rewritten."""
+    (output,) = split.forward.graph.find_nodes(op="output")
+    descriptions = [copy.copy(description) for description in output.meta.get("desc") or ()]
+    for number, description in enumerate(descriptions[split.outputs :]):
         if hasattr(description, "idx"):
             object.__setattr__(description, "idx", number)
-    return descriptions
+    if descriptions:
+        output.meta["desc"] = descriptions
 
 
 def _replace_inputs(split: Split, members: Sequence[Member], planes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -230,6 +230,8 @@ def _decode(
 
 def _show_gradients(split: Split, value: SavedValue, choice: Choice) -> None:
     """Behind each layer whose gradients the policy is shown, a call that shows them."""
+    if not choice.layers:
+        return
     order = {node: place for place, node in enumerate(split.backward.graph.nodes)}
     for number, layer in enumerate(choice.layers):
         assert isinstance(choice.codec, GraphSzp)

@@ -212,16 +212,16 @@ def after_last_use(value: SavedValue, inputs: Collection[fx.Node]) -> fx.Node:
     Nothing but the graph's results reads the value's memory after it, and all of ``inputs`` are computed before it.
     """
     storage = storage_of(value.base)
-    last = value.base
-    aliases = {value.base}
-    for node in value.base.graph.nodes:
-        if node.op == "output":
-            break
-        if node in inputs or any(argument in aliases for argument in node.all_input_nodes):
-            last = node
-            if is_tensor(node) and storage_of(node) == storage:
-                aliases.add(node)
-    following = last.next
+    aliases = dict.fromkeys([value.base, *(node for node in inputs if is_tensor(node) and storage_of(node) == storage)])
+    waiting, readers = list(aliases), {value.base, *inputs}
+    for alias in waiting:  # grows on the way
+        readers.update(alias.users)
+        for user in alias.users:
+            if user not in aliases and is_tensor(user) and storage_of(user) == storage:
+                aliases[user] = None
+                waiting.append(user)
+    last = next(node for node in reversed(value.base.graph.nodes) if node.op != "output" and node in readers)
+    following: fx.Node = last.next
     while following.op == "placeholder":  # an input may be needed: calls stand behind all inputs
         following = following.next
     return following
