@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -15,13 +16,18 @@ from backstash.ops.cpu import library
 from backstash.planning.peak import PeakModel
 from backstash.planning.search import ReferenceSearch, Search
 
-_lib: Any = library.functions(
-    {
-        "bs_search_new": (c_void_p, [c_void_p, c_void_p]),
-        "bs_search_free": (None, [c_void_p]),
-        "bs_search_set": (c_int64, [c_void_p, c_int64, c_int64]),
-    }
-)
+
+@cache
+def _library() -> Any:
+    """The library, loaded when a plan is made first; None where there is none."""
+    return library.functions(
+        {
+            "bs_search_new": (c_void_p, [c_void_p, c_void_p]),
+            "bs_search_free": (None, [c_void_p]),
+            "bs_search_set": (c_int64, [c_void_p, c_int64, c_int64]),
+        }
+    )
+
 
 _VALUES = ("rank", "born", "first_read", "last_read", "read_starts", "reads")
 _ROWS = ("parent_starts", "parents", "fetch_starts", "fetches", "remakes", "has_error", "held", "at_start", "decode")
@@ -54,12 +60,13 @@ class NativeSearch(Search):
         self._step = _Step(len(model.nbytes), *(array.ctypes.data for array in self._arrays))
         state = (array.ctypes.data for array in (self.rows, self.live, self.makes, self.last))
         self._solution = _Solution(*state, self.seconds, self.error, self.conflicts)
-        self._search = _lib.bs_search_new(ctypes.addressof(self._step), ctypes.addressof(self._solution))
-        weakref.finalize(self, _lib.bs_search_free, self._search)
+        self._native = _library()
+        self._search = self._native.bs_search_new(ctypes.addressof(self._step), ctypes.addressof(self._solution))
+        weakref.finalize(self, self._native.bs_search_free, self._search)
 
     def set(self, value: int, row: int) -> int:
         """Changes how a value is held (see :class:`backstash.planning.search.Search`)."""
-        touched: int = _lib.bs_search_set(self._search, value, row)
+        touched: int = self._native.bs_search_set(self._search, value, row)
         found = self._solution
         self.seconds, self.error, self.conflicts = found.seconds, found.error, found.conflicts
         return touched
@@ -67,7 +74,7 @@ class NativeSearch(Search):
 
 def search_from_kept(model: PeakModel) -> Search:
     """A search that begins with all values kept: in C++ where there is the library."""
-    return ReferenceSearch(model) if _lib is None else NativeSearch(model)
+    return ReferenceSearch(model) if _library() is None else NativeSearch(model)
 
 
 def _arrays(model: PeakModel) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Mapping
 from ctypes import c_int64, c_void_p
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,12 @@ from backstash.integrations.compile.joint import Joint
 from backstash.integrations.compile.repeated import LEAST_NBYTES
 from backstash.ops.cpu import library
 
-_lib: Any = library.functions({"bs_lifetimes": (None, [c_void_p] * 5)})
+
+@cache
+def _library() -> Any:
+    """The library, loaded when a budget is searched first; None where there is none."""
+    return library.functions({"bs_lifetimes": (None, [c_void_p] * 5)})
+
 
 _FLAGS = ("is_gradient", "is_forward", "is_input", "fuses", "reads_fused", "is_shared", "is_image", "is_heavy")
 """The lists of a joint graph that are the bits of a fact, the lowest first; more follow (`_facts`)."""
@@ -74,7 +80,7 @@ class NativeLifetimes:
         held = _by_number(self._count, saved)
         self._graph.saves_copies = self._joint.saves_copies
         arrays = held, self._peaks, self._numbers, self._sizes
-        _lib.bs_lifetimes(ctypes.addressof(self._graph), *(array.ctypes.data for array in arrays))
+        _library().bs_lifetimes(ctypes.addressof(self._graph), *(array.ctypes.data for array in arrays))
         forward, backward, used, again = self._sizes.tolist()
         peaks = self._peaks[: forward + backward].copy()
         numbers = self._numbers[: used + again].tolist()
@@ -109,4 +115,4 @@ def _by_number(count: int, found: Mapping[int, int]) -> np.ndarray:
 
 def is_available() -> bool:
     """Whether there is the library that the estimates are made by."""
-    return _lib is not None
+    return _library() is not None
