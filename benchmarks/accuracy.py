@@ -17,7 +17,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ def train(
     torch.manual_seed(seed)
     model = task.model()
     model.train()
-    rate = schedule.learning_rate or task.rate
+    rate = schedule.learning_rate
     optimizer = task.optimizer(list(model.parameters()), rate)
     training = Training(f"{network}-{variant}-{seed}", model, optimizer, schedule.steps)
     if resume:
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     results = Results("accuracy", asked.json, arguments, resume=asked.resume)
     seeds = tuple(range(1, asked.seeds + 1))
-    schedule = Schedule(asked.steps, seeds, asked.batch, asked.images, asked.tests, asked.size, asked.rate or 0.0)
+    schedule = Schedule(asked.steps, seeds, asked.batch, asked.images, asked.tests, asked.size)
     images = [name for name in asked.networks if name != TEXT]
     data = datasets.load(None, asked.size, asked.data, max(asked.images, asked.tests)) if images else None
     outcomes: list[Any] = list(results.found.get("outcomes", []))
@@ -259,11 +259,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 task = text_task(schedule, asked.width, asked.layers)
             else:
                 task = image_task(network, schedule, data)
+            rated = replace(schedule, learning_rate=task.rate if asked.rate is None else asked.rate)
             for variant in (name for name in task.variants if name in asked.variants):
                 if (network, variant, seed) in {(one["network"], one["variant"], one["seed"]) for one in outcomes}:
                     continue
                 states = States(asked.states)
-                outcome = train(network, variant, seed, task, schedule, asked.every, states, asked.resume)
+                outcome = train(network, variant, seed, task, rated, asked.every, states, asked.resume)
                 results.write(outcomes=[*outcomes, outcome])
                 outcomes = results.found["outcomes"]
     print(f"\n{show(outcomes)}\n\n{results.close()}")

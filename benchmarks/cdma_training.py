@@ -3,7 +3,7 @@
 cDMA's ratio depends on the zeros that a long training brings. Each network is trained on Fashion-MNIST (or on
 scikit-learn's digits), and every so many steps a forward pass of the same test images says, for each activation, how
 many of its elements are not zero and how much smaller zero-value compression makes it. Six networks are those of the
-paper; three more have squared relus and neurons that spike, whose activations are mostly zero.
+paper; three more have squared relus, neurons that spike, and neurons that spike rarely.
 
 Trainings may take hours: with --states their states are kept, and with --resume a run that was stopped goes on.
 """

@@ -391,7 +391,8 @@ CLAIMS: Mapping[str, tuple[Claim, ...]] = {
             _densities,
             _kind("cdma-training-cpu"),
             "cdma_training",
-            "Fashion-MNIST; the paper: ImageNet. NiN and SqueezeNet are of `cdma-training-rate-cpu`, at a lower rate",
+            "Fashion-MNIST; the paper: ImageNet. NiN and SqueezeNet are of `cdma-training-rate-cpu`, at a lower rate; "
+            "OverFeat and VGG16 have files of their own",
         ),
     ),
     "vdnn": (

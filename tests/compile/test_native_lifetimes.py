@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from backstash import compile_backend, policies
-from backstash.integrations.compile import budget, native_lifetimes
+from backstash.integrations.compile import budget
 from backstash.integrations.compile.joint import Joint
 from backstash.integrations.compile.lifetimes import Lifetimes
+from backstash.ops.cpu import library
 from tests.compile.compiled_steps import Bottleneck
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not native_lifetimes.is_available(), reason="there are no native kernels"),
+    pytest.mark.skipif(not library.available(), reason="there are no native kernels"),
 ]
 
 

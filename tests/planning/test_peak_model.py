@@ -9,13 +9,17 @@ import pytest
 from step_problems import drawn_profile
 
 from backstash.errors import PlanError
+from backstash.ops.cpu import library
 from backstash.planning import greedy
-from backstash.planning.native_search import search_from_kept
+from backstash.planning.native_search import NativeSearch, search_from_kept
 from backstash.planning.peak import PeakModel, evaluate
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.planning.search import ReferenceSearch, Search
 
 FORWARD, BACKWARD = 4, 6
+
+
+needs_kernels = pytest.mark.skipif(not library.available(), reason="there are no native kernels")
 
 
 def value(key: str, born: int, reads: tuple[int, ...], *choices: Choice, nbytes: int = 100) -> PlannedValue:
@@ -133,10 +137,11 @@ def test_the_arrays_say_what_the_rules_say(seed: int, kind: Callable[[PeakModel]
     assert search.error == pytest.approx(0.0)
 
 
+@needs_kernels
 @pytest.mark.parametrize("seed", range(60))
 def test_the_search_in_another_language_has_the_same_bits(seed: int) -> None:
     profile, draw = drawn_profile(seed), random.Random(seed)
-    one, other = ReferenceSearch(PeakModel(profile)), search_from_kept(PeakModel(profile))
+    one, other = ReferenceSearch(PeakModel(profile)), NativeSearch(PeakModel(profile))
     model = one.model
     for _ in range(100):
         number = draw.randrange(len(profile.values))
@@ -147,6 +152,7 @@ def test_the_search_in_another_language_has_the_same_bits(seed: int) -> None:
         assert (one.seconds, one.error, one.conflicts) == (other.seconds, other.error, other.conflicts)
 
 
+@needs_kernels
 def test_a_frontier_is_the_same_in_either_language(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(6):
         model = PeakModel(drawn_profile(seed))

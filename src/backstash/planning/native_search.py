@@ -19,7 +19,7 @@ from backstash.planning.search import ReferenceSearch, Search
 
 @cache
 def _library() -> Any:
-    """The library, loaded when a plan is made first; None where there is none."""
+    """The library, loaded when a plan is made first."""
     return library.functions(
         {
             "bs_search_new": (c_void_p, [c_void_p, c_void_p]),
@@ -74,7 +74,7 @@ class NativeSearch(Search):
 
 def search_from_kept(model: PeakModel) -> Search:
     """A search that begins with all values kept: in C++ where there is the library."""
-    return ReferenceSearch(model) if _library() is None else NativeSearch(model)
+    return NativeSearch(model) if library.available() else ReferenceSearch(model)
 
 
 def _arrays(model: PeakModel) -> list[np.ndarray]:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backstash.integrations.compile import native_lifetimes
 from backstash.integrations.compile.joint import BYTES_PER_SECOND, Joint
 from backstash.integrations.compile.native_lifetimes import NativeLifetimes
 from backstash.integrations.compile.repeated import LEAST_NBYTES
+from backstash.ops.cpu import library
 
 ROUNDED_BYTES_PER_SECOND = 3.5e9
 """Rounding to integers in groups on a CPU and back, by a kernel and in code that a compiler has generated."""
@@ -252,7 +252,7 @@ class Lifetimes:
         self._fixed = [number for number in range(count) if joint.is_gradient[number] and not joint.is_input[number]]
         self._forward = [number for number in range(count) if joint.is_forward[number] and not joint.is_input[number]]
         self._native = None
-        if native_lifetimes.is_available():
+        if library.available():
             self._native = NativeLifetimes(joint, self._rounded, self._tests, _MOST_READS)
 
     def estimate(self, saved: Mapping[int, int]) -> Estimate:

@@ -17,7 +17,7 @@ from backstash.ops.cpu import library
 
 @cache
 def _library() -> Any:
-    """The library, loaded when a budget is searched first; None where there is none."""
+    """The library, loaded when a budget is searched first."""
     return library.functions({"bs_lifetimes": (None, [c_void_p] * 5)})
 
 
@@ -111,8 +111,3 @@ def _by_number(count: int, found: Mapping[int, int]) -> np.ndarray:
     if found:
         values[np.fromiter(found.keys(), np.int64, len(found))] = np.fromiter(found.values(), np.int64, len(found))
     return values
-
-
-def is_available() -> bool:
-    """Whether there is the library that the estimates are made by."""
-    return _library() is not None
