@@ -7,10 +7,13 @@
 namespace backstash {
 namespace {
 
-// Whether a call is repeated without a context: it draws no numbers, saves nothing inside, and autocast is off and was.
-// 1 or 0, or -1 with an error set.
+// Whether autograd followed an input of a call that is repeated as it was called (Note: [as it was called]).
+bool is_followed(PyObject* call) { return PyTuple_Size(at(call, layout::call.needs_grad)) != 0; }
+
+// Whether a call is repeated without a context: it draws no numbers, autograd followed no input, and autocast is off and
+// was. 1 or 0, or -1 with an error set.
 int is_simple(PyObject* call) {
-    if (!is_none_at(call, layout::call.group) || !is_none_at(call, layout::call.random_state)) return 0;
+    if (is_followed(call) || !is_none_at(call, layout::call.group) || !is_none_at(call, layout::call.random_state)) return 0;
     if (!is_none_at(call, layout::call.autocast)) return 0;
     Owned casts(PyObject_CallNoArgs(any_autocast));
     return casts ? casts.get() == Py_False : -1;
@@ -120,7 +123,7 @@ PyObject* function_of(PyObject* recipe, PyObject* tensors) {
     PyObject *call = at(recipe, layout::recipe.call), *function = at(call, layout::call.function);
     PyObject* args = at(call, layout::call.args);
     if (PyList_Size(tensors) == 0 || PyTuple_Size(args) == 0 || PyTuple_GetItem(args, 0) != input_marker) return function;
-    if (inner(recipe, 0) == nullptr) return function;
+    if (inner(recipe, 0) == nullptr || is_followed(call)) return function;
     PyObject* other = PyDict_GetItemWithError(overwriting, at(call, layout::call.name));
     if (other == nullptr) return PyErr_Occurred() ? nullptr : function;
     const int alike = looks_like(PyList_GetItem(tensors, 0), at(call, layout::call.spec));

@@ -339,9 +339,16 @@ _outermost_dispatch = find("_C._dispatch_tls_local_include_set")(), find("_C._di
 def as_if_outermost() -> AbstractContextManager[None]:
     """Inside, operations are dispatched as at the top level of a program, where autograd records them.
 
-    Below a ``__torch_dispatch__`` it does not, because that runs after autograd. Autocast is off inside.
+    Below a ``__torch_dispatch__`` it does not, because that runs after autograd, nor in inference mode. Autocast is off
+    inside.
     """
-    return _force_dispatch(*_outermost_dispatch)
+    return _out_of_inference() if torch.is_inference_mode_enabled() else _force_dispatch(*_outermost_dispatch)
+
+
+@contextmanager
+def _out_of_inference() -> Iterator[None]:
+    with torch.inference_mode(False), _force_dispatch(*_outermost_dispatch):
+        yield
 
 
 def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -134,8 +134,10 @@ class Contents:
             if place is not None:
                 call.pattern = place.pattern = patterns.pattern_of(args, kwargs, tensors, call)
             return
+        if not call.in_place and not (call.is_cheap and inside is None):
+            call.needs_grad = _followed(tensors)
         if inside is not None and not call.in_place:
-            call.group, call.saved, call.needs_grad = inside.group, inside.number, _followed(tensors)
+            call.group, call.saved = inside.group, inside.number
             call.is_cheap = False
             if inside.number is not None:
                 if call.group.proven is None:
@@ -261,4 +263,6 @@ if compiled.functions is not None:
 
 
 def _followed(tensors: list[Tensor]) -> tuple[bool, ...]:
-    return tuple([x.requires_grad for x in tensors])
+    """For each tensor whether autograd follows it; empty where it follows none."""
+    followed = tuple([x.requires_grad for x in tensors])
+    return followed if True in followed else ()

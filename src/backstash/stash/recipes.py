@@ -128,7 +128,7 @@ class Recipe:
             else (given[0].likeness(), given[1].spec, given[1].offset)  # type: ignore[index]
             for given in self.inputs
         ]
-        return call.function, call.args, call.kwargs, call.spec, call.settings, call.autocast, inputs
+        return call.function, call.args, call.kwargs, call.spec, call.settings, call.autocast, call.needs_grad, inputs
 
     def run(self, fetch: Callable[[Leaf], Tensor], out: Memory | None = None) -> Tensor:
         """Make the value.
@@ -156,7 +156,7 @@ class Recipe:
             return norm_from_statistics(self.call, tensors)
         first, call = self.inputs[0] if self.inputs else None, self.call
         is_first = bool(call.args) and call.args[0] is INPUT  # and not given by its name
-        is_temporary = is_first and isinstance(first, tuple)
+        is_temporary = is_first and isinstance(first, tuple) and not call.needs_grad
         # Its layout has to be the result's: what reads another layout may add up in another order.
         if is_temporary and call.name in OVERWRITES and TensorSpec.of(tensors[0]) == call.spec:
             return repeat(call, OVERWRITES[call.name], tensors)

@@ -12,6 +12,19 @@ Note: [proven calls]
     twice, and others later. So a proof runs in memory that is filled with other bits, and such a function fails it.
     Memory that a proof has given back may still be filled when the program's own call gets it. So what has the bits of
     filled memory is not proven, but for masks: they are full of them, and no function leaves any of a mask unwritten.
+
+Note: [as it was called]
+    Which kernels a function runs depends on more than its arguments' numbers and layouts. A product of matrices is
+    folded into one ``mm`` if autograd follows its second operand, and is a ``bmm`` else; attention runs its plain
+    kernels where autograd follows the mask; ``max_pool1d`` and ``embedding_bag`` have other kernels where nothing is
+    recorded. These may round in another way. But what is made again begins from tensors that autograd does not follow,
+    in a backward pass that records nothing, perhaps below a ``__torch_dispatch__``, in inference mode or under another
+    autocast. So a costly call is repeated as it was called: with grad mode, at the top level of dispatch, under its own
+    autocast, and autograd follows the inputs that it followed then. Hooks take what the call saves, so that its graph
+    holds nothing, and the graph dies with the result that is returned without it. The proof repeats the call likewise.
+    Cheap functions that save nothing inside run the same kernels in every state, which tests/gradients/
+    test_kernel_choice.py asserts of all functions of torch's databases. Their recipes are proven in the state in which
+    backward runs them: detached, and without grad mode.
 """
 
 from __future__ import annotations
@@ -45,6 +58,9 @@ OVERWRITES: dict[str, Callable[..., Any]] = {
 """Functions that write over their first argument, for where that is a temporary of the recipe."""
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
 def repeat(
     call: Call,
     function: Callable[..., Any],
@@ -58,30 +74,30 @@ def repeat(
         function: what is called.
         tensors: what is read in the places of the call's tensors.
         take: of a call that has saved tensors inside: is given all of them with their numbers, instead of the group.
+
+    Returns:
+        The result, without a graph. If ``take`` is given, all that the function returns.
     """
-    if call.group is not None:
-        tensors = [
-            x.detach().requires_grad_() if needed else x for x, needed in zip(tensors, call.needs_grad, strict=True)
-        ]
+    needs_grad = call.needs_grad
+    if needs_grad:
+        tensors = [x.detach().requires_grad_() if each else x for x, each in zip(tensors, needs_grad, strict=True)]
     args, kwargs = _arguments(call, tensors)
     device = call.spec.device.type
-    is_autocast = torch.is_autocast_enabled(device)
-    if call.group is None and call.random_state is None and call.autocast is None and not is_autocast:
-        made = function(*args, **kwargs)  # most calls; to enter contexts that change nothing takes as long as a kernel
-    else:
-        cast: AbstractContextManager[Any] = nullcontext()
-        if call.autocast is not None:
-            cast = torch.autocast(call.autocast[0], call.autocast[1], cache_enabled=False)
-        elif is_autocast:
-            cast = torch.autocast(device, enabled=False)
-        with as_if_outermost() if call.group is not None else nullcontext(), cast, _Generator(call):
-            if take is not None:
-                made = _taking(lambda: function(*args, **kwargs), take)
-            elif call.group is not None:
+    cast: AbstractContextManager[Any] | None = None
+    if call.autocast is not None:
+        cast = torch.autocast(call.autocast[0], call.autocast[1], cache_enabled=False)
+    elif torch.is_autocast_enabled(device):
+        cast = torch.autocast(device, enabled=False)
+    if needs_grad:
+        with as_if_outermost(), torch.enable_grad(), cast or _NOTHING, _Generator(call):
+            if call.group is not None and take is None:
                 return _repeat_inside(call, call.group, lambda: function(*args, **kwargs))
-            else:
-                made = function(*args, **kwargs)
-    return _output(call, made)
+            made: Any = _taking(lambda: function(*args, **kwargs), take or _drop)
+            return made if take is not None else _output(call, made).detach()
+    if cast is None and call.random_state is None:
+        return _output(call, function(*args, **kwargs))  # to enter contexts for nothing takes as long as a kernel
+    with cast or _NOTHING, _Generator(call):
+        return _output(call, function(*args, **kwargs))
 
 
 def _arguments(call: Call, tensors: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
@@ -98,7 +114,7 @@ def _arguments(call: Call, tensors: list[Tensor]) -> tuple[list[Any], dict[str, 
 
 
 def _repeat_inside(call: Call, group: Group, function: Callable[[], Any]) -> Tensor:
-    """Runs a function with grad mode, so that it takes the kernels that it took, and collects what it saves inside.
+    """Runs a function as it was called, and collects what it saves inside.
 
     Note: [saved inside]
         Attention with dropout, a loss or a recurrent network are single functions to the program, and save tensors that
@@ -123,13 +139,14 @@ def _repeat_inside(call: Call, group: Group, function: Callable[[], Any]) -> Ten
 
 
 def _taking(function: Callable[[], Any], take: Callable[[int, Tensor], None]) -> Any:
-    """Runs a function with grad mode. ``take`` is given what it saves inside, with the number of the save."""
+    """Runs a function of which ``take`` is given what it saves, with the number of the save. Its graph holds nothing."""
     numbers = count()
-    with (
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: take(next(numbers), x), _no_unpack),
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: take(next(numbers), x), _no_unpack):
         return function()
+
+
+def _drop(number: int, x: Tensor) -> None:
+    """Holds nothing of what a call saves that is repeated for its result."""
 
 
 def _output(call: Call, made: Any) -> Tensor:
@@ -154,6 +171,8 @@ def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
         call.saved,
         call.needs_grad,
     )
+
+    tensors = [x.detach() for x in tensors]  # as backward will have them
 
     def prove() -> bool:
         with torch.no_grad(), filled_memory(call.spec.device.type):
@@ -193,6 +212,8 @@ def repeats_inside(call: Call, tensors: list[Tensor], saved: Mapping[int, Tensor
         call.autocast,
         call.needs_grad,
     )
+
+    tensors = [x.detach() for x in tensors]  # as backward will have them
 
     def prove() -> str:
         same: list[int] = []
