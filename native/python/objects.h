@@ -22,7 +22,7 @@ namespace backstash {
     X(own_references) X(need_sign) X(need_index) X(keep_type) X(recompute_type) X(stash_type) X(follow_original) \
     X(whole_of) X(sample_of) X(guard_leaf) X(unknown_call) X(activation_of) X(float32) X(empty) X(empty_strided) \
     X(get_num_threads) X(take_reference) X(smallest_pooled) X(coders_of) X(bitmask_type) X(binary_type) X(zvc_type) \
-    X(uint8) X(int64) X(float64) X(mask_bits_type) X(bitmask_id) X(binary_id) X(zvc_id)
+    X(uint8) X(int64) X(float64) X(mask_bits_type) X(bitmask_id) X(binary_id) X(zvc_id) X(as_called)
 
 // Names of attributes, made once.
 #define BACKSTASH_NAMES(X) \

@@ -7,13 +7,12 @@
 namespace backstash {
 namespace {
 
-// Whether autograd followed an input of a call that is repeated as it was called (Note: [as it was called]).
+// Whether autograd followed an input of a call that is repeated as it was called (Note: [as called]).
 bool is_followed(PyObject* call) { return PyTuple_Size(at(call, layout::call.needs_grad)) != 0; }
 
-// Whether a call is repeated without a context: it draws no numbers, autograd followed no input, and autocast is off and
-// was. 1 or 0, or -1 with an error set.
+// Whether a call draws no numbers, saves nothing inside, and autocast is off and was. 1 or 0, or -1 with an error set.
 int is_simple(PyObject* call) {
-    if (is_followed(call) || !is_none_at(call, layout::call.group) || !is_none_at(call, layout::call.random_state)) return 0;
+    if (!is_none_at(call, layout::call.group) || !is_none_at(call, layout::call.random_state)) return 0;
     if (!is_none_at(call, layout::call.autocast)) return 0;
     Owned casts(PyObject_CallNoArgs(any_autocast));
     return casts ? casts.get() == Py_False : -1;
@@ -61,17 +60,37 @@ PyObject* named_arguments(PyObject* call, PyObject* tensors, Py_ssize_t next) {
     return kwargs.release();
 }
 
+// The tensors, of which autograd follows those that it followed when they were read first: a new reference.
+PyObject* as_followed(PyObject* tensors, PyObject* needs_grad) {
+    const Py_ssize_t number = PyTuple_Size(needs_grad);
+    Owned found(PyList_GetSlice(tensors, 0, number));
+    for (Py_ssize_t index = 0; found && index < number; ++index) {
+        if (PyTuple_GetItem(needs_grad, index) != Py_True) continue;
+        PyObject* x = PyList_GetItem(tensors, index);
+        Owned leaf(x == nullptr ? nullptr : tensor_detach(x));
+        if (!leaf || PyObject_SetAttr(leaf.get(), s_requires_grad, Py_True) != 0) return nullptr;
+        if (PyList_SetItem(found.get(), index, leaf.release()) != 0) return nullptr;
+    }
+    return found.release();
+}
+
 // See repeating.repeat.
 PyObject* repeat(PyObject* call, PyObject* function, PyObject* tensors) {
     const int simple = is_simple(call);
     if (simple < 0) return nullptr;
     if (!simple) return PyObject_CallMethodObjArgs(repeating_module, s_repeat, call, function, tensors, nullptr);
+    const bool followed = is_followed(call);
+    Owned given(followed ? as_followed(tensors, at(call, layout::call.needs_grad)) : Py_NewRef(tensors));
+    if (!given) return nullptr;
     Py_ssize_t next = 0;
-    Owned args(arguments(call, tensors, next));
-    Owned kwargs(args ? named_arguments(call, tensors, next) : nullptr);
-    Owned made(kwargs ? PyObject_Call(function, args.get(), kwargs.get()) : nullptr);
+    Owned args(arguments(call, given.get(), next));
+    Owned kwargs(args ? named_arguments(call, given.get(), next) : nullptr);
+    if (!kwargs) return nullptr;
+    Owned made(followed ? PyObject_CallFunctionObjArgs(as_called, function, args.get(), kwargs.get(), nullptr)
+                        : PyObject_Call(function, args.get(), kwargs.get()));
     PyObject* output = at(call, layout::call.output);
-    return !made || output == Py_None ? made.release() : PyObject_GetItem(made.get(), output);
+    if (made && output != Py_None) made.reset(PyObject_GetItem(made.get(), output));
+    return made && followed ? tensor_detach(made.get()) : made.release();
 }
 
 // The recipe of the input with that number; null where that input is none.

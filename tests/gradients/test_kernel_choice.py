@@ -1,9 +1,10 @@
-"""What is made again runs the operators that ran first, although autograd follows nothing then (Note: [as it was called])."""
+"""What is made again runs the operators that ran first, though autograd follows nothing then (Note: [as called])."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,21 +16,23 @@ from test_op_db import (
     EXCEPTIONS,
     MODULES,
     OPS,
-    QUICK_SAMPLES,
     SAMPLES,
     Forward,
-    by_part,
     module_forwards,
     op_forwards,
     outcome,
-    part,
+    spread,
 )
 from torch import Tensor, nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import ProfilerConfig, ProfilerState
+from torch.overrides import handle_torch_function, has_torch_function
 
+import backstash as bs
 from backstash import Session
-from backstash.stash import repeating
+from backstash.capture import observer
+from backstash.proofs import proofs
+from backstash.stash import producers, repeating
 from backstash.stash.calls import Call
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -63,14 +66,16 @@ def dropping() -> Iterator[None]:
         yield
 
 
+Different = dict[str, tuple[list[str], list[str]]]
+"""The operators that a call has run first and again, by its function's name and the state in which it is repeated."""
+
+
 @pytest.fixture
-def different(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], list[str]]]:
-    """Of each call of a Session that runs other operators when it is repeated: these, by function and state."""
-    found: dict[str, tuple[list[str], list[str]]] = {}
+def different(monkeypatch: pytest.MonkeyPatch) -> Different:
+    """The calls under a Session that run other operators when they are repeated."""
+    found: Different = {}
 
     def look(call: Call, tensors: list[Tensor]) -> None:
-        if call.in_place:
-            return
         args, kwargs = repeating._arguments(call, tensors)
         with torch.random.fork_rng(devices=[]), dropping():
             first = operators(lambda: call.function(*args, **kwargs))
@@ -83,52 +88,214 @@ def different(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], lis
                 again += operators(lambda: results.append(call.function(*args, **kwargs)))
                 return results[0]
 
+            take = [lambda number, x: None] if call.group else []
             with context():
-                repeating.repeat(call, noted, detached, *([lambda number, x: None] if call.group else []))
+                repeating.repeat(call, noted, detached, *take)
             if again != first:
                 found[f"{call.name}, {state}"] = first, again
 
-    for name in ("is_repeated", "repeats_inside"):
-
-        def proves(call: Call, tensors: list[Tensor], *others: Any, original: Any = getattr(repeating, name)) -> Any:
-            answer = original(call, tensors, *others)
-            if answer:
+    def looking(proves: Callable[..., Any]) -> Callable[..., Any]:
+        def proves_and_looks(call: Call, tensors: list[Tensor], *others: Any) -> Any:
+            answer = proves(call, tensors, *others)
+            if answer and not call.in_place:
                 look(call, tensors)
             return answer
 
-        monkeypatch.setattr(repeating, name, proves)
+        return proves_and_looks
+
+    for name in ("is_repeated", "repeats_inside"):
+        monkeypatch.setattr(repeating, name, looking(getattr(repeating, name)))
     return found
 
 
-def watch(forward: Forward, autocast: bool) -> None:
+def autocast(is_on: bool) -> AbstractContextManager[Any]:
+    """Without the cache of weights, because a copy that is made once is an operator that runs once."""
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if is_on else nullcontext()
+
+
+def watch(forward: Forward, is_cast: bool) -> None:
     """Runs a forward pass whose values can all be made again."""
 
     def take(x: Tensor) -> Tensor:
         return x.detach().requires_grad_(x.requires_grad)
 
-    with Session(Remake(), min_nbytes=0), torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if autocast else nullcontext():
+    with Session(Remake(), min_nbytes=0), autocast(is_cast):
         outcome(lambda: [forward(take)])
 
 
-by_autocast = pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+QUICK = (
+    "matmul", "__rmatmul__", "einsum", "tensordot", "bmm", "addmm", "nn_functional_linear", "nn_functional_bilinear",
+    "nn_functional_scaled", "nn_functional_multi_head", "nn_functional_max_pool1d", "nn_functional_conv2d",
+    "nn_functional_embedding", "nn_functional_rms_norm", "nn_functional_layer_norm", "nn_functional_batch_norm",
+    "nn_functional_cosine", "quantile", "softmax", "cat", "linalg_multi_dot",
+)  # fmt: skip
+QUICK_MODULES = ("nn.Linear", "nn.LSTM", "nn.GRU", "nn.RNN", "nn.MultiheadAttention", "nn.TransformerEncoderLayer")
+QUICK_SAMPLES = 4
 
 
-@by_part
-@by_autocast
-@pytest.mark.parametrize("op", OPS, ids=[op.formatted_name for op in OPS])
-def test_op(op: Any, autocast: bool, which: str, different: dict[str, Any]) -> None:
+def cases(names: list[str], quick: tuple[str, ...]) -> list[Any]:
+    found = []
+    for number, name in enumerate(names):
+        for is_cast in (False, True):
+            label = f"{name}-autocast" if is_cast else name
+            if name.startswith(quick):
+                found.append(pytest.param(number, is_cast, QUICK_SAMPLES, id=f"{label}-quick"))
+            found.append(pytest.param(number, is_cast, SAMPLES, id=label, marks=pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("number", "is_cast", "samples"), cases([op.formatted_name for op in OPS], QUICK))
+def test_op(number: int, is_cast: bool, samples: int, different: Different) -> None:
+    op = OPS[number]
     if op.formatted_name in EXCEPTIONS | UNSTEADY:
         pytest.skip((EXCEPTIONS | UNSTEADY)[op.formatted_name])
-    for forward in part(op_forwards(op, SAMPLES), which, QUICK_SAMPLES):
-        watch(forward, autocast)
+    for forward in op_forwards(op, samples):
+        watch(forward, is_cast)
     assert not different
 
 
-@by_part
-@by_autocast
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("info", MODULES, ids=[info.name for info in MODULES])
-def test_module(info: Any, training: bool, autocast: bool, which: str, different: dict[str, Any]) -> None:
-    for forward in part(list(module_forwards(info, training)), which, QUICK_SAMPLES):
-        watch(forward, autocast)
+@pytest.mark.parametrize(("number", "is_cast", "samples"), cases([info.name for info in MODULES], QUICK_MODULES))
+def test_module(number: int, is_cast: bool, samples: int, training: bool, different: Different) -> None:
+    for forward in spread(list(module_forwards(MODULES[number], training)), samples):
+        watch(forward, is_cast)
     assert not different
+
+
+# -- products of every shape, with every choice of what autograd follows -----------------------------------------------
+
+SHAPES = ((5,), (5, 5), (1, 5, 5), (3, 5, 5), (5, 5, 1), (2, 3, 5, 5), (2, 1, 5, 5))
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": torch.matmul,
+    "transposed": lambda a, b: a.mT @ b.mT if min(a.dim(), b.dim()) > 1 else a @ b,
+    "einsum": lambda a, b: torch.einsum("...ij,...jk->...ik", torch.atleast_2d(a), torch.atleast_2d(b)),
+    "tensordot": lambda a, b: torch.tensordot(a, b, dims=([-1], [0])) if a.shape[-1] == b.shape[0] else a @ b,
+    "linear": lambda a, b: F.linear(a.transpose(0, -1) if a.dim() > 1 else a, torch.atleast_2d(b.squeeze())),
+}
+
+
+@pytest.mark.parametrize("is_cast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("followed", [(True, False), (False, True), (True, True)], ids=["first", "second", "both"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name: str, followed: tuple[bool, bool], is_cast: bool, different: Different) -> None:
+    for first in SHAPES:
+        for second in SHAPES:
+            operands = [torch.randn(first), torch.randn(second)]
+            for operand, is_followed in zip(operands, followed, strict=True):
+                operand.requires_grad_(is_followed)
+
+            def forward(take: Callable[[Tensor], Tensor], operands: list[Tensor] = operands) -> Any:
+                return PRODUCTS[name](*map(take, operands)).square()
+
+            watch(forward, is_cast)
+    assert not different
+
+
+@pytest.mark.parametrize("learned", ["q", "k", "v", "mask", "qkv", "qkv and mask"])
+def test_attention(learned: str, different: Different) -> None:
+    """Torch's fused kernels take no mask that autograd follows."""
+    given = {name: torch.randn(2, 3, 8, 16) for name in "qkv"} | {"mask": torch.randn(8, 8)}
+    for name in given:
+        given[name].requires_grad_(name in learned)
+
+    def forward(take: Callable[[Tensor], Tensor]) -> Any:
+        q, k, v, mask = map(take, given.values())
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).square()
+
+    for is_cast in (False, True):
+        watch(forward, is_cast)
+    assert not different
+
+
+# -- a function whose bits tell in which state it ran ----------------------------------------------------------------
+
+
+def tells(x: Tensor, weight: Tensor) -> Tensor:
+    """A product of which everything that decides about a kernel changes the result."""
+    if has_torch_function((x, weight)):
+        return handle_torch_function(tells, (x, weight), x, weight)  # type: ignore[no-any-return]
+    facts = (
+        x.requires_grad,
+        weight.requires_grad,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        weight.t().requires_grad,  # not below autograd
+        x.is_inference(),
+    )
+    return (x @ weight) * (1.0 + sum(2.0**-number for number, fact in enumerate(facts, 3) if fact))
+
+
+class Telling(nn.Module):
+    """A chain, of which some layers are frozen and some run under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(6))
+        for number in (1, 2):
+            self.weights[number].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, weight in enumerate(self.weights):
+            with torch.autocast("cpu", torch.bfloat16) if number in (2, 5) else nullcontext():
+                x = torch.sin(tells(x, weight).float())
+        return x
+
+
+@pytest.fixture
+def _tells_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    functions = producers._overridable() | {tells}
+    monkeypatch.setattr(producers, "_overridable", lambda: functions)
+    monkeypatch.setattr(observer, "_kinds", {})
+    monkeypatch.setattr(observer, "_numbers", {})
+    producers.is_repeatable.cache_clear()
+    yield
+    producers.is_repeatable.cache_clear()
+
+
+def trained(
+    context: AbstractContextManager[Any] | None, around: Callable[[], AbstractContextManager[Any]], steps: int = 3
+) -> list[Tensor | None]:
+    """The gradients of some steps, by the parameters and by the gradients of the first one's."""
+    torch.manual_seed(0)
+    model, found = Telling(), list[Tensor | None]()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for number in range(steps):
+        torch.manual_seed(number)
+        with context or nullcontext():
+            loss = model(torch.randn(256, 16)).square().sum()
+            if around is torch.enable_grad:
+                loss = loss + sum(g.square().sum() for g in torch.autograd.grad(loss, parameters, create_graph=True))
+        model.zero_grad()
+        with around():
+            loss.backward()
+        found += [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+    return found
+
+
+AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "backward": nullcontext,
+    "inference mode": torch.inference_mode,
+    "autocast": BACKWARD["backward under autocast"],
+    "second derivatives": torch.enable_grad,
+}
+
+
+@pytest.mark.usefixtures("_tells_is_repeatable")
+@pytest.mark.parametrize("around", AROUND)
+def test_a_function_that_tells_its_state(around: str) -> None:
+    session = Session(Remake(), min_nbytes=0)
+    assert not differences(trained(None, AROUND[around]), trained(session, AROUND[around]))
+    remade = [row.reason for row in session.report().rows if row.codec == "recompute"]
+    assert any("tells" in reason for reason in remade), remade
+
+
+@pytest.mark.usefixtures("_tells_is_repeatable")
+def test_a_function_that_tells_its_state_within_a_budget(tmp_path: Path) -> None:
+    """Also where its proof comes from a file."""
+    expected = trained(None, nullcontext, steps=8)
+    for _ in range(2):
+        proofs.forget()
+        budgeted = bs.Budgeted("75%", min_nbytes=0, folder=tmp_path)
+        assert not differences(expected, trained(budgeted, nullcontext, steps=8))
+        assert "tells" in str(budgeted.report())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -146,3 +148,58 @@ def test_every_setting_can_be_written(device: str) -> None:
         value = each.read()
         each.write(value)
         assert each.read() == value
+
+
+CONTRACTING = """
+import sys, types
+
+def contract_path(equation, *operands, optimize):
+    return [(1, 2), (0, 1)] if optimize == "auto" else [(0, 2), (0, 1)], None
+
+sys.modules["opt_einsum"] = types.SimpleNamespace(contract_path=contract_path)
+import torch
+import backstash as bs
+from backstash import Keep, Recompute
+
+class Remake(bs.Policy):
+    is_fixed = remakes_anything = True
+    def decide(self, saved):
+        return Recompute(Keep(), any_producer=True)
+
+def gradients(context, assigns):
+    torch.manual_seed(0)
+    found, flags = [], torch.backends.opt_einsum
+    for forward, backward in ((False, True), (True, False), (True, True)):
+        weights = [torch.randn(24, 24, requires_grad=True) for _ in range(3)]
+        def put(value):
+            if assigns:
+                flags.enabled = value
+            else:
+                flags.set_flags(value)
+        put(forward)
+        with context:
+            loss = torch.einsum("ij,jk,kl->il", *[w.sin() for w in weights]).sin().square().sum()
+        put(backward)
+        loss.backward()
+        assert flags.enabled is backward
+        found += [w.grad for w in weights]
+    return found
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other))
+
+import contextlib
+for assigns in (False, True):
+    session = bs.Session(Remake(), min_nbytes=0)
+    plain = gradients(contextlib.nullcontext(), assigns)
+    assert same(plain, gradients(session, assigns))
+    assert any("einsum" in row.reason for row in session.report().rows if row.codec == "recompute")
+with torch.backends.opt_einsum.flags(enabled=True, strategy="greedy"):
+    pass
+"""
+
+
+def test_the_order_of_contractions() -> None:
+    """Of a package that is not installed, for which another one stands."""
+    done = subprocess.run([sys.executable, "-c", CONTRACTING], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -182,7 +182,7 @@ class Call:
         output: which of several results it is; None where the function returns a single tensor.
         group: what the same call has saved inside of the function; None where nothing was saved there.
         saved: which of the tensors that were saved inside it is, by their order; None for a result.
-        needs_grad: for each input whether autograd followed it (Note: [as it was called] in repeating.py); empty where
+        needs_grad: for each input whether autograd followed it (Note: [as called] in repeating.py); empty where
             it followed none, for calls in place, and for cheap functions that have saved nothing inside.
         is_cheap: whether any recomputing policy may repeat it (producers.py).
         is_proven: whether it was repeated on the spot and has made the same bits.

@@ -193,6 +193,7 @@ if functions is not None:
         fused_module=fused,
         activations=fused.NUMBERS,
         activation_of=fused.activation_of,
+        as_called=repeating.as_called,
         repeating_module=repeating,
         overwriting=OVERWRITES,
         input_marker=INPUT,

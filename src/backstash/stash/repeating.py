@@ -13,7 +13,7 @@ Note: [proven calls]
     Memory that a proof has given back may still be filled when the program's own call gets it. So what has the bits of
     filled memory is not proven, but for masks: they are full of them, and no function leaves any of a mask unwritten.
 
-Note: [as it was called]
+Note: [as called]
     Which kernels a function runs depends on more than its arguments' numbers and layouts. A product of matrices is
     folded into one ``mm`` if autograd follows its second operand, and is a ``bmm`` else; attention runs its plain
     kernels where autograd follows the mask; ``max_pool1d`` and ``embedding_bag`` have other kernels where nothing is
@@ -29,7 +29,7 @@ Note: [as it was called]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
@@ -43,7 +43,7 @@ from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
 from backstash.stash.calls import INPUT, Call, Group
-from backstash.torch_internals import as_if_outermost, filled_memory, has_filling
+from backstash.torch_internals import as_if_outermost, filled_memory, has_filling, set_grad_mode
 
 OVERWRITES: dict[str, Callable[..., Any]] = {
     "relu": lambda x, *args, **kwargs: torch.relu_(x),
@@ -83,20 +83,22 @@ def repeat(
         tensors = [x.detach().requires_grad_() if each else x for x, each in zip(tensors, needs_grad, strict=True)]
     args, kwargs = _arguments(call, tensors)
     device = call.spec.device.type
-    cast: AbstractContextManager[Any] | None = None
+    cast: AbstractContextManager[Any] = _NOTHING
     if call.autocast is not None:
         cast = torch.autocast(call.autocast[0], call.autocast[1], cache_enabled=False)
     elif torch.is_autocast_enabled(device):
         cast = torch.autocast(device, enabled=False)
     if needs_grad:
-        with as_if_outermost(), torch.enable_grad(), cast or _NOTHING, _Generator(call):
-            if call.group is not None and take is None:
-                return _repeat_inside(call, call.group, lambda: function(*args, **kwargs))
-            made: Any = _taking(lambda: function(*args, **kwargs), take or _drop)
-            return made if take is not None else _output(call, made).detach()
-    if cast is None and call.random_state is None:
+        with _Generator(call):
+            if take is not None:
+                made: Any = as_called(function, args, kwargs, cast, _numbered(take))
+                return made
+            if call.group is not None:
+                return _repeat_inside(call, call.group, lambda pack: as_called(function, args, kwargs, cast, pack))
+            return _output(call, as_called(function, args, kwargs, cast)).detach()
+    if cast is _NOTHING and call.random_state is None:
         return _output(call, function(*args, **kwargs))  # to enter contexts for nothing takes as long as a kernel
-    with cast or _NOTHING, _Generator(call):
+    with cast, _Generator(call):
         return _output(call, function(*args, **kwargs))
 
 
@@ -113,8 +115,8 @@ def _arguments(call: Call, tensors: list[Tensor]) -> tuple[list[Any], dict[str, 
     return args, {key: _with_tensors(arg, given) for key, arg in call.kwargs.items()}
 
 
-def _repeat_inside(call: Call, group: Group, function: Callable[[], Any]) -> Tensor:
-    """Runs a function as it was called, and collects what it saves inside.
+def _repeat_inside(call: Call, group: Group, run: Callable[[Callable[[Tensor], None]], Any]) -> Tensor:
+    """Collects what a function saves inside, which ``run`` runs as it was called with the hook that it is given.
 
     Note: [saved inside]
         Attention with dropout, a loss or a recurrent network are single functions to the program, and save tensors that
@@ -129,7 +131,7 @@ def _repeat_inside(call: Call, group: Group, function: Callable[[], Any]) -> Ten
         if number in wanted:
             found[number] = x.detach()
 
-    result = _output(call, _taking(function, take))
+    result = _output(call, run(_numbered(take)))
     if call.saved is not None:
         if call.saved not in found:
             raise RuntimeError(f"{call.name} has saved fewer tensors inside than it had when it was called first")
@@ -138,15 +140,37 @@ def _repeat_inside(call: Call, group: Group, function: Callable[[], Any]) -> Ten
     return result.detach()
 
 
-def _taking(function: Callable[[], Any], take: Callable[[int, Tensor], None]) -> Any:
-    """Runs a function of which ``take`` is given what it saves, with the number of the save. Its graph holds nothing."""
+def _hold_nothing(x: Tensor) -> None:
+    """What is held of a tensor that is saved by a call that is repeated for its result alone."""
+
+
+def as_called(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    cast: AbstractContextManager[Any] = _NOTHING,
+    pack: Callable[[Tensor], None] = _hold_nothing,
+) -> Any:
+    """Runs a function that autograd records (Note: [as called]).
+
+    Args:
+        function, args, kwargs: what is called with what.
+        cast: puts the call's autocast in the place of none.
+        pack: is given what the function saves, of which its graph holds nothing.
+    """
+    before = torch.is_grad_enabled()
+    try:
+        set_grad_mode(True)  # to enter a context manager takes ten times as long
+        with as_if_outermost(), cast, torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack):
+            return function(*args, **kwargs)
+    finally:
+        set_grad_mode(before)
+
+
+def _numbered(take: Callable[[int, Tensor], None]) -> Callable[[Tensor], None]:
+    """Has ``take`` be given what is saved with the number of the save."""
     numbers = count()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: take(next(numbers), x), _no_unpack):
-        return function()
-
-
-def _drop(number: int, x: Tensor) -> None:
-    """Holds nothing of what a call saves that is repeated for its result."""
+    return lambda x: take(next(numbers), x)
 
 
 def _output(call: Call, made: Any) -> Tensor:
