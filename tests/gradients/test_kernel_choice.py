@@ -191,6 +191,26 @@ def test_products(name: str, followed: tuple[bool, bool], is_cast: bool, differe
     assert not different
 
 
+@pytest.mark.parametrize("followed", [(True, False), (False, True), (True, True)], ids=["first", "second", "both"])
+@pytest.mark.parametrize("shapes", [((2, 3, 128), (1, 128, 256)), ((17, 2, 31), (31,)), ((5, 5, 5), (1, 5, 5))])
+def test_products_that_round_in_another_way_if_they_are_folded(shapes: Any, followed: tuple[bool, bool]) -> None:
+    """The first two on AMD, the last one on Intel."""
+    operands = [torch.randn(shape) for shape in shapes]
+    for operand, is_followed in zip(operands, followed, strict=True):
+        operand.requires_grad_(is_followed)
+
+    def gradients(context: AbstractContextManager[Any]) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            with context:
+                first, second = (operand.sin() for operand in operands)
+                loss = (first.transpose(0, 1) @ second).sin().square().sum() + (first @ second).cos().square().sum()
+            found += torch.autograd.grad(loss, [operand for operand in operands if operand.requires_grad])
+        return found
+
+    assert not differences(gradients(nullcontext()), gradients(Session(Remake(), min_nbytes=0)))
+
+
 @pytest.mark.parametrize("learned", ["q", "k", "v", "mask", "qkv", "qkv and mask"])
 def test_attention(learned: str, different: Different) -> None:
     """Torch's fused kernels take no mask that autograd follows."""
