@@ -76,7 +76,7 @@ def repeat(
         take: of a call that has saved tensors inside: is given all of them with their numbers, instead of the group.
 
     Returns:
-        The result, without a graph. If ``take`` is given, all that the function returns.
+        The result, without a graph. If ``take`` is given, what the function has returned.
     """
     needs_grad = call.needs_grad
     if needs_grad:
@@ -91,8 +91,7 @@ def repeat(
     if needs_grad:
         with _Generator(call):
             if take is not None:
-                made: Any = as_called(function, args, kwargs, cast, _numbered(take))
-                return made
+                return _output(call, as_called(function, args, kwargs, cast, _numbered(take)))
             if call.group is not None:
                 return _repeat_inside(call, call.group, lambda pack: as_called(function, args, kwargs, cast, pack))
             return _output(call, as_called(function, args, kwargs, cast)).detach()
