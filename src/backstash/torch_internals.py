@@ -339,16 +339,30 @@ _outermost_dispatch = find("_C._dispatch_tls_local_include_set")(), find("_C._di
 def as_if_outermost() -> AbstractContextManager[None]:
     """Inside, operations are dispatched as at the top level of a program, where autograd records them.
 
-    Below a ``__torch_dispatch__`` it does not, because that runs after autograd, nor in inference mode. Autocast is off
-    inside.
+    Below a ``__torch_dispatch__`` it does not, because that runs after autograd. Autocast is off inside.
     """
-    return _out_of_inference() if torch.is_inference_mode_enabled() else _force_dispatch(*_outermost_dispatch)
+    return _force_dispatch(*_outermost_dispatch)
+
+
+hooks_are_enabled: Callable[[], bool] = find("_C._autograd._saved_tensors_hooks_is_enabled")
+"""Whether saved-tensor hooks can be installed; see ``torch.autograd.graph.disable_saved_tensors_hooks``."""
+
+_enable_hooks: Callable[[], None] = find("_C._autograd._saved_tensors_hooks_enable")
+_disable_hooks: Callable[[str], None] = find("_C._autograd._saved_tensors_hooks_disable")
+_why_hooks_are_disabled: Callable[[], str | None] = find("_C._autograd._saved_tensors_hooks_get_disabled_error_message")
 
 
 @contextmanager
-def _out_of_inference() -> Iterator[None]:
-    with torch.inference_mode(False), _force_dispatch(*_outermost_dispatch):
-        yield
+def can_record() -> Iterator[None]:
+    """Inside, it is not inference mode, and saved-tensor hooks can be installed, where a program has said otherwise."""
+    message = _why_hooks_are_disabled()
+    with torch.inference_mode(False):
+        _enable_hooks()
+        try:
+            yield
+        finally:
+            if message is not None:
+                _disable_hooks(message)
 
 
 def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -258,7 +258,8 @@ class Telling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for number, weight in enumerate(self.weights):
             with torch.autocast("cpu", torch.bfloat16) if number in (2, 5) else nullcontext():
-                x = torch.sin(tells(x, weight).float())
+                x = torch.tanh(tells(x, weight).float())  # a cheap function, and one that is not
+            x = x * x.sin()
         return x
 
 
@@ -298,6 +299,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference mode": torch.inference_mode,
     "autocast": BACKWARD["backward under autocast"],
     "second derivatives": torch.enable_grad,
+    "no hooks": lambda: torch.autograd.graph.disable_saved_tensors_hooks("there are no hooks in this pass"),
 }
 
 

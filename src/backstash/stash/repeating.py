@@ -37,13 +37,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from backstash.codecs.base import flat
 from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
 from backstash.stash.calls import INPUT, Call, Group
-from backstash.torch_internals import as_if_outermost, filled_memory, has_filling, set_grad_mode
+from backstash.torch_internals import (
+    as_if_outermost,
+    can_record,
+    filled_memory,
+    has_filling,
+    hooks_are_enabled,
+    set_grad_mode,
+)
 
 OVERWRITES: dict[str, Callable[..., Any]] = {
     "relu": lambda x, *args, **kwargs: torch.relu_(x),
@@ -157,6 +165,10 @@ def as_called(
         cast: puts the call's autocast in the place of none.
         pack: is given what the function saves, of which its graph holds nothing.
     """
+    if torch.is_inference_mode_enabled() or not hooks_are_enabled():
+        with can_record():
+            args, kwargs = tree_map_only(Tensor, _recordable, (args, kwargs))
+            return as_called(function, args, kwargs, cast, pack)
     before = torch.is_grad_enabled()
     try:
         set_grad_mode(True)  # to enter a context manager takes ten times as long
@@ -164,6 +176,11 @@ def as_called(
             return function(*args, **kwargs)
     finally:
         set_grad_mode(before)
+
+
+def _recordable(x: Tensor) -> Tensor:
+    """The tensor; a copy of one that was made in inference mode, which autograd does not save."""
+    return x.clone().detach().requires_grad_(x.requires_grad) if x.is_inference() else x
 
 
 def _numbered(take: Callable[[int, Tensor], None]) -> Callable[[Tensor], None]:
