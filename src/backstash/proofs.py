@@ -24,6 +24,7 @@ import os
 import platform
 import re
 import threading
+import uuid
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -190,19 +191,30 @@ def _portable(key: tuple[object, ...]) -> str:
 
 @cache
 def environment() -> str:
-    """A hash of all that a proof depends on and that does not change within a process."""
-    processor = Path("/proc/cpuinfo")
+    """A hash of all that a proof depends on and that does not change within a process.
+
+    No other process has the same one where a file that it depends on cannot be read, as after the package was removed.
+    """
     facts = [__version__, torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()]
     facts += [platform.machine(), str(os.cpu_count())]
-    kernels = sorted(Path(__file__).parent.glob("ops/*/*.so"))
-    facts += [f"{path.name}: {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in kernels]
-    if processor.is_file():
-        lines = processor.read_text(errors="replace").splitlines()
-        facts += sorted({line for line in lines if line.startswith(("model name", "flags", "stepping", "Features"))})
+    try:
+        facts += _kernels_and_processor()
+    except OSError:
+        facts.append(uuid.uuid4().hex)
     if torch.cuda.is_available():
         facts += [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     facts += sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_CHOOSING))
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _kernels_and_processor() -> list[str]:
+    kernels = sorted(Path(__file__).parent.glob("ops/*/*.so"))
+    facts = [f"{path.name}: {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in kernels]
+    processor = Path("/proc/cpuinfo")
+    if processor.is_file():
+        lines = processor.read_text(errors="replace").splitlines()
+        facts += sorted({line for line in lines if line.startswith(("model name", "flags", "stepping", "Features"))})
+    return facts
 
 
 proofs = Proofs()

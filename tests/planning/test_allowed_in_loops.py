@@ -146,7 +146,7 @@ def test_a_plan_that_rounds_is_replanned_within_its_own_limit() -> None:
 def test_copies_and_kept_plans_know_the_limit(tmp_path: Path) -> None:
     first = Budgeted("50%", "bounded", error_limit=0.02, folder=tmp_path, min_nbytes=1024)
     again = copy.deepcopy(first)
-    assert again.error_limit == 0.02 and again.buckets.folder == tmp_path
+    assert again.error_limit == 0.02 and again.buckets.files is not None and again.buckets.files.folder == tmp_path
     keys = {"0/Convolution#0:input": "float32 [2]"}
     fingerprints = {
         Budgeted("50%", allow, error_limit=limit).buckets.fingerprint(keys)

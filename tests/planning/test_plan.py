@@ -246,7 +246,9 @@ def test_decisions_become_actions() -> None:
     mask = Stash(Bitmask(Mask(Test.NOT_LE)))
     assert one(RELU, "bitmask", "encode").decide(RELU) == mask
     assert one(CONV, "zvc", "encode").decide(CONV) == stored
-    assert one(CONV, "blockquant", "encode").decide(CONV) == Stash(("blockquant", Binary(), Zvc(0.02)))
+    assert one(CONV, "blockquant", "encode", error_limit=0.01).decide(CONV) == Stash(
+        ("blockquant", Binary(), Zvc(0.02))
+    )
     assert one(CONV, "recompute", "recompute").decide(CONV) == Recompute(stored, any_producer=True)
     assert one(CONV, "offload", "offload").decide(CONV) == Stash((*stored.codecs, Raw()), "host")
     assert isinstance(one(CONV, "keep", "keep").decide(CONV), Keep)

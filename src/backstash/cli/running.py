@@ -15,6 +15,7 @@ from backstash import policies
 from backstash.cli.endings import exits
 from backstash.cli.options import Allocator, Arguments, IsModule, MinNbytes, Policy, Quiet, Script
 from backstash.cli.planning import Allow, ErrorLimit, OffloadTo, run_within, size
+from backstash.errors import PlanError
 from backstash.integrations import allocator as allocators
 from backstash.integrations import ranks
 from backstash.integrations.launcher import Launched, is_own_process, launch, require
@@ -103,7 +104,7 @@ def run(
             planned = within.plan
         else:
             resident = ResidentPeaks()
-            planned = None if plan is None else Plan.from_json(plan.read_text())
+            planned = None if plan is None else _plan_in(plan)
             chosen = policy if planned is None else planned
             launched = launch(script, args or (), chosen, is_module=is_module, min_nbytes=min_nbytes, failed=failed)
     if os.getpid() != process:
@@ -187,6 +188,17 @@ def _start_under(asked: str, quiet: bool) -> None:
     sys.stderr.flush()
     environment = chosen.environment(os.environ) | {_STARTED_AGAIN: chosen.path}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def _plan_in(file: Path) -> Plan:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"the plan in {str(file)!r} was asked for, but it cannot be read: {error}. Pass a file that 'backstash "
+            f"plan --out' or Plan.to_json() has written."
+        ) from None
+    return Plan.from_json(text)
 
 
 def _resident(resident: ResidentPeaks) -> str:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.errors import PlanError
 from backstash.planning.plan import Plan, Planner
+from backstash.planning.plan_files import PlanFiles
 from backstash.planning.survey import KeepForSurvey
 from backstash.planning.within import Within
 from backstash.policies import Action, Policy
@@ -126,12 +126,7 @@ class Buckets:
     """
 
     def __init__(self, folder: str | Path | None = None, settings: Iterable[object] = ()) -> None:
-        self.folder = None if folder is None else Path(folder)
-        if self.folder is not None and not self.folder.is_dir():
-            raise PlanError(
-                f"plans were asked for from the folder {str(folder)!r}, but there is no such folder. Make it first, or "
-                f"leave folder= out to plan anew in each run."
-            )
+        self.files = None if folder is None else PlanFiles(folder)
         self._settings = [str(each) for each in (*settings, torch.__version__)]
         self._by_signature: OrderedDict[Signature, Bucket] = OrderedDict()
         self._plans: OrderedDict[str, Plan] = OrderedDict()
@@ -173,28 +168,17 @@ class Buckets:
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def known(self, fingerprint: str) -> Plan | None:
-        """The plan that was kept under a fingerprint, now or in an earlier run.
-
-        Raises:
-            PlanError: its file was edited or damaged.
-        """
+        """The plan that was kept under a fingerprint, now or in an earlier run; None if there is none to read."""
         found = self._plans.get(fingerprint)
-        if found is None and self.folder is not None:
-            file = self.folder / f"{fingerprint}.json"
-            if file.is_file():
-                found = Plan.from_json(file.read_text())
-        return found
+        return self.files.read(fingerprint) if found is None and self.files is not None else found
 
     def keep(self, fingerprint: str, plan: Plan) -> None:
         """Keeps a plan, also for later runs where there is a folder."""
         self._plans[fingerprint] = plan
         if len(self._plans) > MOST_BUCKETS:
             self._plans.popitem(last=False)
-        if self.folder is not None:
-            file = self.folder / f"{fingerprint}.json"
-            fresh = file.with_suffix(f".{id(self)}.part")
-            fresh.write_text(plan.to_json() + "\n")
-            fresh.replace(file)  # at once, because another process may read or write it
+        if self.files is not None:
+            self.files.write(fingerprint, plan)
 
 
 class Alike(Wrapper):

@@ -11,6 +11,7 @@ from backstash import codecs
 from backstash.errors import PlanError
 from backstash.planning.problem import Choice, StepProfile
 from backstash.planning.rounding import codec_named, has_error, is_named, nearest
+from backstash.planning.sealed import LARGEST
 
 ALLOW = ("lossless", "recompute", "offload", "bounded")
 """Words for whole families of choices: exact codecs, values that are remade, other memory, and codecs with an error."""
@@ -52,9 +53,9 @@ def parse_budget(budget: int | str, plain_peak_nbytes: int) -> int:
         found = bytes_in(budget, plain_peak_nbytes)
         if found is None:
             raise PlanError(f"{asked}, but that is no number with a unit. {do}")
-        nbytes = int(found)
+        nbytes = int(min(found, LARGEST))
     elif isinstance(budget, int) and not isinstance(budget, bool):
-        nbytes = budget
+        nbytes = min(budget, LARGEST)
     else:
         raise PlanError(f"{asked}, but that is a {type(budget).__name__}. {do}")
     if nbytes <= 0:

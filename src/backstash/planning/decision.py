@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from backstash.planning.problem import Kind
+from backstash.planning.problem import LARGEST, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +37,12 @@ class Decision:
     fetched_with: tuple[str, ...] = ()
     reserve_nbytes: int = 0
     spare: int = 0
+
+    def flaw(self) -> str | None:
+        """Returns what is wrong with the decision by itself, or None."""
+        sizes = self.nbytes, self.held_nbytes, self.reserve_nbytes, self.spare
+        if min(sizes) < 0 or max(sizes) > LARGEST:
+            return "a number of bytes is negative, or larger than any memory"
+        if not all(0.0 <= number < math.inf for number in (self.seconds, self.error)):
+            return "a time or an error is negative or not finite"
+        return "only a value that is moved is fetched" if self.fetched_with and self.kind != "offload" else None

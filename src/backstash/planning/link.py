@@ -234,8 +234,9 @@ def _hidden(transfer: float, both: float) -> float:
 
 def _unusable(path: Path) -> str | None:
     """Returns why a folder cannot hold what is moved, or None if it can."""
-    existing = next((each for each in (path, *path.parents) if each.exists()), path)
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    # Methods of Path raise an error where a folder above may not be entered.
+    existing = next((each for each in (path, *path.parents) if os.path.exists(each)), path)
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
         return "is no folder that can be written to"
     kind = _file_system(existing.resolve())
     return f"is in memory ({kind})" if kind in _IN_MEMORY else None

@@ -23,8 +23,8 @@ from backstash.planning.peak import PeakModel, own_seconds
 from backstash.planning.problem import StepProfile
 from backstash.planning.proven import with_proofs, without_proofs
 from backstash.planning.rehearsing import Rehearsing
-from backstash.planning.rounding import codec_named
-from backstash.planning.sealed import plain, restore, seal, unseal
+from backstash.planning.rounding import codec_named, has_error
+from backstash.planning.sealed import plain, restore, seal, shown, unseal
 from backstash.planning.spare import spare_ways
 from backstash.planning.usual import like_lossless
 from backstash.policies import Action, Keep, Policy
@@ -97,9 +97,33 @@ class Plan(Policy):
         for decision in self.decisions:
             if decision.kind == "encode" and codec_named(decision.choice) is None:
                 raise PlanError(
-                    f"a Plan was asked to encode {decision.key!r} by {decision.choice!r}, but there is no such codec. "
-                    f"Register it before the plan is made or read, or make the plan without it."
+                    f"a Plan was asked to encode {decision.key!r} by {shown(decision.choice)}, but there is no such "
+                    f"codec. Register it before the plan is made or read, or make the plan without it."
                 )
+        flaw = self._flaw()
+        if flaw is not None:
+            raise PlanError(
+                f"a Plan was asked for of {len(self.decisions)} values, but {flaw}. Make it with backstash.plan(), or "
+                f"read what Plan.to_json() has written, unchanged."
+            )
+
+    def _flaw(self) -> str | None:
+        """Returns what is wrong with the plan, or None."""
+        if len(self._by_key) < len(self.decisions):
+            return "two of them have the same key"
+        if (
+            self.budget <= 0
+            or min(self.peak_nbytes, self.plain_peak_nbytes, self.reserve_nbytes) < 0
+            or self.cycles < 1
+        ):
+            return "a number of bytes or of forward passes is below what there can be"
+        if not all(0.0 <= number < math.inf for number in (self.seconds, self.plain_seconds, self.error)):
+            return "a time or its error is negative or not finite"
+        flaws = ((decision.key, decision.flaw()) for decision in self.decisions)
+        if found := next((f"that of {key!r} does not fit: {flaw}" for key, flaw in flaws if flaw), None):
+            return found
+        rounded = [each for each in self.decisions if each.kind == "encode" and has_error(each.choice)]
+        return f"it is exact, and rounds {rounded[0].key!r}" if rounded and not self.error_limit > 0 else None
 
     @cached_property
     def is_empty(self) -> bool:

@@ -27,6 +27,9 @@ from backstash.planning.sealed import plain, restore, seal, unseal
 Kind = Literal["keep", "encode", "recompute", "offload"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+LARGEST = 1 << 50
+"""The most bytes of a value, a choice or a position: thousands of them can be added up in 64 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -104,6 +107,8 @@ class Choice:
             return f"kind={self.kind!r} is none of {', '.join(KINDS)}"
         if min(sizes) < 0 or not all(0.0 <= time < float("inf") for time in times):
             return "a number of bytes, a time or an error is negative or not finite"
+        if max(sizes) > LARGEST:
+            return "a number of bytes is larger than any memory"
         if self.kind != "recompute" and (self.parents or self.workspace_nbytes or self.seconds):
             return "only a value that is remade has parents, a workspace and a time to remake it"
         if self.kind == "recompute" and (self.held_nbytes or self.encode_nbytes or self.decode_nbytes):
@@ -151,7 +156,7 @@ class PlannedValue:
             return "two of its choices have the same name"
         if not self.reads or any(a >= b for a, b in zip(self.reads, self.reads[1:], strict=False)):
             return f"its reads {self.reads} are not one or more ascending positions"
-        if self.nbytes < 0 or not 0 <= self.born <= self.reads[0]:
+        if not 0 <= self.nbytes <= LARGEST or not 0 <= self.born <= self.reads[0]:
             return f"it has {self.nbytes} bytes and is born at {self.born}, with its first read at {self.reads[0]}"
         for choice in self.choices:
             is_each = len(choice.fetches) in (0, len(self.reads))
@@ -260,6 +265,10 @@ class StepProfile:
             return f"there are {len(self.base_nbytes)} base_nbytes, or no position at all"
         if self.plain_peak_nbytes < 0 or self.held_nbytes < 0:
             return "plain_peak_nbytes or held_nbytes is negative"
+        if max(map(abs, (self.plain_peak_nbytes, self.held_nbytes, *self.base_nbytes))) > LARGEST:
+            return "a number of bytes is larger than any memory"
+        if self.cycles < 1:
+            return f"it has {self.cycles} forward passes"
         if not all(0.0 <= position.seconds < float("inf") for position in self.positions):
             return "the seconds of a position are negative or not finite"
         if not 0.0 <= self.session_seconds < float("inf"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backstash.errors import PlanError
+from backstash.planning.sealed import shown
 from backstash.proofs import environment, proofs
 
 _FIELD = "proofs"
@@ -27,7 +28,7 @@ def without_proofs(content: Any) -> Any:
     answers = found.get("answers") if isinstance(found, dict) else None
     if not isinstance(answers, dict) or not all(_is_names(names) for names in answers.values()):
         raise PlanError(
-            f"a Plan was asked for with its proofs, but got {found!r:.80}. Make the file again with this backstash."
+            f"a Plan was asked for with its proofs, but got {shown(found)}. Make the file again with this backstash."
         )
     if found.get("environment") == environment():
         proofs.believe(answers)

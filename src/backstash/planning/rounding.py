@@ -82,7 +82,8 @@ def codec_named(name: str) -> Codec | None:
 
 def _parsed(name: str) -> Codec | None:
     if name.startswith("signed "):
-        values = _parsed(name.removeprefix("signed "))
+        inner = name.removeprefix("signed ")
+        values = None if inner.startswith("signed ") else _parsed(inner)
         return None if values is None else Signed(values)
     if name.startswith("blockquant"):
         bits, _, group = name.removeprefix("blockquant").partition("/")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import reprlib
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -20,6 +20,17 @@ _T = TypeVar("_T")
 
 VERSION = 3
 """The version of all documents. A document of another version is refused, because nothing is known about its fields."""
+
+LARGEST = 1 << 62
+"""The largest number in a document: a planner counts in 64 bits."""
+
+_shown = reprlib.Repr()
+_shown.maxlevel, _shown.maxstring, _shown.maxother = 3, 60, 60
+
+
+def shown(found: Any) -> str:
+    """Returns a short text of whatever a document has, however deep or long it is."""
+    return _shown.repr(found)[:200]
 
 
 def plain(value: Any) -> Any:
@@ -49,21 +60,39 @@ def unseal(kind: str, text: str) -> Any:
     """
     asked = f"a {kind} was asked for from a JSON text"
     again = f"Pass the text that {kind}.to_json() has written, unchanged"
-    try:
-        document = json.loads(text)
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"{asked}, but it is no JSON: {error}. {again}.") from None
+    document, checksum = parsed(kind, text)
     if not isinstance(document, dict) or document.get("backstash") != kind or "content" not in document:
         found = document.get("backstash") if isinstance(document, dict) else type(document).__name__
-        raise PlanError(f"{asked}, but it holds {found!r}. {again}.")
+        raise PlanError(f"{asked}, but it holds {shown(found)}. {again}.")
     if document.get("version") != VERSION:
         raise PlanError(
-            f"{asked}, but it is of version {document.get('version')!r}, and this backstash reads version {VERSION}. "
-            f"Make it again with this backstash."
+            f"{asked}, but it is of version {shown(document.get('version'))}, and this backstash reads version "
+            f"{VERSION}. Make it again with this backstash."
         )
-    if document.get("checksum") != _checksum(_canonical(document["content"])):
+    if document.get("checksum") != checksum:
         raise PlanError(f"{asked}, but its checksum does not fit: it was edited or damaged. {again}, or make it again.")
     return document["content"]
+
+
+def parsed(kind: str, text: str) -> tuple[Any, str]:
+    """Returns what a JSON text says, and the checksum of its content, if it has any.
+
+    Args:
+        kind: what the text is, for errors.
+        text: the text.
+
+    Raises:
+        PlanError: it is no JSON, is nested too deeply, or names something twice.
+    """
+    asked = f"a {kind} was asked for from a JSON text"
+    again = f"Pass the text that {kind}.to_json() has written, unchanged"
+    try:
+        document = json.loads(text, object_pairs_hook=_without_repetitions)
+        return document, _checksum(_canonical(document.get("content"))) if isinstance(document, dict) else ""
+    except RecursionError:
+        raise PlanError(f"{asked}, but it is nested more deeply than any {kind} is. {again}.") from None
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"{asked}, but it is no JSON: {error}. {again}.") from None
 
 
 def restore(cls: type[_T], content: Any, where: str) -> _T:
@@ -78,13 +107,13 @@ def restore(cls: type[_T], content: Any, where: str) -> _T:
         PlanError: a field is missing, unknown, or of another type.
     """
     if not isinstance(content, dict):
-        raise PlanError(f"{where} was asked for, but got {content!r:.80}, which has no fields. Make the file again.")
+        raise PlanError(f"{where} was asked for, but got {shown(content)}, which has no fields. Make the file again.")
     hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     if content.keys() != hints.keys():
         missing, unknown = sorted(hints.keys() - content.keys()), sorted(content.keys() - hints.keys())
         raise PlanError(
-            f"{where} was asked for, but the data lacks {missing or 'nothing'} and has {unknown or 'nothing'} beside "
-            f"what it needs. Make the file again with this backstash."
+            f"{where} was asked for, but the data lacks {missing or 'nothing'} and has {shown(unknown or 'nothing')} "
+            f"beside what it needs. Make the file again with this backstash."
         )
     return cls(**{name: _value(hint, content[name], f"{where}, {name}") for name, hint in hints.items()})
 
@@ -108,11 +137,11 @@ def _value(hint: Any, found: Any, where: str) -> Any:
         return _value(next(kind for kind in get_args(hint) if kind is not NoneType), found, where)
     elif is_dataclass(hint) and isinstance(hint, type):
         return restore(hint, found, where)
-    elif hint is float and type(found) in (int, float) and math.isfinite(found):
-        return float(found)
-    elif hint in (int, str, bool) and type(found) is hint:
+    elif hint in (str, bool) and type(found) is hint:
         return found
-    raise PlanError(f"{where} was asked for as {hint}, but got {found!r:.80}. Make the file again.")
+    elif hint in (int, float) and type(found) in (int, hint) and -LARGEST <= found <= LARGEST:  # NaN is not
+        return hint(found)
+    raise PlanError(f"{where} was asked for as {hint}, but got {shown(found)}. Make the file again.")
 
 
 @cache
@@ -123,6 +152,18 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _canonical(content: Any) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object as a dict.
+
+    Raises:
+        ValueError: it names something twice, so that another reader may find something else there.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object in it names something twice")
+    return found
 
 
 def _checksum(text: str) -> str:

@@ -15,11 +15,16 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Literal, get_args
 
+from backstash.errors import PlanError
+from backstash.planning.sealed import parsed, restore
 from backstash.stash.ledger import PeakRow
 
 Role = Literal["stashed", "encoded", "decoded", "recomputed", "immediate", "workspace", "gradient", "parameter"]
 ROLES: tuple[Role, ...] = get_args(Role)
 """Every role, in the order in which charts stack them from the top."""
+
+LONGEST = 1 << 24
+"""The most ticks of a trace that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +198,25 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """The trace that :meth:`to_json` has written."""
-        found = json.loads(text)
-        return cls(
-            found["policy"],
-            tuple(Buffer(**buffer) for buffer in found["buffers"]),
-            tuple(Op(**op) for op in found["ops"]),
-            found["backward"],
-            found["end"],
-            tuple(Decode(**{**decode, "planes": tuple(decode["planes"])}) for decode in found["decodes"]),
-        )
+        """The trace that :meth:`to_json` has written.
+
+        Raises:
+            PlanError: the text is no such trace.
+        """
+        try:
+            found = restore(cls, parsed("Trace", text)[0], "Trace")
+        except PlanError:
+            raise
+        except ValueError as error:  # of a buffer
+            raise PlanError(f"a Trace was asked for from a JSON text, but {error}") from None
+        planes = {plane for decode in found.decodes for plane in decode.planes}
+        ends = [buffer.end for buffer in found.buffers]
+        is_short = max(ends, default=0) <= found.end <= LONGEST and found.backward >= 0
+        is_forward = all(each.nbytes >= 0 and 0 <= each.start < each.end <= found.end for each in found.decodes)
+        if not is_short or not is_forward or not planes <= set(range(len(ends))):
+            raise PlanError(
+                f"a Trace was asked for from a JSON text, but it ends at {found.end}, when a buffer is still alive "
+                f"or after more than {LONGEST} ticks, or decodes at no time of it, or one of its {len(ends)} "
+                f"buffers that is not there. Pass the text that Trace.to_json() has written, unchanged."
+            )
+        return found

@@ -227,9 +227,11 @@ class ResidentPeaks:
 
 
 def _status(field: str) -> int | None:
-    if not _STATUS.exists():
+    try:
+        lines = _STATUS.read_text(errors="replace").splitlines()  # a process may have any bytes for a name
+    except OSError:
         return None
-    for line in _STATUS.read_text().splitlines():
+    for line in lines:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     return None

@@ -28,7 +28,7 @@ class UnnamedFile:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._descriptor, self.direct = self._open(directory)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter for a name that no file can have
             raise StoreError(
                 f"DiskStore was asked to keep a file in {directory}, but that failed: {error}. Name a directory on a "
                 f"local disk that you may write to."

@@ -256,11 +256,14 @@ def _name(split: Split) -> str:
 
 @cache
 def sources() -> str:
-    """A hash of the package's source, on which a graph's form depends."""
+    """A hash of the package's source, on which a graph's form depends; of this process alone if it cannot be read."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.read_bytes())
+    try:
+        for path in sorted(package.rglob("*.py")):
+            digest.update(path.read_bytes())
+    except OSError:  # the package is being replaced: nothing of a cache fits
+        digest.update(uuid.uuid4().bytes)
     return digest.hexdigest()
 
 
