@@ -60,8 +60,9 @@ ALLOWED: dict[str, set[str]] = {
         "gradient_error",
     },
     "testing": {"errors", "saved", "ops", "codecs", "stores", "policies.base", "stash.ledger", "session"},
-    "rewrites": {"errors", "torch_internals", "saved", "session", "testing.bits"},
+    "rewrites": {"errors", "torch_internals", "saved", "arguments", "session", "testing.bits"},
     "planning": {
+        "arguments",
         "errors",
         "torch_internals",
         "saved",
@@ -82,6 +83,7 @@ ALLOWED: dict[str, set[str]] = {
         "rewrites.state",
     },
     "integrations": {
+        "arguments",
         "errors",
         "torch_internals",
         "policies.base",
@@ -100,6 +102,7 @@ ALLOWED: dict[str, set[str]] = {
         "planning",
     },
     "report": {
+        "arguments",
         "errors",
         "version",
         "torch_internals",

@@ -57,8 +57,14 @@ def register_codec(codec: type[Codec]) -> type[Codec]:
     """Make a codec class available by its ``id``; usable as a decorator.
 
     Raises:
+        TypeError: it is no class, or has no id.
         ValueError: another class has that id.
     """
+    if not isinstance(codec, type) or not isinstance(getattr(codec, "id", None), str):
+        raise TypeError(
+            f"register_codec was asked to add {codec!r:.80}, but that is no class with an id. Pass a class that keeps "
+            f"the contract of backstash.Codec, with a name of its own as its id."
+        )
     if _REGISTRY.setdefault(codec.id, codec) is not codec:
         raise ValueError(
             f"register_codec was asked to add {codec.__name__} as {codec.id!r}, but that is "
@@ -78,8 +84,8 @@ def get(name: str, **parameters: Any) -> Codec:
     Raises:
         UnknownNameError: no codec has that id.
     """
-    if name not in _REGISTRY:
-        raise UnknownNameError(f"codec {name!r} was asked for, but there are {', '.join(names())}.")
+    if not isinstance(name, str) or name not in _REGISTRY:
+        raise UnknownNameError(f"codec {name!r:.80} was asked for, but there are {', '.join(names())}.")
     return _REGISTRY[name](**parameters)
 
 

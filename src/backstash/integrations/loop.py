@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from backstash.arguments import check_model
 from backstash.errors import IntegrationError
 from backstash.integrations.attaching import is_training, session_for
 from backstash.planning.budgeted import Budgeted
@@ -186,6 +187,7 @@ def unwrap(model: Model) -> Model:
 
     Raises:
         IntegrationError: the model is not wrapped, or something else has replaced the wrapping.
+        TypeError: it is no module.
     """
     _require_window(model, "unwrap").close()
     del model.__dict__[MODULE_CALL]
@@ -197,6 +199,7 @@ def session_of(model: nn.Module) -> Session | Budgeted:
 
     Raises:
         IntegrationError: the model is not wrapped.
+        TypeError: it is no module.
     """
     return _require_window(model, "session_of").session
 
@@ -207,6 +210,7 @@ def _window(model: nn.Module) -> Window | None:
 
 
 def _require_window(model: nn.Module, asked_by: str) -> Window:
+    check_model(model, asked_by)
     window = _window(model)
     if window is None:
         inside = [name for name, module in model.named_modules() if name and _window(module) is not None]

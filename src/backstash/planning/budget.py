@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite
 
 from backstash import codecs
+from backstash.arguments import are_words
 from backstash.errors import PlanError
 from backstash.planning.problem import Choice, StepProfile
 from backstash.planning.rounding import codec_named, has_error, is_named, nearest
@@ -47,7 +47,7 @@ def parse_budget(budget: int | str, plain_peak_nbytes: int) -> int:
         >>> parse_budget("1.5 KiB", 0), parse_budget("60%", 1000)
         (1536, 600)
     """
-    asked = f"a plan was asked for with the budget {budget!r}"
+    asked = f"a plan was asked for with the budget {budget!r:.80}"
     do = "Pass a number of bytes above 0, or a text such as '2GiB', '512 MiB' or '60%' (of the plain step's peak)."
     if isinstance(budget, str):
         found = bytes_in(budget, plain_peak_nbytes)
@@ -73,6 +73,11 @@ def families(allow: str | Sequence[str]) -> tuple[str, ...]:
         >>> families(("recompute", "blockquant4", "zvc"))
         ('lossless', 'recompute', 'bounded')
     """
+    if not are_words(allow):
+        raise PlanError(
+            f"a plan was asked for with allow={allow!r:.80}, but that is no list of words. Pass any of "
+            f"{', '.join(ALLOW)}, or names of codecs."
+        )
     words = (allow,) if isinstance(allow, str) else tuple(allow)
     for word in words:
         if word not in ALLOW and codec_named(word) is None:
@@ -98,9 +103,9 @@ def limit_of_errors(error_limit: float | None, allow: str | Sequence[str]) -> fl
     is_bounded = "bounded" in families(allow)
     if error_limit is None:
         return ERROR_LIMIT if is_bounded else 0.0
-    asked = f"a plan was asked for with error_limit={error_limit!r}"
+    asked = f"a plan was asked for with error_limit={error_limit!r:.80}"
     is_number = isinstance(error_limit, (int, float)) and not isinstance(error_limit, bool)
-    if not (is_number and isfinite(error_limit) and error_limit > 0):
+    if not (is_number and 0 < error_limit <= LARGEST):  # NaN is not
         raise PlanError(
             f"{asked}, but that is how far gradients may be off, relative to their length. Pass a number above 0, such "
             f"as 0.01; for exact gradients leave it out, and 'bounded' out of allow."

@@ -32,7 +32,7 @@ from backstash.planning.budget import families, limit_of_errors, parse_budget
 from backstash.planning.course import Course
 from backstash.planning.following import Following, Witness
 from backstash.planning.guard import Guard, in_front_of
-from backstash.planning.link import measured
+from backstash.planning.link import measured, require_path
 from backstash.planning.plan import Plan
 from backstash.planning.problem import StepProfile
 from backstash.planning.retry import Before, advise, is_out_of_memory
@@ -100,10 +100,16 @@ class Budgeted(Following):
         **options: Any,
     ) -> None:
         parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
+        self.tries = families(allow)
+        if device not in (None, "cpu", "cuda"):
+            raise PlanError(
+                f"training within a budget was asked for on device={device!r:.80}, but memory is planned of 'cpu' and "
+                f"'cuda'. Pass one of them, or leave device= out."
+            )
+        require_path(offload_to)
         self.budget = budget
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.error_limit = error_limit
-        self.tries = families(allow)
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.link = measured(self.device, offload_to) if "offload" in self.tries else None
         limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory

@@ -41,6 +41,11 @@ LOOK_AGAIN = 64
 
 def guard(plan: Plan, budget: int | str | None = None, spill: str | None = None) -> Policy:
     """Returns a Guard in front of a plan, or the plan itself if it keeps everything and fits: see Plan.guarded."""
+    if spill is not None and not isinstance(spill, str):
+        raise PlanError(
+            f"a guard was asked for with spill={spill!r:.80}, but that is no name. Pass that of one of the Session's "
+            f"stores, or leave it out."
+        )
     nbytes = plan.budget if budget is None else parse_budget(budget, plan.plain_peak_nbytes)
     if plan.peak_nbytes > nbytes:
         raise PlanError(

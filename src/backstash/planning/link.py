@@ -23,6 +23,7 @@ from statistics import median
 
 import torch
 
+from backstash.arguments import is_path
 from backstash.codecs import Raw
 from backstash.errors import PlanError, StoreError
 from backstash.stores import DiskStore, HostStore, Store, Ticket
@@ -98,6 +99,19 @@ def open_store(store: str, directory: str) -> Store:
     return DiskStore(directory, in_flight=STAGING, reuse=0) if store == "disk" else HostStore()
 
 
+def require_path(chosen: str | os.PathLike[str] | None) -> None:
+    """Checks that a user's choice of a folder names one.
+
+    Raises:
+        PlanError: it does not.
+    """
+    if chosen is not None and not is_path(chosen):
+        raise PlanError(
+            f"offloading was asked for to {chosen!r:.80}, but that names no folder. Pass the path of a folder on a "
+            f"local disk, or leave offload_to= out."
+        )
+
+
 def folder(chosen: str | os.PathLike[str] | None = None) -> str:
     """Returns the folder of a disk store's file.
 
@@ -108,6 +122,7 @@ def folder(chosen: str | os.PathLike[str] | None = None) -> str:
     Raises:
         PlanError: the chosen folder is in memory, or no file can be written there.
     """
+    require_path(chosen)
     named = chosen or os.environ.get("BACKSTASH_OFFLOAD_TO")
     tried = [Path(named)] if named else [Path(tempfile.gettempdir()), Path.home() / ".cache" / "backstash"]
     reasons = []

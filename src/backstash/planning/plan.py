@@ -259,6 +259,11 @@ class Plan(Policy):
 
     def diff(self, other: Plan) -> str:
         """Returns a table of what another plan does otherwise; empty if it does the same with each value."""
+        if not isinstance(other, Plan):
+            raise PlanError(
+                f"a plan was asked how it differs from {other!r:.80}, but that is no Plan. Pass what backstash.plan() "
+                f"has returned."
+            )
         return diff(self, other)
 
     def to_json(self) -> str:
@@ -299,8 +304,8 @@ class Planner(Rehearsing):
                 f"a plan was asked for of {profile!r:.80}, but that is no StepProfile. Pass what "
                 f"backstash.profile(step) has returned, or StepProfile.from_json(text)."
             )
+        self.error_limit = limit_of_errors(error_limit, allow)
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
-        self.error_limit = limit_of_errors(error_limit, self.allow)
         self.profile = profile = with_choices(profile, self.allow)
         self._allowed = restrict(profile, allow)
         super().__init__(profile, PeakModel(self._allowed), self.error_limit)

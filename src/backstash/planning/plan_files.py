@@ -16,6 +16,7 @@ import uuid
 import warnings
 from pathlib import Path
 
+from backstash.arguments import is_path
 from backstash.errors import PlanError
 from backstash.planning.plan import Plan
 
@@ -37,13 +38,14 @@ class PlanFiles:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        # Path.is_dir() raises an error where a folder above it may not be entered.
+        if not is_path(folder) or not os.path.isdir(folder):
+            raise PlanError(
+                f"plans were asked for from the folder {str(folder)!r:.200}, but there is no such folder. Make it "
+                f"first, or leave folder= out to plan anew in each run."
+            )
         self.folder = Path(folder).absolute()  # the program may change the current folder
         self._warned: set[str] = set()
-        if not os.path.isdir(folder):  # Path.is_dir() raises an error where a folder above it may not be entered
-            raise PlanError(
-                f"plans were asked for from the folder {str(folder)!r}, but there is no such folder. Make it first, or "
-                f"leave folder= out to plan anew in each run."
-            )
 
     def read(self, name: str) -> Plan | None:
         """Returns the plan of that name; None if there is none, or if it cannot be read, which is warned of once."""

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from backstash.arguments import check_count, check_model, check_step
 from backstash.capture import modules
 from backstash.errors import MeasureError
 from backstash.planning.budget import ALLOW, families
 from backstash.planning.events import memory_profiler, roots_of
-from backstash.planning.link import Link, measured
+from backstash.planning.link import Link, measured, require_path
 from backstash.planning.moving import moved
 from backstash.planning.probing import Probe, with_errors
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
@@ -73,6 +74,7 @@ def profile(
     Raises:
         MeasureError: the step ran no backward pass, or there is no such device.
         PlanError: ``allow`` means nothing, or there is nowhere to move values to.
+        TypeError: ``step`` cannot be called without arguments, or ``model`` is no module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -81,8 +83,13 @@ def profile(
         >>> any(choice.name == "recompute" for value in found.values for choice in value.choices)
         True
     """
+    check_step(step, "profile")
+    if model is not None:
+        check_model(model, "profile", ", or None for the modules that the step calls")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise MeasureError(f"profile was asked for device={device!r}, but it knows 'cpu', and 'cuda' where one is.")
+    check_count(min_nbytes, "min_nbytes", "bytes", "profile")
+    require_path(offload_to)
     tries = families(allow)
     link = measured(device, offload_to) if "offload" in tries else None
     models = [model] if model is not None else _outermost(step)

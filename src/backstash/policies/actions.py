@@ -35,7 +35,7 @@ class Stash:
         store: name of the store that holds the planes.
 
     Raises:
-        TypeError: one of ``codecs`` is neither a codec nor a name.
+        TypeError: one of ``codecs`` is neither a codec nor a name, or ``store`` is no name.
         UnknownNameError: no codec has that name.
     """
 
@@ -51,6 +51,11 @@ class Stash:
                     f"Stash was asked for the codec {codec!r}, which is none. Pass a codec such as Zvc(), a name "
                     f"({', '.join(codec_registry.names())}), or several of these."
                 )
+        if not isinstance(store, str):
+            raise TypeError(
+                f"Stash was asked for store={store!r:.80}, but that is no name. Pass 'device', 'host', or a name "
+                f"among the Session's stores."
+            )
         object.__setattr__(self, "codecs", resolved)
         object.__setattr__(self, "store", store)
 

@@ -56,8 +56,14 @@ def register(
             the docstring of ``policy``, and a policy is not taken for an exact one.
 
     Raises:
+        TypeError: the name is no text, or the policy cannot be called.
         ValueError: another policy has that name.
     """
+    if not isinstance(name, str) or not callable(policy):
+        raise TypeError(
+            f"register was asked to add {policy!r:.80} as {name!r:.80}, but it takes a name, and a class or a function "
+            f"that returns a new policy. Pass register('name', Class)."
+        )
     if _REGISTRY.setdefault(name, policy) is not policy:
         raise ValueError(
             f"register was asked to add {policy!r} as {name!r}, but that is {_REGISTRY[name]!r}. Choose another name."

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from backstash.arguments import check_count, check_step
 from backstash.errors import MeasureError
 from backstash.stash import buffers
 from backstash.torch_internals import record_operation, starting_profiler
@@ -63,13 +64,19 @@ def measure(step: Callable[[], object], *, repeats: int = 3, warmup: int = 1, de
         device: ``"cpu"`` or ``"cuda"``. Default: CUDA if it is initialised, else CPU.
 
     Raises:
-        MeasureError: ``repeats`` or ``warmup`` is too small, or there is no such device.
+        MeasureError: ``repeats`` is 0, or there is no such device.
+        TypeError: ``step`` cannot be called without arguments, or a number is no int.
+        ValueError: a number is below 0.
     """
-    if repeats < 1 or warmup < 0:
+    check_step(step, "measure")
+    check_count(repeats, "repeats", "steps", "measure")
+    check_count(warmup, "warmup", "steps", "measure")
+    if repeats < 1:
         raise MeasureError(
             f"measure was asked for repeats={repeats} and warmup={warmup}, but it needs repeats >= 1 and warmup >= 0."
         )
-    device = device or ("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise MeasureError(f"measure was asked for device={device!r}, but it measures 'cpu', and 'cuda' where one is.")
     buffers.release()

@@ -22,6 +22,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from backstash.arguments import check_model, check_session, check_step
 from backstash.errors import RewriteError
 from backstash.rewrites.differences import largest_distance
 from backstash.rewrites.trials import Trials
@@ -112,11 +113,15 @@ def channels_last(
         >>> model(images).is_contiguous()
         True
     """
-    if tolerance is not None and not 0.0 <= tolerance < math.inf:
+    is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (is_number and 0.0 <= tolerance < math.inf):
         raise ValueError(
-            f"channels_last was asked for tolerance={tolerance}, but it is the largest relative distance between the "
-            f"numbers of two steps: 0 or more, and finite."
+            f"channels_last was asked for tolerance={tolerance!r:.80}, but it is the largest relative distance "
+            f"between the numbers of two steps: 0 or more, and finite."
         )
+    check_model(model, "channels_last")
+    check_step(step, "channels_last")
+    check_session(session, "channels_last")
     weights = [_Weight(path, module) for path, module in model.named_modules() if _can_change(module)]
     if not weights:
         raise RewriteError(

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backstash.arguments import check_model
 from backstash.errors import RewriteError
 from backstash.torch_internals import no_torch_function_subclass
 
@@ -92,13 +93,14 @@ def chunked_loss(model: nn.Module, head: str = "lm_head", *, chunk_nbytes: int =
     """
     if chunk_nbytes < 1:
         raise RewriteError(f"chunked_loss was asked for chunks of {chunk_nbytes} bytes, but it needs at least 1.")
+    check_model(model, "chunked_loss")
     layers = dict(model.named_modules())
-    layer = layers.get(head)
+    layer = layers.get(head) if isinstance(head, str) else None
     if layer is None:
         linear = [path for path, module in layers.items() if isinstance(module, nn.Linear)]
         raise RewriteError(
-            f"chunked_loss was asked for the head {head!r} of {type(model).__name__}, but there is no such layer. Its "
-            f"linear layers end with {', '.join(linear[-3:]) or 'none'}."
+            f"chunked_loss was asked for the head {head!r:.80} of {type(model).__name__}, but there is no such layer. "
+            f"Its linear layers end with {', '.join(linear[-3:]) or 'none'}."
         )
     if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
         raise RewriteError(

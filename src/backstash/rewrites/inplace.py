@@ -23,6 +23,7 @@ from types import TracebackType
 
 from torch import nn
 
+from backstash.arguments import check_model, check_session, check_step
 from backstash.errors import RewriteError
 from backstash.rewrites.trials import Trials, switch
 from backstash.session import Session
@@ -144,6 +145,9 @@ def inplace(model: nn.Module, step: Callable[[], object], *, session: Session | 
         >>> model[1].inplace
         False
     """
+    check_model(model, "inplace")
+    check_step(step, "inplace")
+    check_session(session, "inplace")
     candidates, refused, already = _survey(model)
     if not candidates:
         return Inplace({}, refused, already, 0)

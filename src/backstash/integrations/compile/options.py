@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from backstash import policies
+from backstash.arguments import LARGEST
 from backstash.errors import IntegrationError
 from backstash.integrations.compile.bounding import BITS
 from backstash.integrations.compile.budget import parse_budget
@@ -190,12 +191,13 @@ def _treatment(
     policy: str | Policy, budget: int | str | None, min_nbytes: int | None, bounded_bits: int, fuses: bool
 ) -> Treatment:
     found = policies.get(policy)
-    if bounded_bits not in BITS:
+    if not isinstance(bounded_bits, int) or bounded_bits not in BITS:
         raise ValueError(
             f"compile_options was asked for bounded_bits={bounded_bits!r}, but a code within a bound has "
             f"{' or '.join(map(str, BITS))} bits in a graph. Outside of compiled regions widths follow the bound."
         )
-    if min_nbytes is not None and (not isinstance(min_nbytes, int) or min_nbytes < 0):
+    is_count = isinstance(min_nbytes, int) and not isinstance(min_nbytes, bool)
+    if min_nbytes is not None and not (is_count and 0 <= min_nbytes <= LARGEST):
         raise ValueError(
             f"compile_options was asked for min_nbytes={min_nbytes!r}, but it takes a number of bytes from 0 on. Leave "
             f"it out for {MIN_NBYTES}."
