@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
 import shlex
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from typing import Any, NoReturn
 
 from backstash.errors import BackstashError
@@ -29,33 +30,65 @@ def load_ipython_extension(shell: Any) -> None:
 
     runs the cell under a Session, or within a budget such as 2GiB or 60% of what its first steps take, and shows the
     report below what the cell shows. With ``--output`` the report becomes a variable of that name as well. A cell that
-    fails shows its traceback and no report.
+    fails does so as it would without the magic, and shows no report. What the magic does not take is a usage error of
+    the cell, which is not run then.
     """
-    parser = _Parser(prog="%%backstash", add_help=False)
+    parser = _Parser(prog="%%backstash", add_help=False, allow_abbrev=False)
     parser.add_argument("policy", nargs="?", default="lossless")
     parser.add_argument("--budget", type=lambda text: int(text) if text.isdigit() else text)
     parser.add_argument("--min-nbytes", type=int)
-    parser.add_argument("--output", "-o", metavar="NAME")
+    parser.add_argument("--output", "-o", metavar="NAME", type=_name)
 
     def backstash(line: str, cell: str) -> None:
         """Runs the cell under a Session: %%backstash [POLICY] [--budget BYTES] [--min-nbytes BYTES] [--output NAME]."""
+        from IPython.core.error import UsageError
         from IPython.display import display
 
         try:
             asked = parser.parse_args(shlex.split(line))
             session = session_for(asked.policy, asked.budget, min_nbytes=asked.min_nbytes)
         except (BackstashError, ValueError) as error:
-            print(f"backstash: {error}")
-            return
-        with session:
-            done = shell.run_cell(cell, store_history=False)
-        report = session.report()
-        if asked.output:
-            shell.user_ns[asked.output] = report
-        if done.success:
-            display(report)
+            raise UsageError(f"backstash: {error}") from None
+        try:
+            with session:
+                _run(shell, cell)
+        finally:
+            report = session.report()
+            if asked.output:
+                shell.user_ns[asked.output] = report
+        display(report)
 
     shell.register_magic_function(backstash, "cell", "backstash")
+
+
+def _run(shell: Any, cell: str) -> None:
+    """Runs a cell, and raises its error here: whoever runs the notebook has to see that the outer cell has failed.
+
+    IPython shows the error of an inner cell and goes on. So it is told to show nothing there; it will show the same
+    error, with the same traceback, for the outer cell.
+    """
+    quiet = dict.fromkeys(("showtraceback", "showsyntaxerror", "showindentationerror"), _show_nothing)
+    before = {name: shell.__dict__[name] for name in quiet if name in shell.__dict__}
+    handled, shell.custom_exceptions = shell.custom_exceptions, ()
+    shell.__dict__.update(quiet)
+    try:
+        done = shell.run_cell(cell, store_history=False)
+    finally:
+        for name in quiet:
+            del shell.__dict__[name]
+        shell.__dict__.update(before)
+        shell.custom_exceptions = handled
+    done.raise_error()
+
+
+def _show_nothing(*args: Any, **options: Any) -> None:
+    """Stands in for what shows an error."""
+
+
+def _name(text: str) -> str:
+    if not text.isidentifier() or keyword.iskeyword(text):
+        raise ArgumentTypeError(f"{text!r} is no name of a variable")
+    return text
 
 
 def unload_ipython_extension(shell: Any) -> None:
