@@ -11,9 +11,10 @@ import gc
 import os
 import platform
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,7 @@ from backstash.planning.survey import Births, Found, KeepForSurvey, KeepForTimin
 from backstash.planning.timeline import Timeline
 from backstash.planning.zeros import without_initial_zeros
 from backstash.policies import Policy
-from backstash.rewrites.state import State
+from backstash.rewrites.state import State, StepState
 from backstash.saved import cycle_of
 from backstash.session import MIN_NBYTES, Session
 from backstash.stash.buffers import release
@@ -55,11 +56,13 @@ def profile(
 ) -> StepProfile:
     """Runs a training step a few times and returns what a planner has to know about it.
 
-    Parameters, buffers, gradients and the global generators are afterwards as they were before.
+    Everything that the step's code reaches is afterwards as it was before: parameters, buffers, gradients, generators,
+    optimizers, schedulers, scalers, averages, counters. What was taken from an iterator, such as a DataLoader's, is not
+    put back, which a warning says, and what was written to files or sent elsewhere is not either.
 
     Args:
-        step: runs forward and backward, such as ``lambda: criterion(model(x), y).backward()``. An optimizer's step in
-            it is undone in the parameters, but not in the optimizer's state.
+        step: runs forward and backward, such as ``lambda: criterion(model(x), y).backward()``. Optimizers may step in
+            it.
         model: the model that it trains. Without it, the modules that the step calls outermost are taken.
         allow: what plans may do, as for :func:`backstash.planning.plan.plan`. A plan may allow more, as long as the
             profile is in the process that took it: what it lacks is measured then. ``"offload"`` takes about a second
@@ -72,7 +75,7 @@ def profile(
         The profile. Its bytes are counted above what is held before the step, with gradients there.
 
     Raises:
-        MeasureError: the step ran no backward pass, or there is no such device.
+        MeasureError: the step ran no backward pass, changes large data in place, or there is no such device.
         PlanError: ``allow`` means nothing, or there is nowhere to move values to.
         TypeError: ``step`` cannot be called without arguments, or ``model`` is no module.
 
@@ -93,7 +96,7 @@ def profile(
     tries = families(allow)
     link = measured(device, offload_to) if "offload" in tries else None
     models = [model] if model is not None else _outermost(step)
-    with _undone(step, models) as (once, restore):
+    with _undone(step, models, is_told=True) as (once, restore):
         plain = record(once, None, device=device)
         survey = Survey(tries)
         keep = KeepForSurvey()
@@ -152,44 +155,79 @@ def _probed(step: Callable[[], None], survey: Survey, model: nn.Module | None, m
 
 @contextmanager
 def _undone(
-    step: Callable[[], object], models: list[nn.Module]
+    step: Callable[[], object], models: list[nn.Module], is_told: bool = False
 ) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
     """Inside, steps may run, with weights as after an update (Note: [zeros that do not last]); all is restored then.
 
+    Args:
+        step: the step.
+        models: the models that it trains.
+        is_told: whether a warning says what cannot be undone.
+
     Yields:
         What restores all but the gradients and runs the step, and what only restores.
+
+    Raises:
+        MeasureError: from a step that changes what cannot be undone.
     """
-    with ExitStack() as undo:
-        states = [State(each) for each in models]
-        for state in states:
-            undo.callback(state.restore_gradients)
-            undo.callback(state.restore)
-            state.set_gradients_aside()
-        profiled = [without_initial_zeros(state) for state in states]
+    with StepState(step, models) as state:
+        profiled = [without_initial_zeros(each) for each in state.states]
+        is_first = True
 
         def restore() -> None:
-            for state in profiled:
-                state.restore()
+            state.rewind()
+            for each in profiled:
+                each.restore()
 
         def once() -> None:
+            nonlocal is_first
             restore()
             step()
+            if is_first:
+                is_first = False
+                _require_undoable(state)
 
         yield once, restore
+    if is_told and state.consumed():
+        warnings.warn(
+            f"profile was asked to undo a step, but it takes items from {_some(state.consumed())}, which cannot be put "
+            f"back: the training misses them. Take the batch before the step, and have the step use it.",
+            stacklevel=4,
+        )
+
+
+def _require_undoable(state: StepState) -> None:
+    """Checks that what a step has changed can be undone.
+
+    Raises:
+        MeasureError: it has changed large data in place, of which there is no copy.
+    """
+    lost = state.lost()
+    if lost:
+        raise MeasureError(
+            f"profile was asked to undo a step, but it changes {_some(lost)} in place, of which no copy was made: it "
+            f"is large, and looks like data and not like the state of a training. What else the step has changed was "
+            f"put back. Leave that out of the step, or pass a copy."
+        )
+
+
+def _some(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def _outermost(step: Callable[[], object]) -> list[nn.Module]:
     """Runs the step once, undoes it, and returns the modules that it calls and that no other module calls."""
-    before, seen = State(nn.Module()), _Outermost()  # a module without parameters: the generators alone
-    stop = modules.listen(seen)
-    try:
-        step()
-    finally:
-        stop()
-        for _, state in seen.found.values():
-            state.restore()
-            state.restore_gradients()
-        before.restore()
+    seen = _Outermost()
+    with StepState(step) as state:
+        stop = modules.listen(seen)
+        try:
+            step()
+            _require_undoable(state)
+        finally:
+            stop()
+            for _, each in seen.found.values():
+                each.restore()
+                each.restore_gradients()
     return [module for module, _ in seen.found.values()]
 
 

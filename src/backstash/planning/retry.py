@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import weakref
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from backstash.rewrites.state import Generators
 from backstash.testing.bits import equal_bits
 
 LARGEST_BUFFERS = 256 << 20
@@ -55,7 +52,7 @@ class Before:
         self._changing: set[str] | None = None  # names of buffers that forward passes change
         self._versions: dict[str, tuple[Tensor, int]] = {}
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
-        self._states: Callable[[], None] | None = None
+        self._states: Generators | None = None
 
     def __enter__(self) -> None:
         """Notes everything before a forward pass."""
@@ -68,7 +65,7 @@ class Before:
         if sum(x.nbytes for x in copied.values()) > LARGEST_BUFFERS:
             return
         self._copies = {name: (x, x.detach().clone()) for name, x in copied.items()}
-        self._states = _generators()
+        self._states = Generators()
 
     def restore(self) -> bool:
         """Restores everything. Returns False if that is not possible, because another buffer has changed."""
@@ -82,7 +79,7 @@ class Before:
         with torch.no_grad():
             for x, copy in self._copies.values():
                 x.copy_(copy)
-        self._states()
+        self._states.restore()
         return True
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
@@ -93,18 +90,3 @@ class Before:
                 newer |= self._versions.keys() - {name for name, pair in self._copies.items() if equal_bits(*pair)}
             self._changing = newer | (self._changing or set())
         self._versions, self._copies, self._states = {}, {}, None
-
-
-def _generators() -> Callable[[], None]:
-    """Notes the states of all global generators. Returns what restores them."""
-    python, arrays, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    devices: Any = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(arrays)
-        torch.set_rng_state(tensors)
-        if devices is not None:
-            torch.cuda.set_rng_state_all(devices)
-
-    return restore

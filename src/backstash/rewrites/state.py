@@ -1,14 +1,39 @@
-"""The state of a model and of the random generators, which a step changes and which is restored after a trial."""
+"""The state of a step, which is restored after a trial: of models, of the random generators, of whatever it changes.
+
+Everybody who runs a program's step for a trial restores it by this module: profiles, rewrites, repeated forward passes.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from types import TracebackType
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from backstash.rewrites.reached import Reached, restore_memory
+from backstash.saved import PLAIN
 from backstash.testing.bits import equal_bits
+from backstash.torch_internals import no_torch_function
+
+
+class Generators:
+    """The states of all global generators: Python's, NumPy's and torch's."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        """Restores them."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
 
 
 class State:
@@ -18,12 +43,14 @@ class State:
         modules = list(model.modules())
         self.tables = [(table, dict(table)) for module in modules for table in (module._parameters, module._buffers)]
         held = [tensor for _, table in self.tables for tensor in table.values()]
-        self.contents = {id(x): (x, x.detach().clone()) for x in held if x is not None and x.layout is torch.strided}
+        dense = [x for x in held if x is not None and x.layout is torch.strided]
+        self.contents = {id(x): (x, x.detach().clone()) for x in dense}
+        self._memory = [(x, x.data) for x in dense if type(x) in PLAIN]  # no views of them
         self.parameters = dict(model.named_parameters())
         self.gradients = [(parameter, parameter.grad) for parameter in self.parameters.values()]
+        self._asks = [(parameter, parameter.requires_grad) for parameter in self.parameters.values()]
         self.training = [(module, module.training) for module in modules]
-        self.python, self.numpy, self.torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._generators = Generators()
 
     def changed_parameters(self) -> list[str]:
         """Paths of the parameters whose bits have changed."""
@@ -38,17 +65,18 @@ class State:
             if table.keys() != original.keys() or any(table[name] is not x for name, x in original.items()):
                 table.clear()
                 table.update(original)  # type: ignore[arg-type]
+        for tensor, memory in self._memory:
+            restore_memory(tensor, memory)
         with torch.no_grad():
             for tensor, content in self.contents.values():
                 if not equal_bits(tensor, content):  # copying would raise the version for nothing
                     tensor.copy_(content)
+        for parameter, asks in self._asks:
+            if parameter.requires_grad != asks:
+                parameter.requires_grad_(asks)
         for module, training in self.training:
             module.training = training
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
+        self._generators.restore()
 
     def set_gradients_aside(self) -> None:
         """Has a step make gradients of its own, which restore_gradients() drops again."""
@@ -59,3 +87,57 @@ class State:
         """Restores the gradients, with the tensors that they were."""
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
+
+
+class StepState:
+    """Inside the ``with``, a step may run, and everything that it changes is restored at the end.
+
+    That is the state of models, and all else that the step's code reaches (Note: [what a step reaches] in reached.py).
+    What an optimizer remembers is copied when it steps for the first time.
+
+    Args:
+        step: the step.
+        models: the models that it trains.
+
+    Attributes:
+        states: those of the models.
+    """
+
+    def __init__(self, step: Callable[[], object], models: Sequence[nn.Module] = ()) -> None:
+        self.states = [State(model) for model in models]
+        known: list[Tensor] = [x for state in self.states for x, _ in state.contents.values()]
+        self._generators = Generators()
+        self._reached = Reached((step, *models), known)
+
+    def __enter__(self) -> StepState:
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        for state in self.states:
+            state.set_gradients_aside()
+        self._reached.set_gradients_aside()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        self._reached.undo()
+        for state in self.states:
+            state.restore()
+            state.restore_gradients()
+        self._generators.restore()
+
+    def rewind(self) -> None:
+        """Has the next step begin like the last one, but for models' states (see Reached.rewind)."""
+        self._reached.rewind()
+
+    def lost(self) -> list[str]:
+        """How the step reaches what it has changed and nobody can restore."""
+        return self._reached.lost()
+
+    def consumed(self) -> list[str]:
+        """How the step reaches iterators from which it has taken something, as far as they tell."""
+        return self._reached.consumed()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, options: object) -> None:
+        with no_torch_function():
+            self._reached.before_step_of(optimizer)

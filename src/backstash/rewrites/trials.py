@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import RewriteError
 from backstash.rewrites.differences import Numbers, dense_copy, first_difference, leaves, numbers_in, some_of
-from backstash.rewrites.state import State
+from backstash.rewrites.state import StepState
 from backstash.saved import PLAIN
 from backstash.session import Session
 
@@ -47,14 +47,15 @@ class Trials:
         self, model: nn.Module, step: Callable[[], object], session: Session | None, name: str = "inplace"
     ) -> None:
         self.model, self.step, self.session, self.name = model, step, session, name
-        self.state = State(model)
+        self._all = StepState(step, [model])
+        self.state = self._all.states[0]
+        self._all.__enter__()
         self.plain: Numbers = {}
         self.steps = 0
 
     def close(self) -> None:
-        """Restores the state in which the model was."""
-        self.state.restore()
-        self.state.restore_gradients()
+        """Restores the state in which the model was, and all else that the step has changed."""
+        self._all.__exit__(None, None, None)
 
     def refuse(self, candidates: Mapping[str, nn.Module]) -> dict[str, str]:
         """Returns the candidates that may not run in place, by path, with the reason against each."""
@@ -85,8 +86,8 @@ class Trials:
         if changed:
             raise RewriteError(
                 f"{self.name} was asked to try a step of {type(self.model).__name__}, but the step changes parameters "
-                f"({some_of(changed)}). They have been put back, not so what the optimizer remembers: pass a step that "
-                f"ends with backward()."
+                f"({some_of(changed)}). They have been put back, and so has what the optimizer remembers. Pass a step "
+                f"that ends with backward()."
             )
         if not any(name.startswith("the gradient") for name, numbers in self.plain.items() if numbers is not None):
             raise RewriteError(
