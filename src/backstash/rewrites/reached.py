@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from backstash.saved import PLAIN
 from backstash.testing.bits import equal_bits
+from backstash.torch_internals import no_torch_function
 
 SMALL = 4096
 """Bytes of a tensor or an array that is copied whatever it is."""
@@ -558,4 +559,5 @@ def restore_memory(x: Tensor, memory: Tensor) -> None:
 
 def _where(x: Tensor) -> tuple[Any, ...]:
     is_dense = type(x) in PLAIN and x.layout is torch.strided
-    return (x.shape, x.dtype, x.stride(), x.data_ptr()) if is_dense else ()
+    with no_torch_function():  # a Session takes it for code that may change the memory unseen
+        return (x.shape, x.dtype, x.stride(), x.data_ptr()) if is_dense else ()

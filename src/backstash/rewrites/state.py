@@ -65,8 +65,6 @@ class State:
             if table.keys() != original.keys() or any(table[name] is not x for name, x in original.items()):
                 table.clear()
                 table.update(original)  # type: ignore[arg-type]
-        for tensor, memory in self._memory:
-            restore_memory(tensor, memory)
         with torch.no_grad():
             for tensor, content in self.contents.values():
                 if not equal_bits(tensor, content):  # copying would raise the version for nothing
@@ -77,6 +75,11 @@ class State:
         for module, training in self.training:
             module.training = training
         self._generators.restore()
+
+    def restore_memory(self) -> None:
+        """Has parameters and buffers lie again where they were, if they were given other memory since."""
+        for tensor, memory in self._memory:
+            restore_memory(tensor, memory)
 
     def set_gradients_aside(self) -> None:
         """Has a step make gradients of its own, which restore_gradients() drops again."""
@@ -98,12 +101,16 @@ class StepState:
     Args:
         step: the step.
         models: the models that it trains.
+        moves_weights: whether the models' weights may lie elsewhere at the end, as after a change of their layout.
 
     Attributes:
         states: those of the models.
     """
 
-    def __init__(self, step: Callable[[], object], models: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, step: Callable[[], object], models: Sequence[nn.Module] = (), moves_weights: bool = False
+    ) -> None:
+        self._moves_weights = moves_weights
         self.states = [State(model) for model in models]
         known: list[Tensor] = [x for state in self.states for x, _ in state.contents.values()]
         self._generators = Generators()
@@ -122,6 +129,8 @@ class StepState:
         self._hook.remove()
         self._reached.undo()
         for state in self.states:
+            if not self._moves_weights:
+                state.restore_memory()
             state.restore()
             state.restore_gradients()
         self._generators.restore()

@@ -47,7 +47,7 @@ class Trials:
         self, model: nn.Module, step: Callable[[], object], session: Session | None, name: str = "inplace"
     ) -> None:
         self.model, self.step, self.session, self.name = model, step, session, name
-        self._all = StepState(step, [model])
+        self._all = StepState(step, [model], moves_weights=True)
         self.state = self._all.states[0]
         self._all.__enter__()
         self.plain: Numbers = {}
