@@ -7,10 +7,11 @@ AttributeError in the middle of a training step.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
@@ -219,6 +220,40 @@ def checkpoint_hooks() -> Any:
     from torch.utils import checkpoint
 
     return getattr(checkpoint, "_checkpoint_hook", None)
+
+
+CHECKPOINT_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+"""What runs a checkpoint without reentrance. From torch 2.15 on, the first does it for the second."""
+
+ASKS_FOR_HOOKS = "respect_saved_tensors_hooks"
+"""By this parameter a checkpoint is told whether what it keeps goes through saved-tensor hooks (pytorch#191236)."""
+
+
+def asking_generators() -> dict[str, Any]:
+    """The functions of :data:`CHECKPOINT_GENERATORS` that have that parameter, by name; none before torch 2.15."""
+    from torch.utils import checkpoint
+
+    found = {name: getattr(checkpoint, name, None) for name in CHECKPOINT_GENERATORS}
+    return {name: function for name, function in found.items() if function is not None and _asks_for_hooks(function)}
+
+
+@cache
+def _asks_for_hooks(function: Callable[..., Any]) -> bool:
+    return ASKS_FOR_HOOKS in inspect.signature(function).parameters
+
+
+def replace_checkpoint_generators(generators: Mapping[str, Any]) -> None:
+    """Have checkpoints run by these functions."""
+    for name, function in generators.items():
+        setattr(torch.utils.checkpoint, name, function)
+
+
+def hooks_around_checkpoints() -> Any:
+    """The innermost saved-tensor hooks that are not a checkpoint's own; None if there are none."""
+    hooks = saved_tensor_hooks(False)
+    while hooks is not None and getattr(hooks[0], "_checkpoint_internal", False):
+        hooks = hooks[0]._user_hooks
+    return hooks
 
 
 def replace_checkpoint_hooks(hooks: Any) -> None:

@@ -140,6 +140,103 @@ def test_selective_checkpoint_inside_a_session(policy: str | Policy, asks_hooks:
     assert holds_nothing(session)
 
 
+ASKS = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+older_torch = pytest.mark.skipif(ASKS, reason="this torch asks by itself, and is not imitated")
+
+
+def _successor(asked: list[Any]) -> Any:
+    """Runs checkpoints as the torch after 2.15 will: with hooks around, it asks whether they are to be respected."""
+    original = torch.utils.checkpoint._checkpoint_without_reentrant_generator  # type: ignore[attr-defined]
+
+    def generator(
+        fn: Any,
+        preserve_rng_state: bool = True,
+        context_fn: Any = None,
+        determinism_check: str = "default",
+        debug: bool = False,
+        early_stop: bool = True,
+        *args: Any,
+        respect_saved_tensors_hooks: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        asked.append(respect_saved_tensors_hooks)
+        has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
+        if respect_saved_tensors_hooks is None and has_hooks:
+            raise RuntimeError("pass respect_saved_tensors_hooks=True|False")
+        options = preserve_rng_state, context_fn, determinism_check, debug, early_stop
+        return original(fn, *options, *args, **kwargs)
+
+    return generator
+
+
+@older_torch
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_session_answers_where_a_checkpoint_asks_whether_hooks_are_respected(
+    idle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An imitation of the torch after 2.15, in which not to answer is an error."""
+    asked: list[Any] = []
+    successor = _successor(asked)
+    monkeypatch.setattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", successor)
+    keeping = partial(create_selective_checkpoint_contexts, [torch.ops.aten.convolution.default])
+
+    def run(session: Session | None) -> list[Tensor | None]:
+        torch.manual_seed(6)
+        model, x = network(), images().requires_grad_()
+        with nullcontext() if session is None else session:
+            h = checkpoint(model[:2], x, use_reentrant=False)
+            h = checkpoint(model[2:5], h, use_reentrant=False, context_fn=keeping)
+            loss = model[5:](h).square().sum()
+        loss.backward()
+        return [x.grad, *gradients_of(model)]
+
+    session = Session("keep" if idle else "lossless", min_nbytes=1 << 40 if idle else 0)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with hooks, pytest.raises(RuntimeError, match="pass respect"):
+        run(None)
+    del asked[:]
+    assert not differences(run(session), run(session))
+    assert asked == [False] * 4
+    assert torch.utils.checkpoint._checkpoint_without_reentrant_generator is successor  # type: ignore[attr-defined]
+    with session, hooks, pytest.raises(RuntimeError, match="pass respect"):  # the program's own hooks, its own answer
+        checkpoint(torch.relu, torch.ones(4, requires_grad=True), use_reentrant=False)
+    monkeypatch.undo()
+    assert not differences(run(None), run(session))
+
+
+@older_torch
+@pytest.mark.parametrize("answer", [True, False])
+def test_the_answer_of_the_program_is_not_overruled(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    successor = _successor(asked)
+    monkeypatch.setattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", successor)
+    with Session():
+        inside = torch.utils.checkpoint._checkpoint_without_reentrant_generator  # type: ignore[attr-defined]
+        running = inside(torch.relu, True, torch.utils.checkpoint.noop_context_fn, respect_saved_tensors_hooks=answer)
+    running.close()
+    assert asked == [answer]
+
+
+@pytest.mark.skipif(not ASKS, reason="this torch does not ask")
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_a_selective_checkpoint_in_a_session_warns_of_nothing() -> None:
+    keeping = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    torch.manual_seed(6)
+    first, second = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2))
+    data = torch.randn(64, 64)
+
+    def run(session: Session | None) -> list[Tensor | None]:
+        x = data.clone().requires_grad_()
+        with nullcontext() if session is None else session:
+            h = checkpoint(first, x, use_reentrant=False, context_fn=keeping)
+            nested = lambda y: checkpoint(second, y, use_reentrant=False, context_fn=keeping)  # noqa: E731
+            loss = checkpoint(nested, h, use_reentrant=False).sum()
+        loss.backward()
+        return [x.grad]
+
+    assert not differences(run(None), run(Session(min_nbytes=0)))
+
+
 def test_reentrant_checkpoint_still_frees_segment_by_segment() -> None:
     """What a checkpoint recomputes during backward is not held until backward ends."""
     most: list[int] = []

@@ -7,23 +7,35 @@ Note: [recomputed alike]
     another order, which the checkpoint refuses. So a checkpoint that was made inside a Session finds the same two
     module hooks and an observer when it runs its function again. They have nobody to tell. Programs that compile
     nothing are spared that, because hooks cost each call of a module some microseconds.
+
+Note: [kept by checkpoints]
+    What a selective checkpoint keeps, it keeps itself, past all saved-tensor hooks. From torch 2.15 on it asks whether
+    that is to go through the hooks around it, and it warns, and later raises an error, where nobody has said so. The
+    hooks are the Session's and not the program's, which was never asked. So a Session answers in its place that all
+    stays as it is without a Session. A program that says True is not overruled, and where hooks of its own lie between,
+    torch asks it as ever.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from backstash.capture import modules
 from backstash.capture.observer import Observer
 from backstash.torch_internals import (
+    ASKS_FOR_HOOKS,
+    asking_generators,
     checkpoint_hooks,
     current_function_mode,
     has_compiled,
     hide_from_dynamo,
+    hooks_around_checkpoints,
+    replace_checkpoint_generators,
     replace_checkpoint_hooks,
 )
 
@@ -32,25 +44,65 @@ _open = 0
 _original: Any = None
 """Torch's class, as long as a Session is open on any thread."""
 
+_generators: dict[str, Any] = {}
+"""Torch's functions that ask whether hooks are to be respected, as long as a Session is open on any thread."""
 
-def admit() -> Callable[[], None]:
-    """Have checkpoints that are made on this thread run again as they ran here; returns what ends that."""
-    global _open, _original
+_packs: list[Any] = []
+"""The pack hooks of all open Sessions."""
+
+
+def admit(pack: Callable[..., Any]) -> Callable[[], None]:
+    """Have checkpoints that are made on this thread run again as they ran here, and ask nothing because of our hooks.
+
+    Args:
+        pack: the Session's pack hook.
+
+    Returns:
+        What ends that.
+    """
+    global _open, _original, _generators
     with _lock:
+        _packs.append(pack)
         _open += 1
         if _open == 1:
             _original = checkpoint_hooks()
             if _original is not None:
                 replace_checkpoint_hooks(_remembering(_original))
+            _generators = asking_generators()
+            replace_checkpoint_generators({name: _answering(each) for name, each in _generators.items()})
 
     def stop() -> None:
         global _open
         with _lock:
+            _packs[:] = [each for each in _packs if each is not pack]
             _open -= 1
-            if _open == 0 and _original is not None:
-                replace_checkpoint_hooks(_original)
+            if _open == 0:
+                if _original is not None:
+                    replace_checkpoint_hooks(_original)
+                replace_checkpoint_generators(_generators)
 
     return stop
+
+
+@cache
+def _answering(original: Any) -> Any:
+    """Runs a checkpoint, which is told to keep what it keeps by itself (Note: [kept by checkpoints])."""
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        hooks = hooks_around_checkpoints()
+        if given.arguments.get(ASKS_FOR_HOOKS) is None and _is_ours(hooks):
+            given.arguments[ASKS_FOR_HOOKS] = False
+        return original(*given.args, **given.kwargs)
+
+    hide_from_dynamo(generate)
+    return generate
+
+
+def _is_ours(hooks: Any) -> bool:
+    return hooks is not None and any(hooks[0] is pack for pack in _packs)
 
 
 @cache

@@ -42,7 +42,7 @@ class Hooks:
         with ExitStack() as installed:
             installed.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             installed.callback(transforms.admit(self))
-            installed.callback(checkpoints.admit())
+            installed.callback(checkpoints.admit(pack))
             installed.callback(self._stop)
             self.observe()
             installed.callback(modules.listen(of_modules))

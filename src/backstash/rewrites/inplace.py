@@ -107,8 +107,8 @@ def inplace(model: nn.Module, step: Callable[[], object], *, session: Session | 
     activation is switched or refused. The step's result, the gradients of parameters and of the model's inputs, and the
     buffers are compared bit for bit with those of the original step. All switches that remain were proven together
     (Note: [other numbers]). Parameters, buffers, gradients, training flags and the random states of Python, NumPy and
-    torch are restored before each trial and at the end, also after an error. Other state of the step is not known here,
-    so the step must compute the same each time.
+    torch are restored before each trial and at the end, also after an error. What else the step
+    changes, such as an optimizer, is restored at the end only, so the step must compute the same each time.
 
     Only modules with an ``inplace`` flag are switched (``OVERWRITING``). Functional activations such as ``F.relu(x)``
     are not changed: write ``F.relu_(x)`` where you know that it is right. An activation that runs in place already
