@@ -53,6 +53,9 @@ void watch_dealloc(PyObject* self) {
     Py_DECREF(type);
 }
 
+// See side_effects._is_set.
+bool is_set(PyObject* flag) { return flag != nullptr && flag != Py_None && flag != Py_False; }
+
 // What a call does to its arguments' memory, as a number of SideEffect; -1 with an error set. See side_effect_of.
 long effect_of(long kind, PyObject* args, PyObject* kwargs) {
     const long effect = kind & EFFECT;
@@ -62,12 +65,21 @@ long effect_of(long kind, PyObject* args, PyObject* kwargs) {
         if (out != nullptr ? out != Py_None : PyErr_Occurred() != nullptr) return out == nullptr ? -1 : 1;
         PyObject* inplace = PyDict_GetItemWithError(kwargs, s_inplace);
         if (inplace == nullptr && PyErr_Occurred()) return -1;
-        const int is_set = inplace == nullptr ? 0 : PyObject_IsTrue(inplace);
-        if (is_set != 0) return is_set;
+        if (is_set(inplace)) return 1;
     }
     const long position = kind / INPLACE_AT - 1;
     if (position < 0 || PyTuple_Size(args) <= position) return 0;
-    return PyObject_IsTrue(PyTuple_GetItem(args, position));
+    return is_set(PyTuple_GetItem(args, position));
+}
+
+// Whether an argument may be an object that stands for tensors, or hold some: of what is no plain tensor and no constant.
+bool may_stand_for_tensors(PyObject* args) {
+    for (Py_ssize_t index = 0; index < PyTuple_Size(args); ++index) {
+        PyObject* arg = PyTuple_GetItem(args, index);
+        const bool is_constant = arg == Py_None || PyBool_Check(arg) || PyLong_CheckExact(arg) || PyFloat_CheckExact(arg);
+        if (!is_plain(arg) && !is_constant) return true;
+    }
+    return false;
 }
 
 // Tells the listener of a side effect, if anything leans on what a function may change; returns whether that went well.
@@ -75,7 +87,7 @@ bool tell_effect(Watch* watch, long effect, PyObject* args, PyObject* kwargs) {
     Owned leaning(get(watch->listener, FIELD(forward, _leaning)));
     Owned values(leaning ? get(leaning.get(), FIELD(leaning, _values)) : nullptr);
     if (!values) return false;
-    if (PyDict_Size(values.get()) == 0) return true;
+    if (PyDict_Size(values.get()) == 0 && !may_stand_for_tensors(args)) return true;
     Owned context(PyObject_CallNoArgs(no_function));
     if (!context || !Owned(PyObject_CallMethodObjArgs(context.get(), s___enter__, nullptr))) return false;
     Owned none(kwargs == nullptr ? PyDict_New() : Py_NewRef(kwargs));

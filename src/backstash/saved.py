@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """The types of tensors that codecs may encode. Tensors of other subclasses are kept as they are."""
+
+
+def is_tensor(x: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor of any class, and not an object that says so by its ``__class__``."""
+    return issubclass(type(x), torch.Tensor)
 
 
 def is_odd(x: torch.Tensor) -> bool:

@@ -196,16 +196,23 @@ class Forward:
         """A function is about to change its arguments, or to hand their memory on to who changes it unseen."""
         contents = self._contents
         has_version = effect not in (SideEffect.ESCAPES, SideEffect.CHANGES_STATISTICS)
-        if has_version and not self._leaning:
-            return  # nothing is remade from what the program may change
         with self._lock:
             for x in affected(effect, args, kwargs):
-                if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
-                    continue
-                storage = x.untyped_storage()
-                if storage._cdata in self._leaning:
-                    self._leaning.store(storage._cdata, self._encoder, self._pending)
-                (contents.change if has_version else contents.escape)(x, storage)
+                memories = wrapped.memories(x)
+                if memories is None:  # it may be the memory of anything
+                    self._leaning.store_all(self._encoder, self._pending, costly=True)
+                    contents.escape_all()
+                    return
+                for inner in memories:
+                    is_told = has_version and inner is x  # an op in place on a wrapper gives what it wraps no version
+                    if is_told and not self._leaning:
+                        continue  # nothing is remade from what the program may change
+                    if inner.layout is not torch.strided or is_odd(inner):
+                        continue
+                    storage = inner.untyped_storage()
+                    if storage._cdata in self._leaning:
+                        self._leaning.store(storage._cdata, self._encoder, self._pending)
+                    (contents.change if is_told else contents.escape)(inner, storage)
 
     def took(self, result: Tensor, seconds: float, is_change: bool) -> None:
         """Remember how long it took to make a tensor. On a GPU nobody knows at this time."""

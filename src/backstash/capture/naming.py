@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
+from backstash.saved import is_tensor
 from backstash.stash import compiled, wrapped
 from backstash.stash.value import Saved
 
@@ -66,12 +67,12 @@ def _found(node: Any, wanted: dict[int, Saved]) -> list[tuple[str, Saved]]:
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
+    if is_tensor(result):
         yield result
     elif isinstance(result, (tuple, list)):
         for item in result:
             yield from _tensors(item)
-    elif isinstance(result, Mapping):
+    elif isinstance(result, dict):
         yield from _tensors(list(result.values()))
 
 

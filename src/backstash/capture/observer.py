@@ -130,7 +130,7 @@ class Observer(TorchFunctionMode):
             return func(*args, **kwargs)
         noted = recomputes and listener.depth == 0 and (kind.is_cheap or listener.remakes_anything)
         if noted and not kind.is_cheap:
-            if kind.inside is not None:
+            if kind.inside is not None and all(each is Tensor for each in types):
                 with self:  # what happens inside is seen as if the program had called it
                     return kind.inside(*args, **kwargs)
             noted = kind.is_repeatable and not producers.may_change_state(func, args, kwargs)

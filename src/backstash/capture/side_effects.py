@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backstash.saved import is_tensor
 from backstash.torch_internals import operator, operator_packet
 
 
@@ -69,12 +70,17 @@ def side_effect_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         if len(_side_effects) < 4096:
             _side_effects[function] = known
     if known is SideEffect.NONE:
-        if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
+        if kwargs and (kwargs.get("out") is not None or _is_set(kwargs.get("inplace"))):
             return SideEffect.CHANGES
         position = _inplace_at.get(function)
-        if position is not None and len(args) > position and args[position]:
+        if position is not None and len(args) > position and _is_set(args[position]):
             return SideEffect.CHANGES
     return known
+
+
+def _is_set(flag: object) -> bool:
+    """Whether a function may take an argument for True: an object of the program is not asked whether it is."""
+    return flag is not None and flag is not False
 
 
 def inplace_position(function: Callable[..., Any]) -> int | None:
@@ -110,8 +116,11 @@ def _find_side_effect(function: Callable[..., Any]) -> SideEffect:
     return SideEffect.NONE
 
 
-def affected(effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments that a side effect may concern, one level of lists deep."""
+def affected(effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The tensors among the arguments that a side effect may concern, and objects of other classes that stand for some.
+
+    Looks one level deep into lists.
+    """
     if effect is SideEffect.CHANGES_SELF and args:
         yield args[0]
         return
@@ -119,17 +128,19 @@ def affected(effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         yield from _statistics(args, kwargs)
         return
     for arg in (*args, *kwargs.values()):
-        if isinstance(arg, Tensor):
+        if hasattr(type(arg), "__torch_function__"):
             yield arg
         elif isinstance(arg, (list, tuple)):
-            yield from (item for item in arg if isinstance(item, Tensor))
+            yield from (item for item in arg if hasattr(type(item), "__torch_function__"))
 
 
-def _statistics(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def _statistics(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The running statistics that a norm updates: what stands beside its input and is no weight."""
     uses_batch = args[_USES_BATCH] if len(args) > _USES_BATCH else kwargs.get("training", kwargs.get("use_input_stats"))
     if uses_batch is False:
         return
     for arg in (*args[1:_USES_BATCH], kwargs.get("running_mean"), kwargs.get("running_var")):
-        if isinstance(arg, Tensor) and not (arg.requires_grad or isinstance(arg, nn.Parameter)):
+        if not hasattr(type(arg), "__torch_function__"):
+            continue
+        if not (is_tensor(arg) and (arg.requires_grad or isinstance(arg, nn.Parameter))):
             yield arg

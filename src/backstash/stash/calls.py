@@ -4,10 +4,16 @@ While the forward pass runs, every call of a function that can be repeated (prod
 arguments, and the *contents* of the storages that it read. A content is what a storage holds at one version; an
 in-place op ends one content and begins another. From these notes recipes.py builds the tree of calls that makes a value
 again.
+
+Note: [other people's classes]
+    A call is repeated below the classes of the program: nobody asks an argument's ``__torch_function__`` again, and what
+    an object holds may be something else by then. So a call is noted only if each of its arguments is a plain tensor, a
+    constant, or a list or tuple of these. Lists are copied, because the program may change them.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -249,7 +255,7 @@ def random_state(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if not producers.draws(function, args, kwargs):
         return None
     given = args[0] if args else kwargs.get("query", kwargs.get("input"))
-    if not isinstance(given, Tensor):
+    if type(given) not in PLAIN:
         return None
     device = given.device
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
@@ -277,6 +283,8 @@ def call_of(
     """
     if result.storage_offset() != 0 or result.nbytes != storage.nbytes():
         return None
+    if not all(map(_can_be_repeated, (*args, *kwargs.values()))):
+        return None  # Note: [other people's classes]
     name, in_place = producers.name_of(function), function in producers.IN_PLACE
     if kwargs:
         if kwargs.get("inplace"):
@@ -285,7 +293,7 @@ def call_of(
             return None
     aliases, tensors = 0, tensors_in(args, kwargs)
     for x in tensors:
-        if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
+        if x.layout is not torch.strided or is_odd(x):
             return None
         if x.untyped_storage() is storage:
             aliases += 1
@@ -327,6 +335,41 @@ def call_of(
     return call, tensors
 
 
+_CONSTANTS = frozenset(
+    {
+        type(None),
+        type(...),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        torch.dtype,
+        torch.layout,
+        torch.device,
+        torch.memory_format,
+        torch.Size,
+    }
+)
+"""Types of arguments that never change."""
+
+
+def _can_be_repeated(arg: Any, depth: int = 0) -> bool:
+    """Whether an argument is the same when its call is repeated (Note: [other people's classes])."""
+    kind = type(arg)
+    if kind in _CONSTANTS:
+        return True
+    if kind in PLAIN:
+        return depth < 2  # as deep as tensors_in looks
+    if kind is list or kind is tuple:
+        return all(_can_be_repeated(item, depth + 1) for item in arg)
+    if kind is slice:
+        return all(type(bound) in _CONSTANTS for bound in (arg.start, arg.stop, arg.step))
+    if kind is type:
+        return arg in (bool, int, float, complex)
+    return kind.__module__ == "numpy" and isinstance(arg, sys.modules["numpy"].generic)
+
+
 class _Input:
     """Stands in a call's arguments where a tensor was."""
 
@@ -338,23 +381,20 @@ INPUT = _Input()
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """All tensors among the arguments, and one level deep in lists, in order."""
+    """All plain tensors among the arguments, and one level deep in lists, in order."""
     found: list[Tensor] = []
     for arg in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(arg, Tensor):
+        if type(arg) in PLAIN:
             found.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            found += [item for item in arg if isinstance(item, Tensor)]
+        elif type(arg) in (list, tuple):
+            found += [item for item in arg if type(item) in PLAIN]
     return found
 
 
 def _without_tensors(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
+    if type(arg) in PLAIN:
         return INPUT
-    if isinstance(arg, (list, tuple)) and any(isinstance(item, Tensor) for item in arg):
-        items = [INPUT if isinstance(item, Tensor) else item for item in arg]
-        return tuple(items) if isinstance(arg, tuple) else items
-    return arg
+    return type(arg)([_without_tensors(item) for item in arg]) if type(arg) in (list, tuple) else arg
 
 
 def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

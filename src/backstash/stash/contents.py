@@ -191,6 +191,15 @@ class Contents:
             content = self.of(x)
             content.escaped, content.call = True, None
 
+    def escape_all(self) -> None:
+        """The same of whatever is known up to now, because nobody knows whose memory it was."""
+        for content in self._contents.values():
+            content.escaped, content.call = True, None
+        self._snapshots.clear()
+        for held in (held for known in self._references.values() for held in known.values()):
+            held.version = CHANGED
+        self._references.clear()
+
     def begin_step(self) -> None:
         """Forget what died, how the rest was made, and all copies of parameters."""
         self._snapshots.clear()

@@ -69,16 +69,16 @@ class Leaning:
         if leaf is not None:
             leaf.guard = None
 
-    def store_all(self, encoder: Encoder, pending: Pending) -> None:
+    def store_all(self, encoder: Encoder, pending: Pending, *, costly: bool = False) -> None:
         """The same for the storage of every leaf, because nobody watches from now on.
 
-        What is remade by costly calls stays as it is. Its leaves are saved tensors and parameters, which plain PyTorch
-        reads again as well: a new version of one is plain PyTorch's error, and any other change is found by the sample
-        of what is remade from it.
+        What is remade by costly calls stays as it is, unless that is asked for, too. Its leaves are saved tensors and
+        parameters, which plain PyTorch reads again as well: a new version of one is plain PyTorch's error, and any
+        other change is found by the sample of what is remade from it.
         """
         for cdata in list(self._values):
             values = [value for reference in self._values[cdata] if (value := reference()) is not None]
-            if not all(value.shares for value in values):
+            if costly or not all(value.shares for value in values):
                 self.store(cdata, encoder, pending)
 
 

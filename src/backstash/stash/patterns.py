@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from backstash.saved import TensorSpec
+from backstash.saved import PLAIN, TensorSpec
 from backstash.stash import compiled
 from backstash.stash.calls import INPUT, tensors_in
 from backstash.stash.compiled import is_odd, laid_out, looks_like
@@ -104,7 +104,7 @@ def pattern_of(args: tuple[Any, ...], kwargs: dict[str, Any], read: list[Tensor]
 
 
 def _described(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
+    if type(arg) in PLAIN:
         return Slot(arg)
     if type(arg) in (list, tuple):
         return type(arg)([_described(item) for item in arg])
@@ -112,10 +112,10 @@ def _described(arg: Any) -> Any:
 
 
 def _is_comparable(arg: Any) -> bool:
-    if isinstance(arg, Tensor):
+    if type(arg) in PLAIN:
         return True
     if type(arg) in (list, tuple):
-        return all(type(item) in _COMPARABLE or isinstance(item, Tensor) for item in arg)
+        return all(type(item) in _COMPARABLE or type(item) in PLAIN for item in arg)
     return type(arg) in _COMPARABLE
 
 

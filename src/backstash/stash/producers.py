@@ -109,7 +109,8 @@ def draws(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     if name in _DROPOUTS or name in _NOISE:
         return True
     if name == "scaled_dot_product_attention":
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+        probability = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        return type(probability) is not float or probability != 0.0
     return name in _RECURRENT and any(isinstance(arg, float) and arg > 0 for arg in args)  # dropout between layers
 
 

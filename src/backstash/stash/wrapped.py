@@ -31,7 +31,7 @@ from torch import Tensor
 from backstash import needs
 from backstash.codecs.shape import stand_in
 from backstash.errors import SavedTensorModifiedError
-from backstash.saved import PLAIN, Need, TensorSpec, is_odd
+from backstash.saved import PLAIN, Need, TensorSpec, is_odd, is_tensor
 from backstash.torch_internals import is_traceable_wrapper_subclass
 
 
@@ -41,6 +41,29 @@ def inner_tensor(x: Tensor) -> Tensor | None:
         return x
     name = _inner_name(x)
     return None if name is None else _ready(getattr(x, name))
+
+
+def memories(x: Any) -> list[Tensor] | None:
+    """The tensors whose memory is that of ``x``, a tensor of any class or an object that torch functions take for one.
+
+    Returns:
+        None where that is not known: of an object that is no tensor, and of a subclass that runs operations itself and
+        does not say what it wraps.
+    """
+    if type(x) in PLAIN:
+        return [x]
+    if not is_tensor(x):
+        return None
+    if is_traceable_wrapper_subclass(x):
+        names, _ = x.__tensor_flatten__()
+        found: list[Tensor] = []
+        for inner in (memories(_ready(getattr(x, name))) for name in names):
+            if inner is None:
+                return None
+            found += inner
+        return found
+    runs_operations = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return None if runs_operations else [x]
 
 
 class Wrapping:
