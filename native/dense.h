@@ -47,7 +47,8 @@ struct Dense<Half> {
     }
     static U narrow(uint32_t bits) {
         const uint32_t rest = bits & kMagnitude;
-        const uint32_t normal = choose(rest >= kInfinity, 0x7e00, (rest - (112u << 23)) >> 13);
+        const uint32_t odd = 0x7c00 | uint32_t(rest > kInfinity) << 9;  // infinity or the quiet NaN
+        const uint32_t normal = choose(rest >= kInfinity, odd, (rest - (112u << 23)) >> 13);
         const uint32_t small = uint32_t(int32_t(float_of(std::min(rest, kHalfNormal)) * 0x1p24f));
         return U(choose(rest < kHalfNormal, small, normal) | (bits >> 16 & 0x8000));
     }

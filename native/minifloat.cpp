@@ -24,10 +24,10 @@ struct Format {
     using Code = Code_;
     using Stored = Stored_;
 };
-using Fp8 = Format<4, 3, 7, 0x7e, false, uint8_t, uint8_t, 1>;
+using Fp8 = Format<4, 3, 7, 0x7d, false, uint8_t, uint8_t, 1>;
 using Fp10 = Format<5, 4, 15, 0x1ef, false, uint16_t, uint32_t, 3>;
 using Fp16 = Format<5, 10, 15, 0x7bff, false, uint16_t, uint16_t, 1>;
-using E4M3 = Format<4, 3, 7, 0x7e, true, uint8_t, uint8_t, 1>;
+using E4M3 = Format<4, 3, 7, 0x7d, true, uint8_t, uint8_t, 1>;
 using E5M2 = Format<5, 2, 15, 0x7b, true, uint8_t, uint8_t, 1>;
 using Brain = Format<8, 7, 127, 0x7f7f, true, uint16_t, uint16_t, 1>;
 

@@ -21,8 +21,8 @@ inline Int raised(Int code, Int rest) {
     return Int(code & ~(Int(code - Int(M::least)) >> (8 * sizeof(Int) - 1)));
 }
 
-// Bits of float32 to a code: see ops/reference/minifloat.py. `nans`: whether there may be NaNs.
-template <class M, bool nonzero, bool nans = true>
+// Bits of float32 to a code: see ops/reference/minifloat.py. `odd`: whether there may be infinities and NaNs.
+template <class M, bool nonzero, bool odd = true>
 inline uint32_t encode_one(uint32_t bits) {
     constexpr int drop = 23 - M::mantissa;
     constexpr uint32_t half = (1u << (drop - 1)) - 1, bias = uint32_t(127 - M::bias) << 23;
@@ -35,8 +35,10 @@ inline uint32_t encode_one(uint32_t bits) {
         const int32_t small = int32_t(bits_of(float_of(rest) + float_of(at)) - at);
         code = std::max(code, std::min(small, int32_t(1) << M::mantissa));
     }
-    code = std::min(raised<M, nonzero>(code, int32_t(rest)), int32_t(M::top));
-    if (nans) code |= if_negative(int32_t(kInfinity - rest)) & int32_t(M::nan);  // which has all bits of a magnitude
+    // One more than the largest code where the number is not finite.
+    const int32_t most = int32_t(M::top) - (odd ? if_negative(int32_t(kInfinity - 1 - rest)) : 0);
+    code = std::min(raised<M, nonzero>(code, int32_t(rest)), most);
+    if (odd) code |= if_negative(int32_t(kInfinity - rest)) & int32_t(M::nan);  // which has all bits of a magnitude
     return uint32_t(code) | (bits >> (32 - M::bits) & (1u << (M::bits - 1)));
 }
 
@@ -54,10 +56,12 @@ inline uint32_t magnitude_of(uint32_t code) {
     return choose(rest < 1u << M::mantissa, small, normal);
 }
 
-// With what a magnitude lacks: the sign, and what is NaN.
+// With what a magnitude lacks: the sign, and what is infinite or NaN.
 template <class M>
 inline uint32_t finish_one(uint32_t code, uint32_t magnitude) {
-    return choose((code & M::nan) > M::top, kQuiet, magnitude) | (code >> (M::bits - 1) & 1) << 31;
+    const uint32_t rest = code & M::nan;
+    const uint32_t number = choose(rest > M::top, kInfinity, magnitude);
+    return choose(rest > M::top + 1, kQuiet, number) | (code >> (M::bits - 1) & 1) << 31;
 }
 
 // The least bfloat16 that is rounded to at least `code`, one of the subnormals or the number after them. Half way below it
@@ -88,7 +92,7 @@ inline uint16_t encode_brain(uint16_t bits) {
     int16_t code = int16_t(int16_t(uint16_t(rest + (rest >> drop & 1) + (half - bias))) >> drop);
     if constexpr (M::subnormals)
         code = std::max(code, subnormal_of<M>(rest, std::make_integer_sequence<int, 1 << M::mantissa>()));
-    code = std::min(raised<M, nonzero>(code, rest), int16_t(M::top));
+    code = std::min(raised<M, nonzero>(code, rest), int16_t(M::top - (int16_t(0x7f7f - rest) >> 15)));
     code |= int16_t(int16_t(int16_t(0x7f80 - rest) >> 15) & int16_t(M::nan));
     return uint16_t(uint16_t(code) | (bits >> (16 - M::bits) & (1u << (M::bits - 1))));
 }
@@ -244,13 +248,13 @@ void decode_mini(const MiniDecodeJob& job, int64_t begin, int64_t end) {
     });
 }
 
-// The largest magnitude of a group as it is, NaN too, or without NaN.
-template <class F, bool nans>
+// The largest magnitude of a group as it is, or of its finite elements.
+template <class F, bool odd>
 __attribute__((noinline)) uint32_t largest_of(const typename Dense<F>::U* x, int64_t n) {
     int32_t largest = 0;  // signed: AVX2 has no other comparison
     for (int64_t i = 0; i < n; ++i) {
         const int32_t rest = int32_t(Dense<F>::widen(x[i]) & kMagnitude);
-        largest = std::max(largest, nans || rest <= int32_t(kInfinity) ? rest : 0);
+        largest = std::max(largest, odd || rest < int32_t(kInfinity) ? rest : 0);
     }
     return uint32_t(largest);
 }
@@ -265,14 +269,14 @@ inline uint32_t scale_of(uint32_t largest) {
     return uint32_t(std::max(scale, 1)) << 23;
 }
 
-template <class M, class F, bool nans>
+template <class M, class F, bool odd>
 __attribute__((noinline)) void encode_group(const typename Dense<F>::U* __restrict x, int64_t n, uint32_t ceiling,
                                             float reciprocal, uint8_t* __restrict codes) {
     for (int64_t i = 0; i < n; ++i) {
         const uint32_t bits = Dense<F>::widen(x[i]), rest = bits & kMagnitude;
         uint32_t scaled = bits_of(float_of(std::min(rest, ceiling)) * reciprocal);
-        if (nans) scaled = choose(rest > kInfinity, rest, scaled);
-        codes[i] = uint8_t(encode_one<M, false, nans>(scaled | (bits & ~kMagnitude)));
+        if (odd) scaled = choose(rest >= kInfinity, rest, scaled);
+        codes[i] = uint8_t(encode_one<M, false, odd>(scaled | (bits & ~kMagnitude)));
     }
 }
 
@@ -283,12 +287,12 @@ inline void encode_scaled_as(const ScaledJob& job, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += job.group_size) {
         const int64_t count = std::min(job.group_size, end - i);
         uint32_t largest = largest_of<F, true>(x + i, count);
-        const bool nans = largest > kInfinity;
-        if (nans) largest = largest_of<F, false>(x + i, count);
+        const bool odd = largest >= kInfinity;
+        if (odd) largest = largest_of<F, false>(x + i, count);
         const uint32_t scale = scale_of<M>(std::min(largest, ceiling));
         job.scales[i / job.group_size] = float_of(scale);
         const float reciprocal = float_of((254u << 23) - scale);
-        if (nans) encode_group<M, F, true>(x + i, count, ceiling, reciprocal, job.codes + i);
+        if (odd) encode_group<M, F, true>(x + i, count, ceiling, reciprocal, job.codes + i);
         else encode_group<M, F, false>(x + i, count, ceiling, reciprocal, job.codes + i);
     }
 }

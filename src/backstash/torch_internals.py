@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -188,6 +188,36 @@ _autograd: Any = torch.autograd
 find("_C._autograd._saved_tensors_hooks_disable")
 find("_C._autograd._saved_tensors_hooks_enable")
 _autograd_in_c: Any = find("_C._autograd")
+
+
+_RUNS_ENGINE = find("autograd.graph._engine_run_backward").__code__
+
+
+def asked_by_engine() -> bool:
+    """Whether the engine itself has called this package, and not a hook of the program that the engine has called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("backstash."):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _RUNS_ENGINE
+
+
+def has_hooks(node: Any) -> bool:
+    """Whether a node has a hook of Python, or the leaf for which it accumulates has one.
+
+    Torch has no function that tells. But all hooks of a node are in one dict, which the handle of a new one refers to.
+    """
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_no_hook)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    leaf = getattr(node, "variable", None)
+    return leaf is not None and bool(leaf._backward_hooks)
+
+
+def _no_hook(*gradients: Any) -> None:
+    """Never called."""
 
 
 def backward_engine() -> Callable[..., Any]:

@@ -34,6 +34,9 @@ PATTERNS = ("AAABAA", "AABAAB", "AAABAAC", "ABABAB", "AABBAA", "AAAABC", "ABCABC
 SHARE_CHANGING = 0.25
 """Share of programs that change from step to step, where the caller does not say."""
 
+LATER = ("changing", "ducks")
+"""Features that are drawn from numbers of their own, so that the programs without them are the same as before."""
+
 
 @dataclass
 class _Scope:
@@ -89,8 +92,10 @@ class _Generator:
     ) -> None:
         self.random = Random(seed)
         self.seed, self.length = seed, length
-        optional = [name for name in FEATURES if name not in (*COMMON, "changing")]
+        optional = [name for name in FEATURES if name not in (*COMMON, *LATER)]
         drawn = [name for name in optional if self.random.random() < 0.25]
+        if Random(f"ducks {seed}").random() < 0.25:
+            drawn.append("ducks")
         chosen = {*COMMON, *(drawn if features is None else features), *(["changing"] if changing else [])} - set(off)
         self.features = [name for name in FEATURES if name in chosen]
         self.changing = "changing" in chosen

@@ -32,6 +32,7 @@ FEATURES: dict[str, float] = {
     "modes": 0.7,
     "subclass_function": 0.7,
     "subclass_dispatch": 0.7,
+    "ducks": 2,
     "anomaly": 0.3,
     "branches": 0.7,
     "held": 1,
@@ -412,6 +413,35 @@ _REGIONS = [
     Kind("detach", "no_grad", "{out} = {a}.detach()", detaches=True),
 ]
 
+_BOX = {"box": ("Box", "HalfBox", "QuietBox")}
+
+_DUCKS = [
+    *(
+        Kind(name, "ducks", "{out} = " + code, choices=_BOX)
+        for name, code in {
+            "gelu_of_duck": "F.gelu({box}({a}))",
+            "softmax_of_duck": "F.softmax({box}({a}), dim=3)",
+            "dropout_of_duck": "F.dropout({box}({a} * 1.5), 0.3)",
+            "multiply_duck": "torch.mul({a}, {box}({b}))",
+            "add_duck": "torch.add({a}, other={box}({b}), alpha=0.5)",
+            "where_duck": "torch.where({a} > 0, {box}({b}), {a})",
+            "cat_duck": "torch.cat([{a}, {box}({b})], 3)[..., : {a}.shape[3]].tanh()",
+            "stack_duck": "torch.stack(({box}({a}), {b})).sin().sum(0)",
+            "mapped_by_list": "{a}[:, list(range({a}.shape[1] - 1, -1, -1))].tanh()",
+            "hardswish_of_duck": "torch.sigmoid(F.hardswish({box}({a})))",
+        }.items()
+    ),
+    *(
+        Kind(name, "ducks", code, BETWEEN, _BOX if "{box}" in code else {})
+        for name, code in {
+            "relu_duck_": "torch.relu_(Box({a}))",
+            "multiply_duck_": "torch.Tensor.mul_(QuietBox({a}), 0.5)",
+            "wrapped_mul_": "Wrapped({a}.detach().as_subclass(torch.Tensor)).mul_(0.5)",
+            "counting_mul_": "{a}.detach().as_subclass(Counting).mul_(0.5)",
+        }.items()
+    ),
+]
+
 _BACKWARD = [
     Kind("backward", "base", "{a}.backward(retain_graph={retain})", (), {"retain": (False, True)}),
     Kind(
@@ -478,6 +508,7 @@ KINDS: dict[str, Kind] = {
         *_PARAMETERS,
         *_HOOKS,
         *_REGIONS,
+        *_DUCKS,
         *_BACKWARD,
         *CHANGING,
     )

@@ -160,6 +160,37 @@ class Counting(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+class Box:
+    """No tensor, but torch functions of it are functions of the tensor inside."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Box, lambda box: box.read(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def read(self) -> Tensor:
+        return self.tensor
+
+
+class HalfBox(Box):
+    """Torch functions of it are functions of half of the tensor inside."""
+
+    def read(self) -> Tensor:
+        return self.tensor * 0.5
+
+
+class QuietBox(Box):
+    """Its torch functions are seen by no mode."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return super().__torch_function__(func, types, args, kwargs)
+
+
 class DispatchMode(TorchDispatchMode):
     """A mode that sees every op and changes nothing."""
 

@@ -11,6 +11,10 @@ Note: [deferred gradients]
     else that is done with the tensor computes it first. If the weight was used twice, the engine adds both gradients
     before it accumulates. The product is put off only on that path, and not under ``autograd.grad``.
 
+    A hook of the program would be given that tensor. So nothing is put off where one is on the weight, on one of the
+    three nodes, or on a bias, whose hooks run in between and could add one. All nodes are asked when the product is to
+    be computed, so hooks may have come after the forward pass.
+
     Whether every element of a slice has the bits of the whole product depends on the library and the shapes, so the
     bits are compared once for each shape before a product is put off (:mod:`backstash.proofs`).
 """
@@ -27,7 +31,7 @@ from torch import Tensor
 from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
 from backstash.saved import PLAIN
-from backstash.torch_internals import no_torch_function, running_node, tree_map_only, will_run_node
+from backstash.torch_internals import has_hooks, no_torch_function, running_node, tree_map_only, will_run_node
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -98,7 +102,7 @@ class _Deferred(Tensor):
     product: _Product
     transposed: bool
     dense: Tensor | None
-    __class__ = property(lambda self: Tensor)  # type: ignore[assignment]  # which is what a hook is told
+    __class__ = property(lambda self: Tensor)  # type: ignore[assignment]  # for whoever sees it in spite of has_hooks
 
     @staticmethod
     def __new__(cls, product: _Product, transposed: bool) -> _Deferred:
@@ -122,7 +126,7 @@ class _Deferred(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A hook of the program looks at it, and meets the numbers in an ordinary tensor."""
+        """Whoever looks at it meets the numbers in an ordinary tensor."""
         with no_torch_function():
             args, kwargs = tree_map_only(_Deferred, _Deferred.compute, (args, kwargs or {}))
             return func(*args, **kwargs)
@@ -186,12 +190,15 @@ def _destination(a: Tensor, b: Tensor) -> Tensor | None:
     grad = weight.grad
     if grad is None or type(grad) not in PLAIN or grad.dtype is not a.dtype or not grad.is_contiguous():
         return None
-    if weight._backward_hooks or torch.is_anomaly_enabled() or weight.device.type != "cpu":
+    if torch.is_anomaly_enabled() or weight.device.type != "cpu":
         return None
     is_input_grad = b.untyped_storage()._cdata == weight.untyped_storage()._cdata
     if is_input_grad or grad.requires_grad or not will_run(leaf):
         return None
-    return weight
+    biases = [each for each, _ in node.next_functions if hasattr(each, "variable")]
+    if any(bias.variable._post_accumulate_grad_hooks for bias in biases):
+        return None
+    return None if any(map(has_hooks, (node, transposition, leaf, *biases))) else weight
 
 
 def awaits_large_weight() -> bool:

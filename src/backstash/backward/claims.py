@@ -11,8 +11,9 @@ Note: [claims]
     A claim has no memory, so nobody can read it by mistake: there are no zeros behind it. Whatever else is asked of it
     through torch - a cast by autocast, a formula or a tensor subclass that computes by itself, an op that no kernel is
     registered for - runs on the decoded tensor, and its data pointer is an error. So a claim is right everywhere. Where
-    no kernel of this package would be asked (grad mode, dispatch modes, functorch, a look at ``grad_fn._saved_self``),
-    the tensor is decoded at once because that is cheaper.
+    no kernel of this package would be asked (grad mode, dispatch modes, functorch), the tensor is decoded at once
+    because that is cheaper. So it is where a hook of the program looks at ``grad_fn._saved_self``: a node is said to run
+    while its hooks do, and what the program sees is an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from torch import Tensor
 from backstash.backward import exclusive
 from backstash.codecs.direct import Readable
 from backstash.saved import TensorSpec
-from backstash.torch_internals import dispatch_mode, functorch_level, no_torch_function, running_node, tree_map_only
+from backstash.torch_internals import (
+    asked_by_engine,
+    dispatch_mode,
+    functorch_level,
+    no_torch_function,
+    running_node,
+    tree_map_only,
+)
 
 _detach = torch.ops.aten.detach.default
 _transpose = torch.ops.aten.t.default
@@ -188,6 +196,6 @@ def claim(stashed: Stashed, spec: TensorSpec, node: int) -> Claim | None:
     if functorch_level() is not None:
         return None
     running = running_node()
-    if running is None or running._sequence_nr() != node:
+    if running is None or running._sequence_nr() != node or not asked_by_engine():
         return None
     return Claim(stashed, spec, is_new=True)

@@ -57,9 +57,7 @@ ReadPlanes = Callable[["Encoded"], "Direct | None"]
 
 @dataclass(frozen=True, slots=True)
 class ErrorBound:
-    """How far a decoded element may be from the original. NaN stays NaN.
-
-    With ``each``, an infinity counts as the largest finite number of its dtype; otherwise it stays what it was.
+    """How far a decoded element may be from the original. NaN stays NaN, and an infinity stays what it was.
 
     Attributes:
         abs: the largest difference.
@@ -68,7 +66,7 @@ class ErrorBound:
             tensor or the group, has in the tensor's dtype.
         each: the largest difference as a share of the element's own magnitude; 2**-4 where 3 bits of it are kept.
         tiny: with ``each``, the magnitude below which an element may become zero, or anything up to this, of its sign.
-        limit: with ``each``, the magnitude above which an element becomes this, with its sign.
+        limit: with ``each``, the magnitude above which a finite element becomes this, with its sign.
         share: with ``group_size``, what is tiny as well: a share of the group's largest magnitude.
         group_size: how many neighbours in memory order are a group.
     """

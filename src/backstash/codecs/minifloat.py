@@ -26,28 +26,30 @@ class Minifloat:
         ============= ============ ==== =========== ================ ====================== =====
         format        sign-exp-man bias largest     smallest normal  below it               plane
         ============= ============ ==== =========== ================ ====================== =====
-        fp8           1-4-3        7    448         2**-6            zero                   uint8 [n]
+        fp8           1-4-3        7    416         2**-6            zero                   uint8 [n]
         fp10          1-5-4        15   63,488      2**-14           zero                   int32 [ceil(n / 3)]
         fp16          1-5-10       15   65,504      2**-14           zero                   int16 [n]
-        float8_e4m3fn 1-4-3        7    448         2**-6            subnormals             uint8 [n]
+        float8_e4m3fn 1-4-3        7    416         2**-6            subnormals             uint8 [n]
         float8_e5m2   1-5-2        15   57,344      2**-14           subnormals             uint8 [n]
         bfloat16      1-8-7        127  3.39e38     2**-126          subnormals             int16 [n]
         ============= ============ ==== =========== ================ ====================== =====
 
         A magnitude is rounded to the mantissa's bits, to nearest, ties to even. Whether it is below the smallest normal
         one is asked of the rounded magnitude: the quarter of a step just below is rounded up to it. What is below
-        becomes zero and keeps its sign; -0.0 stays -0.0. What is above the largest one, infinities too, becomes that.
-        All bits set but the sign is NaN: it keeps its sign and loses its payload. fp8 has no other code of NaN and
-        none of infinity, so its highest exponent is in use. Three codes of fp10 share a little-endian word, the first
+        becomes zero and keeps its sign; -0.0 stays -0.0. What is finite and above the largest one becomes that. An
+        infinity stays one, so that a loss scaler sees it: its code is the one after the largest number's. All bits set
+        but the sign is NaN: it keeps its sign and loses its payload. fp8 and float8_e4m3fn use their highest exponent
+        for numbers, but for these two codes. Three codes of fp10 share a little-endian word, the first
         one lowest, and its two top bits are 0.
         With ``group_size`` a second plane ``scales`` float32 [ceil(n / group_size)], of powers of two: that many
         neighbours in memory order were divided by the smallest one, but at least 2**-126, that makes their largest
-        magnitude fit; infinities count as the largest finite number with as many mantissa bits.
+        magnitude fit. Infinities and NaN do not count. What is above the largest number with as many mantissa bits
+        counts as that.
     Bytes: word * ceil(n / fields) + 4 * groups, where an element of ``codes`` has ``word`` bytes and ``fields`` codes.
     Determinism: the same planes on every backend.
     Source: Gist (ISCA 2018), section 3.2, "Delayed Precision Reduction", for fp16, fp10, fp8; ours says what becomes of
-        NaN, and keeps 448 rather than 240 in fp8. The others are torch's dtypes, rounded as torch converts to them, but
-        clamped. Groups with a scale each are as in microscaling, at 256 elements.
+        NaN and infinity, and keeps 416 rather than 240 in fp8. The others are torch's dtypes, rounded as torch converts
+        to them, but clamped; where float8_e4m3fn has 448, there is infinity here. Groups with a scale each are as in microscaling, at 256 elements.
 
     Args:
         format: ``"fp8"``, ``"fp10"``, ``"fp16"``, ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
@@ -61,7 +63,7 @@ class Minifloat:
         >>> x = torch.tensor([0.1, -3.0, 1000.0, 0.001])
         >>> encoded = Minifloat("fp8").encode(x)
         >>> encoded.nbytes, Minifloat("fp8").decode(encoded).tolist()
-        (4, [0.1015625, -3.0, 448.0, 0.0])
+        (4, [0.1015625, -3.0, 416.0, 0.0])
     """
 
     format: str = "fp8"

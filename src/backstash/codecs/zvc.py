@@ -93,8 +93,8 @@ class Zvc:
     def keeps(self, mask: Mask) -> bool:
         """Whether the mask's test, and whether an element is negative or NaN, comes out as for the original.
 
-        Always without ``values``. With it zero, the sign and NaN are kept, but no other number is, nor an infinity: so
-        for tests against zero, whatever stands in, and CLOSED tells an infinity from nothing.
+        Always without ``values``. With it zero, the sign, infinities and NaN are kept, but no other number is: so for
+        tests against zero, whatever stands in.
         """
         return self.values is None or mask.test is Test.NONZERO or asks_for_sign(mask)
 

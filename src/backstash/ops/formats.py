@@ -17,7 +17,7 @@ class Format:
         code: the integer that the C++ kernels know it by.
         exponent, mantissa: numbers of bits.
         bias: the bias of the exponent.
-        top: the code of the largest magnitude. Larger codes, without the sign, are NaN.
+        top: the code of the largest magnitude. The code after it, without the sign, is infinity, and larger ones are NaN.
         subnormals: whether it has numbers below its smallest normal number. If not, an exponent field of 0 is zero.
         dtype: the dtype of a plane of codes.
         fields: codes in an element of such a plane, the first one lowest.
@@ -37,6 +37,11 @@ class Format:
     def bits(self) -> int:
         """The bits of a code."""
         return 1 + self.exponent + self.mantissa
+
+    @property
+    def infinity(self) -> int:
+        """The code of infinity, without its sign."""
+        return self.top + 1
 
     @property
     def nan(self) -> int:
@@ -67,10 +72,10 @@ class Format:
 FORMATS = {
     format.name: format
     for format in (
-        Format("fp8", 0, 4, 3, 7, 0x7E, False, torch.uint8),
+        Format("fp8", 0, 4, 3, 7, 0x7D, False, torch.uint8),
         Format("fp10", 1, 5, 4, 15, 0x1EF, False, torch.int32, fields=3),
         Format("fp16", 2, 5, 10, 15, 0x7BFF, False, torch.int16),
-        Format("float8_e4m3fn", 3, 4, 3, 7, 0x7E, True, torch.uint8),
+        Format("float8_e4m3fn", 3, 4, 3, 7, 0x7D, True, torch.uint8),
         Format("float8_e5m2", 4, 5, 2, 15, 0x7B, True, torch.uint8),
         Format("bfloat16", 5, 8, 7, 127, 0x7F7F, True, torch.int16),
     )
@@ -87,7 +92,7 @@ LEAST_SCALE = 2.0**-126
 def scale_ceiling(form: Format, dtype: torch.dtype) -> float:
     """Returns the largest finite number of ``dtype`` with no more mantissa bits than ``form`` has.
 
-    Magnitudes above it, infinities too, count as it before they are scaled, so that none is decoded to an infinity.
+    Finite magnitudes above it count as it before they are scaled, so that none is decoded to an infinity.
     """
     kept = 2 - 2.0**-form.mantissa
     return kept * (2.0**15 if dtype == torch.float16 else 2.0**127)

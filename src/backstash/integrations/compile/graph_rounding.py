@@ -57,14 +57,14 @@ class GraphMinifloat:
             return (self._codes(emit, single, negative, form),)
         ceiling = scale_ceiling(form, tensor_of(x).dtype)
         clamped = clamp(emit, single, -ceiling, ceiling)
-        nan = emit(_aten.ne.Tensor, single, single)
-        zero = constant(emit, 0.0, single)
-        finite = emit(_aten.abs.default, emit(_aten.where.self, nan, zero, clamped))
+        magnitudes = emit(_aten.abs.default, clamped)
+        is_finite = emit(_aten.lt.Scalar, emit(_aten.abs.default, single), math.inf)
+        finite = emit(_aten.where.self, is_finite, magnitudes, constant(emit, 0.0, single))
         most = emit(_aten.amax.default, in_groups(emit, finite, self.group_size, 0.0), [1], True)
         scales = self._scales(emit, most, form)
-        rows = in_groups(emit, clamped, self.group_size, 0.0)
+        rows = in_groups(emit, emit(_aten.where.self, is_finite, clamped, single), self.group_size, 0.0)
         # The scale is a power of two, so the division by it is exact but for what becomes subnormal, which is tested
-        # against the reference; a NaN stays NaN.
+        # against the reference; an infinity or a NaN stays what it is.
         scaled = out_of_groups(emit, emit(_aten.div.Tensor, rows, scales), sizes_of(x))
         codes = self._codes(emit, scaled, negative, form)
         return codes, emit(_aten.view.default, scales, [sizes_of(scales)[0]])
@@ -87,8 +87,9 @@ class GraphMinifloat:
             rows = in_groups(emit, number, self.group_size, 0.0)
             scales = emit(_aten.unsqueeze.default, planes[1], 1)
             number = out_of_groups(emit, emit(_aten.mul.Tensor, rows, scales), sizes_of(number))
-        nan = emit(_aten.gt.Scalar, magnitude, form.top)
-        number = emit(_aten.where.self, nan, constant(emit, math.nan, number), number)
+        for last, odd in ((form.top, math.inf), (form.infinity, math.nan)):
+            is_odd = emit(_aten.gt.Scalar, magnitude, last)
+            number = emit(_aten.where.self, is_odd, constant(emit, odd, number), number)
         negative = emit(_aten.ne.Tensor, magnitude, codes)
         number = emit(_aten.where.self, negative, emit(_aten.neg.default, number), number)
         return cast(emit, number, like.dtype)
@@ -113,8 +114,9 @@ class GraphMinifloat:
         zero = constant(emit, 0, code)
         code = emit(_aten.where.self, emit(_aten.lt.Scalar, code, form.least), zero, code)
         code = clamp(emit, code, None, form.top)
-        nan = emit(_aten.gt.Scalar, bits, _EXPONENT)
-        code = emit(_aten.where.self, nan, constant(emit, form.nan, code), code)
+        for last, odd in ((_EXPONENT - 1, form.infinity), (_EXPONENT, form.nan)):
+            is_odd = emit(_aten.gt.Scalar, bits, last)
+            code = emit(_aten.where.self, is_odd, constant(emit, odd, code), code)
         sign = emit(_aten.bitwise_left_shift.Tensor_Scalar, cast(emit, negative, torch.int32), form.bits - 1)
         return cast(emit, emit(_aten.bitwise_or.Tensor, code, sign), torch.uint8 if form.bits == 8 else torch.int16)
 

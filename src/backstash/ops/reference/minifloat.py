@@ -42,6 +42,7 @@ def _minifloat_codes(x: Tensor, form: Format, nonzero: bool, negative: Tensor) -
         code = torch.where(steps < 2**form.mantissa, steps.round().long(), code)
     small = torch.where(magnitude != 0, form.least, 0) if nonzero else 0
     code = torch.where(code < form.least, small, code).clamp(max=form.top)
+    code = torch.where(x.isinf(), form.infinity, code)
     code = torch.where(x.isnan(), form.nan, code)
     return code | (negative.long() << (form.bits - 1))
 
@@ -62,8 +63,9 @@ def _minifloat_magnitudes(words: Tensor, form: Format, numel: int) -> tuple[Tens
     exponent, fraction = magnitude >> form.mantissa, magnitude & ((1 << form.mantissa) - 1)
     normal = torch.ldexp(fraction.double() + 2**form.mantissa, exponent - form.bias - form.mantissa)
     small = fraction.double() * 2.0 ** (1 - form.bias - form.mantissa) if form.subnormals else torch.zeros_like(normal)
-    nan = magnitude > form.top
-    return torch.where(exponent > 0, normal, small).masked_fill(nan, 0.0), nan, codes != magnitude
+    number = torch.where(exponent > 0, normal, small).masked_fill(magnitude == form.infinity, float("inf"))
+    nan = magnitude > form.infinity
+    return number.masked_fill(nan, 0.0), nan, codes != magnitude
 
 
 def _fill(out: Tensor, magnitudes: Tensor, nan: Tensor, negative: Tensor) -> None:
@@ -79,8 +81,9 @@ def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
     """Rounds each element to a number of a small format (see :mod:`backstash.ops.formats`).
 
     The sign is kept. The magnitude is rounded to the format's mantissa bits, ties to even, as if exponents had no
-    end. Then a magnitude above the format's largest one (an infinity, too) becomes that, and one below its smallest
-    normal number becomes zero, or a subnormal if the format has these. A NaN keeps its sign and loses its payload.
+    end. Then a finite magnitude above the format's largest one becomes that, and one below its smallest normal number
+    becomes zero, or a subnormal if the format has these. An infinity stays one. A NaN keeps its sign and loses its
+    payload.
 
     Args:
         x: float32, bfloat16 or float16 [n].
@@ -112,7 +115,7 @@ def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Te
     """Encodes ``x / scale`` with :func:`minifloat_encode`, where ``group_size`` neighbours share a scale.
 
     The scale is the smallest power of two, but at least LEAST_SCALE, with which the group's largest magnitude fits the
-    format. So the division is exact. Magnitudes above ``scale_ceiling`` (infinities, too) count as that; NaN does not
+    format. So the division is exact. Finite magnitudes above ``scale_ceiling`` count as that; infinities and NaN do not
     count.
 
     Returns:
@@ -122,10 +125,10 @@ def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Te
     ceiling = scale_ceiling(form, x.dtype)
     clamped = x.double().clamp(-ceiling, ceiling)
     padded = clamped.new_zeros(groups(numel, group_size) * group_size)
-    padded[:numel] = clamped.nan_to_num(nan=0.0).abs()
+    padded[:numel] = clamped.masked_fill(~x.isfinite(), 0.0).abs()
     fraction, exponent = torch.frexp(padded.view(-1, group_size).amax(1) / form.largest)  # fraction in [0.5, 1)
     scales = torch.ldexp((fraction > 0).double(), exponent - (fraction == 0.5).int()).clamp(min=LEAST_SCALE)
-    scaled = clamped / scales.repeat_interleave(group_size)[:numel]
+    scaled = torch.where(x.isinf(), x.double(), clamped / scales.repeat_interleave(group_size)[:numel])
     return _minifloat_words(_minifloat_codes(scaled, form, False, bits_of(x) < 0), form), scales.float()
 
 

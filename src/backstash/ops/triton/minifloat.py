@@ -44,7 +44,8 @@ def minifloat_code(
         code = tl.where(code < LEAST, tl.where(rest != 0, LEAST, 0), code)
     else:
         code = tl.where(code < LEAST, 0, code)
-    code = tl.where(magnitude > 0x7F800000, (1 << (BITS - 1)) - 1, tl.minimum(code, TOP))
+    code = tl.where(magnitude >= 0x7F800000, TOP + 1, tl.minimum(code, TOP))
+    code = tl.where(magnitude > 0x7F800000, (1 << (BITS - 1)) - 1, code)
     return code | (((word >> 31) & 1) << (BITS - 1))
 
 
@@ -56,7 +57,7 @@ def minifloat_magnitude(
     BITS: tl.constexpr,
     SUBNORMALS: tl.constexpr,
 ):
-    """Returns the magnitude of a code as bits of float32, int32. For a NaN's code it is an arbitrary number."""
+    """Returns the magnitude of a code as bits of float32, int32. Of no finite number it is an arbitrary one."""
     rest = code & ((1 << (BITS - 1)) - 1)
     word = (rest << (23 - MANTISSA)) + ((127 - BIAS) << 23)
     if BIAS != 127:
@@ -72,9 +73,10 @@ def minifloat_magnitude(
 
 @triton.jit
 def minifloat_finish(code, word, BITS: tl.constexpr, TOP: tl.constexpr):
-    """Adds the sign to a magnitude, and makes it NaN where the code is."""
-    nan = (code & ((1 << (BITS - 1)) - 1)) > TOP
-    return tl.where(nan, 0x7FC00000, word) | (((code >> (BITS - 1)) & 1) << 31)
+    """Adds the sign to a magnitude, and makes it infinite or NaN where the code is."""
+    rest = code & ((1 << (BITS - 1)) - 1)
+    word = tl.where(rest > TOP, 0x7F800000, word)
+    return tl.where(rest > TOP + 1, 0x7FC00000, word) | (((code >> (BITS - 1)) & 1) << 31)
 
 
 @triton.jit
@@ -151,15 +153,16 @@ def minifloat_scaled_encode_kernel(
     mask = offs_x < numel
     word = single_bits(tl.load(x_ptr + offs_x, mask=mask, other=0), HALF)
     magnitude = word & 0x7FFFFFFF
-    nan = magnitude > 0x7F800000
-    magnitude = tl.minimum(tl.where(nan, 0, magnitude), CEILING)
+    odd = magnitude >= 0x7F800000
+    rest = magnitude
+    magnitude = tl.minimum(tl.where(odd, 0, magnitude), CEILING)
     # The exponent, one more where the fraction is above that of the format's largest number.
     FRACTION: tl.constexpr = (TOP & ((1 << MANTISSA) - 1)) << (23 - MANTISSA)
     exponent = ((tl.max(magnitude, axis=1) + (0x7FFFFF - FRACTION)) >> 23) - ((TOP >> MANTISSA) - BIAS)
     exponent = tl.maximum(exponent, 1)
     reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     scaled = (magnitude.to(tl.float32, bitcast=True) * reciprocal[:, None]).to(tl.int32, bitcast=True)
-    scaled = tl.where(nan, 0x7FC00000, scaled) | (word & -(2**31))
+    scaled = tl.where(odd, rest, scaled) | (word & -(2**31))
     codes = minifloat_code(scaled, False, MANTISSA, BIAS, BITS, TOP, True)
     tl.store(codes_ptr + offs_x, codes.to(codes_ptr.dtype.element_ty), mask=mask)
     tl.store(scales_ptr + offs_groups, exponent << 23, mask=offs_groups * GROUP < numel)
