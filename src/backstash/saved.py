@@ -204,3 +204,10 @@ def cycle_of(key: str) -> int:
     """
     _, plus, number = key.partition("/")[0].rpartition("+")
     return int(number) if plus and number.isdecimal() else 0
+
+
+def without_cycle(key: str) -> str:
+    """Returns the key that the value would have in the first pass of a step (see :func:`cycle_of`)."""
+    path, slash, rest = key.partition("/")
+    before, plus, number = path.rpartition("+")
+    return f"{before}{slash}{rest}" if plus and number.isdecimal() else key

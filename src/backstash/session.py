@@ -151,6 +151,11 @@ class Session:
         self._peak: tuple[PeakRow, ...] = ()
         given = {"model": model, "stores": stores, "check": check, "overwrite_gradients": overwrite_gradients}
         self._replanned = replanned(self.policy, replan, min_nbytes=self.min_nbytes, check_limit=check_limit, **given)
+        if self._replanned is not None:
+            # Other Sessions do the work. What refers to this one would keep it, and a profiler that runs for it, until
+            # the collector comes.
+            del self._pending, self._remaking, self._encoder, self._forward, self._holding, self._reading
+            del self._hold, self._read, self._take_in
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
@@ -213,7 +218,7 @@ class Session:
     @property
     def recomputes(self) -> bool:
         """Whether it is noted how values are made, so that they can be made again."""
-        return self._forward.recomputes
+        return bool(self.policy.recomputes) if self._replanned is not None else self._forward.recomputes
 
     @property
     def is_innermost(self) -> bool:
@@ -252,7 +257,8 @@ class Session:
     def watched_by(self, watcher: Watcher) -> Iterator[None]:
         """Inside this context, ``watcher`` is told what the Session does with memory."""
         before, self._live.watcher = self._live.watcher, watcher
-        self._reading.is_simple = False
+        if self._replanned is None:
+            self._reading.is_simple = False
         try:
             yield
         finally:
@@ -278,6 +284,11 @@ class Session:
     def ran_elsewhere(self) -> None:
         """A module ran with grad mode on a thread that has no Session."""
         self._elsewhere = True
+
+    def begin_cycles(self) -> None:
+        """The next forward pass is the first one of a step of several passes (Note: [calls apart] in names.py)."""
+        if self._steps:
+            self._names.start_over()
 
     def _enter_root(self, module: nn.Module) -> None:
         if not self._is_bound:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from backstash.errors import BudgetError
 from backstash.planning.budgeted import Budgeted
-from backstash.planning.cycles import MOST_CYCLES, MOST_SEEN, cycles_of
+from backstash.planning.cycles import MOST_SEEN, PATIENCE, cycles_of
 from backstash.report.meter import CountedPeak
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -58,7 +58,7 @@ def test_a_first_pass_that_never_comes_back_is_no_part_of_a_step(cycles: list[se
         if found:
             break
     assert found == len(cycles)
-    assert seen <= 2 * MOST_CYCLES
+    assert seen <= PATIENCE
 
 
 def test_some_layers_may_be_drawn_anew() -> None:
@@ -68,7 +68,7 @@ def test_some_layers_may_be_drawn_anew() -> None:
 
 def test_a_program_that_never_repeats_itself_ends_its_step_with_the_first_value() -> None:
     passes = [{"shared", *(f"{number} {index}" for index in range(5))} for number in range(30)]
-    assert found_after(passes) == (1, 2 * MOST_CYCLES)
+    assert found_after(passes) == (1, PATIENCE)
     passes = [{f"{number}"} for number in range(99)]
     assert found_after(passes) == (MOST_SEEN + 1, MOST_SEEN + 1)
 

@@ -233,6 +233,10 @@ class Names:
         self._is_fresh = False
         self._begin_cycle(cycle % self._cycles if self._cycles else cycle)
 
+    def start_over(self) -> None:
+        """The next forward pass is the first one of a step."""
+        self._cycle = -1
+
     def _begin_cycle(self, cycle: int) -> None:
         self._cycle = cycle
         self._calls.clear()

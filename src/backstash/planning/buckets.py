@@ -23,7 +23,6 @@ from torch import Tensor
 
 from backstash.planning.plan import Plan, Planner
 from backstash.planning.plan_files import PlanFiles
-from backstash.planning.survey import KeepForSurvey
 from backstash.planning.within import Within
 from backstash.policies import Action, Policy
 from backstash.policies.base import Wrapper
@@ -154,11 +153,10 @@ class Buckets:
             (each for each in self if each.planner is not None), key=lambda each: each.plain_nbytes, default=None
         )
 
-    @property
-    def begun(self) -> int:
-        """How many forward passes have begun that were kept for a survey, but for the first one of each shape."""
-        policies = [each.session.policy for each in self if each.session is not None]
-        return sum(policy.begun for policy in policies if isinstance(policy, KeepForSurvey))
+    def clear(self) -> None:
+        """Forgets all of them, and the plans that are kept in no folder."""
+        self._by_signature.clear()
+        self._plans.clear()
 
     # -- plans by fingerprint ------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from backstash.errors import PlanError
 from backstash.planning.buckets import Alike, Bucket, Buckets, Signature, growth, signature_of
 from backstash.planning.budget import families, limit_of_errors, parse_budget
 from backstash.planning.course import Course
+from backstash.planning.cycles import MOST_CYCLES, MOST_VALUES
 from backstash.planning.following import Following, Witness
 from backstash.planning.guard import Guard, in_front_of
 from backstash.planning.link import measured, require_path
@@ -45,6 +47,16 @@ from backstash.stash.ledger import Report
 from backstash.torch_internals import current_function_mode, ignore_global_hooks_of_compiled_modules, in_backward
 
 T = TypeVar("T")
+
+MOST_SURVEYS = 8
+"""How often steps of one shape are surveyed where their kinds come in any order: one of each kind has to be met."""
+
+MIXED = (
+    f"the backward passes of this loop are of several kinds, in no order that repeats itself within {MOST_CYCLES} "
+    f"passes and {MOST_VALUES} values. So each of them is kept within the budget by itself, and what one leaves to the "
+    f"next is not counted. Run the kinds in a fixed order, or ask for less."
+)
+"""What there is to say of passes that come in any order."""
 
 
 class Budgeted(Following):
@@ -116,10 +128,9 @@ class Budgeted(Following):
         self.buckets = Buckets(folder, (*limits, self.allow, min_nbytes, self.device))
         self._arguments = {**options, "error_limit": error_limit, "plan": plan, "min_nbytes": min_nbytes}
         self._arguments |= {"device": device, "folder": folder, "offload_to": offload_to}
-        self.period = 0  # backward passes in a step; 0 as long as that is not known
-        self.forwards = 1  # forward passes in a step, or several in a row for one backward pass
         self._options = options | ({} if min_nbytes is None else {"min_nbytes": min_nbytes})
         self.given = plan
+        self._steps = 0  # of Sessions that are not used any more
         super().__init__(self.session_with(KeepForSurvey(cycles=1) if plan is None else self._guarded(plan)))
         self._spare: Session | None = self._session  # for the first kind of steps
         self._open: list[Session] = []  # the Session that is open now, if any
@@ -130,34 +141,43 @@ class Budgeted(Following):
         self._guards: list[Guard] = []
         self._before: weakref.WeakKeyDictionary[nn.Module, Before] = weakref.WeakKeyDictionary()
         self.spared: Callable[[], int] = lambda: 0
-        self._steps = 0  # of Sessions that are not used any more
+        self.has_planned = False
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         ignore_global_hooks_of_compiled_modules()
-        self._hook = nn.modules.module.register_module_forward_pre_hook(self._before_module)
+        mine = weakref.ref(self)  # a hook that stays would keep this object alive
+        hook = nn.modules.module.register_module_forward_pre_hook(
+            lambda module, args: None if (own := mine()) is None else own._before_module(module, args)
+        )
+        try:
+            self._enter(self._session)  # which refuses if this object, or another Session, is open: nothing has changed
+        except BaseException:
+            hook.remove()
+            raise
+        self._close_hook()  # of a ``with`` whose end was interrupted
+        self._hook = hook
+        del self._open[:-1]
         self._thread = threading.get_ident()
         self._is_new = self._is_inside = True
         self._listen()
-        try:
-            self._enter(self._session)
-        except BaseException:
-            self._hook.remove()
-            self._is_inside = False
-            self.abandon()
-            raise
         return self
+
+    def _close_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hook.remove()
+        self._close_hook()
         self._chain.clear()
         self._is_inside = False
         self._unlisten()
         if error is not None:
-            self.abandon()
+            self._break_off()
             if is_out_of_memory(error):
                 advise(error, str(self.budget), "")
         self._leave(kind, error, trace)
@@ -175,7 +195,7 @@ class Budgeted(Following):
         try:
             yield
         except BaseException as error:
-            self.abandon()
+            self._break_off()
             self._leave(type(error), error, error.__traceback__)
             raise
         self._leave(None, None, None)
@@ -245,14 +265,19 @@ class Budgeted(Following):
         if found.plan is None and planned and not found.trouble:
             found = planned[-1].found
         escalated = sum(guard.escalated for guard in self._guards)
-        return replace(found, shapes=len(planned), escalated=escalated, retried=self._retried)
+        trouble = found.trouble or (MIXED if self.order.is_mixed else "")
+        return replace(found, shapes=len(planned), escalated=escalated, retried=self._retried, trouble=trouble)
 
     def report(self) -> Report:
         """The report of the last step, and what became of the budget."""
         report = self._session.report()
-        # The last step may have run under a Session that is not used any more, whose steps are among self._steps.
-        steps = self._steps + sum(each.session.report().steps for each in self.buckets if each.session is not None)
-        return replace(report, steps=steps, notes=(*report.notes, str(self.found)))
+        return replace(report, steps=self.begun, notes=(*report.notes, str(self.found)))
+
+    @property
+    def begun(self) -> int:
+        """How many forward passes have begun, also of Sessions that are not used any more."""
+        used: list[Session] = [each.session for each in self.buckets if each.session is not None]
+        return self._steps + sum(session.report().steps for session in used)
 
     # -- a forward pass begins -----------------------------------------------------------------------------------
 
@@ -287,11 +312,13 @@ class Budgeted(Following):
         if not self.recording.is_inside:
             self._advance("safe")
         self._witness = Witness.of(model) or self._witness
-        if self.period > 1 and self.cycles % self.period and self.last is not None:
-            bucket = self.last  # a step has one plan, whatever its second model is given
-        else:
-            bucket = self.buckets.of(signature)
-        self.last = bucket
+        if self.phase and self.last is not None:
+            self._session = self.last.session or self._session
+            self._attach()
+            return  # a step has one plan, whatever its second model is given
+        if self.period > 1:
+            self._listen()
+        self.last = bucket = self.buckets.of(signature)
         self._look_at(bucket)
         bucket.met += 1
         if bucket.session is None:
@@ -299,7 +326,8 @@ class Budgeted(Following):
             bucket.session = spare if spare is not None else self.session_with(self._derived(bucket))
         if self._course is not None and self._course.is_over(bucket):
             self.abandon()
-        if self._course is None and not bucket.is_done and (bucket.met > 1 or self.buckets.largest() is None):
+        may_start = self._course is None and not self.phase and not bucket.is_done
+        if may_start and (bucket.met > 1 or self.buckets.largest() is None):
             self._start(Course(self, bucket))
         self._session = bucket.session
         self._attach()
@@ -307,8 +335,10 @@ class Budgeted(Following):
     def _look_at(self, bucket: Bucket) -> None:
         """Has a bucket profiled again whose last step did not match its plan."""
         plan = bucket.plan
-        if plan is not None and bucket.is_done and plan.unknown and bucket.surveys < 2:
+        most = MOST_SURVEYS if self.order.is_mixed else 2
+        if plan is not None and bucket.is_done and plan.unknown and bucket.surveys < most:
             bucket.is_done = False
+            self.note_order(2 * MOST_CYCLES)
         for guard in self._guards:
             over = guard.most_excess - guard.room
             if bucket.plan is guard.plan and over > 0 and bucket.planner is not None and bucket.is_done:
@@ -351,10 +381,34 @@ class Budgeted(Following):
         self.use(bucket, Alike(plan))
 
     def nbytes_of(self, plain_nbytes: int) -> int:
-        """The budget in bytes. A share is one of the first plain step's peak, whatever shapes come later."""
-        if not self._nbytes:
-            self._nbytes = parse_budget(self.budget, plain_nbytes + self.spared())
+        """The budget in bytes.
+
+        A share is one of the first plain step's peak, whatever shapes come later; of the largest one's, where passes
+        of several kinds come in any order.
+        """
+        if not self._nbytes or self.order.is_mixed:
+            self._nbytes = max(self._nbytes, parse_budget(self.budget, plain_nbytes + self.spared()))
         return self._nbytes
+
+    def begin_cycles(self) -> None:
+        """The next forward pass is the first one of a step."""
+        for bucket in self.buckets:
+            if bucket.session is not None:
+                bucket.session.begin_cycles()
+
+    def restart(self, period: int, forwards: int) -> None:
+        """A step has so many backward and forward passes, and all that was measured is of other steps."""
+        self.abandon()
+        self._steps = self.begun
+        self.buckets.clear()
+        self._guards.clear()
+        self.period, self.forwards, self.given = period, forwards, None
+        self._nbytes, self.last = 0, None
+
+    def mix(self) -> None:
+        """Passes of several kinds come in no order that repeats itself: each kind is planned for by itself."""
+        super().mix()
+        warnings.warn(f"a plan within {self.budget} was asked for, but {MIXED}", stacklevel=2)
 
     def profiled(self, profile: StepProfile) -> None:
         """Is called with each profile, at the end of a backward pass."""

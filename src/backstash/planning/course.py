@@ -31,15 +31,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from backstash.codecs.base import Encoded
 from backstash.errors import BudgetError
 from backstash.planning.buckets import Bucket, growth
-from backstash.planning.cycles import cycles_of
 from backstash.planning.plan import Plan, Planner
 from backstash.planning.probing import Probe
 from backstash.planning.profiling import profile_of
 from backstash.planning.survey import Births, KeepForSurvey, Stopwatch, Survey
 from backstash.planning.timeline import Timeline
 from backstash.policies import get
+from backstash.saved import without_cycle
 
 if TYPE_CHECKING:
     from backstash.planning.budgeted import Budgeted
@@ -78,17 +79,47 @@ Waiting = Generator[Awaited, None, None]
 
 
 class Keys(Births):
-    """Notes the values of a step, by their keys with their specs."""
+    """Notes the values of a pass, and tells another watcher everything.
+
+    Attributes:
+        keys: the keys of the values with their specs.
+        inner: the other watcher; None for nobody.
+    """
 
     def __init__(self) -> None:
         self.keys: dict[str, str] = {}
+        self.inner: Births | None = None
+
+    def storing(self, encoded: Encoded) -> None:
+        """Tells it."""
+        if self.inner is not None:
+            self.inner.storing(encoded)
+
+    def fetched(self, encoded: Encoded) -> None:
+        """Tells it."""
+        if self.inner is not None:
+            self.inner.fetched(encoded)
+
+    def taken(self, memory: Tensor) -> None:
+        """Tells it."""
+        if self.inner is not None:
+            self.inner.taken(memory)
+
+    def released(self, memory: Tensor) -> None:
+        """Tells it."""
+        if self.inner is not None:
+            self.inner.released(memory)
 
     def decided(self, value: Any, whole: Tensor, find_recipe: Any) -> None:
-        """Notes a value."""
+        """Notes a value, and tells it."""
         self.keys[value.key] = str(value.facts.spec)
+        if self.inner is not None:
+            self.inner.decided(value, whole, find_recipe)
 
     def read(self, tensor: Tensor, is_stored: bool, key: str) -> None:
-        """Notes nothing."""
+        """Tells it."""
+        if self.inner is not None:
+            self.inner.read(tensor, is_stored, key)
 
 
 class Course:
@@ -116,7 +147,7 @@ class Course:
         if bucket.planner is not None and (bucket.plan is None or not bucket.plan.unknown):
             yield from self._plan_within()  # the profile is known, and its plan needs more room or was not counted
         elif owner.given is not None and len(owner.buckets) == 1 and bucket.plan is None:
-            owner.period = 1
+            owner.period, owner.forwards = max(1, owner.given.cycles), owner.given.cycles
             self._use(owner.given)
             yield from self._count()
             if owner.given.unknown or bucket.found.reached_nbytes > bucket.found.budget_nbytes:
@@ -141,31 +172,26 @@ class Course:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _first_steps(self) -> Waiting:
-        bucket, owner = self._bucket, self._owner
-        is_first = owner.period == 0
-        seen = Keys()
-        owner.watch(seen)
-        begun = [owner.buckets.begun]
-        yield "cycle"
-        first, began = dict(seen.keys), time.perf_counter()
-        passes, seconds = [set(first)], [0.0]
-        begun.append(owner.buckets.begun)
-        fingerprint = owner.buckets.fingerprint(first)
-        known = owner.buckets.known(fingerprint)
+        owner = self._owner
+        is_first = owner.buckets.largest() is None
+        firsts, passes, times = [], 0, [time.perf_counter()]
+        while passes < (owner.period or 1) or not owner.find_period():
+            yield "cycle"
+            passes += 1
+            times.append(time.perf_counter())
+            firsts.append((owner.passed, owner.last))
+            if not is_first:
+                break
+        values, began_in = firsts[max(0, len(firsts) - owner.phase - owner.period) if is_first else 0]
+        while owner.phase:
+            yield "cycle"
         if is_first:
-            while not owner.period:
-                seen.keys.clear()
-                yield "cycle"
-                passes.append(set(seen.keys))
-                begun.append(owner.buckets.begun)
-                seconds.append(time.perf_counter() - began)
-                began += seconds[-1]
-                owner.period = cycles_of(passes)
-            self._seconds = sum(seconds[-owner.period :])
-            if owner.period > 1:
-                owner.forwards = max(1, begun[-1] - begun[-1 - owner.period])
-        owner.watch(None)
-        if known is not None and not known.unknown and bucket.surveys == 0:
+            self._seconds = times[-1] - times[-1 - owner.period]
+            self._bucket = began_in or self._bucket
+        bucket = self._bucket
+        fingerprint = owner.buckets.fingerprint(values)
+        known = owner.buckets.known(fingerprint)
+        if known is not None and not known.unknown and bucket.surveys == 0 and known.cycles == owner.forwards:
             self._use(known)
             yield from self._count()
         elif is_first or self._may_survey():
@@ -221,6 +247,8 @@ class Course:
         profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
         planned = {value.key for value in profile.values}
         skipped = {key for survey in surveys for key in survey.found} - surveys[-1].found.keys()  # of other branches
+        of_others = owner.order.values - {without_cycle(key) for key in planned}
+        skipped |= {key for key in asked if without_cycle(key) in of_others}
         others_asked = tuple(key for key in asked if key not in planned and key not in skipped)
         profile = replace(profile, others=others_asked, cycles=owner.forwards)
         bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=self._seconds)
@@ -256,7 +284,7 @@ class Course:
     def _plan_within(self) -> Waiting:
         """Makes a plan, counts a step under it, and makes another one as long as the budget is not kept."""
         bucket, owner = self._bucket, self._owner
-        is_first = owner.buckets.largest() is bucket and bucket.found.plans == 0
+        is_first = not owner.has_planned
         surveyed = 1
         for _ in range(MOST_PLANS):
             planner = bucket.planner
@@ -302,7 +330,7 @@ class Course:
             plan=plan,
         )
         policy = owner.guarded(bucket, plan, budget or plan.budget)
-        bucket.plan = plan
+        bucket.plan, owner.has_planned = plan, True
         owner.use(bucket, policy)
 
     def _count_derived(self) -> Waiting:

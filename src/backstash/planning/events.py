@@ -20,22 +20,26 @@ Note: [operators alone]
     Annotations of a program (``record_function``), and those of torch's asynchronous communication, may begin in one
     record and end after it. Torch then writes to memory that the record has freed. So a record has no annotations, and
     what backstash notes in it looks like operators (see torch_internals.starting_profiler).
+
+Note: [interrupted profiler]
+    A signal's handler may raise between any two instructions of Python, also while a profiler starts or stops. Torch's
+    own class then does not know whether its profiler runs, so that it runs on, or is stopped twice. So torch's
+    functions are called here. Before the first of them it is noted that the profiler may run, and what stops it asks
+    torch whether it does, and can be called again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from backstash.backward.accumulation import LINEAR
 from backstash.codecs.base import Encoded
@@ -44,10 +48,10 @@ from backstash.stash.recipes import Recipe
 from backstash.stash.value import Value
 from backstash.torch_internals import (
     profiler_event,
+    profiler_runs,
     record_operation,
     record_scope,
     replace_profilers_calls,
-    starting_profiler,
     without_native_warnings,
 )
 
@@ -71,29 +75,22 @@ class Others:
     Attributes:
         is_busy: whether one of them runs, or is ready to.
         give_way: called before one of them gets ready or starts, on its thread, and before the process forks.
+        functions: those of torch that get a profiler ready, start it and stop it, by these words: ``"prepare"``,
+            ``"enable"`` and ``"disable"``.
     """
 
     def __init__(self) -> None:
         self.is_busy = False
         self.give_way: Callable[[], None] = lambda: None
-        self._own = threading.local()
+        self.functions: dict[str, Callable[..., Any]] = {}
         replace_profilers_calls(self._heard)
         os.register_at_fork(before=lambda: self.give_way())
 
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """What is called inside, on this thread, is called by a profiler of backstash."""
-        self._own.is_here = True
-        try:
-            yield
-        finally:
-            self._own.is_here = False
-
     def _heard(self, event: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        self.functions[event] = function
+
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._own, "is_here", False):
-                return function(*args, **kwargs)
             if event != "disable":
                 self.give_way()
             result = function(*args, **kwargs)
@@ -134,27 +131,47 @@ class Notes:
             note("read", address=_address(tensor), is_stored=is_stored)
 
 
-class MemoryProfiler(profile):
-    """A profiler of every allocation and release, which prints nothing."""
+class MemoryProfiler:
+    """A profiler of every allocation and release, which prints nothing (Note: [interrupted profiler]).
+
+    Attributes:
+        results: what it has recorded; None until it was stopped.
+    """
 
     def __init__(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints two lines each time
-        super().__init__(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+        asked = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)  # which is never started
+        self._asked = asked.config(), asked.kineto_activities  # type: ignore[no-untyped-call]  # torch has no types here
         self._quiet = ExitStack()
+        self._scope = record_operation(SCOPE)  # Note: [events without an operation]
+        self._may_run = False
+        self.results: Any = None
 
     def __enter__(self) -> Self:
-        self._quiet.enter_context(without_native_warnings())
-        with starting_profiler(), others.away():
-            super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self._scope = record_operation(SCOPE)  # Note: [events without an operation]
-        self._scope.__enter__()
+        self._may_run = True
+        try:
+            self._quiet.enter_context(without_native_warnings())
+            others.functions["prepare"](*self._asked)
+            others.functions["enable"](*self._asked, {record_scope.FUNCTION})  # Note: [operators alone]
+            self._scope.__enter__()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with self._quiet:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stops it if it runs, or has begun to. May be called again, also if the last call was interrupted."""
+        if not self._may_run:
+            return
+        with suppress(RuntimeError):  # the scope has not begun, or has ended
             self._scope.__exit__(None, None, None)
-            with others.away():
-                super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if profiler_runs():
+            self.results = others.functions["disable"]()
+        self.let_go()
+        self._may_run = False
 
     def let_go(self) -> None:
         """Undoes what starting has changed for the whole process. The thread on which it was started goes on."""
@@ -166,9 +183,9 @@ def memory_profiler() -> MemoryProfiler:
     return MemoryProfiler()
 
 
-def roots_of(profiled: profile) -> list[Event]:
-    """The outermost events of what a profiler has recorded."""
-    roots: list[Event] = profiled.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+def roots_of(profiled: MemoryProfiler) -> list[Event]:
+    """The outermost events of what a profiler has recorded; none if it was stopped before it has recorded anything."""
+    roots: list[Event] = [] if profiled.results is None else profiled.results.experimental_event_tree()
     return roots
 
 

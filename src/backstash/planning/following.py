@@ -12,7 +12,8 @@ from torch import nn
 
 from backstash.capture import passes
 from backstash.planning.buckets import Bucket
-from backstash.planning.course import Awaited, Course
+from backstash.planning.course import Awaited, Course, Keys
+from backstash.planning.cycles import MOST_CYCLES, MOST_VALUES, Order
 from backstash.planning.recording import Recording, Thread
 from backstash.planning.spans import Spans
 from backstash.planning.survey import Births
@@ -57,6 +58,11 @@ class Following:
         last: the kind of the step which has ended, or is in progress.
         adds_up: whether the last backward pass added to gradients that were there.
         may_add_up: whether any backward pass did.
+        period: backward passes in a step; 0 as long as that is not known.
+        forwards: forward passes in a step, or several in a row for one backward pass.
+        cycles: backward passes of steps so far; a step begins where they are a multiple of the period.
+        passed: the values of the last backward pass that was watched, by their keys with their specs.
+        order: the kinds of passes (Note: [longer periods] in cycles.py).
     """
 
     def __init__(self, session: Session) -> None:
@@ -68,13 +74,22 @@ class Following:
         self._thread_of_pass: weakref.ref[Thread] | None = None
         self._stayed = STEADY  # how many backward passes have ended since passes moved to another thread
         self._is_own = True  # whether the backward pass in progress is that of a step
+        self.period = self.cycles = 0
+        self.forwards = 1
+        self.passed: dict[str, str] = {}
+        self.order = Order()
+        self._keys = Keys()
+        self._is_ordering = False  # whether the kinds of passes are noted
+        self._left = 0  # passes whose kinds are noted in any case
+        self._begun: list[
+            int
+        ] = []  # how many forward passes had begun before the first of the order's passes, and so on
         self._watcher: Births | None = None
         self._watching = ExitStack()
         self._course: Course | None = None
         self._running: Generator[Awaited, None, None] | None = None
         self._awaited: Awaited | None = None
         self._waited = 0
-        self.cycles = 0  # backward passes since the course began
         self._stop_listening: Callable[[], None] | None = None
         self._is_new = True  # whether a forward pass begins with the next module
         self._is_inside = False  # the with
@@ -106,7 +121,8 @@ class Following:
 
     def watch(self, watcher: Births | None) -> None:
         """From now on, that watcher is told what the Sessions do; None for nobody."""
-        self._watcher = watcher
+        self._keys.inner = watcher
+        self._watcher = self._keys if self._is_ordering else watcher
         self._attach()
 
     def _attach(self, session: Session | None = None) -> None:
@@ -118,8 +134,8 @@ class Following:
     def _start(self, course: Course) -> None:
         self._course = course
         self._running = course.run()
-        self.cycles = 0
         self._waited = 0
+        self.note_order()
         self._listen()
         self.recording.listen()
         self._resume()
@@ -128,8 +144,14 @@ class Following:
         if self._stop_listening is None:
             self._stop_listening = passes.listen(self, of_grad=True)
 
+    @property
+    def phase(self) -> int:
+        """How many passes of the step in progress have run."""
+        return self.cycles % (self.period or 1)
+
     def _unlisten(self) -> None:
-        if self._stop_listening is not None and self._course is None and not self._is_inside:
+        is_between = self.period <= 1 or (self._is_new and not self.phase)  # else passes would not be counted
+        if self._stop_listening is not None and self._course is None and not self._is_inside and is_between:
             self._stop_listening()
             self._stop_listening = None
 
@@ -155,6 +177,7 @@ class Following:
         running, self._running, self._course, self._awaited = self._running, None, None, None
         if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_RUNNING:
             running.close()
+        self._stop_ordering()
         self.watch(None)
         self._unlisten()
         if not self.recording.is_inside:  # else between_steps() does it, or the next forward pass
@@ -164,7 +187,7 @@ class Following:
         """A backward pass begins."""
         if self._is_measuring:
             return
-        self._is_own = self._course is None or self._spans.include(tensors)
+        self._is_own = (self._course is None and self.period <= 1) or self._spans.include(tensors)
         if not self._is_own:
             return
         self._meet()
@@ -177,9 +200,14 @@ class Following:
             return
         self._is_new = True
         self._stayed += 1
-        if self._course is None:
-            return
         self.cycles += 1
+        if not self.phase and self.period > 1:
+            self.begin_cycles()
+        if self._is_ordering:
+            self._end_pass()
+        if self._course is None:
+            self._unlisten()
+            return
         self._advance("cycle")
         if not self.recording.is_inside:
             self._advance("safe")
@@ -192,7 +220,102 @@ class Following:
     def fail_backward(self) -> None:
         """A backward pass has raised."""
         if self._is_own and not self._is_measuring:
-            self.abandon()
+            self._break_off()
+
+    def _break_off(self) -> None:
+        """A step has raised: the next pass is taken for the first one of a step."""
+        self.cycles = 0
+        self._is_new = True
+        if self.period > 1:
+            self.begin_cycles()
+        self.order.clear()
+        self.abandon()
+
+    # -- the order of passes ---------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> int:
+        """How many forward passes have begun."""
+        raise NotImplementedError
+
+    def begin_cycles(self) -> None:
+        """The next forward pass is the first one of a step."""
+        raise NotImplementedError
+
+    def restart(self, period: int, forwards: int) -> None:
+        """A step has so many backward and forward passes, and all that was measured is of other steps."""
+        raise NotImplementedError
+
+    def note_order(self, passes: int = 0) -> None:
+        """From now on, until no step is measured and no question is left, the kinds of passes are noted.
+
+        Args:
+            passes: of so many in any case.
+        """
+        self._left = 0 if self.order.is_mixed else max(self._left, passes)
+        if not self._is_ordering:
+            self._is_ordering = True
+            self._forget_order()
+            self._keys.keys.clear()
+        self.watch(self._keys.inner)
+
+    def _stop_ordering(self) -> None:
+        is_open = bool(self.period) and (self._left > 0 or self.order.unresolved > 0)
+        self._is_ordering = self._is_ordering and is_open
+
+    def _forget_order(self) -> None:
+        self.order.clear()
+        self._begun = [self.begun]
+
+    def find_period(self) -> bool:
+        """Returns whether it is known how many passes make a step, by those that were noted so far."""
+        if not self.period:
+            self.period = self.order.first_period()
+            if self.period > 1:
+                self.forwards = self._forwards_of(self.period)
+            if self.period:
+                self.order.settle(self.period, self.phase)
+        return bool(self.period)
+
+    def _forwards_of(self, period: int) -> int:
+        """How many forward passes the last so many backward passes had."""
+        return max(1, self._begun[-1] - self._begun[max(0, len(self._begun) - 1 - period)])
+
+    def _end_pass(self) -> None:
+        """Notes the kind of the pass that has ended (Note: [longer periods] in cycles.py)."""
+        self.passed = dict(self._keys.keys)
+        self._keys.keys.clear()
+        self.order.add(self.passed)
+        self._begun.append(self.begun)
+        self._left = max(0, self._left - 1)
+        if self.period and not self.order.is_mixed and self.order.is_odd(self.period, (self.cycles - 1) % self.period):
+            self._resolve()
+        if self._course is None:
+            self._stop_ordering()
+            if not self._is_ordering:
+                self.watch(None)
+
+    def _resolve(self) -> None:
+        """Finds out why a pass was not the one of the pattern, if enough of them were seen since."""
+        shift = self.order.shift((self.cycles - 1) % self.period)
+        longer = self.order.longer_period()
+        if shift is not None:
+            self.cycles -= shift
+        elif longer == self.period:  # its passes have changed
+            self.order.settle(longer, self.phase)
+        elif longer and self.order.values_in(longer) <= MOST_VALUES:
+            self.restart(longer, self._forwards_of(longer))
+            self.order.settle(longer, self.phase)
+            return
+        elif longer or self.order.unresolved > 2 * MOST_CYCLES:
+            self.mix()
+        else:
+            return
+        self._forget_order()
+
+    def mix(self) -> None:
+        """Passes of several kinds come in no order that repeats itself."""
+        self.order.is_mixed = True
 
     @property
     def _is_measuring(self) -> bool:

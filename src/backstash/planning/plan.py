@@ -341,7 +341,7 @@ class Planner(Rehearsing):
         if chosen is not None and self._error(chosen) <= self.error_limit:
             return self._plan(nbytes, chosen)
         lowest = self._lowest()
-        least = self._predicted(lowest)
+        least = min(self._predicted(lowest), self.profile.plain_peak_nbytes)  # for which the plan is to keep everything
         smallest = self._plan(least, lowest)
         floor = int(self._model.base.max())
         held = f"; {size(floor)} of it is there whatever is done with saved tensors" if nbytes < floor else ""

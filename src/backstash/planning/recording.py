@@ -81,21 +81,24 @@ class Recording:
         if not self.is_here:
             self._lose()
         elif self._lost is not None:
-            lost, self._lost = self._lost, None
             if self._thread() is not None:
                 with suppress(RuntimeError):
-                    lost.__exit__(None, None, None)
+                    self._lost.stop()
+            self._lost = None
 
     def start(self) -> bool:
         """Starts the profiler. Returns False if another one runs, or is ready to."""
         if profiler_runs() or others.is_busy:
             return False
-        profiler = memory_profiler()
-        profiler.__enter__()
-        self._profiler, self.gave_way = profiler, False
         mine = weakref.ref(self)
         others.give_way = lambda: None if (running := mine()) is None else running.give_way()
-        self._thread = weakref.ref(Thread.current())
+        self._thread, self.gave_way = weakref.ref(Thread.current()), False
+        self._profiler = profiler = memory_profiler()  # Note: [interrupted profiler] in events.py
+        try:
+            profiler.__enter__()
+        except BaseException:
+            self._take()
+            raise
         return True
 
     def stop(self, device: str) -> Timeline | None:
@@ -126,9 +129,10 @@ class Recording:
         """The profiler, which is stopped; None if it was not started, or on another thread."""
         if not self.is_here:
             self._lose()
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
         if profiler is not None:
-            profiler.__exit__(None, None, None)
+            profiler.stop()
+            self._profiler = None
         return profiler
 
     def _lose(self) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from backstash.torch_internals import next_sequence_number
@@ -41,11 +42,12 @@ class Spans:
     def include(self, tensors: Any) -> bool:
         """Whether a backward pass from these tensors, or this tensor, reaches what was made in a span.
 
-        Where it cannot be told what it begins from, it does.
+        Where it cannot be told what it begins from, it does. From a tensor that no function has made, it reaches
+        nothing.
         """
         waiting = list(_nodes(tensors))
         if not waiting:
-            return True
+            return not all(isinstance(each, Tensor) for each in _listed(tensors))
         seen = set(waiting)
         while waiting:
             node = waiting.pop()
@@ -59,8 +61,12 @@ class Spans:
         return False
 
 
+def _listed(tensors: Any) -> tuple[Any, ...]:
+    return tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
+
+
 def _nodes(tensors: Any) -> Iterator[Any]:
-    for each in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
+    for each in _listed(tensors):
         node = each.node if isinstance(each, GradientEdge) else getattr(each, "grad_fn", None)
         if node is not None:
             yield node

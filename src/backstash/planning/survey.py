@@ -91,7 +91,6 @@ class KeepForSurvey(Policy):
 
     Attributes:
         asked: keys of the tensors that it was asked about, in the order of the questions.
-        begun: how many forward passes have begun after a backward pass.
     """
 
     is_fixed = True
@@ -100,11 +99,6 @@ class KeepForSurvey(Policy):
     def __init__(self, cycles: int = 0) -> None:
         self.asked: dict[str, None] = {}
         self.cycles = cycles
-        self.begun = 0
-
-    def begin_step(self) -> None:
-        """Counts the pass."""
-        self.begun += 1
 
     def decide(self, saved: SavedTensor) -> Action:
         """Returns Keep(), but for a tensor of which only the shape is read: every plan lets go of that."""
