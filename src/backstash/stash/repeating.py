@@ -37,7 +37,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from backstash.codecs.base import flat
 from backstash.ops.reference import bits_of
@@ -51,6 +50,7 @@ from backstash.torch_internals import (
     has_filling,
     hooks_are_enabled,
     set_grad_mode,
+    tree_map_only,
 )
 
 OVERWRITES: dict[str, Callable[..., Any]] = {
