@@ -64,17 +64,16 @@ def measure(step: Callable[[], object], *, repeats: int = 3, warmup: int = 1, de
         device: ``"cpu"`` or ``"cuda"``. Default: CUDA if it is initialised, else CPU.
 
     Raises:
-        MeasureError: ``repeats`` is 0, or there is no such device.
+        MeasureError: ``repeats`` or ``warmup`` is too small, or there is no such device.
         TypeError: ``step`` cannot be called without arguments, or a number is no int.
-        ValueError: a number is below 0.
     """
     check_step(step, "measure")
-    check_count(repeats, "repeats", "steps", "measure")
-    check_count(warmup, "warmup", "steps", "measure")
-    if repeats < 1:
+    if isinstance(repeats, int) and isinstance(warmup, int) and (repeats < 1 or warmup < 0):
         raise MeasureError(
             f"measure was asked for repeats={repeats} and warmup={warmup}, but it needs repeats >= 1 and warmup >= 0."
         )
+    check_count(repeats, "repeats", "steps", "measure")
+    check_count(warmup, "warmup", "steps", "measure")
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
