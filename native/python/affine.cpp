@@ -48,11 +48,12 @@ Form find_activation(PyObject* call, Parts& parts) {
     const bool is_relu = is_called(call, "relu"), is_first = PyTuple_Size(args) == 1;
     if (is_relu && is_first && PyTuple_GetItem(args, 0) == input_marker) {
         const Py_ssize_t named = PyDict_Size(kwargs);
-        if (named == 0 || (named == 1 && PyDict_GetItemWithError(kwargs, s_inplace) != nullptr)) {
+        if (named == 0 || (named == 1 && PyDict_Contains(kwargs, s_inplace) == 1)) {
             parts.activation = 1, parts.lo = 0.0, parts.hi = Py_HUGE_VAL;
             return Form::it;
         }
     }
+    if (PyErr_Occurred()) return Form::error;
     Owned numbers(PyObject_CallFunctionObjArgs(activation_of, call, nullptr));
     if (!numbers) return Form::error;
     if (numbers.get() == Py_None) return Form::none;
@@ -71,6 +72,7 @@ void find_norm(PyObject* recipe, Parts& parts) {
     const bool is_sum = has_two && is_called(call, "add") && PyTuple_Size(at(recipe, layout::recipe.inputs)) == 2;
     for (Py_ssize_t number = 0; is_sum && number < 2; ++number) {
         const Made summand = filling(recipe, number);
+        if (PyErr_Occurred()) return;
         if (!summand || !is_called(call_of(summand.recipe), "batch_norm")) continue;
         parts.norm = summand.recipe;
         parts.residual = PyTuple_GetItem(at(recipe, layout::recipe.inputs), 1 - number);
@@ -139,9 +141,10 @@ int take_vector(PyObject* held, PyObject* shape, Vector& vector) {
     if (held == Py_None) return 1;
     vector.tensor.reset(get_held(held));
     if (!vector.tensor || !is_plain(vector.tensor.get())) return vector.tensor ? 0 : -1;
-    Owned dtype(tensor_dtype(vector.tensor.get())), own(tensor_shape(vector.tensor.get()));
-    Owned stride(tensor_stride(vector.tensor.get()));
-    if (!dtype || !own || !stride) return -1;
+    Owned dtype(tensor_dtype(vector.tensor.get()));
+    Owned own(dtype ? tensor_shape(vector.tensor.get()) : nullptr);
+    Owned stride(own ? tensor_stride(vector.tensor.get()) : nullptr);
+    if (!stride) return -1;
     if (dtype.get() != float32) return 0;
     const int same = PyObject_RichCompareBool(own.get(), shape, Py_EQ);
     if (same <= 0) return same;
@@ -241,8 +244,10 @@ PyObject* run_kernel(const Parts& parts, const Images& sizes, PyObject* spec, Py
     if (!result) return nullptr;
     const long long nbytes = number_at(spec, layout::spec.nbytes);
     const int threads = threads_for(nbytes);
-    const void *source = data_of(x.get()), *added = y ? data_of(y.get()) : nullptr;
-    void* target = data_of(result.get());
+    if (PyErr_Occurred()) return nullptr;
+    const void* source = data_of(x.get());
+    const void* added = y && !PyErr_Occurred() ? data_of(y.get()) : nullptr;
+    void* target = PyErr_Occurred() ? nullptr : data_of(result.get());
     if (PyErr_Occurred()) return nullptr;
     std::vector<float> scratch(2 * sizes.channels);
     const WithoutGil running(nbytes);

@@ -35,19 +35,15 @@ bool decide_without_graph(PyObject* pending, PyObject* value) {
     if (!has_graph) return false;
     if (has_graph.get() != Py_True)
         return static_cast<bool>(Owned(PyObject_CallFunctionObjArgs(decide.get(), value, nullptr)));
-    if (!Owned(PyObject_CallFunctionObjArgs(set_grad_mode, Py_False, nullptr))) return false;
-    const Owned decided(PyObject_CallFunctionObjArgs(decide.get(), value, nullptr));
+    const Owned off(PyObject_CallFunctionObjArgs(set_grad_mode, Py_False, nullptr));
+    const Owned decided(off ? PyObject_CallFunctionObjArgs(decide.get(), value, nullptr) : nullptr);
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
-    const Owned set_back(PyObject_CallFunctionObjArgs(set_grad_mode, Py_True, nullptr));
-    if (set_back) {
-        PyErr_Restore(type, error, trace);
-    } else {  // as an error in a finally block, which stands for the first
-        Py_XDECREF(type);
-        Py_XDECREF(error);
-        Py_XDECREF(trace);
-    }
-    return decided && set_back;
+    // Once more where there was no memory for the call itself: else the program would go on without grad mode.
+    for (int calls = 0; calls < 2 && !Owned(PyObject_CallFunctionObjArgs(set_grad_mode, Py_True, nullptr)); ++calls)
+        PyErr_Clear();
+    PyErr_Restore(type, error, trace);
+    return static_cast<bool>(decided);
 }
 
 // A value is still held by somebody: looks at it later; returns whether that went well.

@@ -66,9 +66,8 @@ bool add_seconds(PyObject* account, PyObject* started) {
 
 // See Encoder.keep; it takes over the reason, and returns whether that went well.
 bool keep(PyObject* account, PyObject* reason) {
-    static PyObject* kept = PyUnicode_InternFromString("kept");
-    if (reason == nullptr || kept == nullptr) return false;
-    set(account, layout::account.codec, kept);
+    if (reason == nullptr) return false;
+    set(account, layout::account.codec, s_kept);
     give(account, layout::account.reason, reason);
     return true;
 }
@@ -99,8 +98,7 @@ bool raise_to(PyObject* value, long long height) {
 // whether that went well.
 bool release(PyObject* value, PyObject* fresh, PyObject* strongest, PyObject* codec, long long nbytes, PyObject* note,
              PyObject* started) {
-    static PyObject* device = PyUnicode_InternFromString("device");
-    if (device == nullptr || codec == nullptr || note == nullptr) return false;
+    if (note == nullptr) return false;
     for (Py_ssize_t index = 0; index < PyList_Size(fresh); ++index)
         set(PyList_GetItem(fresh, index), layout::saved.dense, Py_None);
     PyObject *account = at(value, layout::value.account), *live = at(value, layout::value.live);
@@ -108,7 +106,7 @@ bool release(PyObject* value, PyObject* fresh, PyObject* strongest, PyObject* co
     give(account, layout::account.reason, note);
     if (PyErr_Occurred() || !set_number(account, layout::account.stash_nbytes, nbytes)) return false;
     set(account, layout::account.codec, codec);
-    set(account, layout::account.store, device);
+    set(account, layout::account.store, s_device);
     if (!add_nbytes(live, nbytes - before)) return false;
     const bool needs_all = at(strongest, layout::saved.need) == need_value && !is_true_at(value, layout::value.shares);
     if (needs_all && !will_need(live, number_at(account, layout::account.saved_nbytes))) return false;
@@ -135,8 +133,7 @@ Done forget(PyObject* value, PyObject* fresh, PyObject* strongest, PyObject* rec
         const bool is_lower = number_at(leaf, layout::value.height) <= height;
         if (PyErr_Occurred() || (is_lower && !raise_to(leaf, height + 1))) return Done::error;
     }
-    static PyObject* recompute = PyUnicode_InternFromString("recompute");
-    return done(release(value, fresh, strongest, recompute, 0, PyObject_Str(recipe), started));
+    return done(release(value, fresh, strongest, s_recompute, 0, PyObject_Str(recipe), started));
 }
 
 // Keeps a value that the policy would encode, where its codecs have declined it and need not be asked again: see
@@ -186,7 +183,7 @@ Done store_encoded(PyObject* encoder, PyObject* value, PyObject* fresh, PyObject
     }
     set(value, layout::value.form, form.get());
     set(value, layout::value.guard, Py_None);
-    PyObject* note = why == Py_None ? PyUnicode_FromString("") : PyUnicode_Substring(why, 2, PyUnicode_GetLength(why));
+    PyObject* note = why == Py_None ? Py_NewRef(no_text) : PyUnicode_Substring(why, 2, PyUnicode_GetLength(why));
     return done(release(value, fresh, strongest, found.label.get(), found.nbytes, note, started));
 }
 

@@ -115,6 +115,7 @@ bool encode_bitmask(PyObject* coder, const Data& data, Planes& planes) {
     const int element = static_cast<int>(number_at(coder, layout::coder.element));
     const int test = static_cast<int>(number_at(coder, layout::coder.test));
     const double lo = PyFloat_AsDouble(at(coder, layout::coder.lo)), hi = PyFloat_AsDouble(at(coder, layout::coder.hi));
+    if (PyErr_Occurred()) return false;
     void* mask = planes.add(s_mask, mask_nbytes(data.numel), uint8, 1);
     if (PyErr_Occurred()) return false;
     const WithoutGil running(data.nbytes);
@@ -125,6 +126,7 @@ bool encode_bitmask(PyObject* coder, const Data& data, Planes& planes) {
 // Returns whether there were no more than two values, or an error is set.
 bool encode_binary(PyObject* dtype, const Data& data, const Look& look, Planes& planes) {
     void* mask = planes.add(s_mask, mask_nbytes(data.numel), uint8, 1);
+    if (PyErr_Occurred()) return false;
     void* pair = planes.add(s_pair, 2, dtype, data.width);
     if (PyErr_Occurred()) return false;
     uint64_t bits[2] = {0, 0};
@@ -140,6 +142,7 @@ bool encode_binary(PyObject* dtype, const Data& data, const Look& look, Planes& 
 bool encode_zvc(PyObject* dtype, const Data& data, Planes& planes) {
     const int64_t chunks = zvc_chunks(data.numel);
     void* mask = planes.add(s_mask, mask_nbytes(data.numel), uint8, 1);
+    if (PyErr_Occurred()) return false;
     void* offsets = planes.add(s_offsets, chunks, int64, 8);
     if (PyErr_Occurred()) return false;
     int64_t stored = 0;
@@ -184,9 +187,14 @@ PyObject* put(PyObject* store, PyObject* encoded, long long nbytes) {
     if (!ticket) return nullptr;
     set(ticket.get(), layout::ticket.number, number.get());
     set(ticket.get(), layout::ticket.nbytes, size.get());
-    if (!count_in(at(store, layout::device_store._holdings), nbytes, 1)) return nullptr;
-    const bool is_held = PyDict_SetItem(at(store, layout::device_store._values), number.get(), encoded) == 0;
-    return is_held ? ticket.release() : nullptr;
+    PyObject* values = at(store, layout::device_store._values);
+    if (PyDict_SetItem(values, number.get(), encoded) != 0) return nullptr;
+    if (count_in(at(store, layout::device_store._holdings), nbytes, 1)) return ticket.release();
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (PyDict_DelItem(values, number.get()) != 0) PyErr_Clear();
+    PyErr_Restore(type, error, trace);
+    return nullptr;
 }
 
 // See stash.value.Form: a new reference.
@@ -286,8 +294,9 @@ int take_stand_ins(PyObject* codec, PyObject* dtype, Decoding& found) {
         const int has_more = is_true(mask.get(), name);
         if (has_more != 0) return has_more < 0 ? -1 : 0;
     }
-    Owned set(PyObject_GetAttr(mask.get(), s_if_set)), clear(PyObject_GetAttr(mask.get(), s_if_clear));
-    if (!set || !clear) return -1;
+    Owned set(PyObject_GetAttr(mask.get(), s_if_set));
+    Owned clear(set ? PyObject_GetAttr(mask.get(), s_if_clear) : nullptr);
+    if (!clear) return -1;
     const double if_set = PyFloat_AsDouble(set.get()), if_clear = PyFloat_AsDouble(clear.get());
     if (PyErr_Occurred()) return -1;
     return bits_of(if_set, dtype, found.if_set) && bits_of(if_clear, dtype, found.if_clear);
@@ -303,15 +312,17 @@ Decoding decoding_of(PyObject* form, const Data& data) {
     PyObject* mask = plane_of(planes, s_mask, mask_nbytes(data.numel));
     if (mask == nullptr) return found;
     found.mask = data_of(mask);
+    if (PyErr_Occurred()) return found;
     if (type == zvc_type) {
         PyObject* offsets = plane_of(planes, s_offsets, zvc_chunks(data.numel));
-        PyObject* values = plane_of(planes, s_values, 0);
+        PyObject* values = offsets == nullptr ? nullptr : plane_of(planes, s_values, 0);
         const int is_exact = offsets != nullptr && values != nullptr ? is_same(codec, s_values, Py_None) : 0;
         if (is_exact <= 0) return found;
-        Owned own(tensor_dtype(values)), stored(tensor_numel(values));
-        if (!own || !stored || own.get() != dtype) return found;
+        Owned own(tensor_dtype(values)), stored(own ? tensor_numel(values) : nullptr);
+        if (!stored || own.get() != dtype) return found;
         found.stored = PyLong_AsLongLong(stored.get());
         found.offsets = data_of(offsets);
+        if (PyErr_Occurred()) return found;
         found.values = data_of(values);
         if (!PyErr_Occurred()) found.kind = ZVC;
     } else if (type == binary_type) {
@@ -393,7 +404,7 @@ PyObject* decode_form(PyObject* value, PyObject* form) {
 PyObject* finalize_form(PyObject* form, PyObject*) {
     PyObject *store = at(form, layout::form.store), *ticket = at(form, layout::form.ticket);
     if (store == nullptr || ticket == nullptr) Py_RETURN_NONE;  // its __init__ has failed
-    if (!is_a(store, layout::device_store)) return PyObject_CallMethodObjArgs(store, s_drop, ticket, nullptr);
+    if (!is_a(store, layout::device_store)) return call_in_finalizer(store, s_drop, ticket);
     PyObject *values = at(store, layout::device_store._values), *number = at(ticket, layout::ticket.number);
     Owned held(nullptr);  // which frees the planes when the lock is free again
     const Locked locked(at(store, layout::device_store._lock));

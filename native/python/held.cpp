@@ -5,6 +5,8 @@
 // cases are written once.
 #include "kernels.h"
 
+#include <initializer_list>
+
 namespace backstash {
 namespace {
 
@@ -61,14 +63,16 @@ PyObject* read_otherwise(PyObject* reading, PyObject* packed) {
 // What the node that runs is given of a matrix: made of it by that function, if the node is a linear layer's.
 PyObject* read_matrix(PyObject* reading, PyObject* matrix, PyObject* node, PyObject* function) {
     Owned asked(PyObject_GetAttr(reading, function));
+    if (!asked) return nullptr;
     const bool of_weight = asked.get() == claim_weight;
-    if (asked && (of_weight || asked.get() == claim_input)) {
-        const int large = is_large_layer(node, of_weight, of_weight ? integer(matrix, s_itemsize) : 0);
+    if ((of_weight || asked.get() == claim_input)) {
+        const long long itemsize = of_weight ? integer(matrix, s_itemsize) : 0;
+        const int large = itemsize < 0 ? -1 : is_large_layer(node, of_weight, itemsize);
         if (large <= 0) return large < 0 ? nullptr : Py_NewRef(matrix);
     }
     Owned name(PyObject_GetAttr(type_of(node), s___name__));
-    Owned names(PyObject_GetAttr(reading, s_of_nodes));
-    const int is_asked = name && names ? PySequence_Contains(names.get(), name.get()) : -1;
+    Owned names(name ? PyObject_GetAttr(reading, s_of_nodes) : nullptr);
+    const int is_asked = names ? PySequence_Contains(names.get(), name.get()) : -1;
     if (is_asked < 0) return nullptr;
     return is_asked ? PyObject_CallMethodObjArgs(reading, function, matrix, nullptr) : Py_NewRef(matrix);
 }
@@ -161,6 +165,17 @@ bool make_names() {
     return true;
 }
 
+bool make_constants() {
+    no_text = PyUnicode_InternFromString("");
+    held_by_program = PyUnicode_InternFromString("held by the program, kept by reference");
+    no_seconds = PyFloat_FromDouble(0.0);
+    one_saved = Py_BuildValue("(iii)", 1, 0, 0);
+    for (PyObject** each : {&known_ops, &known_sizes, &known_arguments}) *each = PyDict_New();
+    for (PyObject* each : {no_text, held_by_program, no_seconds, one_saved, known_ops, known_sizes, known_arguments})
+        if (each == nullptr) return false;
+    return true;
+}
+
 // See is_traced in torch_internals.py.
 PyObject* is_traced_now(PyObject*, PyObject*) {
     const int traced = is_traced();
@@ -221,6 +236,6 @@ PyObject* hold_in(PyObject* x) {
 }  // namespace backstash
 
 PyMODINIT_FUNC PyInit__held() {
-    const bool is_ready = backstash::make_names() && backstash::make_watch_type();
+    const bool is_ready = backstash::make_names() && backstash::make_constants() && backstash::make_watch_type();
     return is_ready ? PyModule_Create(&backstash::module) : nullptr;
 }

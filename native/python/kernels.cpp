@@ -9,13 +9,12 @@ constexpr long long HUGE_FROM = 4 << 20;       // as in ops/cpu/library.py
 
 // The arguments ``dtype=dtype, device="cpu"``: a borrowed reference, or null with an error set.
 PyObject* on_cpu(PyObject* dtype) {
-    static PyObject *known = PyDict_New(), *cpu = PyUnicode_InternFromString("cpu");
-    if (known == nullptr || cpu == nullptr) return nullptr;
-    PyObject* found = PyDict_GetItemWithError(known, dtype);
+    PyObject* found = PyDict_GetItemWithError(known_arguments, dtype);
     if (found != nullptr || PyErr_Occurred()) return found;
     Owned made(PyDict_New());
     if (!made || PyDict_SetItem(made.get(), s_dtype, dtype) != 0) return nullptr;
-    if (PyDict_SetItem(made.get(), s_device, cpu) != 0 || PyDict_SetItem(known, dtype, made.get()) != 0) return nullptr;
+    if (PyDict_SetItem(made.get(), s_device, s_cpu) != 0) return nullptr;
+    if (PyDict_SetItem(known_arguments, dtype, made.get()) != 0) return nullptr;
     return made.get();
 }
 
@@ -60,7 +59,7 @@ PyObject* empty_plane(long long numel, PyObject* dtype) {
     Owned made(args ? PyObject_Call(empty, args.get(), kwargs) : nullptr);
     if (!made || numel < HUGE_FROM / 8) return made.release();
     const long long nbytes = integer(made.get(), s_nbytes);
-    void* data = data_of(made.get());
+    void* data = nbytes < 0 ? nullptr : data_of(made.get());
     if (PyErr_Occurred()) return nullptr;
     if (nbytes >= HUGE_FROM) kernel::bs_advise_huge(data, nbytes);
     return made.release();

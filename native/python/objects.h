@@ -33,15 +33,15 @@ namespace backstash {
     X(_places) X(_raw_saved_result1) X(_raw_saved_result2) X(_recognised) X(_rows) X(_run) X(_saved_mat2_sym_sizes) \
     X(_sequence_nr) X(_shapes) X(_state) X(_take) X(_take_of_node) X(_take_of_unknown) X(_values) X(_version) \
     X(accounts) X(acquire) X(affine) X(after_function) X(any_producer) X(append) X(as_strided) X(awaits_large_weight) \
-    X(before) X(before_side_effect) X(bias) X(bound) X(chosen) X(clock) X(clone) X(codec) X(codecs) X(counted) \
+    X(before) X(before_side_effect) X(bias) X(bound) X(chosen) X(clock) X(clone) X(codec) X(codecs) X(counted) X(cpu) \
     X(counts) X(data) X(data_ptr) X(decide) X(dense) X(depth) X(detach) X(device) X(dim) X(drop) X(dtype) X(due) \
-    X(enter_module) X(exact_roots) X(filled) X(forget) X(frames) X(get) X(grad_fn) X(if_clear) X(if_set) X(include) \
+    X(enter_module) X(exact_roots) X(filled) X(forget) X(frames) X(fused) X(get) X(grad_fn) X(if_clear) X(if_set) X(include) \
     X(inplace) X(is_conj) X(is_cpu) X(is_floating_point) X(is_idle) X(is_inference) X(is_leaf) X(is_meta) X(is_neg) \
-    X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(is_used) X(itemsize) X(key) X(label) X(lack) \
+    X(is_nested) X(is_plain) X(is_quantized) X(is_simple) X(is_timing) X(is_used) X(itemsize) X(kept) X(key) X(label) X(lack) \
     X(layout) X(learned) X(leave_module) X(let_go) X(look_at_due) X(made) X(mask) X(max_depth) X(max_inputs) \
     X(min_nbytes) X(named) X(nan) X(nbytes) X(need) X(next_functions) X(nodes) X(noting) X(numel) X(of) X(of_matrix) \
     X(of_nodes) X(of_weight) X(offsets) X(op) X(otherwise) X(out) X(pair) X(parameters) X(place) X(popleft) \
-    X(preserves) X(reason) X(recipe) X(recognised) X(recomputes) X(release) X(remakes_anything) X(repeat) \
+    X(preserves) X(reason) X(recipe) X(recognised) X(recompute) X(recomputes) X(release) X(remakes_anything) X(repeat) \
     X(requires_grad) X(run) X(saved) X(shape) X(share) X(shrink) X(small) X(spec) X(step) X(storage_offset) X(store) \
     X(stride) X(ternary) X(training) X(type) X(unnamed) X(untyped_storage) X(values) X(weight)
 
@@ -51,6 +51,11 @@ BACKSTASH_OBJECTS(BACKSTASH_DECLARE_OBJECT)
 BACKSTASH_NAMES(BACKSTASH_DECLARE_NAME)
 #undef BACKSTASH_DECLARE_OBJECT
 #undef BACKSTASH_DECLARE_NAME
+
+// Objects that many calls share, made when the module is loaded: see make_constants() in held.cpp.
+inline PyObject *no_text = nullptr, *held_by_program = nullptr;             // texts
+inline PyObject *no_seconds = nullptr, *one_saved = nullptr;                // 0.0; what dies with a saved tensor
+inline PyObject *known_ops = nullptr, *known_sizes = nullptr, *known_arguments = nullptr;  // dicts
 
 // A reference that is given up at the end of the block.
 class Owned {
@@ -93,6 +98,29 @@ inline PyObject* type_of(PyObject* object) { return reinterpret_cast<PyObject*>(
 // Whether a tensor is of a class that no torch function of a subclass can see.
 inline bool is_plain(PyObject* x) { return type_of(x) == tensor_type || type_of(x) == parameter_type; }
 
+// Calls a method that gives something back, such as a lock, with an argument three times if there is one. An error that is
+// set stays set. Where there was no memory for the call itself, it is called again.
+inline void give_back(PyObject* object, PyObject* method, PyObject* argument = nullptr) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    for (int calls = 0; calls < 2; ++calls) {
+        if (Owned(PyObject_CallMethodObjArgs(object, method, argument, argument, argument, nullptr))) break;
+        PyErr_Clear();
+    }
+    PyErr_Restore(type, error, trace);
+}
+
+// Calls a method from a finalizer, out of which Python lets no error. During a backward pass that is often the first Python
+// code for a while, so Ctrl-C arrives there: the method is called again, and Ctrl-C is raised where Python looks next.
+inline PyObject* call_in_finalizer(PyObject* object, PyObject* method, PyObject* argument = nullptr) {
+    PyObject* result = PyObject_CallMethodObjArgs(object, method, argument, nullptr);
+    if (result != nullptr || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) return result;
+    PyErr_Clear();
+    result = PyObject_CallMethodObjArgs(object, method, argument, nullptr);
+    PyErr_SetInterrupt();
+    return result;
+}
+
 // Inside, no torch function mode and no subclass sees what is asked of a tensor. An error that is set stays set.
 class NoTorchFunction {
 public:
@@ -109,11 +137,7 @@ public:
         is_set_ = entered_ = static_cast<bool>(inside);
     }
     ~NoTorchFunction() {
-        if (!entered_) return;
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
-        Owned(PyObject_CallMethodObjArgs(context_.get(), s___exit__, Py_None, Py_None, Py_None, nullptr));
-        PyErr_Restore(type, error, trace);
+        if (entered_) give_back(context_.get(), s___exit__, Py_None);
     }
     explicit operator bool() const { return is_set_; }
 

@@ -95,10 +95,7 @@ bool tell_effect(Watch* watch, long effect, PyObject* args, PyObject* kwargs) {
     Owned told(nullptr);
     PyObject* listener = watch->listener;
     if (none) told.reset(PyObject_CallMethodObjArgs(listener, s_before_side_effect, named, args, none.get(), nullptr));
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    Owned(PyObject_CallMethodObjArgs(context.get(), s___exit__, Py_None, Py_None, Py_None, nullptr));
-    PyErr_Restore(type, error, trace);
+    give_back(context.get(), s___exit__, Py_None);
     return static_cast<bool>(told);
 }
 
@@ -243,6 +240,7 @@ PyObject* watch_call(PyObject* self, PyObject* given, PyObject*) {
     if (!PyTuple_CheckExact(args) || (kwargs != nullptr && !PyDict_CheckExact(kwargs))) return Py_NewRef(watch->rare);
     PyObject* known = PyDict_GetItemWithError(watch->kinds, func);
     if (known == nullptr) {  // not seen yet, or one that cannot be hashed
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) return nullptr;
         PyErr_Clear();
         return Py_NewRef(watch->rare);
     }

@@ -141,6 +141,9 @@ PyObject* fitting(PyObject*, PyObject* const* args, Py_ssize_t number) {
     Owned found(PyList_New(0));
     if (!found) return nullptr;
     if (!fits_result(args[0], args[3], args[4]) || !fits_call(args[0], args[1], args[2], args[4], found.get())) {
+        const bool is_answer = !PyErr_Occurred() || (PyErr_ExceptionMatches(PyExc_Exception) &&
+                                                     !PyErr_ExceptionMatches(PyExc_MemoryError));
+        if (!is_answer) return nullptr;  // Ctrl-C, for example
         PyErr_Clear();  // what cannot be asked does not fit
         Py_RETURN_NONE;
     }

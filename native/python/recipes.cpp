@@ -236,9 +236,7 @@ void run_each_alone(PyObject* recipe) {
 
 // Whether the recipe was proven in an earlier step and need not be proven again in this one: see Remaking._way.
 Found is_proven(PyObject* place, PyObject* recipe, PyObject* strongest, PyObject* whole) {
-    static PyObject* fused = PyUnicode_InternFromString("fused");
     PyObject* proven = at(place, layout::place.proven);  // tree, spec, own, way, text
-    if (fused == nullptr) return Found::error;
     if (proven == Py_None || PyTuple_GetItem(proven, 2) != Py_None) return Found::left;
     PyObject* spec = PyTuple_GetItem(proven, 1);
     const bool is_known = whole == at(strongest, layout::saved.dense) && at(strongest, layout::saved.spec) == spec;
@@ -251,7 +249,7 @@ Found is_proven(PyObject* place, PyObject* recipe, PyObject* strongest, PyObject
     if (!has_tree(recipe, PyTuple_GetItem(proven, 0))) return Found::left;
     if (!set_number(place, layout::place.uses, uses)) return Found::error;
     set(recipe, layout::recipe.text, PyTuple_GetItem(proven, 4));
-    if (way != fused && PyUnicode_Compare(way, fused) != 0) run_each_alone(recipe);
+    if (way != s_fused && PyUnicode_Compare(way, s_fused) != 0) run_each_alone(recipe);
     return Found::it;
 }
 

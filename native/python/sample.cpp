@@ -84,8 +84,9 @@ int has_elements(PyObject* x, PyObject* sample) {
     if (!PyBytes_CheckExact(bits) || !is_none_at(sample, layout::sample.checksum)) return 0;
     Owned is_here(tensor_is_cpu(x));
     if (!is_here || is_here.get() != Py_True) return is_here ? 0 : -1;
-    Owned address(tensor_data_ptr(x)), numel(tensor_numel(x)), itemsize(tensor_itemsize(x));
-    const long long size = address && numel && itemsize ? PyLong_AsLongLong(itemsize.get()) : -1;
+    Owned address(tensor_data_ptr(x)), numel(address ? tensor_numel(x) : nullptr);
+    Owned itemsize(numel ? tensor_itemsize(x) : nullptr);
+    const long long size = itemsize ? PyLong_AsLongLong(itemsize.get()) : -1;
     if (size < 0) return -1;
     const long long begin = number_at(sample, layout::sample.begin), step = number_at(sample, layout::sample.step);
     const long long there = PyLong_AsLongLong(numel.get()), most = ELEMENTS;

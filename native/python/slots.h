@@ -211,11 +211,7 @@ public:
         is_held_ = static_cast<bool>(acquired);
     }
     ~Locked() {
-        if (!is_held_) return;
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
-        Owned(PyObject_CallMethodObjArgs(lock_.get(), s_release, nullptr));
-        PyErr_Restore(type, error, trace);
+        if (is_held_) give_back(lock_.get(), s_release);
     }
     explicit operator bool() const { return is_held_; }
 

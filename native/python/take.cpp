@@ -7,18 +7,10 @@
 namespace backstash {
 namespace {
 
-// Numbers and texts that many objects have, made once.
 PyObject* zero() {
-    static PyObject* number = PyLong_FromLong(0);
+    static PyObject* number = PyLong_FromLong(0);  // which Python has at hand
     return number;
 }
-
-PyObject* no_seconds() {
-    static PyObject* number = PyFloat_FromDouble(0.0);
-    return number;
-}
-
-PyObject* text(const char* content) { return PyUnicode_InternFromString(content); }
 
 // Adds to an attribute that is a number; returns whether that went well.
 bool add_to(PyObject* object, const Field& field, PyObject* number) {
@@ -46,8 +38,6 @@ int may_begin_step(PyObject* forward, PyObject* live) {
 
 // See accounts.Account.__init__, and what Forward._take writes into one.
 PyObject* make_account(PyObject* facts, PyObject* nbytes, PyObject* made_seconds) {
-    static PyObject *kept = text("kept"), *device = text("device");
-    static PyObject* held = text("held by the program, kept by reference");
     PyObject* made = make(layout::account.type);
     if (made == nullptr) return nullptr;
     const auto& at_ = layout::account;
@@ -55,11 +45,11 @@ PyObject* make_account(PyObject* facts, PyObject* nbytes, PyObject* made_seconds
     set(made, at_.shared_by, Py_None);
     set(made, at_.saved_nbytes, nbytes);
     set(made, at_.stash_nbytes, nbytes);
-    set(made, at_.codec, kept);
-    set(made, at_.store, device);
-    set(made, at_.reason, held);
+    set(made, at_.codec, s_kept);
+    set(made, at_.store, s_device);
+    set(made, at_.reason, held_by_program);
     for (Py_ssize_t seconds : {at_.encode_seconds, at_.decode_seconds, at_.stall_seconds})
-        set(made, seconds, no_seconds());
+        set(made, seconds, no_seconds);
     set(made, at_.remake_seconds, made_seconds);
     set(made, at_.decodes, zero());
     set(made, at_.is_of_region, Py_False);
@@ -69,8 +59,8 @@ PyObject* make_account(PyObject* facts, PyObject* nbytes, PyObject* made_seconds
 // See Account.share; returns whether that went well.
 bool share(PyObject* account, PyObject* facts) {
     PyObject *first = at(account, layout::account.facts), *others = at(account, layout::account.shared_by);
-    Owned need(PyObject_GetAttr(facts, s_need)), before(PyObject_GetAttr(first, s_need));
-    if (!need || !before) return false;
+    Owned need(PyObject_GetAttr(facts, s_need)), before(need ? PyObject_GetAttr(first, s_need) : nullptr);
+    if (!before) return false;
     if (others == Py_None) {
         others = untracked(PyList_New(0));
         if (others == nullptr) return false;
@@ -84,7 +74,6 @@ bool share(PyObject* account, PyObject* facts) {
 
 // See value.Value.__init__.
 PyObject* make_value(PyObject* storage, PyObject* cdata, PyObject* account, PyObject* live, PyObject* place) {
-    static PyObject* no_key = text("");
     Owned members(untracked(PyList_New(0)));
     PyObject* made = members ? make(layout::value.type) : nullptr;
     if (made == nullptr) return nullptr;
@@ -99,7 +88,7 @@ PyObject* make_value(PyObject* storage, PyObject* cdata, PyObject* account, PyOb
     give(made, at_.members, members.release());
     set(made, at_.account, account);
     set(made, at_.live, live);
-    set(made, at_.key, no_key);
+    set(made, at_.key, no_text);
     set(made, at_.errors, no_errors);
     set(made, at_.place, place);
     return made;
@@ -172,12 +161,11 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
 
 // The op of a node of torch's own, as needs.op_of; types of other nodes come and go, and are not asked about here.
 PyObject* op_of(PyObject* node) {
-    static PyObject* known = PyDict_New();
-    PyObject* op = known == nullptr ? nullptr : PyDict_GetItemWithError(known, type_of(node));
+    PyObject* op = PyDict_GetItemWithError(known_ops, type_of(node));
     if (op != nullptr) return Py_NewRef(op);
-    if (known == nullptr || PyErr_Occurred()) return nullptr;
+    if (PyErr_Occurred()) return nullptr;
     Owned found(PyObject_CallFunctionObjArgs(op_of_node, node, nullptr));
-    return found && PyDict_SetItem(known, type_of(node), found.get()) == 0 ? found.release() : nullptr;
+    return found && PyDict_SetItem(known_ops, type_of(node), found.get()) == 0 ? found.release() : nullptr;
 }
 
 // The places at which a node has saved tensors, where it is as in an earlier step; None where it is not. See Names.places.
@@ -312,21 +300,21 @@ PyObject* make_saved(PyObject* x, PyObject* live) {
     Owned dense(tensor_detach(x));
     Owned original(dense ? weak_reference(x) : nullptr);
     Owned version(original ? tensor__version(x) : nullptr);
-    if (!version || !set_number(live, layout::live._saved, number_at(live, layout::live._saved) + 1)) return nullptr;
-    PyObject* made = make(layout::saved.type);
+    PyObject* made = version ? make(layout::saved.type) : nullptr;
     if (made == nullptr) return nullptr;
     const auto& at_ = layout::saved;
     for (Py_ssize_t none : {at_.counter, at_.tensor, at_.place, at_.spec, at_.value, at_.mask, at_.modified, at_.node,
                             at_.wrapping})
         set(made, none, Py_None);
     for (Py_ssize_t no : {at_.builtin, at_.claimable, at_.pinned}) set(made, no, Py_False);
-    set(made, at_.live, live);
     give(made, at_.dense, dense.release());
     give(made, at_.original, original.release());
     give(made, at_.version, version.release());
     set(made, at_.need, need_value);
     set(made, at_.offset, zero());
     set(made, at_.round, zero());
+    if (!set_number(live, layout::live._saved, number_at(live, layout::live._saved) + 1)) return Py_DECREF(made), nullptr;
+    set(made, at_.live, live);  // from now on its finalizer counts
     return made;
 }
 

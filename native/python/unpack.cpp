@@ -33,9 +33,8 @@ int is_in(PyObject* module, PyObject* set, PyObject* name) {
 // Of a linear layer's node the name under which it has saved its input's sizes, of any other None: a borrowed
 // reference, or null with an error set. A type is remembered if it is torch's own, which cannot go.
 PyObject* name_of_sizes(PyObject* node) {
-    static PyObject* known = PyDict_New();
     PyObject* type = type_of(node);
-    PyObject* found = PyDict_GetItemWithError(known, type);
+    PyObject* found = PyDict_GetItemWithError(known_sizes, type);
     if (found != nullptr || PyErr_Occurred()) return found;
     Owned name(PyObject_GetAttr(type, s___name__));
     if (!name) return nullptr;
@@ -45,7 +44,7 @@ PyObject* name_of_sizes(PyObject* node) {
         found = Py_None;
     }
     const bool is_own = !(PyType_GetFlags(reinterpret_cast<PyTypeObject*>(type)) & Py_TPFLAGS_HEAPTYPE);
-    return is_own && PyDict_SetItem(known, type, found) != 0 ? nullptr : found;
+    return is_own && PyDict_SetItem(known_sizes, type, found) != 0 ? nullptr : found;
 }
 
 // The product of the sizes that a node has under a name; -1 with an error set.
@@ -57,8 +56,9 @@ long long elements_of(PyObject* node, PyObject* name) {
     for (Py_ssize_t index = 0; index < number; ++index) {
         Owned size(PySequence_GetItem(sizes.get(), index));
         product *= size ? PyLong_AsLongLong(size.get()) : -1;
+        if (PyErr_Occurred()) return -1;
     }
-    return PyErr_Occurred() ? -1 : product;
+    return product;
 }
 
 // See accumulation.awaits_large_weight: 1 or 0, or -1 with an error set.
@@ -67,6 +67,7 @@ int awaits_large_weight(PyObject* node) {
     PyObject* name = node == Py_None ? Py_None : name_of_sizes(node);
     if (name == nullptr || name == Py_None) return name == nullptr ? -1 : 0;
     const long long product = elements_of(node, s__saved_mat2_sym_sizes);
+    if (PyErr_Occurred()) return -1;
     const long long large = number_in(accumulating, s_LARGE), widest = number_in(accumulating, s_WIDEST);
     if (PyErr_Occurred()) return -1;
     if (product < large / widest) return 0;
@@ -140,7 +141,7 @@ int is_faster_than_decoding(PyObject* saved, PyObject* op, long long nbytes) {
 // See unpack._is_claimed: 1 or 0, or -1 with an error set.
 int is_claimed(PyObject* saved, long long nbytes, PyObject* value, Running& running) {
     PyObject* facts = at(saved, layout::saved.tensor);
-    Owned op(facts == Py_None ? PyUnicode_FromString("") : PyObject_GetAttr(facts, s_op));
+    Owned op(facts == Py_None ? Py_NewRef(no_text) : PyObject_GetAttr(facts, s_op));
     int claimed = op ? is_direct(value, op.get()) : -1;
     if (claimed == 0) claimed = is_large(saved, op.get(), nbytes);
     else if (claimed > 0 && is_mask(value))
@@ -199,19 +200,24 @@ bool lose(PyObject* live, PyObject* loss) {
     return static_cast<bool>(Owned(PyObject_CallMethodObjArgs(at(live, layout::live._losses), s_append, loss, nullptr)));
 }
 
+// Whether a pool of buffers holds nothing.
+bool are_empty(PyObject* buffers) {
+    return is_a(buffers, layout::buffers) && is_none_at(buffers, layout::buffers._lent) &&
+           PyList_Size(at(buffers, layout::buffers._buffers)) == 0;
+}
+
 // See Saved.__del__.
 PyObject* finalize_saved(PyObject* saved, PyObject*) {
-    static PyObject* loss = Py_BuildValue("(iii)", 1, 0, 0);
     PyObject *value = at(saved, layout::saved.value), *live = at(saved, layout::saved.live);
     if (value != nullptr && value != Py_None &&
         number_at(saved, layout::saved.round) != number_at(value, layout::value.round) &&
         !set_number(value, layout::value.unread, number_at(value, layout::value.unread) - 1))
         return nullptr;
     if (live == nullptr) Py_RETURN_NONE;  // its __init__ has failed
-    if (!lose(live, loss)) return nullptr;
-    if (PyObject_Size(at(live, layout::live._losses)) >= number_at(live, layout::live._saved))
-        return PyObject_CallMethodObjArgs(live, s__free_buffers, nullptr);
-    Py_RETURN_NONE;
+    if (!lose(live, one_saved)) return nullptr;
+    if (PyObject_Size(at(live, layout::live._losses)) < number_at(live, layout::live._saved)) Py_RETURN_NONE;
+    if (are_empty(at(live, layout::live.buffers))) Py_RETURN_NONE;
+    return call_in_finalizer(live, s__free_buffers);
 }
 
 // See Value.__del__.
@@ -223,9 +229,7 @@ PyObject* finalize_value(PyObject* value, PyObject*) {
     const long long remade_nbytes = remade == Py_None ? 0 : storage_nbytes(remade);
     if (remade_nbytes < 0) return nullptr;
     if (buffers != Py_None && form != Py_None) {
-        const bool is_empty = is_a(buffers, layout::buffers) && is_none_at(buffers, layout::buffers._lent) &&
-                              PyList_Size(at(buffers, layout::buffers._buffers)) == 0;
-        if (!is_empty && !Owned(PyObject_CallMethodObjArgs(buffers, s_forget, form, nullptr))) return nullptr;
+        if (!are_empty(buffers) && !Owned(call_in_finalizer(buffers, s_forget, form))) return nullptr;
     }
     const long long nbytes = device_nbytes(account);
     if (nbytes == 0 && remade_nbytes == 0) Py_RETURN_NONE;
