@@ -20,7 +20,7 @@ Note: [ownership]
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Literal
@@ -32,7 +32,7 @@ from backstash import policies
 from backstash.arguments import check_arguments, replanned
 from backstash.backward import accumulation, install, linear, table
 from backstash.backward.unpack import unpack
-from backstash.capture import hooks, learned
+from backstash.capture import hooks, learned, leaving
 from backstash.capture.forward import Forward
 from backstash.capture.names import Names
 from backstash.capture.naming import packed_by
@@ -148,6 +148,7 @@ class Session:
         self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check}"
         self._is_bound = False  # to what was learned of the model
         self._hooks: hooks.Hooks | None = None
+        self._entry: leaving.Entry | None = None
         self._peak: tuple[PeakRow, ...] = ()
         given = {"model": model, "stores": stores, "check": check, "overwrite_gradients": overwrite_gradients}
         self._replanned = replanned(self.policy, replan, min_nbytes=self.min_nbytes, check_limit=check_limit, **given)
@@ -160,39 +161,65 @@ class Session:
     # -- entering and leaving ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
+        leaving.leave_abandoned()
+        hooks.remove_left_observers()
         hooks.refuse_other_hooks()
         if self._replanned is not None:
+            leaving.enter_instead(self, self._replanned)
             self._replanned.__enter__()
             return self
-        if self._hooks is not None:
+        if self._entry is not None and self._entry.is_abandoned:
+            self._leave(None, None, None)
+        if self._entry is not None:
             raise SessionError(
                 "a Session was entered that is in use already, by another thread. Make a Session for each thread."
             )
-        self._elsewhere = False
-        self._names.enter_session()
-        self._forward.is_idle = self._may_idle()
-        if self._forward.is_idle:
-            self._hooks = hooks.Hooks(self._hold, self._read)
-        else:
-            self._hooks = hooks.Hooks(self._take_in, self._read, self, self._forward)
+        self._entry = entry = leaving.Entry(self)
+        try:
+            self._elsewhere = False
+            self._names.enter_session()
+            self._forward.is_idle = self._may_idle()
+            if self._forward.is_idle:
+                self._hooks = hooks.Hooks(self._hold, self._read)
+            else:
+                self._hooks = hooks.Hooks(self._take_in, self._read, self, self._forward)
+            self._hooks.install()
+        except BaseException as error:
+            entry.leave(error)
+            raise
         return self
 
-    def __exit__(
+    __exit__ = leaving.Exit()
+
+    def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Leaves the Session; does nothing if that was done already (Note: [interrupted leaving])."""
         if self._replanned is not None:
-            self._replanned.__exit__(kind, error, trace)
+            self._replanned._leave(kind, error, trace)
             return
-        with ExitStack() as last:
-            last.callback(self._forget)
-            if error is None:
-                last.callback(self._learn)
-            else:
-                self._forward.step.is_whole, self._forward.counted[:] = False, (0, 0)
-            last.callback(self._finish)
-            installed, self._hooks = self._hooks, None
-            if installed is not None:
-                installed.remove()
+        if self._entry is None or not self._entry.may_end_here():
+            return
+        self._entry.is_over = True
+        if error is not None:
+            self._forward.step.is_whole, self._forward.counted[:] = False, (0, 0)
+        leaving.to_the_end(self._leave_entry)
+
+    def _leave_entry(self) -> None:
+        """Takes everything away, and decides about what is pending. It may be called again if it was interrupted."""
+        entry = self._entry
+        if entry is None:
+            return
+        if self._hooks is not None:
+            self._hooks.remove(entry.is_here)
+        try:
+            leaving.to_the_end(self._finish)
+            self._learn()
+        finally:
+            self._forget()
+            self._hooks = None
+            entry.end()
+            self._entry = None
 
     def _finish(self) -> None:
         """Decide about everything that is pending: from now on nobody watches what the program does to it."""
@@ -340,7 +367,7 @@ class Session:
         if self._forward.counted[0]:  # and the Session was not left since
             self._learn()
         self._encoder.begin_step()
-        self._live.unpacked = self._reading.is_simple = False
+        self._reading.is_simple = False
         # There is room for nothing before backward has freed something.
         self._live.stashed_nbytes = self._live.needed_nbytes = 0
         self._steps += 1
@@ -353,6 +380,7 @@ class Session:
         self._names.begin_step()
         self._pending.begin_step()
         self._contents.begin_step()
+        self._live.unpacked = False  # last: what is interrupted before that is done again
 
     # -- pack ----------------------------------------------------------------------------------------------------
 

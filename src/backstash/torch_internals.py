@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType, FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -74,7 +74,8 @@ def is_traced() -> bool:
     return count_dispatch_modes() > 0 and has_tracing_mode()
 
 
-_function_modes: Callable[[], list[Any]] = find("overrides._get_current_function_mode_stack")
+function_modes: Callable[[], list[Any]] = find("overrides._get_current_function_mode_stack")
+"""The TorchFunctionModes that are active on this thread, the innermost last."""
 
 
 def has_replacing_mode() -> bool:
@@ -84,7 +85,7 @@ def has_replacing_mode() -> bool:
     """
     if count_dispatch_modes():
         return True
-    return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _function_modes())
+    return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in function_modes())
 
 
 dispatch_mode: Callable[[], Any] = find("utils._python_dispatch._get_current_dispatch_mode")
@@ -115,6 +116,23 @@ any_autocast: Callable[[], bool] = find("_C._is_any_autocast_enabled")
 set_grad_mode: Callable[[bool], None] = find("_C._set_grad_enabled")
 """Switches grad mode of this thread on or off; ``torch.no_grad()`` does the same in five times the time."""
 
+
+_T = TypeVar("_T")
+
+
+def without_gradients(function: Callable[[], _T]) -> _T:
+    """What a function returns without grad mode.
+
+    If ``torch.no_grad()`` is interrupted by Ctrl-C while it is entered or left, grad mode stays off.
+    """
+    before = torch.is_grad_enabled()
+    try:
+        set_grad_mode(False)
+        return function()
+    finally:
+        set_grad_mode(before)
+
+
 no_torch_function: Any = find("_C.DisableTorchFunction")
 """A context in which nobody sees the torch functions that are called."""
 
@@ -129,6 +147,37 @@ push_function_mode: Callable[[Any], None] = find("overrides._push_mode")
 
 current_function_mode: Callable[[], Any] = find("overrides._get_current_function_mode")
 """The innermost TorchFunctionMode that is active; None where there is none."""
+
+
+def remove_function_mode(mode: Any) -> bool:
+    """Takes a TorchFunctionMode away from wherever it lies on this thread's stack; returns whether it was there."""
+    if all(each is not mode for each in function_modes()):
+        return False
+    above: list[Any] = []
+    try:
+        while (top := current_function_mode()) is not mode:
+            above.append(top)
+            pop_function_mode()
+        pop_function_mode()
+    finally:
+        for each in reversed(above):
+            push_function_mode(each)
+    return True
+
+
+def remove_saved_tensor_hooks(pack: Any) -> None:
+    """Takes the pair of saved-tensor hooks with that pack hook away from wherever it lies on this thread's stack."""
+    above: list[tuple[Any, Any]] = []
+    try:
+        while (top := saved_tensor_hooks(True)) is not None and top[0] is not pack:
+            above.append(top)
+            pop_saved_tensor_hooks()
+        if top is not None:
+            pop_saved_tensor_hooks()
+    finally:
+        for pair in reversed(above):
+            push_saved_tensor_hooks(*pair)
+
 
 no_torch_function_subclass: Any = find("_C.DisableTorchFunctionSubclass")
 """A context in which tensor subclasses do not see the torch functions that are called; modes still do."""
@@ -185,6 +234,7 @@ COMPILED_CALL = "_compiled_call_impl"
 
 find("autograd._engine_run_backward")
 _autograd: Any = torch.autograd
+_torchs_backward_engine: Any = torch.autograd.graph._engine_run_backward
 find("_C._autograd._saved_tensors_hooks_disable")
 find("_C._autograd._saved_tensors_hooks_enable")
 _autograd_in_c: Any = find("_C._autograd")
@@ -229,6 +279,14 @@ def backward_engine() -> Callable[..., Any]:
 def replace_backward_engine(engine: Callable[..., Any]) -> None:
     """Have ``torch.autograd`` start the engine by this function, which takes the same arguments."""
     _autograd._engine_run_backward = engine
+
+
+def functions_that_restore() -> frozenset[Any]:
+    """The code of those functions of torch which, when they return, put back modes and hooks that they found.
+
+    Each has the arguments that it passes on in a dictionary of its own, ``kwargs``.
+    """
+    return frozenset((torch.overrides.handle_torch_function.__code__, _torchs_backward_engine.__code__))
 
 
 def switches_of_hooks() -> tuple[Callable[[str], None], Callable[[], None]]:

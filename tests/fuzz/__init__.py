@@ -10,5 +10,7 @@
 * ``execute``: runs a program both ways and says how the outcomes differ.
 * ``minimise``: deletes whatever a failure does not need.
 
+``interrupts`` interrupts trainings at random moments, which then go on: ``python -m tests.fuzz interrupts``.
+
 ``programs`` has programs that once went wrong, one in each file; tests/gradients/test_random_programs.py runs them.
 """

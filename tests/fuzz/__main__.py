@@ -1,4 +1,7 @@
-"""Runs random programs until the time is up; see ``python -m tests.fuzz --help``."""
+"""Runs random programs until the time is up; see ``python -m tests.fuzz --help``.
+
+``python -m tests.fuzz interrupts`` interrupts trainings instead; see ``python -m tests.fuzz interrupts --help``.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from pathlib import Path
 import torch
 
 from backstash import Policy
+from tests.fuzz import interrupts
 from tests.fuzz.execute import Failure, check, run_plain
 from tests.fuzz.generate import POLICIES, SHARE_CHANGING, SMALL, generate
 from tests.fuzz.kinds import COMMON, FEATURES
@@ -35,7 +39,10 @@ def main(arguments: Sequence[str] | None = None, policy: Policy | None = None) -
     Returns:
         The exit status: 0 if no program failed, else 1.
     """
-    options = _options(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["interrupts"]:
+        return interrupts.main(given[1:])
+    options = _options(given)
     torch.set_num_threads(1)
     folder = Path(options.failures or tempfile.mkdtemp(prefix="fuzz-failures-"))
     folder.mkdir(parents=True, exist_ok=True)

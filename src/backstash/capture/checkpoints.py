@@ -21,11 +21,11 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import cache, wraps
 from typing import Any
 
 from backstash.capture import modules
+from backstash.capture.leaving import to_the_end
 from backstash.capture.observer import Observer
 from backstash.torch_internals import (
     ASKS_FOR_HOOKS,
@@ -35,53 +35,56 @@ from backstash.torch_internals import (
     has_compiled,
     hide_from_dynamo,
     hooks_around_checkpoints,
+    push_function_mode,
+    remove_function_mode,
     replace_checkpoint_generators,
     replace_checkpoint_hooks,
 )
 
 _lock = threading.Lock()
-_open = 0
+_open: dict[object, Callable[..., Any]] = {}
+"""The pack hooks of all open Sessions, by who has asked."""
+
 _original: Any = None
 """Torch's class, as long as a Session is open on any thread."""
 
 _generators: dict[str, Any] = {}
-"""Torch's functions that ask whether hooks are to be respected, as long as a Session is open on any thread."""
-
-_packs: list[Any] = []
-"""The pack hooks of all open Sessions."""
+"""Torch's functions that ask whether hooks are to be respected, by name."""
 
 
-def admit(pack: Callable[..., Any]) -> Callable[[], None]:
+def admit(hooks: object, pack: Callable[..., Any]) -> None:
     """Have checkpoints that are made on this thread run again as they ran here, and ask nothing because of our hooks.
 
     Args:
+        hooks: who asks for that, for :func:`dismiss`.
         pack: the Session's pack hook.
-
-    Returns:
-        What ends that.
     """
-    global _open, _original, _generators
+    global _original
     with _lock:
-        _packs.append(pack)
-        _open += 1
-        if _open == 1:
-            _original = checkpoint_hooks()
-            if _original is not None:
-                replace_checkpoint_hooks(_remembering(_original))
-            _generators = asking_generators()
-            replace_checkpoint_generators({name: _answering(each) for name, each in _generators.items()})
+        _open[hooks] = pack
+        found = checkpoint_hooks()
+        if found is not None and not _is_remembering(found):
+            _original = found
+            replace_checkpoint_hooks(_remembering(found))
+        for name, generator in asking_generators().items():
+            if generator is not _answering(_generators.setdefault(name, generator)):
+                _generators[name] = generator
+                replace_checkpoint_generators({name: _answering(generator)})
 
-    def stop() -> None:
-        global _open
-        with _lock:
-            _packs[:] = [each for each in _packs if each is not pack]
-            _open -= 1
-            if _open == 0:
-                if _original is not None:
-                    replace_checkpoint_hooks(_original)
-                replace_checkpoint_generators(_generators)
 
-    return stop
+def dismiss(hooks: object) -> None:
+    """End that; nothing happens if nobody has asked."""
+    with _lock:
+        _open.pop(hooks, None)
+        if _open:
+            return
+        if _is_remembering(checkpoint_hooks()):
+            replace_checkpoint_hooks(_original)
+        replace_checkpoint_generators(_generators)
+
+
+def _is_remembering(hooks: Any) -> bool:
+    return _original is not None and hooks is _remembering(_original)
 
 
 @cache
@@ -102,7 +105,7 @@ def _answering(original: Any) -> Any:
 
 
 def _is_ours(hooks: Any) -> bool:
-    return hooks is not None and any(hooks[0] is pack for pack in _packs)
+    return hooks is not None and any(hooks[0] is pack for pack in list(_open.values()))
 
 
 @cache
@@ -131,12 +134,15 @@ def _run_alike(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     def run(*args: Any) -> Any:
-        with ExitStack() as installed:
+        kept, observer = object(), Observer(None)
+        try:
             if has_hooks:
-                installed.callback(modules.keep())
+                modules.keep(kept)
             if is_observed and not _is_observed():
-                installed.enter_context(Observer(None))
+                push_function_mode(observer)
             return function(*args)
+        finally:
+            to_the_end(lambda: (remove_function_mode(observer), modules.let_go(kept)))
 
     hide_from_dynamo(run)
     return run

@@ -156,7 +156,7 @@ class Forward:
         self._shapes.clear()
         self._names.noting().end_pass()
         self._packed, self._call_place = [], None
-        self._call = None
+        self.unnamed, self._call = [], None
         self._rows.clear()
 
     def ran(self, region: regions.Region) -> None:

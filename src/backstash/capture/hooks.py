@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from backstash.capture import checkpoints, modules, observer, transforms
 from backstash.errors import SessionError
 from backstash.stash import regions
 from backstash.torch_internals import (
+    count_function_modes,
     current_function_mode,
+    function_modes,
+    in_backward,
+    pop_function_mode,
     pop_saved_tensor_hooks,
+    push_function_mode,
     push_saved_tensor_hooks,
+    remove_function_mode,
+    remove_saved_tensor_hooks,
     saved_tensor_hooks,
 )
 
 
 class Hooks:
-    """What a Session has installed on this thread.
+    """What a Session installs on this thread. What was installed in part can be removed, also more than once.
 
     Args:
         pack, unpack: the saved-tensor hooks.
@@ -39,19 +44,32 @@ class Hooks:
         self._observer = None if of_functions is None else observer.Observer(of_functions)
         self._is_observing = False
         self._below: Any = None  # the mode on which the observer was put
-        with ExitStack() as installed:
-            installed.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
-            installed.callback(transforms.admit(self))
-            installed.callback(checkpoints.admit(pack))
-            installed.callback(self._stop)
-            self.observe()
-            installed.callback(modules.listen(of_modules))
-            installed.callback(regions.listen(None if of_functions is None else of_functions.ran))
-            self._installed = installed.pop_all()
+        self._modules, self._regions = of_modules, None if of_functions is None else of_functions.ran
 
-    def remove(self) -> None:
-        """Take everything away."""
-        self._installed.close()
+    def install(self) -> None:
+        """Install everything."""
+        push_saved_tensor_hooks(self._pack, self._unpack)
+        transforms.admit(self)
+        checkpoints.admit(self, self._pack)
+        self.observe()
+        modules.listen(self._modules)
+        regions.listen(self._regions)
+
+    def remove(self, is_here: bool = True) -> None:
+        """Take everything away.
+
+        Args:
+            is_here: whether this is the thread on which it was installed; else that one has ended.
+        """
+        if is_here:
+            regions.unlisten(self._regions)
+            self._stop()
+            if self._observer is not None:
+                self._observer.end()
+            remove_saved_tensor_hooks(self._pack)
+        modules.unlisten(self._modules, is_here)
+        checkpoints.dismiss(self)
+        transforms.dismiss(self)
 
     @property
     def are_innermost(self) -> bool:
@@ -77,8 +95,8 @@ class Hooks:
         if self._below is not None and current_function_mode() is not self._below:
             return
         self._below = current_function_mode()
-        self._observer.__enter__()
         self._is_observing = True
+        push_function_mode(self._observer)
 
     def stop_observing(self) -> None:
         """Take the observer of torch functions away, unless the program has put a mode of its own on top of it."""
@@ -86,9 +104,25 @@ class Hooks:
             self._stop()
 
     def _stop(self) -> None:
-        if self._is_observing and self._observer is not None:
-            self._is_observing = False
-            self._observer.__exit__(None, None, None)
+        if not self._is_observing:
+            return
+        was_there = remove_function_mode(self._observer)
+        # A mode below that was left before the observer has taken the observer away instead of itself.
+        if not was_there and self._below is not None and current_function_mode() is self._below and not in_backward():
+            pop_function_mode()
+        self._is_observing = False
+
+
+def remove_left_observers() -> None:
+    """Take away observers that nobody listens to.
+
+    A mode that torch has put aside while it runs comes back when what has interrupted torch there is forgotten. By then
+    its Session may have been left.
+    """
+    if count_function_modes() and not in_backward():
+        for mode in function_modes():
+            if isinstance(mode, observer.Observer) and mode.is_over:
+                remove_function_mode(mode)
 
 
 def refuse_other_hooks() -> None:

@@ -52,8 +52,8 @@ _listeners: dict[int, Any] = {}
 _numbers: tuple[int, int] | None = None
 """Of the two hooks, once they were registered: of the one before a forward, and of the one after it."""
 
-_kept = 0
-"""How many ask for the hooks although nobody listens."""
+_kept: set[object] = set()
+"""Who asks for the hooks although nobody listens."""
 
 _lock = threading.Lock()
 
@@ -61,6 +61,9 @@ _lock = threading.Lock()
 def is_active() -> bool:
     """Whether a Session is open on this thread."""
     return getattr(_active, "is_open", False)
+
+
+Hook = Callable[[nn.Module, Any], None]
 
 
 def comes_after(number: int) -> bool:
@@ -72,31 +75,49 @@ def comes_after(number: int) -> bool:
     return _numbers is not None and number in order and _numbers[0] in order[order.index(number) :]
 
 
-def listen(listener: Listener | None) -> Callable[[], None]:
-    """Tell the listener, if any, about modules that run on this thread; returns what ends that."""
+def listen(listener: Listener | None) -> None:
+    """Tell the listener, if any, about modules that run on this thread."""
     _active.is_open = True
-    thread = _active.__dict__
     if listener is None:
-        return lambda: thread.pop("is_open", None)
+        return
+    with _lock:
+        _listeners[id(listener)] = listener
+        _install()
     if compiled.functions is None:
         _active.enter, _active.leave = listener.enter_module, listener.leave_module
     else:  # which call these methods where the module is not known yet
         _active.enter = partial(compiled.functions.enter_module, listener)
         _active.leave = partial(compiled.functions.leave_module, listener)
+
+
+def unlisten(listener: Listener | None, is_here: bool) -> None:
+    """End that; nothing happens if nobody was told.
+
+    Args:
+        listener: who was told.
+        is_here: whether this is the thread on which that was.
+    """
+    if is_here:
+        for name in ("enter", "leave", "suspended", "is_open"):
+            _active.__dict__.pop(name, None)
     with _lock:
-        _listeners[id(listener)] = listener
-        if len(_listeners) == 1 and not _kept:
-            _install()
+        if _listeners.pop(id(listener), None) is None and listener is None:
+            return
+        if not _listeners and not _kept:
+            _uninstall()
 
-    def stop() -> None:
-        for name in ("enter", "leave", "is_open"):
-            thread.pop(name, None)
-        with _lock:
-            _listeners.pop(id(listener), None)
-            if not _listeners and not _kept:
-                _uninstall()
 
-    return stop
+def add_pre_hook(hook: Hook) -> int:
+    """Has a hook called before each module's forward, in this process. Returns its number."""
+    ignore_global_hooks_of_compiled_modules()
+    return nn.modules.module.register_module_forward_pre_hook(hook).id
+
+
+def remove_pre_hook(hook: Hook) -> None:
+    """Ends that; nothing happens if the hook is not there."""
+    installed = nn.modules.module._global_forward_pre_hooks
+    for number in [number for number, each in list(installed.items()) if each == hook]:
+        installed.pop(number, None)
 
 
 def are_installed() -> bool:
@@ -104,43 +125,44 @@ def are_installed() -> bool:
     return bool(_listeners or _kept)
 
 
-def keep() -> Callable[[], None]:
-    """Have modules call the hooks even if nobody listens (Note: [recomputed alike]); returns what ends that."""
-    global _kept
+def keep(asking: object) -> None:
+    """Have modules call the hooks even if nobody listens (Note: [recomputed alike]), until :func:`let_go`."""
     with _lock:
-        _kept += 1
-        if _kept == 1 and not _listeners:
-            _install()
+        _kept.add(asking)
+        _install()
 
-    def stop() -> None:
-        global _kept
-        with _lock:
-            _kept -= 1
-            if not _kept and not _listeners:
-                _uninstall()
 
-    return stop
+def let_go(asking: object) -> None:
+    """End that; nothing happens if it was not asked for."""
+    with _lock:
+        _kept.discard(asking)
+        if not _listeners and not _kept:
+            _uninstall()
 
 
 def _install() -> None:
+    """Installs the hooks if they are not there."""
     global _numbers
     module = nn.modules.module
+    if _numbers is not None and module._global_forward_hooks.get(_numbers[1]) is _leave:
+        return
     ignore_global_hooks_of_compiled_modules()
     if _numbers is None:
+        _uninstall()  # what an interrupted call has installed
         before = module.register_module_forward_pre_hook(_enter)
         after = module.register_module_forward_hook(_leave, always_call=True)
         _numbers = before.id, after.id
     module._global_forward_pre_hooks[_numbers[0]] = _enter
-    module._global_forward_hooks[_numbers[1]] = _leave
     module._global_forward_hooks_always_called[_numbers[1]] = True
+    module._global_forward_hooks[_numbers[1]] = _leave
 
 
 def _uninstall() -> None:
-    assert _numbers is not None
     module = nn.modules.module
-    module._global_forward_pre_hooks.pop(_numbers[0], None)
-    module._global_forward_hooks.pop(_numbers[1], None)
-    module._global_forward_hooks_always_called.pop(_numbers[1], None)
+    for installed, hook in ((module._global_forward_pre_hooks, _enter), (module._global_forward_hooks, _leave)):
+        for number in [number for number, each in list(installed.items()) if each is hook]:
+            installed.pop(number, None)
+            module._global_forward_hooks_always_called.pop(number, None)
 
 
 def _enter(module: nn.Module, args: Any) -> None:

@@ -89,6 +89,7 @@ class Observer(TorchFunctionMode):
     def __init__(self, listener: Listener | None) -> None:
         """Begins with whom it tells; with nobody, it is what a compiler finds installed (Note: [recomputed alike])."""
         super().__init__()
+        self.is_over = False
         functions, self._watch = compiled.functions, _rare
         if listener is None:
             self._watch = _pass_on
@@ -96,6 +97,10 @@ class Observer(TorchFunctionMode):
         self.listener = listener
         if functions is not None:
             self._watch = functions.watch(listener, _numbers, _RARE, calls.random_state, _RESULTS, _EFFECTS)
+
+    def end(self) -> None:
+        """Nobody listens from now on."""
+        self.is_over, self._watch = True, _pass_on
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -136,17 +141,17 @@ class Observer(TorchFunctionMode):
             noted = kind.is_repeatable and not producers.may_change_state(func, args, kwargs)
         noted = noted and not has_replacing_mode() and listener.counts(func)  # Note: [modes that replace]
         before = calls.random_state(func, args, kwargs) if noted else None
-        listener.depth += 1
-        result = None
-        is_timed = listener.is_timing and listener.depth == 1 and (kind.is_cheap or kind.is_repeatable)
-        started = time.perf_counter() if is_timed else 0.0
+        result, depth = None, listener.depth
+        is_timed = listener.is_timing and depth == 0 and (kind.is_cheap or kind.is_repeatable)
         try:
+            listener.depth = depth + 1
+            started = time.perf_counter() if is_timed else 0.0
             result = func(*args, **kwargs)
             if is_timed and type(result) is Tensor:
                 with no_torch_function():
                     listener.took(result, time.perf_counter() - started, func in producers.IN_PLACE)
         finally:
-            listener.depth -= 1
+            listener.depth = depth
             if listener.unnamed and listener.depth == 0:
                 listener.after_function(result)
         if noted and type(result) in _RESULTS:

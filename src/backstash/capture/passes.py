@@ -42,18 +42,27 @@ def listen(listener: Listener, of_grad: bool = False) -> Callable[[], None]:
     """Tells the listener of all backward passes, as long as somebody else holds it. Returns what ends that.
 
     Args:
-        listener: who is told.
+        listener: who is told, once for each pass, however many times it asks.
         of_grad: whether ``torch.autograd.grad`` is a backward pass as well, where it makes no graph of its own.
     """
     reference = weakref.ref(listener, lambda dead: _forget(dead))
     with _lock:
-        _listeners.append((reference, of_grad))
+        if all(each() is not listener for each, _ in _listeners):
+            _listeners.append((reference, of_grad))
         for name in ("backward", "grad"):
             if name not in _installed:
                 original = getattr(torch.autograd, name)
                 _installed[name] = _telling(original, name == "grad"), original
+            if getattr(torch.autograd, name) is _installed[name][1]:
                 setattr(torch.autograd, name, _installed[name][0])
-    return lambda: _forget(reference)
+    return lambda: unlisten(listener)
+
+
+def unlisten(listener: Listener) -> None:
+    """The listener is told no more, if it was."""
+    for reference, _ in list(_listeners):
+        if reference() is listener:
+            _forget(reference)
 
 
 def _forget(reference: weakref.ref[Listener]) -> None:
@@ -85,14 +94,15 @@ def _telling(original: Callable[..., Any], is_grad: bool) -> Callable[..., Any]:
             for listener in told:
                 listener.begin_backward(args[0] if args else kwargs.get("outputs" if is_grad else "tensors"))
             made = original(*args, **kwargs)
+            _inside.is_inside = False
+            for listener in told:
+                listener.end_backward()
         except BaseException:
             for listener in told:
                 listener.fail_backward()
             raise
         finally:
             _inside.is_inside = False
-        for listener in told:
-            listener.end_backward()
         return made
 
     return backward

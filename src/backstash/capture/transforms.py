@@ -13,7 +13,6 @@ Note: [transforms]
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Protocol
 
 from backstash.torch_internals import replace_switches_of_hooks, switches_of_hooks
@@ -32,27 +31,25 @@ class Hooks(Protocol):
 _switch_off, _switch_on = switches_of_hooks()
 _active = threading.local()  # .hooks, and .aside while they are away
 _lock = threading.Lock()
-_open = 0
+_open: set[Hooks] = set()
 
 
-def admit(hooks: Hooks) -> Callable[[], None]:
-    """Have the hooks of this thread step aside for transforms; returns what ends that."""
-    global _open
+def admit(hooks: Hooks) -> None:
+    """Have the hooks of this thread step aside for transforms."""
     _active.hooks, _active.aside = hooks, False
     with _lock:
-        _open += 1
-        if _open == 1:
-            replace_switches_of_hooks(switch_off, switch_on)
+        _open.add(hooks)
+        replace_switches_of_hooks(switch_off, switch_on)
 
-    def stop() -> None:
-        global _open
+
+def dismiss(hooks: Hooks) -> None:
+    """End that; nothing happens if they were not admitted."""
+    if getattr(_active, "hooks", None) is hooks:
         _active.hooks = None
-        with _lock:
-            _open -= 1
-            if _open == 0:
-                replace_switches_of_hooks(_switch_off, _switch_on)
-
-    return stop
+    with _lock:
+        _open.discard(hooks)
+        if not _open:
+            replace_switches_of_hooks(_switch_off, _switch_on)
 
 
 def switch_off(error_message: str) -> None:
@@ -66,6 +63,7 @@ def switch_off(error_message: str) -> None:
 def switch_on() -> None:
     """Allow saved-tensor hooks on this thread again."""
     _switch_on()
-    if getattr(_active, "aside", False):
+    hooks: Hooks | None = getattr(_active, "hooks", None)
+    if hooks is not None and _active.aside:
         _active.aside = False
-        _active.hooks.step_back()
+        hooks.step_back()

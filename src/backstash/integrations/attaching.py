@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from backstash.capture import modules
+from backstash.capture import leaving, modules
 from backstash.errors import IntegrationError
 from backstash.planning.budgeted import Budgeted
 from backstash.policies.base import Policy
@@ -51,6 +51,7 @@ def is_training(model: nn.Module) -> bool:
     a backward pass, where a checkpoint runs its part of the forward pass again. A model that is being exported, traced
     or transformed by torch.func is left alone as well: torch knows no saved-tensor hooks there.
     """
+    leaving.leave_abandoned()
     return (
         model.training
         and torch.is_grad_enabled()

@@ -11,6 +11,7 @@ import importlib
 import os
 import pkgutil
 import warnings
+from ctypes import ArgumentError
 from functools import cache
 from typing import Any
 
@@ -117,7 +118,13 @@ def advise_huge(x: Tensor) -> None:
 def _op(row: Kernel, device_type: str) -> Any:
     def call(*args: Any) -> Any:
         row.check(row.name, args)
-        return getattr(serving(device_type), row.name)(*args)
+        try:
+            return getattr(serving(device_type), row.name)(*args)
+        except ArgumentError as error:  # by which ctypes replaces whatever is raised while it takes an argument
+            for kind in (RecursionError, MemoryError):
+                if kind.__name__ in str(error):
+                    raise kind(str(error)) from error
+            raise
 
     return call
 

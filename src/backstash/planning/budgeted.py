@@ -16,9 +16,9 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,8 +26,8 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
-from backstash.capture import modules
-from backstash.errors import PlanError
+from backstash.capture import leaving, modules
+from backstash.errors import PlanError, SessionError
 from backstash.planning.buckets import Alike, Bucket, Buckets, Signature, growth, signature_of
 from backstash.planning.budget import families, limit_of_errors, parse_budget
 from backstash.planning.course import Course
@@ -44,7 +44,7 @@ from backstash.policies import Policy, get
 from backstash.session import Session
 from backstash.stash.buffers import release
 from backstash.stash.ledger import Report
-from backstash.torch_internals import current_function_mode, ignore_global_hooks_of_compiled_modules, in_backward
+from backstash.torch_internals import current_function_mode, in_backward
 
 T = TypeVar("T")
 
@@ -134,7 +134,8 @@ class Budgeted(Following):
         super().__init__(self.session_with(KeepForSurvey(cycles=1) if plan is None else self._guarded(plan)))
         self._spare: Session | None = self._session  # for the first kind of steps
         self._open: list[Session] = []  # the Session that is open now, if any
-        self._hook: Any = None
+        self._hook = 0  # the number of the module hook
+        self._entry: leaving.Entry | None = None
         self._chain: list[nn.Module] = []
         self._thread = self._retried = self._nbytes = 0
         self._modes: tuple[Any, Any] = (None, None)
@@ -146,59 +147,62 @@ class Budgeted(Following):
     # -- entering and leaving ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        ignore_global_hooks_of_compiled_modules()
-        mine = weakref.ref(self)  # a hook that stays would keep this object alive
-        hook = nn.modules.module.register_module_forward_pre_hook(
-            lambda module, args: None if (own := mine()) is None else own._before_module(module, args)
-        )
+        leaving.leave_abandoned()
+        if self._entry is not None and self._entry.is_abandoned:
+            self._leave(None, None, None)
+        if self._entry is not None:
+            raise SessionError(
+                "a Budgeted was entered inside itself, or while another thread uses it. Enter it once around the whole "
+                "forward pass, and make one for each thread."
+            )
+        self._entry = entry = leaving.Entry(self)
         try:
-            self._enter(self._session)  # which refuses if this object, or another Session, is open: nothing has changed
-        except BaseException:
-            hook.remove()
+            self._hook = modules.add_pre_hook(self._before_module)
+            self._thread = threading.get_ident()
+            self._is_new = self._is_inside = True
+            self._listen()
+            self._enter(self._session)
+        except BaseException as error:
+            entry.leave(error)
             raise
-        self._close_hook()  # of a ``with`` whose end was interrupted
-        self._hook = hook
-        del self._open[:-1]
-        self._thread = threading.get_ident()
-        self._is_new = self._is_inside = True
-        self._listen()
         return self
 
-    def _close_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+    __exit__ = leaving.Exit()
 
-    def __exit__(
+    def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close_hook()
+        """Leaves it; does nothing if that was done already (Note: [interrupted leaving] in leaving.py)."""
+        if self._entry is None or not self._entry.may_end_here():
+            return
+        self._entry.is_over = True
+        leaving.to_the_end(partial(self._leave_entry, error))
+
+    def _leave_entry(self, error: BaseException | None) -> None:
+        """Takes everything away. It may be called again if it was interrupted."""
+        entry = self._entry
+        if entry is None:
+            return
+        modules.remove_pre_hook(self._before_module)
         self._chain.clear()
         self._is_inside = False
         self._unlisten()
-        if error is not None:
-            self._break_off()
-            if is_out_of_memory(error):
+        try:
+            if error is not None and is_out_of_memory(error):
                 advise(error, str(self.budget), "")
-        self._leave(kind, error, trace)
+            self._leave_session(error)
+        finally:
+            entry.end()
+            self._entry = None
 
-    @contextmanager
-    def window(self, model: nn.Module, *inputs: Any) -> Iterator[None]:
-        """A forward pass whose inputs are known: inside, its Session is open.
+    def window(self, model: nn.Module, *inputs: Any) -> Window:
+        """A forward pass whose inputs are known: inside the ``with``, its Session is open.
 
         Args:
             model: the model.
             inputs: what it is called with, nested as it may be.
         """
-        self._begin(model, signature_of(inputs))
-        self._enter(self._session)
-        try:
-            yield
-        except BaseException as error:
-            self._break_off()
-            self._leave(type(error), error, error.__traceback__)
-            raise
-        self._leave(None, None, None)
+        return Window(self, model, signature_of(inputs))
 
     def call(self, model: nn.Module, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a forward pass, and once more under a leaner plan if an allocation has failed in it.
@@ -296,8 +300,8 @@ class Budgeted(Following):
         if not self._may_replace():
             self._attach(self._open[0])
         else:
-            is_told = modules.comes_after(self._hook.id)
-            self._leave(None, None, None)
+            is_told = modules.comes_after(self._hook)
+            self._leave_session(None)
             self._enter(self._session)
             for each in chain if is_told else (*chain, module):
                 self._session.enter_module(each)
@@ -435,15 +439,18 @@ class Budgeted(Following):
     def _enter(self, session: Session) -> None:
         self._meet()
         below = current_function_mode()
+        self._open.append(session)  # first: what is not noted cannot be left
         session.__enter__()
-        self._open.append(session)
         self._spans.begin()
         self._modes = below, current_function_mode()
 
-    def _leave(self, kind: Any, error: Any, trace: Any) -> None:
+    def _leave_session(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._break_off()
         if self._open:
             self._spans.end()
-            self._open.pop().__exit__(kind, error, trace)
+            self._open[-1].__exit__(None if error is None else type(error), error, None)
+            self._open.clear()
 
     def _escalate(self) -> bool:
         """Has the next forward pass hold less. Returns False where nothing less is known."""
@@ -464,3 +471,47 @@ class Budgeted(Following):
         bucket.found = replace(bucket.found, plan=leaner, planned_nbytes=leaner.peak_nbytes, reached_nbytes=0)
         self.use(bucket, leaner if known is bucket else Alike(leaner))
         return True
+
+
+class Window:
+    """A forward pass of a budget whose inputs are known.
+
+    Args:
+        budgeted: what keeps the budget.
+        model: the model that runs.
+        signature: of its inputs.
+    """
+
+    def __init__(self, budgeted: Budgeted, model: nn.Module, signature: Signature) -> None:
+        self._budgeted, self._model, self._signature = budgeted, model, signature
+        self._entry: leaving.Entry | None = None
+
+    def __enter__(self) -> None:
+        leaving.leave_abandoned()
+        self._entry = entry = leaving.Entry(self)
+        try:
+            self._budgeted._begin(self._model, self._signature)
+            self._budgeted._enter(self._budgeted._session)
+        except BaseException as error:
+            entry.leave(error)
+            raise
+
+    __exit__ = leaving.Exit()
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._entry is None or not self._entry.may_end_here():
+            return
+        self._entry.is_over = True
+        leaving.to_the_end(partial(self._leave_entry, error))
+
+    def _leave_entry(self, error: BaseException | None) -> None:
+        entry = self._entry
+        if entry is None:
+            return
+        try:
+            self._budgeted._leave_session(error)
+        finally:
+            entry.end()
+            self._entry = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack
 from typing import Any
 
@@ -90,7 +90,6 @@ class Following:
         self._running: Generator[Awaited, None, None] | None = None
         self._awaited: Awaited | None = None
         self._waited = 0
-        self._stop_listening: Callable[[], None] | None = None
         self._is_new = True  # whether a forward pass begins with the next module
         self._is_inside = False  # the with
         self._witness: Witness | None = None
@@ -141,8 +140,7 @@ class Following:
         self._resume()
 
     def _listen(self) -> None:
-        if self._stop_listening is None:
-            self._stop_listening = passes.listen(self, of_grad=True)
+        passes.listen(self, of_grad=True)
 
     @property
     def phase(self) -> int:
@@ -151,9 +149,8 @@ class Following:
 
     def _unlisten(self) -> None:
         is_between = self.period <= 1 or (self._is_new and not self.phase)  # else passes would not be counted
-        if self._stop_listening is not None and self._course is None and not self._is_inside and is_between:
-            self._stop_listening()
-            self._stop_listening = None
+        if self._course is None and not self._is_inside and is_between:
+            passes.unlisten(self)
 
     def _resume(self) -> None:
         assert self._running is not None

@@ -219,12 +219,12 @@ def _outermost(step: Callable[[], object]) -> list[nn.Module]:
     """Runs the step once, undoes it, and returns the modules that it calls and that no other module calls."""
     seen = _Outermost()
     with StepState(step) as state:
-        stop = modules.listen(seen)
         try:
+            modules.listen(seen)
             step()
             _require_undoable(state)
         finally:
-            stop()
+            modules.unlisten(seen, is_here=True)
             for _, each in seen.found.values():
                 each.restore()
                 each.restore_gradients()

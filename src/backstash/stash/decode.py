@@ -22,7 +22,7 @@ from backstash.stash.calls import Leaf, Memory
 from backstash.stash.comparing import check_sample
 from backstash.stash.compiled import functions
 from backstash.stash.value import Form, Saved, Value, version_of
-from backstash.torch_internals import in_backward
+from backstash.torch_internals import in_backward, without_gradients
 
 COPIES_BOOLS = frozenset({"cpu"})
 """Types of devices whose backward kernels make a floating copy of a bool first (see Bitmask.decode)."""
@@ -84,8 +84,7 @@ class StashedTensor:
 def decode(saved: Saved, spec: TensorSpec, value: Value) -> Tensor:
     """The saved tensor in its own layout, without a graph."""
     if torch.is_grad_enabled():
-        with torch.no_grad():  # which takes longer than the question whether it is needed
-            return _decode(saved, spec, value, borrows=False)
+        return without_gradients(lambda: _decode(saved, spec, value, borrows=False))
     return _decode(saved, spec, value, borrows=saved.builtin and in_backward())
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable
-
-import torch
+from functools import partial
 
 from backstash.codecs import base
 from backstash.policies.base import Stash
@@ -21,6 +20,7 @@ from backstash.stash.encode import Encoder, without_error
 from backstash.stash.leaves import guard_with
 from backstash.stash.pending import Pending
 from backstash.stash.value import Form, Value
+from backstash.torch_internals import without_gradients
 
 
 @laid_out
@@ -63,8 +63,7 @@ class Leaning:
         for reference in self._values.pop(cdata, ()):
             value = reference()
             if value is not None and value.recipe is not None:
-                with torch.no_grad():
-                    _store_instead(value, encoder)
+                without_gradients(partial(_store_instead, value, encoder))
         leaf = pending.get(cdata)
         if leaf is not None:
             leaf.guard = None

@@ -164,9 +164,12 @@ class Live:
 
     def _free_buffers(self) -> None:
         """Give the decode buffers back if the last saved tensor is gone."""
-        if self.lock.acquire(blocking=False):  # who holds it on another thread saves or reads a tensor right now
-            try:
-                if self.saved == 0:
-                    self.buffers.clear()
-            finally:
+        taken: list[bool] = []
+        try:
+            taken.extend(map(self.lock.acquire, (False,)))  # one call, so that Ctrl-C comes before or after it
+            # Who holds it on another thread saves or reads a tensor right now.
+            if taken[0] and self.saved == 0:
+                self.buffers.clear()
+        finally:
+            if taken and taken[0]:
                 self.lock.release()

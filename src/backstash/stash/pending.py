@@ -90,8 +90,8 @@ class Pending:
         if value.place is not None:
             value.place.let_go(self.clock - value.born)
         if torch.is_grad_enabled():
-            set_grad_mode(False)
             try:
+                set_grad_mode(False)
                 self._decide(value)
             finally:
                 set_grad_mode(True)

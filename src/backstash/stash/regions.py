@@ -161,14 +161,15 @@ class _Listening(threading.local):
 _listening = _Listening()
 
 
-def listen(listener: Listener | None) -> Callable[[], None]:
-    """From now on the listener is told of regions that run on this thread; returns a function that ends it."""
-    before, _listening.listener = _listening.listener, listener
+def listen(listener: Listener | None) -> None:
+    """From now on the listener is told of regions that run on this thread."""
+    _listening.listener = listener
 
-    def end() -> None:
-        _listening.listener = before
 
-    return end
+def unlisten(listener: Listener | None) -> None:
+    """The listener is told no more, if it was."""
+    if _listening.listener == listener:
+        _listening.listener = None
 
 
 def is_listened_to() -> bool:

@@ -30,7 +30,7 @@ Note: [as called]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any
 
@@ -51,6 +51,7 @@ from backstash.torch_internals import (
     hooks_are_enabled,
     set_grad_mode,
     tree_map_only,
+    without_gradients,
 )
 
 OVERWRITES: dict[str, Callable[..., Any]] = {
@@ -97,7 +98,7 @@ def repeat(
     elif torch.is_autocast_enabled(device):
         cast = torch.autocast(device, enabled=False)
     if needs_grad:
-        with _Generator(call):
+        with _generator(call):
             if take is not None:
                 return _output(call, as_called(function, args, kwargs, cast, _numbered(take)))
             if call.group is not None:
@@ -105,7 +106,7 @@ def repeat(
             return _output(call, as_called(function, args, kwargs, cast)).detach()
     if cast is _NOTHING and call.random_state is None:
         return _output(call, function(*args, **kwargs))  # to enter contexts for nothing takes as long as a kernel
-    with cast, _Generator(call):
+    with cast, _generator(call):
         return _output(call, function(*args, **kwargs))
 
 
@@ -215,7 +216,7 @@ def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
     tensors = [x.detach() for x in tensors]  # as backward will have them
 
     def prove() -> bool:
-        with torch.no_grad(), filled_memory(call.spec.device.type):
+        with filled_memory(call.spec.device.type):
             if not call.in_place:
                 try:
                     again = repeat(call, call.function, tensors)
@@ -230,7 +231,7 @@ def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
             beside = repeat(call, call.function, before)
             return _equal_memory(beside, repeat(call, _in_place(call), before))
 
-    return proofs.ask("call", facts, prove, device_type=call.spec.device.type)
+    return proofs.ask("call", facts, lambda: without_gradients(prove), device_type=call.spec.device.type)
 
 
 def repeats_inside(call: Call, tensors: list[Tensor], saved: Mapping[int, Tensor]) -> frozenset[int]:
@@ -262,14 +263,14 @@ def repeats_inside(call: Call, tensors: list[Tensor], saved: Mapping[int, Tensor
             if number in saved and _is_same(again.detach(), saved[number]):
                 same.append(number)
 
-        with torch.no_grad(), filled_memory(call.spec.device.type):
+        with filled_memory(call.spec.device.type):
             try:
                 repeat(call, call.function, tensors, compare)
             except RuntimeError:  # it cannot be called once more with what it was called with
                 return ""
         return " ".join(map(str, same))
 
-    answer = proofs.ask("saved inside", facts, prove, device_type=call.spec.device.type)
+    answer = proofs.ask("saved inside", facts, lambda: without_gradients(prove), device_type=call.spec.device.type)
     return frozenset(map(int, answer.split()))
 
 
@@ -301,27 +302,26 @@ def norm_from_statistics(call: Call, tensors: list[Tensor]) -> Tensor:
     return F.batch_norm(given["input"], mean, variance, given.get("weight"), given.get("bias"), eps=eps)
 
 
-class _Generator:
+@contextmanager
+def _generator(call: Call) -> Iterator[None]:
     """Inside, the generator is in the state that it had at the call; afterwards it is in its present state again."""
+    state, device = call.random_state, call.spec.device
+    if state is None:
+        yield
+        return
+    now = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    try:
+        _set_generator(device, state)
+        yield
+    finally:
+        _set_generator(device, now)
 
-    def __init__(self, call: Call) -> None:
-        self.state, self.device = call.random_state, call.spec.device
 
-    def __enter__(self) -> None:
-        if self.state is None:
-            return
-        self.now = torch.get_rng_state() if self.device.type == "cpu" else torch.cuda.get_rng_state(self.device)
-        self._set(self.state)
-
-    def __exit__(self, *error: object) -> None:
-        if self.state is not None:
-            self._set(self.now)
-
-    def _set(self, state: Tensor) -> None:
-        if self.device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, self.device)
+def _set_generator(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
 
 
 def _with_tensors(arg: Any, tensors: Iterator[Tensor]) -> Any:

@@ -22,6 +22,7 @@ Note: [needs of a wrapper]
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from backstash import needs
 from backstash.codecs.shape import stand_in
 from backstash.errors import SavedTensorModifiedError
 from backstash.saved import PLAIN, Need, TensorSpec, is_odd, is_tensor
-from backstash.torch_internals import is_traceable_wrapper_subclass
+from backstash.torch_internals import is_traceable_wrapper_subclass, without_gradients
 
 
 def inner_tensor(x: Tensor) -> Tensor | None:
@@ -120,11 +121,10 @@ class Wrapping:
         """A wrapper like the original around ``inner``."""
         if inner.dtype is not self._dtype:  # a mask that was decoded to bool
             inner = inner.to(self._dtype)
-        with torch.no_grad():
-            parts = {**self._others, self._name: inner}
-            shape, stride = self._guard.shape, self._guard.stride()
-            rebuilt: Tensor = self._type.__tensor_unflatten__(parts, self._context, shape, stride)
-        return rebuilt
+        parts = {**self._others, self._name: inner}
+        shape, stride = self._guard.shape, self._guard.stride()
+        unflatten: Callable[..., Tensor] = self._type.__tensor_unflatten__
+        return without_gradients(lambda: unflatten(parts, self._context, shape, stride))
 
 
 def _inner_name(x: Any) -> str | None:

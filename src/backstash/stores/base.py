@@ -87,8 +87,8 @@ class DropLock:
     Note: [drop inside put]
         The garbage collector may run a finalizer anywhere, so also inside ``put``, on the thread that holds the lock.
         If the finalizer waited for the lock, that would be a deadlock. If it entered the lock a second time, it would
-        change accounts that ``put`` has changed by half. So a value that is dropped meanwhile is forgotten as soon as
-        the lock is free again.
+        change accounts that ``put`` has changed by half. So a value that is dropped meanwhile is forgotten before the
+        lock is taken next.
 
     Args:
         forget: a method of the store, which is called under the lock. It is held weakly.
@@ -99,28 +99,32 @@ class DropLock:
         self._dropped: deque[Ticket] = deque()
         self._lock = Lock()
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *raised: object) -> None:
-        self._lock.release()
+    @property
+    def held(self) -> Lock:
+        """For a ``with`` statement. It is the lock itself, because a method in Python may be interrupted by Ctrl-C."""
         self._forget_dropped()
+        return self._lock
 
     def drop(self, ticket: Ticket) -> None:
-        """Forgets the value now, or when the lock is free again. Never waits."""
+        """Forgets the value now, or before the lock is taken next. Never waits."""
         self._dropped.append(ticket)
         self._forget_dropped()
 
     def _forget_dropped(self) -> None:
-        while self._dropped and self._lock.acquire(blocking=False):
+        while self._dropped:
+            taken: list[bool] = []
             try:
+                taken.extend(map(self._lock.acquire, (False,)))  # one call, so that Ctrl-C comes before or after it
+                if not taken[0]:
+                    return
                 forget = self._forget()
                 while self._dropped:
                     ticket = self._dropped.popleft()
                     if forget is not None:
                         forget(ticket)
             finally:
-                self._lock.release()
+                if taken and taken[0]:
+                    self._lock.release()
 
 
 @runtime_checkable

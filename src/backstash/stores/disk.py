@@ -99,14 +99,14 @@ class DiskStore:
             StoreFullError: the value exceeds ``capacity``, or the disk is full.
             StoreError: an earlier write has failed, or the store is closed.
         """
-        with self._lock:
+        with self._lock.held:
             value = self._admit(encoded)
         try:
             views = [plane_bytes(plane) for plane in encoded.planes.values()]
             for block in range(value.blocks):
                 staging = self._free_staging()
                 gather(value.places, views, block * BLOCK, staging)
-                with self._lock:
+                with self._lock.held:
                     self._check_open(value)
                     value.writes.append(self._writers.submit(self._write, value, block, staging))
                     value.users += 1
@@ -119,7 +119,7 @@ class DiskStore:
 
     def prefetch(self, ticket: Ticket) -> None:
         """Begins to read the value, unless ``in_flight`` bytes were prefetched that no ``get`` has asked for yet."""
-        with self._lock:
+        with self._lock.held:
             value = self._values.get(ticket.number)
             if value is None or value.reading is not None or self._closed:
                 return
@@ -134,7 +134,7 @@ class DiskStore:
             StoreError: the value could not be written or read, or the store is closed.
             DamagedPlanesError: other bytes were read than were put.
         """
-        with self._lock:
+        with self._lock.held:
             value = self._values[ticket.number]
             self._check_open(value)
             reading = self._take_reading(value) or self._begin_reading(value)
@@ -153,18 +153,18 @@ class DiskStore:
 
     def usage(self) -> Usage:
         """Bytes, in whole pages, and values that are held now."""
-        with self._lock:
+        with self._lock.held:
             return self._holdings.usage()
 
     def flush(self) -> None:
         """Waits until every value that was put is written, or its write has failed."""
-        with self._lock:
+        with self._lock.held:
             writes = [write for value in self._values.values() for write in value.writes]
         wait(writes)
 
     def close(self) -> None:
         """Frees the file and all values in it."""
-        with self._lock:
+        with self._lock.held:
             self._closed = True
         self._readers.shutdown(cancel_futures=True)
         self._writers.shutdown(cancel_futures=True)
@@ -289,6 +289,6 @@ class DiskStore:
             self._done(value)
 
     def _done(self, value: BlockedValue) -> None:
-        with self._lock:
+        with self._lock.held:
             value.users -= 1
             self._release(value)

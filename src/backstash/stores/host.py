@@ -61,7 +61,7 @@ class HostStore:
             StoreFullError: the value exceeds ``capacity``.
         """
         device = next((plane.device for plane in encoded.planes.values() if plane.device.type == "cuda"), None)
-        with self._lock:
+        with self._lock.held:
             ticket = Ticket(next(self._numbers), encoded.nbytes)
             self._holdings.add(encoded, ticket.nbytes)
             try:
@@ -73,14 +73,14 @@ class HostStore:
 
     def prefetch(self, ticket: Ticket) -> None:
         """Begins the copy back to CUDA."""
-        with self._lock:
+        with self._lock.held:
             value = self._values.get(ticket.number)
             if isinstance(value, _Parked):
                 value.lane.fetch(value)
 
     def get(self, ticket: Ticket) -> Encoded:
         """The value that was put. The current stream waits for the copy back to CUDA; the host does not."""
-        with self._lock:
+        with self._lock.held:
             value = self._values[ticket.number]
             return value.lane.take(value) if isinstance(value, _Parked) else value
 
@@ -90,7 +90,7 @@ class HostStore:
 
     def usage(self) -> Usage:
         """Bytes and values that are held now."""
-        with self._lock:
+        with self._lock.held:
             return self._holdings.usage()
 
     def _forget(self, ticket: Ticket) -> None:

@@ -50,7 +50,7 @@ class TierStore:
             StoreError: the last store failed.
         """
         store, held = self._put(encoded)
-        with self._lock:
+        with self._lock.held:
             ticket = Ticket(next(self._numbers), held.nbytes)
             self._values[ticket.number] = store, held
             self._holdings.add(encoded, held.nbytes)
@@ -73,7 +73,7 @@ class TierStore:
 
     def usage(self) -> Usage:
         """Bytes and values that were put here and are held now, and how long all stores together have waited."""
-        with self._lock:
+        with self._lock.held:
             usage = self._holdings.usage()
         stalls = sum(store.usage().stall_seconds for store in self.stores)
         return Usage(usage.nbytes, usage.peak_nbytes, usage.count, stalls)
