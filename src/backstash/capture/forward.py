@@ -21,7 +21,7 @@ from backstash.capture.names import Names, scalar_of
 from backstash.capture.naming import find, weight_copies
 from backstash.capture.side_effects import SideEffect, affected
 from backstash.needs import op_of
-from backstash.policies.base import Policy
+from backstash.policies.base import Policy, is_watching
 from backstash.saved import PLAIN, Need, SavedTensor
 from backstash.stash import compiled, held, parameters, regions, wrapped
 from backstash.stash.accounts import Account, Step
@@ -123,7 +123,7 @@ class Forward:
         self.counted = [0, 0]
         self.parameters = contents.parameters
         self._policy = policy
-        self._is_watched = not policy.is_fixed
+        self._is_watched = is_watching(policy)
         self._names = names
         self._live = live
         self._lock = live.lock

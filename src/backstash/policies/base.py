@@ -260,3 +260,10 @@ class Wrapper(Policy):
     def trace(self, saved: SavedTensor, readers: Sequence[SavedTensor], sources: Sources) -> None:
         """As ``inner``."""
         self.inner.trace(saved, readers, sources)
+
+
+def is_watching(policy: Policy) -> bool:
+    """Returns whether a policy, or one that it forwards to, does anything when it is told of a saved tensor."""
+    while isinstance(policy, Wrapper) and type(policy).watch is Wrapper.watch:
+        policy = policy.inner
+    return not policy.is_fixed and type(policy).watch is not Policy.watch
