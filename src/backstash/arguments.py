@@ -110,7 +110,13 @@ def _shown(found: object) -> str:
 
 
 def check_arguments(
-    model: object, stores: object, min_nbytes: object, check: object, check_limit: object, overwrite_gradients: object
+    model: object,
+    stores: object,
+    min_nbytes: object,
+    check: object,
+    check_limit: object,
+    overwrite_gradients: object,
+    stop_if_useless: object = None,
 ) -> None:
     """Raises an error for an argument that a Session could not use later. Takes the arguments of Session, of any type.
 
@@ -138,6 +144,11 @@ def check_arguments(
         raise TypeError(
             f"Session was asked for overwrite_gradients={overwrite_gradients!r}, but that is a switch. Pass True or "
             f"False."
+        )
+    if stop_if_useless is not None and not isinstance(stop_if_useless, bool):
+        raise TypeError(
+            f"Session was asked for stop_if_useless={stop_if_useless!r}, but that is a switch. Pass True, False, or "
+            f"None to have the policy decide."
         )
     if isinstance(check, str) and check != "full":
         raise ValueError(

@@ -19,6 +19,7 @@ Note: [ownership]
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -81,6 +82,9 @@ class Session:
         check_limit: the relative error above which a warning is given. At 0.3 the gradient's direction has a cosine of
             about 0.96 to the exact one, and a step of the optimizer loses a tenth of its use at most.
         overwrite_gradients: whether backward may write a gradient over one that nobody else holds.
+        stop_if_useless: whether a Session that lowers what a step saves by less than 2 %, and makes a step more than
+            5 % slower, says so once and does nothing from then on (Note: [Sessions of no use] in capture/worth.py). By
+            default it does under the policy ``lossless``, and under no other.
         replan: ``"auto"`` with a :class:`~backstash.Plan` as the policy: steps that do not match it are profiled and
             planned for within its budget, each shape of input for itself (see planning/budgeted.py).
 
@@ -113,11 +117,14 @@ class Session:
         check: int | Literal["full"] = 0,
         check_limit: float = CHECK_LIMIT,
         overwrite_gradients: bool = True,
+        stop_if_useless: bool | None = None,
         replan: Literal["auto"] | None = None,
     ) -> None:
         install.prepare()
         self.policy = policies.get(policy)
-        check_arguments(model, stores, min_nbytes, check, check_limit, overwrite_gradients)
+        check_arguments(model, stores, min_nbytes, check, check_limit, overwrite_gradients, stop_if_useless)
+        is_lossless = isinstance(self.policy, policies.Lossless)
+        self._stops_if_useless = is_lossless if stop_if_useless is None else stop_if_useless
         self.check = check
         if min_nbytes is None:
             min_nbytes = self.policy.min_nbytes
@@ -145,7 +152,7 @@ class Session:
         self._hold, self._read = partial(held.hold_quickly, self._holding), partial(held.read_quickly, self._reading)
         self._take_in = compiled.pack_hook(self._forward, self._pack)
         self._lock = self._live.lock
-        self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check}"
+        self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check} {self._stops_if_useless}"
         self._is_bound = False  # to what was learned of the model
         self._hooks: hooks.Hooks | None = None
         self._entry: leaving.Entry | None = None
@@ -264,7 +271,10 @@ class Session:
                 step = self._names.learned.step
                 peak_nbytes = max(peak_nbytes, self._names.learned.peak_nbytes)
             saves_little = self._chooses_min_nbytes and self._names.learned.saves_little
-            own_notes = step.notes(self._forward.is_idle, self.min_nbytes if saves_little else None, self._elsewhere)
+            notice = self._names.learned.worth.notice
+            is_idle = self._forward.is_idle and not notice
+            own_notes = step.notes(is_idle, self.min_nbytes if saves_little else None, self._elsewhere)
+            own_notes += (notice,) if notice else ()
             return Report(
                 repr(self.policy),
                 self._steps,
@@ -356,11 +366,20 @@ class Session:
         if not step.is_empty:
             known.step, known.peak_nbytes = step, self._live.peak_nbytes
         # Where something was compiled it would be compiled once more for the hooks of an idle Session.
-        has_no_use = encoder.is_fixed and not step.freed_nbytes and not has_compiled()
-        known.end_step(counted, encoder.only_keep or has_no_use, step.saved_nbytes, step.freed_nbytes)
+        saved_nbytes, freed_nbytes, compiled_any = step.saved_nbytes, step.freed_nbytes, has_compiled()
+        has_no_use = encoder.is_fixed and not freed_nbytes and not compiled_any
+        is_equal = counted == known.counted
+        known.end_step(counted, encoder.only_keep or has_no_use, saved_nbytes, freed_nbytes)
+        if self._stops_if_useless and counted[0] and not compiled_any:
+            known.worth.end_step(is_equal, saved_nbytes, freed_nbytes, partial(_early_nbytes, step))
         if self._chooses_min_nbytes and step.accounts and counted[0]:
             known.choose_min_nbytes((account.saved_nbytes for account in step.accounts), step.saved_nbytes)
         self._use_learned_size()
+
+    def _compare(self) -> None:
+        """A step begins: say so if it was found that what is done is not worth its time."""
+        if self._names.learned.worth.begin_step():
+            warnings.warn(f"the policy {self.policy!r}: {self._names.learned.worth.notice}.", stacklevel=2)
 
     def _begin_step(self) -> None:
         """A forward pass begins after a backward pass: the accounts start afresh."""
@@ -371,6 +390,7 @@ class Session:
         # There is room for nothing before backward has freed something.
         self._live.stashed_nbytes = self._live.needed_nbytes = 0
         self._steps += 1
+        self._compare()
         self.policy.begin_step()
         if self._live.monitor is not None:
             self._live.monitor.begin_step(self._steps)
@@ -391,6 +411,7 @@ class Session:
         if self._steps == 0 or self._live.unpacked:
             self._learn()
             self._steps += 1
+            self._compare()
         self._live.unpacked = self._reading.is_simple = False
         self._holding.before = None
 
@@ -401,6 +422,7 @@ class Session:
         """A tensor is about to be taken in: a step begins if it is the first one, or if the last graph is gone."""
         if self._steps == 0:
             self._steps = 1
+            self._compare()
             self._remaking.begin_step(self._forward.step, 1)
             self.policy.begin_step()
             if self._live.monitor is not None:
@@ -434,6 +456,16 @@ class Session:
             live.stashed_nbytes = live.nbytes
             live.prefetcher.begin_backward()
             live.prefetcher.advance(live.below_peak)
+
+
+def _early_nbytes(step: Step) -> int:
+    """Bytes of the values of a step that backward may free earlier than it would without a Session, as they are."""
+    found = 0
+    for account in step.accounts:
+        readers = (account.facts, *(account.shared_by or ()))
+        each = (table.frees_early(reader.op, reader.role, reader.spec, account.saved_nbytes) for reader in readers)
+        found += account.stash_nbytes if any(each) else 0
+    return found
 
 
 if compiled.functions is not None:

@@ -104,6 +104,16 @@ def can_claim(op: str, role: str, spec: TensorSpec) -> bool:
     )
 
 
+def frees_early(op: str, role: str, spec: TensorSpec, nbytes: int) -> bool:
+    """Whether a kernel may free a value, or write over a gradient, earlier than ATen's, also if the value is kept.
+
+    Args:
+        op, role, spec: of the saved tensor.
+        nbytes: of its storage.
+    """
+    return nbytes >= LARGE and op not in NEVER_WHOLE and can_claim(op, role, spec)
+
+
 def is_worth_a_claim(op: str, nbytes: int, is_direct: bool, has_room: Callable[[int], bool]) -> bool:
     """Whether a claim gains anything over decoding at once.
 

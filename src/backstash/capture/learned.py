@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from backstash.capture.worth import Worth
 from backstash.stash.accounts import Step
 from backstash.stash.compiled import laid_out
 from backstash.stash.noting import Limit, Noting
@@ -76,6 +77,7 @@ class Learned:
         counted: how many tensors the last step has saved, and their bytes.
         step: the accounts of the last step that was not idle.
         peak_nbytes: the most bytes that such a step has held on the device.
+        worth: whether what Sessions do is worth their time.
     """
 
     __slots__ = (
@@ -92,6 +94,7 @@ class Learned:
         "peak_nbytes",
         "saves_little",
         "step",
+        "worth",
     )
 
     def __init__(self) -> None:
@@ -107,11 +110,12 @@ class Learned:
         self._quiet_steps = 0
         self._needed = QUIET_STEPS
         self._until_look = LOOK_AGAIN
+        self.worth = Worth()
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do (Note: [idle Sessions])."""
-        return self._quiet_steps >= self._needed
+        """Whether there is nothing to do (Note: [idle Sessions]), or nothing that is worth its time (worth.py)."""
+        return self._quiet_steps >= self._needed or self.worth.is_idle
 
     def end_step(self, counted: tuple[int, int], does_nothing: bool, saved_nbytes: int, freed_nbytes: int) -> None:
         """A step is over that was not idle.
@@ -140,10 +144,12 @@ class Learned:
             self._quiet_steps = 0
             self._needed = min(2 * self._needed, 64)  # steps differ: it takes longer to be sure again
             self.counted = counted
+            self.worth.end_other_step()
             return
         self._until_look -= 1
         if not self._until_look:
-            self._quiet_steps = self._needed - 1
+            self._quiet_steps = min(self._quiet_steps, self._needed - 1)
+        self.worth.end_idle_step(looks_again=not self._until_look)
 
     def choose_min_nbytes(self, sizes: Iterable[int], saved_nbytes: int) -> None:
         """Decide from which size on tensors are looked at, unless that was decided (Note: [sizes that matter]).
