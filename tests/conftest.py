@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from backstash.planning import course
 from backstash.proofs import proofs
 
 
@@ -60,3 +62,11 @@ def _one_thread_and_a_fixed_seed() -> Iterator[None]:
         torch.manual_seed(0)
         yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _a_course_needs_as_few_steps_as_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a course time no plain steps, try all choices in one step, and compute all that it can between two steps."""
+    monkeypatch.setattr(course, "PLAIN_STEPS", 0)
+    monkeypatch.setattr(course, "MOST_TRIED", 0)
+    monkeypatch.setattr(course, "LEAST", math.inf)

@@ -418,6 +418,14 @@ def starting_profiler() -> Iterator[None]:
             yield
 
 
+_toggle_collection: Callable[[bool, set[Any]], None] = find("autograd.profiler._toggle_collection_dynamic")
+
+
+def record_operators(is_wanted: bool) -> None:
+    """Has the profiler that this thread has started record operators from now on, or memory alone."""
+    _toggle_collection(is_wanted, {torch.profiler.ProfilerActivity.CPU})
+
+
 def in_backward() -> bool:
     """Whether autograd runs a node on this thread: what is packed then belongs to the step in progress."""
     return running_node() is not None

@@ -128,8 +128,8 @@ def wrap(model: Model, policy: str | Policy = "lossless", *, budget: int | str |
             is wrapped as well and has a Session of its own.
         policy: a policy's name or a Policy.
         budget: bytes that a step may take above what is held before it, or text such as ``"2GiB"`` or ``"60%"``. The
-            first steps are profiled, and from the fifth backward pass on a plan keeps the budget. If an allocation
-            fails in a call, the call is repeated once in less memory.
+            first steps are profiled, and from the tenth backward pass on, or some later, a plan keeps the budget. If an
+            allocation fails in a call, the call is repeated once in less memory.
         options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``; with a budget those of
             :class:`~backstash.planning.budgeted.Budgeted`, such as ``allow``.
 

@@ -39,6 +39,7 @@ from backstash.planning.plan import Plan
 from backstash.planning.problem import StepProfile
 from backstash.planning.retry import Before, advise, is_out_of_memory
 from backstash.planning.survey import KeepForSurvey
+from backstash.planning.unhooked import Unhooked
 from backstash.planning.within import Within
 from backstash.policies import Policy, get
 from backstash.session import Session
@@ -63,8 +64,9 @@ class Budgeted(Following):
     """Inside the ``with``, forward passes run under the plan that keeps their step within a budget.
 
     It is entered around each training forward pass, or once around a whole loop; backward may run inside or outside.
-    Two steps are kept as they are, and one is profiled; from the fifth backward pass on the budget holds. Inputs of
-    other shapes get plans of their own (Note: [new shapes] in buckets.py).
+    Nine steps take the memory of plain PyTorch, in which the loop is timed and profiled; from the tenth backward pass
+    on the budget holds, or from some passes later where steps are small (Note: [bounded shares] in course.py). Inputs
+    of other shapes get plans of their own (Note: [new shapes] in buckets.py).
 
     Args:
         budget: bytes that a step may take above what is held before it, or a text such as ``"2GiB"``, ``"512 MiB"`` or
@@ -90,7 +92,7 @@ class Budgeted(Following):
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
         >>> session = Budgeted("90%", min_nbytes=0)
-        >>> for _ in range(8):
+        >>> for _ in range(60):
         ...     with session:
         ...         loss = model(torch.ones(256, 64)).square().mean()
         ...     loss.backward()
@@ -134,7 +136,7 @@ class Budgeted(Following):
         super().__init__(self.session_with(KeepForSurvey(cycles=1) if plan is None else self._guarded(plan)))
         self._spare: Session | None = self._session  # for the first kind of steps
         self._open: list[Session] = []  # the Session that is open now, if any
-        self._hook = 0  # the number of the module hook
+        self._hook: int | None = None  # the number of the module hook, where there is one
         self._entry: leaving.Entry | None = None
         self._chain: list[nn.Module] = []
         self._thread = self._retried = self._nbytes = 0
@@ -157,7 +159,7 @@ class Budgeted(Following):
             )
         self._entry = entry = leaving.Entry(self)
         try:
-            self._hook = modules.add_pre_hook(self._before_module)
+            self._hear_modules()
             self._thread = threading.get_ident()
             self._is_new = self._is_inside = True
             self._listen()
@@ -168,6 +170,19 @@ class Budgeted(Following):
         return self
 
     __exit__ = leaving.Exit()
+
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
+        super().end_backward()
+        if self._is_new and self._is_inside and self._hook is None:  # after a plain step
+            self._hear_modules()
+
+    def _hear_modules(self) -> None:
+        self._hook = modules.add_pre_hook(self._before_module)
+
+    def _ignore_modules(self) -> None:
+        modules.remove_pre_hook(self._before_module)
+        self._hook = None
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -183,7 +198,7 @@ class Budgeted(Following):
         entry = self._entry
         if entry is None:
             return
-        modules.remove_pre_hook(self._before_module)
+        self._ignore_modules()
         self._chain.clear()
         self._is_inside = False
         self._unlisten()
@@ -295,12 +310,18 @@ class Budgeted(Following):
             return
         chain, self._chain = self._chain, []
         self._begin(chain[0] if chain else module, signature)
+        self._exchange(chain, module)
+        if self._open and isinstance(self._open[0], Unhooked):
+            self._ignore_modules()  # a plain step hears of no modules, which takes time
+
+    def _exchange(self, chain: list[nn.Module], module: nn.Module) -> None:
+        """Opens the Session that was chosen, in the place of the open one if that can be taken away."""
         if not self._open or self._session is self._open[0]:
             return
         if not self._may_replace():
             self._attach(self._open[0])
         else:
-            is_told = modules.comes_after(self._hook)
+            is_told = self._hook is not None and modules.comes_after(self._hook)
             self._leave_session(None)
             self._enter(self._session)
             for each in chain if is_told else (*chain, module):
@@ -334,6 +355,8 @@ class Budgeted(Following):
         if may_start and (bucket.met > 1 or self.buckets.largest() is None):
             self._start(Course(self, bucket))
         self._session = bucket.session
+        if isinstance(self._session, Unhooked):
+            self._session.begin_step()
         self._attach()
 
     def _look_at(self, bucket: Bucket) -> None:
@@ -364,15 +387,17 @@ class Budgeted(Following):
 
     # -- Sessions ------------------------------------------------------------------------------------------------
 
-    def session_with(self, policy: Policy, **options: Any) -> Session:
-        """A new Session with that policy."""
-        return Session(policy, **(self._options | options))
+    def session_with(self, policy: Policy, is_unhooked: bool = False, **options: Any) -> Session:
+        """A new Session with that policy; with ``is_unhooked``, one that installs nothing."""
+        if is_unhooked:
+            return Unhooked(policy)
+        return Session(policy, **({"stop_if_useless": False} | self._options | options))
 
-    def use(self, bucket: Bucket, policy: Policy, **options: Any) -> None:
+    def use(self, bucket: Bucket, policy: Policy, is_unhooked: bool = False, **options: Any) -> None:
         """From the next forward pass on, steps of that bucket run under that policy, in a new Session."""
         if bucket.session is not None:
             self._steps += bucket.session.report().steps
-        bucket.session = self.session_with(policy, **options)
+        bucket.session = self.session_with(policy, is_unhooked, **options)
 
     def go_back(self, bucket: Bucket, session: Session) -> None:
         """The same, under a Session that was in use before."""

@@ -1,12 +1,22 @@
 """What is measured of one kind of steps, and when: its profile, and the peak that its plan reaches.
 
-1. Of the first kind two steps are kept as they are. What is proven on first use is proven, the time of a plain step is
-   taken, and it is seen how many backward passes make a step (cycles.py).
-2. One step is surveyed (survey.py), which takes about twice as long. If codecs with an error are allowed, one more step
-   measures what they do to the gradients (probing.py). From then on there is a plan.
-3. One step under the plan proves its recipes, and one is counted. If its peak is above the budget, the next plan leaves
+1. Of the first kind two steps are kept as they are. What is proven on first use is proven, and it is seen how many
+   backward passes make a step (cycles.py).
+2. Three steps run as in plain PyTorch, without any hooks, and are timed.
+3. In one step, or in some where there is more to try, every choice is tried on the values (survey.py), and the next
+   one is recorded. If codecs with an error are allowed, one more step measures what they do to the gradients
+   (probing.py). From then on there is a plan.
+4. One step under the plan proves its recipes, and one is counted. If its peak is above the budget, the next plan leaves
    more room, and so on.
-4. Some more steps are timed.
+5. Some more steps are timed.
+
+Note: [bounded shares]
+    What the course itself computes, it computes between steps: choices that are tried, the record that is read, the
+    search for a plan. A small step is over in less time than any of these. So each is done in slices, one after each
+    backward pass, and a slice takes SHARE times a plain step and LEAST seconds at most, or as long as what cannot be
+    divided: one choice of one value, and the profiler's end. While there is no plan, steps between two slices run as
+    plain ones do. The first solution that keeps the budget is the plan, and when the search is over, a faster one takes
+    its place. The search finds the same however it is divided, and no step waits for another.
 
 Note: [accumulated gradients]
     A backward pass takes more if it adds to gradients that are there. If some of a loop's passes do and others do not,
@@ -21,11 +31,15 @@ Note: [freed unseen]
 
 from __future__ import annotations
 
+import gc
+import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,13 +48,16 @@ from torch import Tensor
 from backstash.codecs.base import Encoded
 from backstash.errors import BudgetError
 from backstash.planning.buckets import Bucket, growth
+from backstash.planning.events import Event
 from backstash.planning.plan import Plan, Planner
 from backstash.planning.probing import Probe
 from backstash.planning.profiling import profile_of
-from backstash.planning.survey import Births, KeepForSurvey, Stopwatch, Survey
+from backstash.planning.survey import Births, KeepForSurvey, KeepForTiming, Measured, Silent, Stopwatch, Survey
 from backstash.planning.timeline import Timeline
-from backstash.policies import get
+from backstash.policies import Policy, get
 from backstash.saved import without_cycle
+from backstash.session import Session
+from backstash.torch_internals import has_compiled
 
 if TYPE_CHECKING:
     from backstash.planning.budgeted import Budgeted
@@ -50,6 +67,18 @@ Awaited = Literal["cycle", "safe"]
 
 TIMED_STEPS = 20
 """How many steps under a plan are timed at most."""
+
+PLAIN_STEPS = 3
+"""How many plain steps are timed."""
+
+SHARE, LEAST = 1.0, 0.004
+"""How long a slice of what the course computes may take: plain steps, and seconds (Note: [bounded shares])."""
+
+MOST_TRIED = 64
+"""In how many steps choices are tried at most, before what is left is tried in the recorded one."""
+
+WORTH = 0.005
+"""By what share of its time a step has to become faster for a plan to take another one's place."""
 
 MOST_PLANS = 5
 """How many plans are tried until one keeps the budget."""
@@ -76,6 +105,23 @@ PATIENCE = 6
 """After how many forward passes of other shapes a course ends, to begin again when its own shape comes."""
 
 Waiting = Generator[Awaited, None, None]
+
+clock = time.perf_counter
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python's garbage collector does not run: what a slice makes and drops would set it off again and again.
+
+    A full collection takes longer than many small steps.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Keys(Births):
@@ -133,7 +179,11 @@ class Course:
     def __init__(self, owner: Budgeted, bucket: Bucket) -> None:
         self._owner: Budgeted = weakref.proxy(owner)  # which holds this object
         self._bucket = bucket
-        self._seconds = 0.0
+        self._seconds = 0.0  # of a plain step
+        self._plain: list[float] = []  # times of plain steps
+        self._times: list[float] | None = None  # of steps as they run now; None where they are not timed
+        self._used = 0.0  # seconds of the slice that follows the last pass which are used up already
+        self._spent = 0.0  # seconds that were computed between steps
         self._passed = 0  # forward passes of other shapes since the last one of its own
 
     def is_over(self, bucket: Bucket) -> bool:
@@ -156,6 +206,7 @@ class Course:
             yield from self._first_steps()
         owner.settled()
         if self._bucket.found.plan is not None:
+            yield from self._improve()
             yield from self._time()
         self._bucket.is_done = True
 
@@ -169,16 +220,59 @@ class Course:
             f"a plan within {self._owner.budget} was asked for, but {why}. The policy is lossless now.", stacklevel=2
         )
 
+    # -- slices (Note: [bounded shares]) --------------------------------------------------------------------------
+
+    @property
+    def _share(self) -> float:
+        """How many seconds a slice takes at most."""
+        return SHARE * self._seconds + LEAST
+
+    def _step(self) -> Waiting:
+        """Waits for a step, and times it where steps are timed."""
+        began = clock()
+        for _ in range(self._owner.period or 1):
+            yield "cycle"
+        self._used = 0.0
+        if self._times is not None and self._owner.last is self._bucket:
+            self._times.append(clock() - began)
+            if self._times is self._plain:
+                self._seconds = median(self._plain)
+            else:
+                self._bucket.found = replace(self._bucket.found, seconds=median(self._times))
+
+    def _slice(self, work: Iterator[None]) -> bool:
+        """Does some work. Returns whether it is done."""
+        with uncollected():
+            began = clock()
+            until = began + self._share - self._used
+            is_done = False
+            while not is_done and clock() < until:
+                is_done = next(work, self) is self
+        took = clock() - began
+        self._spent += took
+        self._used += took  # what comes next before the next step has the rest of the share
+        return is_done
+
+    def _steps_until(self, work: Iterator[None], is_enough: Callable[[], bool] = lambda: False) -> Waiting:
+        """Does work between steps, until it is done or enough of it is."""
+        while not self._slice(work) and not is_enough():
+            yield from self._step()
+
+    def _read(self, events: list[Event]) -> Generator[Awaited, None, Timeline]:
+        """Reads a record between steps."""
+        line = Timeline([], self._owner.device)
+        yield from self._steps_until(line.read(events))
+        return line
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _first_steps(self) -> Waiting:
         owner = self._owner
         is_first = owner.buckets.largest() is None
-        firsts, passes, times = [], 0, [time.perf_counter()]
+        firsts, passes = [], 0
         while passes < (owner.period or 1) or not owner.find_period():
             yield "cycle"
             passes += 1
-            times.append(time.perf_counter())
             firsts.append((owner.passed, owner.last))
             if not is_first:
                 break
@@ -186,7 +280,6 @@ class Course:
         while owner.phase:
             yield "cycle"
         if is_first:
-            self._seconds = times[-1] - times[-1 - owner.period]
             self._bucket = began_in or self._bucket
         bucket = self._bucket
         fingerprint = owner.buckets.fingerprint(values)
@@ -216,14 +309,34 @@ class Course:
         watch = Stopwatch()
 
         def watcher() -> Births:
-            surveys.append(Survey(owner.tries, watch))
+            surveys.append(Survey(owner.tries, watch, measured))
             return surveys[-1]
+
+        measured = Measured()
 
         is_first = owner.buckets.largest() is None
         before = bucket.session
-        owner.use(bucket, KeepForSurvey(cycles=owner.forwards))
-        lines: list[Timeline] = []
-        yield from self._record(watcher, lines, is_any=is_first)
+        if len(self._plain) < PLAIN_STEPS:
+            self._run_plain()
+            for _ in range(MOST_RECORDED):
+                yield from self._step()
+                if len(self._plain) >= PLAIN_STEPS:
+                    break
+        keeping: list[KeepForSurvey] = []
+
+        def keep() -> None:
+            keeping.append(KeepForSurvey(cycles=owner.forwards))
+            self._run(bucket, keeping[-1])
+
+        def wait() -> None:
+            assert owner.last is not None
+            self._bucket = owner.last
+            self._wait_under(None if is_first else before)
+
+        lines: list[list[Event]] = []
+        keep()
+        yield from self._try_choices(partial(Survey, owner.tries, watch, measured), is_first)
+        yield from self._record(watcher, lines, is_first, keep, wait)
         if not lines and not is_first:
             if before is not None:
                 owner.go_back(bucket, before)  # which has a plan for another shape
@@ -231,22 +344,18 @@ class Course:
         if not lines:
             self.give_up("its steps run on more than one thread, of which torch's profiler sees one")
             return
-        assert owner.last is not None
-        bucket, line = owner.last, lines[0]
-        self._bucket = bucket
-        policy = None if bucket.session is None else bucket.session.policy
-        asked = policy.asked if isinstance(policy, KeepForSurvey) else {}
+        bucket = self._bucket
+        line = yield from self._read(lines[0])
         kept = max(position.most_nbytes for position in line.positions)
-        others = [each for each in owner.buckets if each.planner is not None]
-        if not self._seconds and others:  # of a shape that was not timed
-            self._seconds = others[0].planner.profile.seconds * kept / max(1, others[0].plain_nbytes)
         self._seconds = self._seconds or sum(position.seconds for position in line.positions)
         squares: dict[str, float] = {}
         if "bounded" in owner.tries:
             yield from self._probe(surveys[-1], squares)
+            self._wait_under(None if is_first else before)
         profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
         planned = {value.key for value in profile.values}
         skipped = {key for survey in surveys for key in survey.found} - surveys[-1].found.keys()  # of other branches
+        asked = keeping[-1].asked
         of_others = owner.order.values - {without_cycle(key) for key in planned}
         skipped |= {key for key in asked if without_cycle(key) in of_others}
         others_asked = tuple(key for key in asked if key not in planned and key not in skipped)
@@ -254,6 +363,45 @@ class Course:
         bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=self._seconds)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
+
+    def _try_choices(self, survey: Callable[[float], Survey], is_any: bool) -> Waiting:
+        """Tries the choices of values in as many steps as that takes, a share in each of them.
+
+        Args:
+            survey: makes a survey that takes so many seconds at most.
+            is_any: whether steps of any bucket will do.
+        """
+        for _ in range(MOST_TRIED):
+            trying = survey(self._share)
+            self._owner.watch(trying)
+            yield from self._step()
+            self._owner.watch(None)
+            self._spent += trying.spent
+            if trying.is_complete and (is_any or self._owner.last is self._bucket):
+                return
+
+    def _run(self, bucket: Bucket, policy: Policy, **options: Any) -> None:
+        """From now on, steps of that bucket run under that policy, and are not timed."""
+        self._times = None
+        self._owner.watch(None)
+        self._owner.use(bucket, policy, **options)
+
+    def _run_plain(self) -> None:
+        """From now on, the steps run as in plain PyTorch, and are timed."""
+        if has_compiled():  # what is compiled would be compiled once more where there are no hooks
+            self._run(self._bucket, KeepForTiming())
+            self._owner.watch(Silent())
+        else:
+            self._run(self._bucket, KeepForTiming(), is_unhooked=True)
+        self._times = self._plain
+
+    def _wait_under(self, session: Session | None) -> None:
+        """From now on, as long as there is no plan, the steps run under a Session that was in use, or as plain ones."""
+        if session is None:
+            self._run_plain()
+        else:
+            self._times = None
+            self._owner.go_back(self._bucket, session)
 
     def _is_as_large(self, other: Bucket | None) -> bool:
         """Whether a step of another kind takes no less than one of this bucket, of which a budget may be a share."""
@@ -263,7 +411,7 @@ class Course:
         """Measures in a step what rounding does to the gradients, and adds it to ``squares``, by key (see Probe)."""
         bucket, owner = self._bucket, self._owner
         is_any, tried = owner.buckets.largest() is None, 0
-        owner.use(bucket, KeepForSurvey(cycles=owner.forwards), overwrite_gradients=False)
+        self._run(bucket, KeepForSurvey(cycles=owner.forwards), overwrite_gradients=False)
         for _ in range(MOST_RECORDED):
             probe = Probe(survey.found)
             owner.watch(probe.watcher)
@@ -290,8 +438,12 @@ class Course:
             planner = bucket.planner
             assert planner is not None
             budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
+            nbytes = max(1, budget - bucket.margin)
+            if not planner.has_found(nbytes):
+                yield from self._steps_until(planner.search(), partial(planner.has_found, nbytes))
+            is_so_far = planner.has_found(nbytes) and not planner.is_searched
             try:
-                plan = planner.plan(max(1, budget - bucket.margin))
+                plan = planner.plan_so_far(nbytes) if is_so_far else planner.plan(nbytes)
             except BudgetError as error:
                 if bucket.plan is not None:
                     return  # with room left for safety nothing fits, so the plan that there is stays
@@ -326,12 +478,15 @@ class Course:
             plain_nbytes=bucket.found.plain_nbytes or plan.plain_peak_nbytes,
             planned_nbytes=plan.peak_nbytes,
             plans=bucket.found.plans + 1,
-            plain_seconds=bucket.found.plain_seconds or plan.plain_seconds,
+            plain_seconds=self._seconds or bucket.found.plain_seconds or plan.plain_seconds,
+            seconds=0.0,
+            measured_passes=owner.cycles,
+            measured_seconds=self._spent,
             plan=plan,
         )
         policy = owner.guarded(bucket, plan, budget or plan.budget)
         bucket.plan, owner.has_planned = plan, True
-        owner.use(bucket, policy)
+        self._run(bucket, policy)
 
     def _count_derived(self) -> Waiting:
         """Counts a step of a shape that is larger than the profiled ones, and leaves more room until it fits."""
@@ -359,34 +514,69 @@ class Course:
                 yield "cycle"
             if self._owner.last is bucket:
                 break
-        lines: list[Timeline] = []
+        lines: list[list[Event]] = []
         yield from self._record(Births, lines)
+        self._times = []
         if lines:
-            reached = max(position.most_nbytes for position in lines[0].positions)
+            line = yield from self._read(lines[0])
+            reached = max(position.most_nbytes for position in line.positions)
             bucket.found = replace(bucket.found, reached_nbytes=reached)
 
-    def _time(self) -> Waiting:
-        """Times some steps."""
-        times: list[float] = []
-        began = time.perf_counter()
-        for _ in range(TIMED_STEPS):
-            for _ in range(self._owner.period or 1):
-                yield "cycle"
-            if self._owner.last is self._bucket:
-                times.append(time.perf_counter() - began)
-                self._bucket.found = replace(self._bucket.found, seconds=median(times))
-            began = time.perf_counter()
+    def _improve(self) -> Waiting:
+        """Goes on with the search while steps run under the first plan that was found, and takes a faster one."""
+        bucket, owner = self._bucket, self._owner
+        planner, first = bucket.planner, bucket.plan
+        if planner is None or first is None or first.is_empty or planner.is_searched:
+            return
+        yield from self._steps_until(planner.search())
+        bucket.found = replace(bucket.found, measured_passes=owner.cycles, measured_seconds=self._spent)
+        budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
+        best = planner.plan(max(first.peak_nbytes, budget - bucket.margin))
+        if best.seconds < first.seconds - WORTH * planner.profile.seconds and bucket.plan is first:
+            yield from self._plan_within()
 
-    def _record(self, watcher: Callable[[], Births], lines: list[Timeline], is_any: bool = False) -> Waiting:
-        """Records a step of this bucket, or of any, and adds it to ``lines`` (Note: [where a step begins])."""
+    def _time(self) -> Waiting:
+        """Times some steps: while the kinds of passes are noted, which takes time, and then as they will stay."""
+        for _ in range(TIMED_STEPS - len(self._times or ())):
+            yield from self._step()
+        self._owner.end_order()
+        self._times = []
+        for _ in range(TIMED_STEPS):
+            yield from self._step()
+
+    def _record(
+        self,
+        watcher: Callable[[], Births],
+        lines: list[list[Event]],
+        is_any: bool = False,
+        prepare: Callable[[], None] = lambda: None,
+        wait: Callable[[], None] | None = None,
+    ) -> Waiting:
+        """Records a step of this bucket, or of any, and adds it to ``lines`` (Note: [where a step begins]).
+
+        Args:
+            watcher: makes the watcher of the recorded step.
+            lines: the outermost events of the record are added to it.
+            is_any: whether a step of any bucket will do.
+            prepare: is called before it.
+            wait: is called after the recorded step. Where shares are bounded, another step runs then, because the end
+                of the profiler takes as long as some small steps.
+        """
         while True:
-            yield from self._record_once(watcher, lines, is_any)
+            prepare()
+            yield from self._record_once(watcher, lines, is_any, wait)
             if lines or not self._owner.recording.gave_way:
                 return
             self._owner.recording.gave_way = False
             self._owner.watch(None)  # and once more when the program has profiled what it wanted to
 
-    def _record_once(self, watcher: Callable[[], Births], lines: list[Timeline], is_any: bool) -> Waiting:
+    def _record_once(
+        self,
+        watcher: Callable[[], Births],
+        lines: list[list[Event]],
+        is_any: bool,
+        wait: Callable[[], None] | None,
+    ) -> Waiting:
         owner, recording = self._owner, self._owner.recording
         period = owner.period or 1
         moved = 0
@@ -407,8 +597,9 @@ class Course:
         for tried in range(MOST_RECORDED):
             if not recording.is_running:
                 return  # Note: [one thread] in recording.py
-            recording.note("step")
-            owner.watch(watcher())
+            recording.begin_step()
+            told = watcher()
+            owner.watch(told)
             for _ in range(period):
                 yield "cycle"
             owner.watch(None)
@@ -416,10 +607,19 @@ class Course:
             is_full = owner.adds_up or not owner.may_add_up or period > 1  # Note: [accumulated gradients]
             alone += is_own and not is_full
             if is_own and (is_full or alone > MOST_ALONE):
-                recording.note("over")
+                recording.end_step()
+                self._spent += told.spent if isinstance(told, Survey) else 0.0
+                if wait is not None:
+                    wait()
+                    if math.isfinite(self._share):
+                        yield from self._step()
                 yield "safe"
-                line = recording.stop(owner.device)
-                lines += [] if line is None else [line]
+                began = clock()
+                with uncollected():
+                    events = recording.stop()
+                self._used = clock() - began
+                self._spent += self._used
+                lines += [] if events is None else [events]
                 return
         yield "safe"
         recording.close()

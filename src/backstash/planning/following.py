@@ -17,6 +17,7 @@ from backstash.planning.cycles import MOST_CYCLES, MOST_VALUES, Order
 from backstash.planning.recording import Recording, Thread
 from backstash.planning.spans import Spans
 from backstash.planning.survey import Births
+from backstash.planning.unhooked import Unhooked
 from backstash.session import Session
 
 PATIENCE = 64
@@ -188,6 +189,7 @@ class Following:
         if not self._is_own:
             return
         self._meet()
+        self.recording.note_pass(is_backward=True)
         self.adds_up = self._witness is not None and self._witness.has_gradient
         self.may_add_up = self.may_add_up or self.adds_up
 
@@ -198,6 +200,7 @@ class Following:
         self._is_new = True
         self._stayed += 1
         self.cycles += 1
+        self.recording.note_pass(is_backward=False)
         if not self.phase and self.period > 1:
             self.begin_cycles()
         if self._is_ordering:
@@ -256,6 +259,11 @@ class Following:
             self._keys.keys.clear()
         self.watch(self._keys.inner)
 
+    def end_order(self) -> None:
+        """From now on the kinds of passes are not noted any more, unless a question is left."""
+        self._stop_ordering()
+        self.watch(self._keys.inner)
+
     def _stop_ordering(self) -> None:
         is_open = bool(self.period) and (self._left > 0 or self.order.unresolved > 0)
         self._is_ordering = self._is_ordering and is_open
@@ -280,6 +288,9 @@ class Following:
 
     def _end_pass(self) -> None:
         """Notes the kind of the pass that has ended (Note: [longer periods] in cycles.py)."""
+        if isinstance(self._session, Unhooked):  # nobody knows what it has saved
+            self._forget_order()
+            return
         self.passed = dict(self._keys.keys)
         self._keys.keys.clear()
         self.order.add(self.passed)

@@ -6,7 +6,7 @@ that, stretches of the solutions on the way are drawn anew, and what becomes fas
 
 Nothing here knows a budget: a plan for a budget is the fastest solution that fits, so a larger budget is never slower.
 All random numbers are the same in each run, and effort is counted in work done, not in time. So the same profile always
-gives the same frontier.
+gives the same frontier, however the search is spread over time.
 
 Note: [smooth peak]
     The peak is flat under most changes: it only moves if all positions that bind move. What is lowered instead is
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Generator, Iterator
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -77,19 +78,54 @@ def frontier(model: PeakModel, error_limit: float | None = None) -> list[Solutio
         model: the step.
         error_limit: the largest error of all choices together; None for any.
     """
-    if np.log(model.choice_counts).sum() <= np.log(SMALL):
-        return best(brute_force_all(model, error_limit))
-    climb = _Climb(model, error_limit)
-    climb.descend()
-    climb.improve()
-    if len(model.nbytes) <= MANY:
-        for other in (_evened(model), _timeless(model)):
-            beside = _Climb(other, error_limit)
-            beside.descend()
-            beside.lower_lowest()
-            climb.take_over(beside.pool)
-        climb.improve()
-    return best([solution(model, found.rows - model.first[:-1]) for found in best(climb.pool)])
+    found = Frontier(model, error_limit)
+    for _ in found.search():
+        pass
+    return found.solutions()
+
+
+class Frontier:
+    """The frontier of a step, which can be searched a little at a time.
+
+    Args:
+        model, error_limit: as for :func:`frontier`.
+    """
+
+    def __init__(self, model: PeakModel, error_limit: float | None = None) -> None:
+        self._model = model
+        self._limit = error_limit
+        self._climb: _Climb | None = None
+        self._all: list[Solution] | None = None
+
+    @property
+    def lowest_nbytes(self) -> int | None:
+        """The lowest peak that was found so far; None before the first step of the search."""
+        return None if self._climb is None else min(found.peak_nbytes for found in self._climb.pool)
+
+    def solutions(self) -> list[Solution]:
+        """Returns what was found so far, as :func:`frontier` does."""
+        if self._all is not None:
+            return self._all
+        pool = [] if self._climb is None else self._climb.pool
+        return best([solution(self._model, found.rows - self._model.first[:-1]) for found in best(pool)])
+
+    def search(self) -> Iterator[None]:
+        """Searches. Whoever iterates may take as long as they like between two steps: what is found is the same."""
+        model, limit = self._model, self._limit
+        if np.log(model.choice_counts).sum() <= np.log(SMALL):
+            self._all = best(brute_force_all(model, limit))
+            return
+        climb = self._climb = _Climb(model, limit)
+        yield from climb.descend()
+        yield from climb.improve()
+        if len(model.nbytes) <= MANY:
+            for other in (_evened(model), _timeless(model)):
+                beside = _Climb(other, limit)
+                yield from beside.descend()
+                yield from beside.lower_lowest()
+                yield from climb.take_over(beside.pool)
+            yield from climb.improve()
+        self._all = self.solutions()
 
 
 def best(pool: list[_T]) -> list[_T]:
@@ -125,7 +161,7 @@ class _Climb:
         self.random = np.random.default_rng(0)
         self._note()
 
-    def descend(self) -> None:
+    def descend(self) -> Iterator[None]:
         """Lowers the peak level by level, as far as it goes, once for each softness."""
         count = len(self.model.nbytes)
         soft = SOFTNESS if count <= 400 else SOFTNESS[1:2]
@@ -145,16 +181,19 @@ class _Climb:
                 else:
                     self.search.load(before)
                     step //= 2
+                yield
 
-    def take_over(self, pool: list[Found]) -> None:
+    def take_over(self, pool: list[Found]) -> Iterator[None]:
         """Adds solutions that were found with other times."""
         for found in pool:
             self.search.load(found.rows)
             self._note()
+            yield
 
-    def improve(self) -> None:
+    def improve(self) -> Iterator[None]:
         """Draws stretches of the solutions anew: for a lower peak, for less time at each level, and between levels."""
-        low, top = self.lower_lowest(), max(found.peak_nbytes for found in self.pool)
+        low = yield from self.lower_lowest()
+        top = max(found.peak_nbytes for found in self.pool)
         effort = self._effort()
         for turn in range(2):
             begun = self.work
@@ -168,10 +207,11 @@ class _Climb:
                 while self.work < self.end:
                     self.search.load(known.rows)
                     known = self._faster(level, known)
+                    yield
             self.end = effort * (0.65, 1.0)[turn]
-            self._fill_gaps()
+            yield from self._fill_gaps()
 
-    def lower_lowest(self) -> int:
+    def lower_lowest(self) -> Generator[None, None, int]:
         """Draws stretches of the solution of the lowest peak anew for a lower one, and returns the lowest peak."""
         self.work, self.end = 0.0, self._effort() * 0.25
         lowest = min(self.pool, key=lambda found: found.peak_nbytes)
@@ -182,7 +222,9 @@ class _Climb:
             share = SOFTNESS[trial % 3]
             while self._lower(lowest.peak_nbytes - 1, share, 1):
                 lowest = self._note()
+                yield
             trial += 1
+            yield
         return lowest.peak_nbytes
 
     def _effort(self) -> float:
@@ -193,7 +235,7 @@ class _Climb:
         has_limit = 0.0 < self.limit < np.inf and self.model.errors.any()
         self.price = share * self.model.base_seconds if has_limit else 0.0
 
-    def _fill_gaps(self) -> None:
+    def _fill_gaps(self) -> Iterator[None]:
         """Looks for solutions between neighbours whose times are far apart, the widest gap first."""
         tries: Counter[tuple[int, int]] = Counter()
         while self.work < self.end:
@@ -210,6 +252,7 @@ class _Climb:
             self.search.load((slow, fast)[tries[pair] % 2].rows)
             tries[pair] += 1
             self._faster(fast.peak_nbytes - 1, slow)
+            yield
 
     def _faster(self, level: int, known: Found) -> Found:
         """Draws a stretch anew, and returns the solution if it fits into the level and is faster than a known one."""

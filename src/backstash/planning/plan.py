@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from backstash.planning.budget import limit_of_errors, parse_budget, restrict, w
 from backstash.planning.decision import Decision
 from backstash.planning.exact import Solution, solution
 from backstash.planning.explain import diff, explain, html, size, summary
-from backstash.planning.greedy import frontier
+from backstash.planning.greedy import Frontier
 from backstash.planning.link import open_store
 from backstash.planning.peak import PeakModel, own_seconds
 from backstash.planning.problem import StepProfile
@@ -309,18 +309,58 @@ class Planner(Rehearsing):
         self.profile = profile = with_choices(profile, self.allow)
         self._allowed = restrict(profile, allow)
         super().__init__(profile, PeakModel(self._allowed), self.error_limit)
+        self._frontier: Frontier | None = None
+        self._searching: Iterator[None] = iter(())
+        self._solutions: tuple[Solution, ...] = ()
         usual = like_lossless(self._allowed)
         self._usual = solution(self._model, usual) if any(usual) else None
 
-    @cached_property
+    @property
     def solutions(self) -> tuple[Solution, ...]:
-        """The best ways to hold the values, in the order of their peaks.
+        """The best ways to hold the values, in the order of their peaks; whatever is left of the search is done first.
 
         The last one keeps everything. Its peak is that of the plain step, which was measured.
         """
+        for _ in self.search():
+            pass
+        return self._solutions
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the search for the best solutions is over."""
+        return bool(self._solutions)
+
+    def search(self) -> Iterator[None]:
+        """Searches for the best solutions a little at a time. All who iterate share one search."""
+        if self._frontier is None:
+            self._frontier = Frontier(self._model, self._limit)
+            self._searching = self._frontier.search()
+        if not self.is_searched:
+            for _ in self._searching:  # no "yield from", which would end the search with who left it
+                yield
+            self._solutions = self._below_plain(self._frontier.solutions())
+
+    def _search_anew(self) -> None:
+        self._frontier, self._solutions = None, ()
+
+    def _below_plain(self, found: Sequence[Solution]) -> tuple[Solution, ...]:
         last = self._everything
-        found = frontier(self._model, self._limit)
         return (*(each for each in found if any(each.choices) and each.peak_nbytes < last.peak_nbytes), last)
+
+    def has_found(self, nbytes: int) -> bool:
+        """Whether a solution within so many bytes is known already."""
+        lowest = None if self._frontier is None else self._frontier.lowest_nbytes
+        return self._everything.peak_nbytes <= nbytes or (lowest is not None and lowest <= nbytes)
+
+    def plan_so_far(self, nbytes: int) -> Plan:
+        """Returns the fastest plan of those that were found so far within so many bytes, of which there is one.
+
+        What it predicts is right, but nothing faster was searched for.
+        """
+        if self._everything.peak_nbytes <= nbytes or self._frontier is None:
+            return self._plan(nbytes, self._everything)
+        known = self._below_plain(self._frontier.solutions())
+        return self._plan(nbytes, next(found for found in reversed(known) if found.peak_nbytes <= nbytes), known)
 
     def plan(self, budget: int | str, solver: Literal["greedy", "exact"] = "greedy") -> Plan:
         """Returns the plan for a budget. See :func:`plan`."""
@@ -336,7 +376,7 @@ class Planner(Rehearsing):
             if chosen is None or self._error(chosen) <= self.error_limit:
                 break
             self._limit *= 0.9 * chosen.error / self._error(chosen)
-            del self.solutions
+            self._search_anew()
             chosen = self._choose(nbytes, solver)
         if chosen is not None and self._error(chosen) <= self.error_limit:
             return self._plan(nbytes, chosen)
@@ -360,7 +400,7 @@ class Planner(Rehearsing):
         found = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), self.solutions[0])
         return self._plan(max(nbytes, found.peak_nbytes), found)
 
-    def _plan(self, budget: int, found: Solution) -> Plan:
+    def _plan(self, budget: int, found: Solution, known: tuple[Solution, ...] = ()) -> Plan:
         decisions, first = [], {value.reads[0]: value.key for value in reversed(self.profile.values)}
         roomy = self._model.has_room(found.choices, found.peak_nbytes)
         spare = spare_ways(self._model, found.choices, self._predicted(found))
@@ -382,7 +422,7 @@ class Planner(Rehearsing):
             self.error_limit,
             max(found.error, self._measured.get(found, 0.0)),
             tuple(decisions),
-            self._timings.frontier(found, seconds, self.solutions if any(found.choices) else (found,)),
+            self._timings.frontier(found, seconds, (known or self.solutions) if any(found.choices) else (found,)),
             self.profile.fingerprint(),
             self.profile.device,
             self.profile.others,

@@ -22,9 +22,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from backstash.planning.events import MemoryProfiler, memory_profiler, note, others, roots_of
-from backstash.planning.timeline import Timeline
-from backstash.torch_internals import profiler_runs
+from backstash.planning.events import Event, MemoryProfiler, memory_profiler, note, others, roots_of
+from backstash.torch_internals import profiler_runs, record_operators
 
 _own = threading.local()
 
@@ -55,6 +54,7 @@ class Recording:
         self._profiler: MemoryProfiler | None = None
         self._thread: weakref.ref[Thread] = weakref.ref(Thread.current())  # on which it was started
         self._lost: MemoryProfiler | None = None  # started on that thread, which the passes have left
+        self._records_operators = False
         self._hooks: list[Any] = []
 
     @property
@@ -87,7 +87,7 @@ class Recording:
             self._lost = None
 
     def start(self) -> bool:
-        """Starts the profiler. Returns False if another one runs, or is ready to."""
+        """Starts the profiler, which records memory alone. Returns False if another one runs, or is ready to."""
         if profiler_runs() or others.is_busy:
             return False
         mine = weakref.ref(self)
@@ -96,15 +96,17 @@ class Recording:
         self._profiler = profiler = memory_profiler()  # Note: [interrupted profiler] in events.py
         try:
             profiler.__enter__()
+            self._records_operators = True
+            self._record_operators(False)
         except BaseException:
             self._take()
             raise
         return True
 
-    def stop(self, device: str) -> Timeline | None:
-        """Stops the profiler and returns the last step on that type of device; None if there is no record of it."""
+    def stop(self) -> list[Event] | None:
+        """Stops the profiler and returns the outermost events of its record; None if there is none."""
         profiler = self._take()
-        return None if profiler is None else Timeline(roots_of(profiler), device)
+        return None if profiler is None else roots_of(profiler)
 
     def give_way(self) -> None:
         """Stops the profiler and forgets its record, because the program is about to profile or to fork."""
@@ -121,9 +123,27 @@ class Recording:
         self._hooks.clear()
         self.is_inside = False
 
-    def note(self, event: str) -> None:
-        """Writes an event into the record."""
-        note(event)
+    def note_pass(self, is_backward: bool) -> None:
+        """Notes that a backward pass begins, or has ended, where operators would not tell."""
+        if self.is_running and self.is_here and not self._records_operators:
+            self._record_operators(True)
+            note("pass", is_backward=is_backward)
+            self._record_operators(False)
+
+    def begin_step(self) -> None:
+        """Notes that the next step begins, and records its operators as well."""
+        self._record_operators(True)
+        note("step")
+
+    def end_step(self) -> None:
+        """Notes that the step is over. What follows until the profiler stops is nobody's."""
+        note("over")
+        self._record_operators(False)
+
+    def _record_operators(self, is_wanted: bool) -> None:
+        if self._records_operators != is_wanted:  # torch would record them twice, and go on after the profiler's end
+            self._records_operators = is_wanted
+            record_operators(is_wanted)
 
     def _take(self) -> MemoryProfiler | None:
         """The profiler, which is stopped; None if it was not started, or on another thread."""

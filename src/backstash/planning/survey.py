@@ -4,6 +4,12 @@ The step runs with everything kept. At the moment when autograd alone holds a va
 exact codec that takes it, and remade from the values that it would be remade from, which are all still there. So the
 bytes and seconds of each choice are measured on the value itself. What these trials allocate lies between two notes in
 the profiler's record, and is left out of the step's own memory.
+
+Note: [kinds of values]
+    A loop of sixty cells saves the same value sixty times, and layers repeat themselves. What is timed of one value
+    holds for all that are like it: read by the same op in the same role, of the same spec, held by the same codec, or
+    remade by the same calls on tensors of the same specs. The bytes of a codec whose size depends on the numbers are
+    asked of each value. Values below SMALL take as long as each other, whatever their shape.
 """
 
 from __future__ import annotations
@@ -48,6 +54,30 @@ RUNS, LONG = 3, 0.05
 CACHE, CACHED = 64 << 20, 1 << 20
 """Bytes that are written between two runs, to have a processor's caches forget the values, and the smallest values for
 which that is done."""
+
+
+SMALL = 4 << 10
+"""Values of fewer bytes are not timed one by one: what is done with them takes as long as to call a kernel."""
+
+Kind = tuple[object, ...]
+"""What tells whether two values are alike (Note: [kinds of values])."""
+
+
+class Measured:
+    """What was measured of kinds of values (Note: [kinds of values]).
+
+    Attributes:
+        codecs: seconds to encode and to decode.
+        fixed: what was found out, where a codec's size does not depend on the numbers.
+        recipes: seconds to find out how a value is remade, seconds to remake it, and whether the calls may run fused.
+        keys: of the values of which all kinds were measured.
+    """
+
+    def __init__(self) -> None:
+        self.codecs: dict[Kind, tuple[float, float]] = {}
+        self.fixed: dict[Kind, Rounded] = {}
+        self.recipes: dict[Kind, tuple[float, float, bool]] = {}
+        self.keys: set[str] = set()
 
 
 class Stopwatch:
@@ -217,19 +247,33 @@ class Survey(Births):
         tries: words for the families of choices that are tried (see budget.py). Exact codecs, and to remake a value,
             always are.
         watch: made before the record begins, so that its memory is not the step's. By default it is made now.
+        measured: what was measured before, to which this survey adds.
+        seconds: for how long values are tried. After that, those of new kinds are left for another step.
 
     Attributes:
         found: what was found out, by the value's key.
         keys: the keys of values by their ids.
         trials: how many trial sections there are in the record.
+        is_complete: whether no value was left for another step.
+        spent: seconds that the trials took.
     """
 
-    def __init__(self, tries: Collection[str] = (), watch: Stopwatch | None = None) -> None:
+    def __init__(
+        self,
+        tries: Collection[str] = (),
+        watch: Stopwatch | None = None,
+        measured: Measured | None = None,
+        seconds: float = math.inf,
+    ) -> None:
         self.tries = frozenset(tries)
         self.found: dict[str, Found] = {}
         self.keys: dict[int, str] = {}
         self._alive: list[Value] = []  # so that ids stay their own
         self._calls: dict[Group, tuple[float, int]] = {}  # seconds and trial sections of calls that save inside
+        self._sections: dict[Kind, int] = {}  # trial sections of recipes
+        self._measured = measured or Measured()
+        self._seconds = seconds
+        self.is_complete, self.spent = True, 0.0
         self._exact = get("lossless_stored")
         self.trials = 0
         self._watch = watch or Stopwatch()
@@ -241,9 +285,12 @@ class Survey(Births):
         super().decided(value, whole, find_recipe)
         if value.key in self.found:  # the same place once more: its first value stands for both
             return
+        if self._seconds < math.inf and (value.key in self._measured.keys or not self._may_try()):
+            return
         found = Found(facts, whole.untyped_storage().nbytes(), [Choice.keep(whole.untyped_storage().nbytes())])
         self.found[value.key] = found
         self.keys[id(value)] = value.key
+        started = time.perf_counter()
         with no_torch_function(), torch.no_grad():
             self._try_codecs(value, facts, whole, found)
             if "bounded" in self.tries:
@@ -253,19 +300,24 @@ class Survey(Births):
             # Of a sign or an index a few bits are stored, and nothing begins from them.
             recipe = find_recipe() if facts.need is Need.VALUE else "backward reads few bits of it"
             if isinstance(recipe, Recipe):
-                self._try_recipe(recipe, whole, found)
-                started = time.perf_counter()
-                find_recipe()  # once more, as in every step: the first time has decided about older values
-                found.remake_seconds += time.perf_counter() - started
+                self._try_recipe(recipe, find_recipe, whole, found)
             else:
                 found.reason = recipe
+        self._measured.keys.add(value.key)
+        self.spent += time.perf_counter() - started
+
+    def _may_try(self) -> bool:
+        """Whether a value is tried; if not, it is left for another step."""
+        may_try = self.spent < self._seconds
+        self.is_complete = self.is_complete and may_try
+        return may_try
 
     def _try_codecs(self, value: Value, facts: SavedTensor, whole: Tensor, found: Found) -> None:
         action = self._exact.decide(facts)
-        readers = [saved.tensor for saved in value.saved() if saved.tensor is not None]
+        members = [saved for saved in value.saved() if saved.tensor is not None]
         for codec in action.codecs if isinstance(action, Stash) else ():
             if codec.accepts(TensorSpec.of(whole)) is None and codec.declines(whole) is None:
-                tried = self._try_codec(codec, whole, readers)
+                tried = self._try_codec(codec, whole, [saved.tensor for saved in members if saved.tensor is not None])
                 if tried is not None and tried.choice.held_nbytes <= WORTHWHILE * found.nbytes:
                     found.choices.append(tried.choice)
                     return  # a Stash takes the first codec that accepts
@@ -280,18 +332,30 @@ class Survey(Births):
                 found.rounded.append(tried)
 
     def _try_codec(self, codec: Codec, whole: Tensor, readers: list[SavedTensor]) -> Rounded | None:
+        """Returns what a codec takes; None if it refuses the value."""
+        kind = repr(codec), *sorted((reader.op, reader.role) for reader in readers), *_size(whole)
+        measured = self._measured
+        if kind in measured.fixed:
+            return measured.fixed[kind]
         with self._trial():
             try:
                 encoded = codec.encode(whole)
             except CodecRefusedError:
                 return None
-            encode_seconds = self._watch.shortest(lambda: codec.encode(whole), whole)
-            out = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
-            decode_seconds = self._watch.shortest(lambda: codec.decode(encoded, out), whole)
-            noise = 0.0 if codec.bound is None else _noise(whole, out)
+            out = None
+            if kind not in measured.codecs or codec.bound is not None:
+                out = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
+            if kind not in measured.codecs:
+                encode_seconds = self._watch.shortest(lambda: codec.encode(whole), whole)
+                decode_seconds = self._watch.shortest(lambda: codec.decode(encoded, out), whole)
+                measured.codecs[kind] = encode_seconds, decode_seconds
+            elif out is not None:
+                codec.decode(encoded, out)
+            noise = 0.0 if codec.bound is None or out is None else _noise(whole, out)
+        encode_seconds, decode_seconds = measured.codecs[kind]
         forms = [table.FORMS.get(reader.op) for reader in readers]
         is_direct = all(form is not None and base.direct(codec, form) is not None for form in forms)
-        nbytes = whole.untyped_storage().nbytes()
+        nbytes, most = whole.untyped_storage().nbytes(), codec.nbytes_bound(encoded.spec)
         choice = Choice(
             base.label(codec) if codec.bound is None else name_of(codec),
             "encode",
@@ -301,11 +365,13 @@ class Survey(Births):
             encode_seconds=encode_seconds,
             decode_seconds=0.0 if is_direct else decode_seconds,
             reason=reason_of(encoded.nbytes, nbytes, noise),
-            reserve_nbytes=max(0, min(codec.nbytes_bound(encoded.spec) - encoded.nbytes, int(RESERVE * nbytes))),
+            reserve_nbytes=max(0, min(most - encoded.nbytes, int(RESERVE * nbytes))),
         )
+        if codec.bound is None and encoded.nbytes == most and nbytes >= SMALL:
+            measured.fixed[kind] = Rounded(choice, noise)
         return Rounded(choice, noise)
 
-    def _try_recipe(self, recipe: Recipe, whole: Tensor, found: Found) -> None:
+    def _try_recipe(self, recipe: Recipe, find_recipe: Callable[[], Recipe | str], whole: Tensor, found: Found) -> None:
         found.parents = tuple(dict.fromkeys(recipe.leaves))
         self._alive += found.parents
         group = recipe.call.group if recipe.call.saved is not None else None
@@ -313,14 +379,27 @@ class Survey(Births):
         if group is not None and group in self._calls:  # which has made this value with the others
             found.remake_seconds, found.section = self._calls[group]
             return
-        trusted = recipe.unfused()
-        if has_form(recipe):
+        kind: Kind = (repr(recipe.likeness()), recipe.call.saved, whole.untyped_storage().nbytes())
+        measured = self._measured.recipes
+        if kind not in measured:
+            started = time.perf_counter()
+            find_recipe()  # once more, as in every step: the first time has decided about older values
+            asked = time.perf_counter() - started
+            is_fused = False
+            if has_form(recipe):
+                with self._trial():
+                    is_fused = equals(recipe.run(fetch_unguarded), whole)
+            trusted = recipe if is_fused else recipe.unfused()  # as a plan will run it
+            self._sections[kind] = self.trials
             with self._trial():
-                if equals(recipe.run(fetch_unguarded), whole):
-                    trusted = recipe  # as a plan will run it
-        found.section = self.trials
-        with self._trial():
-            found.remake_seconds = self._watch.shortest(lambda: trusted.run(fetch_unguarded), whole)
+                seconds = self._watch.shortest(lambda: trusted.run(fetch_unguarded), whole)
+            measured[kind] = asked, seconds, is_fused
+        elif kind not in self._sections:  # for what else it allocates
+            self._sections[kind] = self.trials
+            with self._trial():
+                (recipe if measured[kind][2] else recipe.unfused()).run(fetch_unguarded)
+        asked, seconds, _ = measured[kind]
+        found.remake_seconds, found.section = asked + seconds, self._sections[kind]
         if group is not None:
             self._calls[group] = found.remake_seconds, found.section
 
@@ -332,6 +411,13 @@ class Survey(Births):
             yield
         finally:
             note("tried")
+
+
+def _size(whole: Tensor) -> tuple[object, ...]:
+    """What the time to encode a tensor depends on, beside its numbers."""
+    nbytes = whole.untyped_storage().nbytes()
+    spec = TensorSpec.of(whole)
+    return (spec.dtype, str(spec.device), "small") if nbytes < SMALL else (str(spec), spec.stride, nbytes)
 
 
 def _noise(whole: Tensor, rounded: Tensor) -> float:

@@ -9,6 +9,7 @@ Note: [positions]
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,12 +120,13 @@ class Timeline:
 
     Note: [where a step begins]
         The profiler does not report that memory is freed which was allocated before it was started. In a program's own
-        loop the gradients of the step before are freed in a step. So the step before is recorded as well, up to the
-        note "step", with which its backward pass ends. What lies between that and the first operation of the forward
-        pass is of neither step: the program drops results, the optimizer steps, a batch is loaded. Bytes count from
-        that operation on, above what is held there and the gradients that were freed before it. So they may be below 0
-        until backward has allocated new gradients. If that step is not of the kind that is asked for, another note
-        "step" begins the next one. The note "over" ends the last of them, where the profiler can only be stopped later.
+        loop the gradients of the step before are freed in a step. So the memory of the step before is recorded as well,
+        up to the note "step", with which its backward pass ends; the note "pass" tells where a backward pass begins and
+        ends. What lies between that and the first operation of the forward pass is of neither step: the program drops
+        results, the optimizer steps, a batch is loaded. Bytes count from that operation on, above what is held there
+        and the gradients that were freed before it. So they may be below 0 until backward has allocated new gradients.
+        If that step is not of the kind that is asked for, another note "step" begins the next one. The note "over" ends
+        the last of them, where the profiler can only be stopped later.
     """
 
     events: list[Any]
@@ -135,10 +137,24 @@ class Timeline:
     trials: dict[int, Trial] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for _ in self.read(self.events):
+            pass
+
+    def read(self, events: list[Any]) -> Iterator[None]:
+        """Reads a record, for a timeline that was made of no events, a little at a time.
+
+        Args:
+            events: as for the class.
+        """
         alive = Alive(self.device)
         trial: Trial | None = None
-        ordered = sorted(walk(self.events), key=lambda pair: pair[0].start_time_ns)
-        for event, is_operation in ordered:
+        ordered: list[tuple[int, int, Any, bool]] = []  # by time; of events at one time, the outer one first
+        for event, is_operation in walk(events):
+            ordered.append((event.start_time_ns, len(ordered), event, is_operation))
+            yield
+        ordered.sort()
+        for _, _, event, is_operation in ordered:
+            yield
             if event.tag == profiler_event.Allocation:
                 facts = event.extra_fields
                 if facts.device.type != self.device or not facts.alloc_size:
@@ -159,6 +175,8 @@ class Timeline:
                 elif kind == "step":  # what came before was recorded to know what is freed in it
                     alive.end_step()
                     self._begin()
+                elif kind == "pass":  # of the step before, of which no operators are recorded
+                    self.positions[-1].is_backward = noted["is_backward"]
                 elif kind == "over":  # what comes now is the optimizer's
                     break
                 elif kind == "born":

@@ -19,6 +19,8 @@ class Within:
         reached_nbytes: the counted peak of a step under the plan.
         plain_seconds: time of a plain step.
         seconds: median time of a step under the plan; 0.0 if none was timed.
+        measured_passes: how many backward passes ran until all was measured and planned, or so far.
+        measured_seconds: how long measuring and planning took beside these passes.
         plans: how many plans were made.
         plan: the last one.
         shapes: how many kinds of steps, by the shapes of their inputs, have a plan of their own.
@@ -34,6 +36,8 @@ class Within:
     reached_nbytes: int = 0
     plain_seconds: float = 0.0
     seconds: float = 0.0
+    measured_passes: int = 0
+    measured_seconds: float = 0.0
     plans: int = 0
     plan: Plan | None = None
     shapes: int = 0
@@ -45,8 +49,8 @@ class Within:
         """Planned, predicted and reached, in a line."""
         if self.plan is None:
             return self.trouble or (
-                "training ended before a step could be planned, which takes four backward passes on inputs of one "
-                "shape, outside of an optimizer's closure"
+                "training ended before a step could be planned, which takes nine backward passes on inputs of one "
+                "shape, or some more where steps are small, outside of an optimizer's closure"
             )
         parts = [f"budget {amount(self.budget_nbytes)} (plain {amount(self.plain_nbytes)})"]
         parts.append(f"planned {amount(self.planned_nbytes)}")
@@ -57,6 +61,8 @@ class Within:
             parts.append(f"gradients predicted to be off by {self.plan.error:.2%} of their length")
         if self.seconds and self.plain_seconds:
             parts.append(f"step {self.seconds / self.plain_seconds:.2f} times plain's")
+        if self.measured_seconds:
+            parts.append(f"measured and planned in {self.measured_passes} passes and {self.measured_seconds:.2f} s")
         if self.shapes > 1:
             parts.append(f"{self.shapes} shapes of input")
         if self.escalated:

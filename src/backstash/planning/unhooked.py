@@ -1,0 +1,42 @@
+"""A Session that does nothing: a step under it is plain PyTorch's, and takes as long."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from torch import nn
+
+from backstash.policies.base import Policy
+from backstash.session import Session
+from backstash.torch_internals import saved_tensor_hooks
+
+
+class Unhooked(Session):
+    """In the place of a Session, where a plain step is wanted. It installs nothing, and reports nothing.
+
+    Args:
+        policy: what the report names.
+    """
+
+    def __init__(self, policy: str | Policy) -> None:
+        super().__init__(policy)
+
+    def __enter__(self) -> Unhooked:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leaves nothing, because nothing was entered."""
+
+    def begin_step(self) -> None:
+        """Counts a step."""
+        self._steps += 1
+
+    @property
+    def is_innermost(self) -> bool:
+        """Whether no hooks of autograd were installed since it was entered."""
+        return saved_tensor_hooks(True) is None
+
+    def enter_module(self, module: nn.Module) -> None:
+        """Takes no notice of a module."""

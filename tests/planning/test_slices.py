@@ -1,0 +1,203 @@
+"""What a course computes between steps is divided into slices, and what it says of plain's time is plain's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from simulated_clock import Clock
+from step_problems import drawn_profile
+from torch import nn
+
+from backstash.planning import course
+from backstash.planning.budgeted import Budgeted
+from backstash.planning.greedy import Frontier, frontier
+from backstash.planning.peak import PeakModel
+from backstash.planning.plan import Plan, Planner
+from backstash.planning.problem import StepProfile
+from backstash.planning.profiling import profile
+from backstash.planning.survey import Stopwatch
+from backstash.planning.unhooked import Unhooked
+
+TICK = 0.001
+"""How much later it is each time that the clock is asked."""
+
+
+class Ticking(Clock):
+    """A clock by which all that is computed between two looks at it takes a tick."""
+
+    def __call__(self) -> float:
+        self.now += TICK
+        return self.now
+
+
+class Cells(nn.Module):
+    """A cell in a Python loop."""
+
+    def __init__(self, cells: int = 12) -> None:
+        super().__init__()
+        self.cells = cells
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for _ in range(self.cells):
+            h = torch.tanh(self.a(x) + self.b(h))
+        return h
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Ticking()
+    monkeypatch.setattr(course, "clock", found)
+    monkeypatch.setattr(course, "PLAIN_STEPS", 3)
+    monkeypatch.setattr(course, "MOST_TRIED", 64)
+    monkeypatch.setattr(course, "LEAST", 20 * TICK)
+    return found
+
+
+class Loop:
+    """A training loop in which plain steps take a second, and all others twice as long."""
+
+    def __init__(self, session: Budgeted, clock: Clock) -> None:
+        self.model, self.x = Cells(), torch.randn(16, 32)
+        self.session, self.clock = session, clock
+
+    def step(self) -> float:
+        """Runs a step, and returns by how much more the clock has moved than that."""
+        with self.session:
+            loss = self.model(self.x).square().mean()
+            seconds = 1.0 if isinstance(self.session._session, Unhooked) else 2.0
+        began = self.clock.now
+        self.clock.sleep(seconds)
+        loss.backward()
+        return self.clock.now - began - seconds
+
+
+def test_no_step_waits_for_the_search(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(course, "SHARE", 0.1)
+    loop = Loop(Budgeted("80%", min_nbytes=256), clock)
+    waited, plans = [], []
+    for _ in range(400):
+        waited.append(loop.step())
+        plans.append(loop.session._session.policy)
+    assert max(waited) <= 0.1 * 1.0 + 20 * TICK + 20 * TICK  # a slice, and the looks at the clock beside it
+    found = loop.session.found
+    assert found.plan is not None and found.plan.unknown == ()
+    assert 0 < found.reached_nbytes <= found.budget_nbytes < found.plain_nbytes
+    assert 0 < found.measured_seconds < sum(waited) and 8 < found.measured_passes < 400
+    assert found.plain_seconds == pytest.approx(1.0, abs=10 * TICK)
+    assert found.seconds == pytest.approx(2.0, abs=10 * TICK)
+    assert "step 2.0" in str(found) or "step 1.9" in str(found)
+    loop.session.close()
+
+
+def test_a_plan_of_slices_is_the_one_that_is_found_at_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles: list[StepProfile] = []
+    made = course.profile_of
+
+    def kept(*args: Any, **kwargs: Any) -> StepProfile:
+        profiles.append(made(*args, **kwargs))
+        return profiles[-1]
+
+    monkeypatch.setattr(course, "profile_of", kept)
+    monkeypatch.setattr(course, "WORTH", 0.0)
+    loop = Loop(Budgeted("85%", min_nbytes=256), clock)
+    while not (loop.session.last is not None and loop.session.last.is_done):
+        loop.step()
+    loop.session.close()
+    (only,) = profiles
+    budget = loop.session.nbytes_of(only.plain_peak_nbytes)
+    bucket = next(iter(loop.session.buckets))
+    assert bucket.planner is not None and bucket.planner.is_searched
+    expected: Plan = Planner(StepProfile.from_json(bucket.planner.profile.to_json())).plan(budget - bucket.margin)
+    assert bucket.plan is not None
+    assert (bucket.plan.seconds, bucket.plan.peak_nbytes) == (expected.seconds, expected.peak_nbytes)
+
+
+def test_plain_steps_have_no_hooks(clock: Clock) -> None:
+    loop = Loop(Budgeted("80%", min_nbytes=256), clock)
+    hooks = []
+    for number in range(8):
+        loop.model.register_forward_hook(
+            lambda *_, at=number: hooks.append((at, len(nn.modules.module._global_forward_pre_hooks)))
+        )
+        with loop.session:
+            loss = loop.model(loop.x).square().mean()
+        loss.backward()
+        loop.model._forward_hooks.clear()
+    assert [at for at, hooked in hooks if not hooked][:3] == [2, 3, 4]
+    loop.session.close()
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_loop_inside_of_one_with_goes_on_after_plain_steps(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(course, "LEAST", 500 * TICK)
+
+    def trained(session: Budgeted | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Cells()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def steps() -> None:
+            for _ in range(40):
+                optimizer.zero_grad()
+                model(torch.randn(16, 32)).square().mean().backward()
+                optimizer.step()
+
+        if session is None:
+            steps()
+        else:
+            with session:
+                steps()
+            session.close()
+        return [weight.detach() for weight in model.parameters()]
+
+    session = Budgeted("80%", min_nbytes=256)
+    found = trained(session)
+    assert all(torch.equal(x, y) for x, y in zip(trained(None), found, strict=True))
+    assert session.found.plan is not None and 0 < session.found.reached_nbytes <= session.found.budget_nbytes
+
+
+def test_values_that_are_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the cell runs, the same is timed."""
+    counts = []
+    timed = Stopwatch.shortest
+
+    def counted(self: Stopwatch, run: Any, whole: torch.Tensor) -> float:
+        counts[-1] += 1
+        return timed(self, run, whole)
+
+    monkeypatch.setattr(Stopwatch, "shortest", counted)
+    profiles = []
+    for cells in (6, 24):
+        counts.append(0)
+        model, x = Cells(cells), torch.randn(16, 32)
+        profiles.append(profile(lambda m=model, y=x: m(y).square().mean().backward(), model, min_nbytes=256))
+    assert counts[0] == counts[1] <= 6
+    remade = [[c for v in found.values for c in v.choices if c.kind == "recompute"] for found in profiles]
+    assert len(remade[1]) >= len(remade[0]) + 17
+    assert len({choice.seconds for choice in remade[1]}) <= 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_search_finds_the_same_however_it_is_divided(seed: int) -> None:
+    model = PeakModel(drawn_profile(seed, 16))
+    divided, other = Frontier(model), Frontier(model)
+    for _ in divided.search():
+        divided.solutions()
+        next(other.search(), None)  # another search beside it
+    assert divided.solutions() == frontier(model)
+
+
+def test_who_leaves_a_search_leaves_it_to_others() -> None:
+    planner, expected = Planner(drawn_profile(1, 16)), Planner(drawn_profile(1, 16))
+    budget = planner.profile.plain_peak_nbytes - 1
+    leaving = planner.search()
+    while not planner.has_found(budget) and not planner.is_searched:
+        next(leaving, None)
+    if planner.has_found(budget):
+        assert planner.plan_so_far(budget).peak_nbytes <= budget
+    leaving.close()
+    assert planner.solutions == expected.solutions
