@@ -279,7 +279,7 @@ class Course:
         values, began_in = firsts[max(0, len(firsts) - owner.phase - owner.period) if is_first else 0]
         while owner.phase:
             yield "cycle"
-        if is_first:
+        if is_first and not owner.order.begins_with_a_step:
             self._bucket = began_in or self._bucket
         bucket = self._bucket
         fingerprint = owner.buckets.fingerprint(values)

@@ -113,6 +113,11 @@ class Order:
         self.pattern = tuple(self.passes[last - period : last]) if last >= period else ()
         self._odd = None
 
+    @property
+    def begins_with_a_step(self) -> bool:
+        """Whether the first pass that is remembered is of the kind with which steps begin."""
+        return self.passes[:1] == list(self.pattern[:1])
+
     def is_odd(self, period: int, phase: int) -> bool:
         """Returns whether the latest pass, or an earlier one, is not that of the pattern.
 
