@@ -244,8 +244,11 @@ def test_fused_kernels_are_tried_alone_when_a_chain_is_made_first(monkeypatch: p
             ways.append(self.fused)
         return original(self, *args)
 
-    monkeypatch.setattr(Recipe, "run", noted)
     model, x = Normed(), torch.randn(2, 3, 12, 12)
+    trained(lambda: model, x, Session("lossless", min_nbytes=64), steps=1)
+    if all(known.answer != "fused" for known in proofs._known.values()):
+        pytest.skip("torch's kernels for this processor round batch norms in another way than the fused kernel")
+    monkeypatch.setattr(Recipe, "run", noted)
     session = Session(Remake(), min_nbytes=64)
     proofs.forget()
     trained(lambda: model, x, session, steps=1)
