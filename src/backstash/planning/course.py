@@ -13,7 +13,7 @@
 Note: [bounded shares]
     What the course itself computes, it computes between steps: choices that are tried, the record that is read, the
     search for a plan. A small step is over in less time than any of these. So each is done in slices, one after each
-    backward pass, and a slice takes SHARE times a plain step and LEAST seconds at most, or as long as what cannot be
+    backward pass, and a slice takes one or two plain steps and LEAST seconds at most, or as long as what cannot be
     divided: one choice of one value, and the profiler's end. While there is no plan, steps between two slices run as
     plain ones do. The first solution that keeps the budget is the plan, and when the search is over, a faster one takes
     its place. The search finds the same however it is divided, and no step waits for another.
@@ -36,7 +36,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -71,8 +71,9 @@ TIMED_STEPS = 20
 PLAIN_STEPS = 3
 """How many plain steps are timed."""
 
-SHARE, LEAST = 1.0, 0.004
-"""How long a slice of what the course computes may take: plain steps, and seconds (Note: [bounded shares])."""
+SHARE, SHARE_OF_PLAIN, LEAST = 1.0, 2.0, 0.004
+"""How long a slice of what the course computes may take: plain steps, also after a plain step, which has no hooks that
+take time as well, and seconds (Note: [bounded shares])."""
 
 MOST_TRIED = 64
 """In how many steps choices are tried at most, before what is left is tried in the recorded one."""
@@ -122,6 +123,11 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def usual(times: Sequence[float]) -> float:
+    """Returns the median of the faster half of some times: other work, of the machine or of the course, only adds."""
+    return median(sorted(times)[: (len(times) + 1) // 2])
 
 
 class Keys(Births):
@@ -225,7 +231,8 @@ class Course:
     @property
     def _share(self) -> float:
         """How many seconds a slice takes at most."""
-        return SHARE * self._seconds + LEAST
+        is_plain = self._times is not None and self._times is self._plain
+        return (SHARE_OF_PLAIN if is_plain else SHARE) * self._seconds + LEAST
 
     def _step(self) -> Waiting:
         """Waits for a step, and times it where steps are timed."""
@@ -236,9 +243,9 @@ class Course:
         if self._times is not None and self._owner.last is self._bucket:
             self._times.append(clock() - began)
             if self._times is self._plain:
-                self._seconds = median(self._plain)
+                self._seconds = usual(self._plain)
             else:
-                self._bucket.found = replace(self._bucket.found, seconds=median(self._times))
+                self._bucket.found = replace(self._bucket.found, seconds=usual(self._times))
 
     def _slice(self, work: Iterator[None]) -> bool:
         """Does some work. Returns whether it is done."""

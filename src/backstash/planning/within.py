@@ -18,7 +18,7 @@ class Within:
         planned_nbytes: the peak that the plan predicts.
         reached_nbytes: the counted peak of a step under the plan.
         plain_seconds: time of a plain step.
-        seconds: median time of a step under the plan; 0.0 if none was timed.
+        seconds: usual time of a step under the plan; 0.0 if none was timed.
         measured_passes: how many backward passes ran until all was measured and planned, or so far.
         measured_seconds: how long measuring and planning took beside these passes.
         plans: how many plans were made.
