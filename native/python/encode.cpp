@@ -233,6 +233,8 @@ Done decide(PyObject* encoder, PyObject* value, PyObject* fresh) {
     if (!is_true_at(encoder, layout::encoder.is_fixed) || is_true_at(encoder, layout::encoder._knows_room))
         return Done::left;
     if (!is_none_at(live, layout::live.watcher) || !is_none_at(live, layout::live.monitor)) return Done::left;
+    const Py_ssize_t key_size = PyUnicode_GetLength(at(value, layout::value.key));
+    if (key_size != 0) return key_size < 0 ? Done::error : Done::left;  // it is decided on once more
     PyObject* strongest = strongest_of(fresh);
     if (strongest == nullptr || storage == Py_None || !is_plain(at(strongest, layout::saved.dense))) return Done::left;
     PyObject *facts = at(strongest, layout::saved.tensor), *place = at(strongest, layout::saved.place);

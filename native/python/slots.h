@@ -34,7 +34,7 @@ namespace backstash {
 #define BACKSTASH_SLOTS_OF_LEAF(X) X(value) X(spec) X(offset)
 #define BACKSTASH_SLOTS_OF_LEANING(X) X(_values)
 #define BACKSTASH_SLOTS_OF_LIVE(X) \
-    X(_losses) X(_nbytes) X(_remade_nbytes) X(_saved) X(buffers) X(comparisons) X(distrusted) X(lock) X(monitor) \
+    X(_losses) X(_nbytes) X(_remade_nbytes) X(_saved) X(buffers) X(comparisons) X(distrusted) X(lock) X(monitor) X(read_with_graph) \
     X(needed_nbytes) X(overwrites) X(peak_nbytes) X(prefetcher) X(stashed_nbytes) X(unpacked) X(watcher)
 #define BACKSTASH_SLOTS_OF_NAMES(X) X(_cycles) X(_found) X(_is_fresh) X(frames) X(learned)
 #define BACKSTASH_SLOTS_OF_NOTING(X) X(_failing) X(_has_skipped) X(_has_used) X(_limit) X(_places) X(_surprises) X(passes)

@@ -182,7 +182,16 @@ int has_memory(PyObject* tensor, PyObject* reference) {
 // See unpack._claim: a new reference, to None where there is none.
 PyObject* claim(PyObject* saved) { return PyObject_CallFunctionObjArgs(claim_saved, saved, nullptr); }
 
+// Whether the reference has to note that a backward pass with a graph reads a value, see unpack._note_graph: 1 or 0, or
+// -1 with an error set.
+int may_note_graph(PyObject* live) {
+    if (is_none_at(live, layout::live.read_with_graph)) return 0;
+    Owned has_graph(PyObject_CallNoArgs(is_grad_enabled));
+    return has_graph ? has_graph.get() == Py_True : -1;
+}
+
 PyObject* unpack_dense(PyObject* saved, PyObject* dense, Running& running) {
+    if (may_note_graph(at(saved, layout::saved.live)) != 0) return nullptr;
     const int common = has_memory(dense, at(saved, layout::saved.original));
     if (common <= 0) return nullptr;
     if (is_true_at(saved, layout::saved.claimable)) {

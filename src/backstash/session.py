@@ -184,6 +184,7 @@ class Session:
         self._entry = entry = leaving.Entry(self)
         try:
             self._elsewhere = False
+            self._live.read_with_graph = self._forward.read_with_graph
             self._names.enter_session()
             self._forward.is_idle = self._may_idle()
             if self._forward.is_idle:
@@ -238,6 +239,7 @@ class Session:
             self._leaning.store_all(self._encoder, self._pending)
 
     def _forget(self) -> None:
+        self._live.read_with_graph = None
         self._pending.clear()
         self._leaning.clear()
         self._forward.clear()
@@ -441,7 +443,8 @@ class Session:
         if self._reading.is_simple and type(packed) is tuple:
             return self._read(packed)
         with no_torch_function():
-            if not self._live.unpacked and in_backward():  # and not a look at grad_fn._saved_*
+            # Not a look at grad_fn._saved_*, nor a pass that has a graph of its own, which belongs to the forward pass.
+            if not self._live.unpacked and in_backward() and not torch.is_grad_enabled():
                 self._begin_backward()
             return unpack(packed, self._live, self._contents.min_nbytes)
 

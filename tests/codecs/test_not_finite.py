@@ -106,7 +106,11 @@ def _gradients(kind: str, session: Any, number: float, place: int, scale: float)
 
 
 CAUSES: dict[str, tuple[float, int, float]] = {
-    **{f"{number} behind layer {place}": (number, place, 1.0) for number in (math.inf, -math.inf, math.nan) for place in (0, 2)},
+    **{
+        f"{number} behind layer {place}": (number, place, 1.0)
+        for number in (math.inf, -math.inf, math.nan)
+        for place in (0, 2)
+    },
     "a loss scale": (0.5, 0, 3e38),
     "an infinite loss scale": (0.5, 0, math.inf),
 }

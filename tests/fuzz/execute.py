@@ -19,14 +19,14 @@ from backstash import Policy, Session
 from tests.fuzz import pieces
 from tests.fuzz.program import Program
 from tests.fuzz.render import program_code
-from tests.gradients.gradient_checks import Everything
+from tests.gradients.gradient_checks import Everything, Remake
 
 FAILURES = ("values differ", "Session raises", "plain raises", "errors differ", "left over")
 """Kinds of failures. ``Session raises`` where plain does not, ``plain raises`` where the Session does not."""
 
 IN_PLACE = "modified by an inplace operation"
 VIEW_CHANGED = "has been modified inplace"
-_POLICIES: dict[str, Callable[[], Policy]] = {"everything": Everything}
+_POLICIES: dict[str, Callable[[], Policy]] = {"everything": Everything, "remake": Remake}
 
 
 @dataclass(frozen=True)

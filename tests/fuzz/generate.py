@@ -12,7 +12,7 @@ from tests.fuzz.kinds import COMMON, FEATURES, KINDS
 from tests.fuzz.program import Program, Statement
 
 SMALL = (2, 4, 6, 8)
-POLICIES = ("lossless", "lossless_stored", "keep", "everything")
+POLICIES = ("lossless", "lossless_stored", "keep", "everything", "remake")
 BLOCKS = (
     "autocast",
     "no_autocast",

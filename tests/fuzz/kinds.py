@@ -38,6 +38,8 @@ FEATURES: dict[str, float] = {
     "held": 1,
     "threads": 0.5,
     "second_order": 0.5,
+    "create_graph": 0.7,
+    "second_derivatives": 0.7,
     "partial_backward": 1,
     "changing": 8,
 }
@@ -152,6 +154,18 @@ _LAYERS = [
     ),
 ]
 
+_DERIVATIVES = [
+    *values(
+        "create_graph",
+        slope="{a} + derivative({a}, x).reshape(-1)[: {a}.numel()].mean() * 0.1",
+        slope_of_relu="F.relu({a}) + derivative(F.relu({a}).square(), x).square().mean() * 0.1",
+    ),
+    *values(
+        "second_derivatives",
+        curve="{a} + derivative(derivative({a}.tanh(), x).square(), x).mean() * 0.1",
+        curves="{a} * (1 + derivative(derivative(torch.sin({a}), x)[:, 0], x).abs().mean().clamp(max=1))",
+    ),
+]
 _BINARY = [
     *values(
         "binary",
@@ -486,6 +500,36 @@ _BACKWARD = [
         BACKWARD,
     ),
     Kind(
+        "penalty_of_parameters",
+        "create_graph",
+        "({a} + sum(g.square().mean() for g in torch.autograd.grad({a}, [x, {layer}.weight], create_graph=True,"
+        " allow_unused=True) if g is not None)).backward(retain_graph={retain})",
+        BACKWARD,
+        {"retain": (False, True), "layer": TRAINED},
+    ),
+    Kind(
+        "hessian_product",
+        "create_graph",
+        "kept.extend(hessian_product({a}, x, {retain}))",
+        BACKWARD,
+        {"retain": (False, True)},
+    ),
+    Kind(
+        "update_inside",
+        "create_graph",
+        "updated_loss({a}, x, {layer}).backward(retain_graph={retain})",
+        BACKWARD,
+        {"retain": (False, True), "layer": ("linear", "conv")},
+    ),
+    Kind(
+        "third_derivative",
+        "second_derivatives",
+        "(derivative(derivative(derivative({a}, x).sin(), x), x).square().sum() * 1e-3 + {a})"
+        ".backward(retain_graph={retain})",
+        BACKWARD,
+        {"retain": (False, True)},
+    ),
+    Kind(
         "backward_create_graph",
         "second_order",
         "{a}.backward(retain_graph={retain}, create_graph=True)",
@@ -499,6 +543,7 @@ KINDS: dict[str, Kind] = {
     for kind in (
         *_GIVEN_BY_GENERATOR,
         *_UNARY,
+        *_DERIVATIVES,
         *_LAYERS,
         *_BINARY,
         *_INPLACE,

@@ -219,6 +219,33 @@ def doubled(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if gradient is None else gradient * 2 for gradient in gradients)
 
 
+def derivative(value: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a value's sum by ``x``, with a graph of its own; zeros where it does not depend on ``x``."""
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        return torch.zeros_like(x)
+    (found,) = torch.autograd.grad(value.sum(), [x], create_graph=True, allow_unused=True)
+    return torch.zeros_like(x) if found is None else found
+
+
+def hessian_product(loss: Tensor, x: Tensor, retain: bool) -> tuple[Tensor | None, ...]:
+    """The product of a loss's second derivatives by ``x`` with a vector of ones."""
+    slope = derivative(loss, x)
+    if not slope.requires_grad:
+        return ()
+    return torch.autograd.grad(slope, [x], torch.ones_like(slope), retain_graph=retain, allow_unused=True)
+
+
+def updated_loss(loss: Tensor, x: Tensor, layer: torch.nn.Module) -> Tensor:
+    """A loss, and what a layer makes of ``x`` after an update of its weights that is itself differentiated."""
+    weights = dict(layer.named_parameters())
+    slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True)
+    updated = {
+        name: weight if slope is None else weight - 0.1 * slope
+        for (name, weight), slope in zip(weights.items(), slopes, strict=True)
+    }
+    return loss + torch.func.functional_call(layer, updated, (x,)).square().mean()
+
+
 def storages(gradients: tuple[Tensor | None, ...]) -> list[torch.UntypedStorage]:
     """The storages of the gradients that are there."""
     return [gradient.untyped_storage() for gradient in gradients if gradient is not None]

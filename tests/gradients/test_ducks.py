@@ -246,7 +246,9 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
     "a subclass that sees functions": lambda t: t.as_subclass(Counting).mul_(2),
     "a subclass that runs ops": lambda t: Wrapped(t).mul_(2),
     "another one that runs ops": lambda t: Doubled(t).relu_(),
-    "an array of a subclass": lambda t: np.multiply(t.as_subclass(Counting).numpy(), 2, out=t.as_subclass(Taking).numpy()),
+    "an array of a subclass": lambda t: np.multiply(
+        t.as_subclass(Counting).numpy(), 2, out=t.as_subclass(Taking).numpy()
+    ),
     "data of a subclass": lambda t: t.as_subclass(Counting).data.mul_(2),
     "data of one that runs ops": lambda t: Wrapped(t).data.mul_(2),
     "set item": lambda t: torch.Tensor.__setitem__(Box(t), slice(0, 3), 1.0),  # type: ignore[arg-type]

@@ -80,6 +80,8 @@ def _inner(saved: Saved, live: Live) -> Tensor:
     check_version(saved)
     if saved.dense is not None:
         follow_original(saved)
+        if live.read_with_graph is not None and torch.is_grad_enabled() and in_backward():
+            _note_graph(saved, live)
         if saved.claimable and _is_claimed(saved, saved.dense.nbytes, None):
             claim = _claim(saved)
             return saved.dense if claim is None else claim
@@ -98,6 +100,16 @@ def _inner(saved: Saved, live: Live) -> Tensor:
             return claim
     with live.lock:
         return decode(saved, saved.spec, value)
+
+
+def _note_graph(saved: Saved, live: Live) -> None:
+    """Notes that a backward pass with a graph reads a tensor that is held dense (Note: [backward with a graph])."""
+    value = saved.value
+    is_decided = value is not None and value.storage is None and value.address is None
+    if value is not None and is_decided and value.is_dense and not value.errors and live.monitor is None:
+        assert live.read_with_graph is not None and saved.dense is not None
+        with live.lock:
+            live.read_with_graph(value, saved.dense)
 
 
 def _is_claimed(saved: Saved, nbytes: int, value: Value | None) -> bool:

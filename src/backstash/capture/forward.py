@@ -55,6 +55,7 @@ class Forward:
 
     Attributes:
         depth: how many torch functions are in progress.
+        differentiates: whether what a backward pass saves is named by what tells of its operations.
         unnamed: what was saved and has no name yet.
         recomputes: whether it is noted how values are made.
         is_timing: whether it is noted how long that took: in the first steps.
@@ -86,8 +87,10 @@ class Forward:
         "_rows",
         "_shapes",
         "_steps",
+        "_waiting",
         "counted",
         "depth",
+        "differentiates",
         "is_idle",
         "is_timing",
         "otherwise",
@@ -111,7 +114,9 @@ class Forward:
         otherwise: Callable[[Tensor], held.Packed],
     ) -> None:
         self.depth = 0
+        self.differentiates = False
         self.unnamed: list[Saved] = []
+        self._waiting: set[int] = set()  # those of them that were there before the operation in progress, by their ids
         self.recomputes = bool(policy.recomputes)
         self.is_idle = False
         self.otherwise = otherwise
@@ -308,6 +313,17 @@ class Forward:
                     return held.hold(x)
             return self._pack_large(x, inner, None if call is None or row is None else (call, row))
 
+    def read_with_graph(self, value: Value, whole: Tensor) -> None:
+        """A backward pass with a graph has read a value, all of which is dense: what it saves of it is the same value.
+
+        So the value is queued once more, and decided on when nobody but autograd holds it.
+        """
+        storage = whole.untyped_storage()
+        if value.content is not None and value.cdata != storage._cdata:
+            self._contents.move(value.content, whole)
+        value.storage, value.cdata, value.place = storage, storage._cdata, None
+        self._pending.add(value)
+
     def _pack_large(self, x: Tensor, inner: Tensor | None, row: tuple[regions.Call, int] | None) -> Saved:
         with self._lock:
             if not self.step.accounts or self._live.saved == 0:  # else no step can begin
@@ -328,7 +344,8 @@ class Forward:
             # torch function: what a reentrant checkpoint recomputes must not wait for its end.
             if self.depth == 0 or in_backward():
                 self.before_function()
-                self.name(None)
+                if not self.differentiates:
+                    self.name(None)
         return saved
 
     def name(self, result: Any) -> None:
@@ -346,6 +363,37 @@ class Forward:
                 self._take_of_node(node, found)
             for saved in others:
                 self._take_of_unknown(saved)
+
+    def before_operation(self, results: Sequence[Tensor]) -> None:
+        """Name what an operation of a backward pass with a graph has saved, now that the next one is about to run.
+
+        Args:
+            results: of the operation, those that are still there.
+        """
+        with no_torch_function(), self._lock:
+            unnamed, self.unnamed = self.unnamed, []
+            if not unnamed:
+                return
+            named, others = find(results, unnamed)
+            for node, found in named:
+                self._take_of_node(node, found)
+            for saved in others:  # which the next operation has saved, if none of those before it
+                if id(saved) in self._waiting:
+                    self._take_of_unknown(saved)
+                else:
+                    self.unnamed.append(saved)
+            self._waiting = {id(saved) for saved in self.unnamed}
+
+    def after_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operation of a backward pass with a graph has returned something: remember how that was made."""
+        with no_torch_function(), self._lock:
+            if any_autocast() or not self.counts(function):
+                return
+            place, self._call_place = self._call_place, None
+            for number, each in enumerate([result] if type(result) is Tensor else result):
+                if type(each) is Tensor:
+                    output = None if type(result) is Tensor else number
+                    self._contents.note_call(function, args, kwargs, each, None, output, None, place)
 
     def _take_of_node(self, node: Any, found: list[tuple[str, Saved]]) -> None:
         """Take in what a node has saved under which roles."""

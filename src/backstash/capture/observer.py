@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backstash.capture.side_effects import SideEffect, inplace_position, side_effect_of
 from backstash.stash import calls, compiled, producers
@@ -72,8 +75,18 @@ class Listener(Protocol):
     ) -> None:
         """A function that can be repeated has returned something; the generator had that state before."""
 
+    differentiates: bool
+    """Whether a backward pass with a graph of its own is in progress, of whose operations it is told."""
+
+    def before_operation(self, results: Sequence[Tensor]) -> None:
+        """An operation of such a pass is about to run, after one that has returned these."""
+
+    def after_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operation of such a pass has returned something, and can be repeated."""
+
 
 _BACKWARD = frozenset({Tensor.backward})
+_DIFFERENTIATE = frozenset(map(inspect.unwrap, (Tensor.backward, torch.autograd.backward, torch.autograd.grad)))
 _ASSIGN_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -146,7 +159,10 @@ class Observer(TorchFunctionMode):
         try:
             listener.depth = depth + 1
             started = time.perf_counter() if is_timed else 0.0
-            result = func(*args, **kwargs)
+            if kind.differentiates and recomputes and listener.remakes_anything and kwargs.get("create_graph"):
+                result = _differentiated(listener, func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
             if is_timed and type(result) is Tensor:
                 with no_torch_function():
                     listener.took(result, time.perf_counter() - started, func in producers.IN_PLACE)
@@ -160,6 +176,47 @@ class Observer(TorchFunctionMode):
         return result
 
 
+def _differentiated(listener: Listener, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a backward pass with a graph, of whose operations the listener is told."""
+    if has_replacing_mode():  # Note: [modes that replace]
+        return func(*args, **kwargs)
+    listener.differentiates = True
+    try:
+        with _Operations(listener):
+            return func(*args, **kwargs)
+    finally:
+        listener.differentiates = False
+
+
+class _Operations(TorchDispatchMode):
+    """Tells a listener of the operations of a backward pass with a graph of its own.
+
+    Note: [operations of backward]
+        A node of such a pass calls operations that no function mode sees, and autograd records them: gradients and
+        products of gradients are saved as feature maps are. So a dispatch mode, which only looks on, tells which
+        operation has made what. It runs below autograd: what an operation has saved is known when the next one begins.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self._listener = listener
+        self._results: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled() or is_traced():  # what is decoded or made again
+            return func(*args, **kwargs)
+        self._listener.before_operation([x for result in self._results if (x := result()) is not None])
+        result = func(*args, **kwargs)
+        made = [result] if type(result) is Tensor else result if type(result) in (tuple, list) else ()
+        self._results = [weakref.ref(x) for x in made if type(x) is Tensor]
+        if self._results and producers.is_repeatable_operation(func):
+            self._listener.after_operation(func, args, kwargs, result)
+        return result
+
+
 class _Kind:
     """What there is to do about calls of one function.
 
@@ -170,10 +227,20 @@ class _Kind:
         is_repeatable: whether its result can be made again, whatever that costs.
         inside: runs it in such a way that the functions it calls are seen; None for a function that is one operation.
         is_backward: whether it begins a backward pass.
+        differentiates: whether it may begin one that has a graph of its own.
         assigns_data: whether it assigns a tensor's ``.data``.
     """
 
-    __slots__ = ("assigns_data", "effect", "has_inplace", "inside", "is_backward", "is_cheap", "is_repeatable")
+    __slots__ = (
+        "assigns_data",
+        "differentiates",
+        "effect",
+        "has_inplace",
+        "inside",
+        "is_backward",
+        "is_cheap",
+        "is_repeatable",
+    )
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.effect = side_effect_of(func, (), {})
@@ -183,6 +250,7 @@ class _Kind:
         self.is_repeatable = repeatable and producers.is_repeatable(func)
         self.inside = _ATTENTION if func is F.multi_head_attention_forward else None
         self.is_backward = func in _BACKWARD
+        self.differentiates = inspect.unwrap(func) in _DIFFERENTIATE
         self.assigns_data = func == _ASSIGN_DATA
 
 
@@ -216,12 +284,12 @@ def _kind_of(func: Callable[..., Any]) -> _Kind:
         kind = _Kind(func)
         if len(_kinds) < _MOST_KINDS:
             _kinds[func] = kind
-            if not (kind.is_backward or kind.assigns_data or kind.effect is SideEffect.ESCAPES):
+            if not (kind.differentiates or kind.assigns_data or kind.effect is SideEffect.ESCAPES):
                 _numbers[func] = _number_of(func, kind)
     except TypeError:  # it cannot be hashed
         kind = object.__new__(_Kind)
         kind.effect, kind.has_inplace = side_effect_of(func, (), {}), False
-        kind.is_cheap = kind.is_repeatable = kind.is_backward = kind.assigns_data = False
+        kind.is_cheap = kind.is_repeatable = kind.is_backward = kind.assigns_data = kind.differentiates = False
         kind.inside = None
     return kind
 

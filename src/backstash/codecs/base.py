@@ -164,6 +164,14 @@ def serves(codec: Codec, function: str | None) -> bool:
     return functions is None or function in functions
 
 
+def repeats(codec: Codec) -> bool:
+    """Whether what the codec has decoded is decoded to the same bits again after it was encoded once more.
+
+    Every exact codec does that; one with a bound says so by an attribute ``repeats``.
+    """
+    return codec.bound is None or bool(getattr(codec, "repeats", False))
+
+
 def direct(codec: Codec, form: type[Direct]) -> ReadPlanes | None:
     """How a backward kernel reads the codec's planes in that form without decoding them; None where it cannot."""
     method: Callable[[type[Direct]], ReadPlanes | None] | None = getattr(codec, "direct", None)

@@ -87,6 +87,11 @@ class Csr:
         """The bound of ``values``; None without them."""
         return None if self.values is None else self.values.bound
 
+    @property
+    def repeats(self) -> bool:
+        """Whether ``values`` does (base.repeats)."""
+        return self.values is None or self.values.repeats
+
     def keeps(self, mask: Mask) -> bool:
         """Keeps the masks that Zvc keeps, which reduces values in the same way."""
         return Zvc(values=self.values).keeps(mask)

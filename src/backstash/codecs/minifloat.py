@@ -103,6 +103,11 @@ class Minifloat:
         share = 2 * form.smallest_normal / form.largest
         return ErrorBound(each=each, tiny=form.smallest_normal * LEAST_SCALE, share=share, group_size=self.group_size)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether numbers of the format stay as they are (base.repeats): where nothing is scaled."""
+        return not self.group_size
+
     def accepts(self, spec: TensorSpec) -> str | None:
         """Accepts dense floating tensors of 16 or 32 bits if the format has fewer."""
         refused = refuses_singles(spec)

@@ -90,6 +90,11 @@ class Zvc:
         """The bound of ``values``; None without them."""
         return None if self.values is None else self.values.bound
 
+    @property
+    def repeats(self) -> bool:
+        """Whether ``values`` does (base.repeats)."""
+        return self.values is None or self.values.repeats
+
     def keeps(self, mask: Mask) -> bool:
         """Whether the mask's test, and whether an element is negative or NaN, comes out as for the original.
 

@@ -341,7 +341,7 @@ def profile_of(
     for key, value in found.items():
         reads = tuple(sorted({read for read in line.reads[key] if read >= first}))
         born = min(line.born[key], reads[0])
-        choices = [*value.choices, *_remade(value, survey, index, line, together[id(value.group)] or 1)]
+        choices = [*value.choices, *_remade(value, survey, index, line, together[id(value.group)] or 1, reads[0])]
         choices += [*with_errors(value, (squares or {}).get(key)), *moves.get(key, ())]
         facts = value.facts
         values.append(
@@ -376,21 +376,28 @@ def profile_of(
     )
 
 
-def _remade(value: Found, survey: Survey, index: dict[str, int], line: Timeline, together: int) -> list[Choice]:
+def _remade(
+    value: Found, survey: Survey, index: dict[str, int], line: Timeline, together: int, first_read: int
+) -> list[Choice]:
     """The choice to remake a value, where all that it is remade from is planned as well or held anyway.
 
     Its time is a share of that of the call which makes ``together`` values at once.
     """
     if value.parents is None:
         return []
-    keys = [survey.keys.get(id(parent), "") for parent in value.parents]  # "": the program holds it anyway
-    if any(key and key not in index for key in keys):
-        return []
+    keys = []
+    for parent in value.parents:
+        lives = survey.keys.get(id(parent), [])  # none: the program holds it anyway
+        then = [key for key in lives if line.born.get(key, 0) <= first_read] or lives[:1]
+        if then and then[-1] in index:
+            keys.append(then[-1])
+        elif len(then) == 1:
+            return []
     trial = line.trials.get(value.section)
     if trial is None:  # another thread, which the profiler does not see, has decided on it
         return []
     workspace = max(0, trial.most - trial.before - value.nbytes)
-    parents = tuple(sorted({index[key] for key in keys if key}))
+    parents = tuple(sorted({index[key] for key in keys}))
     return [
         Choice(
             "recompute",

@@ -252,7 +252,7 @@ class Survey(Births):
 
     Attributes:
         found: what was found out, by the value's key.
-        keys: the keys of values by their ids.
+        keys: by the ids of values their keys, of which those have several that are decided on again.
         trials: how many trial sections there are in the record.
         is_complete: whether no value was left for another step.
         spent: seconds that the trials took.
@@ -267,7 +267,7 @@ class Survey(Births):
     ) -> None:
         self.tries = frozenset(tries)
         self.found: dict[str, Found] = {}
-        self.keys: dict[int, str] = {}
+        self.keys: dict[int, list[str]] = {}
         self._alive: list[Value] = []  # so that ids stay their own
         self._calls: dict[Group, tuple[float, int]] = {}  # seconds and trial sections of calls that save inside
         self._sections: dict[Kind, int] = {}  # trial sections of recipes
@@ -289,7 +289,8 @@ class Survey(Births):
             return
         found = Found(facts, whole.untyped_storage().nbytes(), [Choice.keep(whole.untyped_storage().nbytes())])
         self.found[value.key] = found
-        self.keys[id(value)] = value.key
+        self.keys.setdefault(id(value), []).append(value.key)
+        self._alive.append(value)
         started = time.perf_counter()
         with no_torch_function(), torch.no_grad():
             self._try_codecs(value, facts, whole, found)

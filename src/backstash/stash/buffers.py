@@ -131,6 +131,12 @@ class Buffers:
         if self._lent is not None and self._lent[0]() is owner:
             self._lent = None
 
+    def part_with(self, whole: Tensor) -> None:
+        """Somebody holds the memory of ``whole`` from now on: it is never used again here."""
+        cdata = whole.untyped_storage()._cdata
+        self._buffers = [buffer for buffer in self._buffers if buffer.cdata != cdata]
+        self._lent = None
+
     def release(self, owner: object) -> None:
         """What was made for ``owner`` has been read by everybody.
 

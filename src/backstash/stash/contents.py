@@ -173,6 +173,12 @@ class Contents:
         statistics = calls.statistics_of(like.kwargs, result) if like.name == "batch_norm" else None
         return like.again(tuple(inputs), statistics, place)
 
+    def move(self, content: Content, x: Tensor) -> None:
+        """A content, which was forgotten or encoded, is in the storage of ``x`` from now on."""
+        storage = x.untyped_storage()
+        content.storage, content.version = weakref.ref(storage), x._version
+        self._contents[storage._cdata] = content
+
     def change(self, x: Tensor, storage: torch.UntypedStorage) -> None:
         """The memory of ``x`` is about to change: no recipe reads again what calls have read there up to now.
 

@@ -15,12 +15,14 @@ from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.direct import Direct, MaskBits, Readable
 from backstash.errors import SavedTensorModifiedError
+from backstash.policies.base import Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash import fused
 from backstash.stash.buffers import SMALLEST, new_memory
 from backstash.stash.calls import Leaf, Memory
 from backstash.stash.comparing import check_sample
 from backstash.stash.compiled import functions
+from backstash.stash.leaves import guard_with
 from backstash.stash.value import Form, Saved, Value, version_of
 from backstash.torch_internals import in_backward, without_gradients
 
@@ -84,8 +86,62 @@ class StashedTensor:
 def decode(saved: Saved, spec: TensorSpec, value: Value) -> Tensor:
     """The saved tensor in its own layout, without a graph."""
     if torch.is_grad_enabled():
+        if value.live.monitor is None and in_backward():
+            without_gradients(lambda: thaw(value))
+            assert saved.dense is not None
+            return saved.dense
         return without_gradients(lambda: _decode(saved, spec, value, borrows=False))
     return _decode(saved, spec, value, borrows=saved.builtin and in_backward())
+
+
+def thaw(value: Value) -> None:
+    """Holds a value dense again, and nothing else of it.
+
+    Note: [backward with a graph]
+        A backward pass that is itself differentiated saves what it has unpacked, and holds it as long as its graph is
+        there. Were the value held in another form as well, there would be more than plain PyTorch has. So what such a
+        pass decodes or makes again is the value from then on, for all who read it.
+    """
+    form, recipe = value.form, value.recipe
+    spec = None if form is None else form.spec
+    is_whole = form is None or Need.VALUE in form.codec.preserves
+    whole, buffers = dense(value, False, False).detach(), value.buffers
+    assert buffers is not None
+    value.hold(None)
+    buffers.part_with(whole)
+    account = value.account
+    value.live.add(-account.device_nbytes)
+    account.stash_nbytes, account.store = whole.untyped_storage().nbytes(), "device"
+    value.live.add(account.device_nbytes)
+    account.codec, account.reason = "kept", "a backward pass that has a graph of its own holds it"
+    hold_dense(value, whole)
+    if not is_whole or value.errors:
+        value.content = None
+    if value.live.read_with_graph is None or (spec is not None and spec.dtype is not whole.dtype):
+        return
+    if value.errors:  # its numbers must not be rounded again
+        if recipe is not None or form is None or form.tag is not None or not base.repeats(form.codec):
+            return
+        value.otherwise = Stash(form.codec)
+    value.live.read_with_graph(value, whole)
+
+
+def hold_dense(value: Value, whole: Tensor) -> None:
+    """Has the saved tensors of a value hold its data, of which no other form is left."""
+    value.form = value.recipe = value.sample = value.bits = None
+    value.depth, value.shares = 0, False
+    value.round = value.unread = 0
+    for saved in value.saved():
+        saved.round = 0
+        if saved.modified is None:  # else it raises when it is read
+            assert saved.spec is not None
+            # A view would hold `whole` as well, and the storage would have a use that is no saved tensor's.
+            saved.dense = whole.as_strided(saved.spec.shape, saved.spec.stride, saved.offset).detach()
+            saved.version, saved.original = saved.dense._version, None
+    if value.height:  # others are remade from it
+        guard_with(value, whole)
+        assert value.guard is not None
+        value.guard.tensor = value.facts
 
 
 def _decode(saved: Saved, spec: TensorSpec, value: Value, borrows: bool) -> Tensor:

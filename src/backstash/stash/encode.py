@@ -88,6 +88,8 @@ class Encoder:
         if whole is None:
             self.keep(value, facts, "its storage is seen as different types")
             return
+        if value.key and self.policy.cycles is not None:
+            facts = replace(facts, key=_next_life(facts.key, value.key))
         value.key, value.facts = facts.key, facts
         if self._knows_room:
             value.has_room = self.policy.has_room_for(facts.key)
@@ -96,6 +98,8 @@ class Encoder:
             action = place.action
         else:
             action = self._action(value, strongest, facts, fresh)
+        if value.errors and value.otherwise is not None:  # it is stored once more (see decode.thaw)
+            action = value.otherwise
         watcher = self._live.watcher
         if watcher is not None:
             watcher.decided(value, whole, lambda: self._remaking.find(value, strongest))
@@ -304,6 +308,13 @@ class Encoder:
             return None
         form, _ = self.form(whole, replace(facts, need=Need.SIGN, mask=mask), Stash(Bitmask(mask)), readers)
         return form
+
+
+def _next_life(key: str, before: str) -> str:
+    """The key of a value that is decided on once more (Note: [backward with a graph]): ``key~2``, then ``key~3``."""
+    where, _, role = key.rpartition(":")
+    life = before.rpartition(":")[2].partition("~")[2]
+    return f"{where}:{role.partition('~')[0]}~{int(life or 1) + 1}"
 
 
 def _strength(saved: Saved) -> tuple[int, float]:

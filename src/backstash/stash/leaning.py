@@ -15,9 +15,8 @@ from backstash.codecs import base
 from backstash.policies.base import Stash
 from backstash.stash.calls import Held
 from backstash.stash.compiled import laid_out
-from backstash.stash.decode import remake
+from backstash.stash.decode import hold_dense, remake
 from backstash.stash.encode import Encoder, without_error
-from backstash.stash.leaves import guard_with
 from backstash.stash.pending import Pending
 from backstash.stash.value import Form, Value
 from backstash.torch_internals import without_gradients
@@ -65,7 +64,7 @@ class Leaning:
             if value is not None and value.recipe is not None:
                 without_gradients(partial(_store_instead, value, encoder))
         leaf = pending.get(cdata)
-        if leaf is not None:
+        if leaf is not None and not leaf.key:  # else others lean on it, from when it was held in another form
             leaf.guard = None
 
     def store_all(self, encoder: Encoder, pending: Pending, *, costly: bool = False) -> None:
@@ -77,7 +76,7 @@ class Leaning:
         """
         for cdata in list(self._values):
             values = [value for reference in self._values[cdata] if (value := reference()) is not None]
-            if costly or not all(value.shares for value in values):
+            if costly or not all(value.shares or value.recipe is None for value in values):
                 self.store(cdata, encoder, pending)
 
 
@@ -96,9 +95,9 @@ def _store_instead(value: Value, encoder: Encoder) -> None:
         form, reason = encoder.form(whole, facts, otherwise, readers)
     value.hold(None)
     value.buffers.forget(value if value.form is None else value.form)
-    value.recipe, value.sample, value.form, value.depth, value.shares = None, None, form, 0, False
     live = value.live
     if form is not None:
+        value.recipe, value.sample, value.form, value.depth, value.shares = None, None, form, 0, False
         store = otherwise.store if isinstance(otherwise, Stash) else "device"
         if store != "device":
             live.prefetcher.put(form, facts.key)
@@ -106,12 +105,7 @@ def _store_instead(value: Value, encoder: Encoder) -> None:
         note = "not recomputed: the program could change what it is made from"
         encoder.release(value, readers, facts, label, form.ticket.nbytes, note, started, store)
         return
-    for saved in readers:
-        assert saved.spec is not None
-        saved.dense = whole.as_strided(saved.spec.shape, saved.spec.stride, saved.offset)
-        saved.version = saved.dense._version
-    if value.height:  # others are remade from it
-        guard_with(value, whole)
+    hold_dense(value, whole)
     live.add(-value.account.device_nbytes)
     value.account.stash_nbytes, value.account.store = whole.untyped_storage().nbytes(), "device"
     live.add(value.account.device_nbytes)

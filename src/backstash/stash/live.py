@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from backstash.stash.buffers import Buffers
@@ -14,7 +14,10 @@ from backstash.stash.prefetch import Prefetcher
 from backstash.stash.watcher import Watcher
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from backstash.gradient_error import Monitor
+    from backstash.stash.value import Value
 
 
 WORK = 3
@@ -42,6 +45,8 @@ class Live:
         distrusted: keys of values whose recipes have failed after they had been proven, and these recipes as text; None
             for all recipes.
         comparisons: of samples, at the ends of backward passes.
+        read_with_graph: is told of a dense value that a backward pass with a graph has read, and of its data, as long
+            as the Session is open; else None.
     """
 
     __slots__ = (
@@ -58,6 +63,7 @@ class Live:
         "overwrites",
         "peak_nbytes",
         "prefetcher",
+        "read_with_graph",
         "stashed_nbytes",
         "unpacked",
         "watcher",
@@ -77,6 +83,7 @@ class Live:
         self.watcher: Watcher | None = None
         self.distrusted: set[tuple[str, str | None]] = set()
         self.comparisons = Comparisons()
+        self.read_with_graph: Callable[[Value, Tensor], None] | None = None
         self._saved = self._nbytes = self._remade_nbytes = 0
         self._losses: deque[tuple[int, int, int]] = deque()
 

@@ -95,6 +95,17 @@ def is_repeatable(function: Callable[..., Any]) -> bool:
     return name not in _UNREPEATABLE and not any(part in name for part in _UNREPEATABLE_PARTS)
 
 
+@functools.lru_cache(maxsize=4096)
+def is_repeatable_operation(operation: torch._ops.OpOverload) -> bool:
+    """Whether the result of an ATen operation depends on its arguments alone, and is memory of its own."""
+    schema, name = operation._schema, operation.__name__
+    if operation.namespace != "aten" or schema.is_mutable or torch.Tag.nondeterministic_seeded in operation.tags:
+        return False
+    if any(result.alias_info is not None for result in schema.returns):
+        return False
+    return not any(part in name for part in (*_UNREPEATABLE_PARTS, "empty", "resize", "batch_norm", "bernoulli"))
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """The name under which reports show a function."""
     known = CHEAP.get(function)

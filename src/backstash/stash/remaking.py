@@ -96,6 +96,8 @@ class Remaking:
         recipe = build(content, lambda view: self._find_leaf(view, value, action), action.any_producer)
         if isinstance(recipe, str):
             return recipe
+        if recipe.call.spec.dtype is not whole.dtype:
+            return "its storage is seen as different types"
         begins_from = set(recipe.leaves)
         if action.max_inputs is not None and len(begins_from) > action.max_inputs:
             return f"it would begin from {len(begins_from)} stored values"
@@ -109,7 +111,7 @@ class Remaking:
             return "its sign is read in another way than a relu does"
         place = strongest.place or Place(strongest.tensor)
         distrusted = self._live.distrusted
-        if distrusted and not distrusted.isdisjoint((strongest.tensor.key, each) for each in (str(recipe), None)):
+        if distrusted and not distrusted.isdisjoint((value.key, each) for each in (str(recipe), None)):
             return f"{recipe} has made other bits than the value had"
         first_use, is_known = None, True
         if action.any_producer and (not bounded or any(leaf.recipe is not None for leaf in begins_from)):
@@ -134,7 +136,14 @@ class Remaking:
         if content is None or content.version != strongest.version:
             return "what made it is not known"
         action = Recompute(any_producer=True)
-        return build(content, lambda view: self._find_leaf(view, value, action), any_producer=True)
+        recipe = build(content, lambda view: self._find_leaf(view, value, action), any_producer=True)
+        if (
+            isinstance(recipe, Recipe)
+            and strongest.spec is not None
+            and recipe.call.spec.dtype is not strongest.spec.dtype
+        ):
+            return "its storage is seen as different types"
+        return recipe
 
     def sources(self, value: Value, strongest: Saved) -> dict[str, Tensor] | None:
         """From which stored values a value could be made, and by how much errors of theirs are multiplied.
