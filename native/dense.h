@@ -15,7 +15,7 @@ inline uint32_t choose(bool condition, uint32_t yes, uint32_t no) { return condi
 constexpr uint32_t kInfinity = 0x7f800000, kQuiet = 0x7fc00000, kMagnitude = 0x7fffffff;
 constexpr uint32_t kHalfNormal = 0x38800000;  // 2^-14, the smallest normal number of float16
 
-// An element as the bits of float32, and back; back is only asked for what is exact, and for the quiet NaN.
+// An element as the bits of float32, and back; back is only asked for what is exact, for infinities and the quiet NaN.
 template <class F>
 struct Dense;
 

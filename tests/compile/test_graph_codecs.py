@@ -101,6 +101,16 @@ def test_the_memory_order_decides_what_a_group_is(channels_last: bool) -> None:
     assert torch.equal(round_trip(form, x), codec.decode(codec.encode(x)))
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_few_bits_of_an_element_that_is_not_finite_are_decoded_to_nothing_finite(broken: float) -> None:
+    form = form_of(FewBit("gelu", 2), Facts(torch.float32))
+    assert not isinstance(form, str)
+    x = torch.linspace(-2, 2, 512)
+    assert round_trip(form, x).isfinite().all()
+    x[300] = broken
+    assert round_trip(form, x).isnan().all()
+
+
 def test_a_group_with_an_element_that_is_not_finite_is_not_decoded_to_numbers() -> None:
     form = form_of(BlockQuant(4), Facts(torch.float32))
     assert not isinstance(form, str)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_checks import Everything
 from torch import Tensor, nn
 
 from backstash import Session
 from backstash.backward import accumulation, table
 from backstash.policies.base import Policy
-from gradient_checks import Everything
 
 Seen = list[Any]
 

@@ -12,8 +12,8 @@ Note: [claims]
     through torch - a cast by autocast, a formula or a tensor subclass that computes by itself, an op that no kernel is
     registered for - runs on the decoded tensor, and its data pointer is an error. So a claim is right everywhere. Where
     no kernel of this package would be asked (grad mode, dispatch modes, functorch), the tensor is decoded at once
-    because that is cheaper. So it is where a hook of the program looks at ``grad_fn._saved_self``: a node is said to run
-    while its hooks do, and what the program sees is an ordinary tensor.
+    because that is cheaper. So it is where a hook looks at ``grad_fn._saved_self``: a node is said to run while its
+    hooks do, and what the program sees is an ordinary tensor.
 """
 
 from __future__ import annotations

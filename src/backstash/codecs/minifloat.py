@@ -49,7 +49,8 @@ class Minifloat:
     Determinism: the same planes on every backend.
     Source: Gist (ISCA 2018), section 3.2, "Delayed Precision Reduction", for fp16, fp10, fp8; ours says what becomes of
         NaN and infinity, and keeps 416 rather than 240 in fp8. The others are torch's dtypes, rounded as torch converts
-        to them, but clamped; where float8_e4m3fn has 448, there is infinity here. Groups with a scale each are as in microscaling, at 256 elements.
+        to them, but clamped; where float8_e4m3fn has 448, there is infinity here. Groups with a scale each are as in
+        microscaling, at 256 elements.
 
     Args:
         format: ``"fp8"``, ``"fp10"``, ``"fp16"``, ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``.

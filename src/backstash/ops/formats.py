@@ -17,7 +17,8 @@ class Format:
         code: the integer that the C++ kernels know it by.
         exponent, mantissa: numbers of bits.
         bias: the bias of the exponent.
-        top: the code of the largest magnitude. The code after it, without the sign, is infinity, and larger ones are NaN.
+        top: the code of the largest magnitude, without the sign. The code after it is infinity, and larger ones are
+            NaN.
         subnormals: whether it has numbers below its smallest normal number. If not, an exponent field of 0 is zero.
         dtype: the dtype of a plane of codes.
         fields: codes in an element of such a plane, the first one lowest.

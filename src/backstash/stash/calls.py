@@ -6,9 +6,9 @@ in-place op ends one content and begins another. From these notes recipes.py bui
 again.
 
 Note: [other people's classes]
-    A call is repeated below the classes of the program: nobody asks an argument's ``__torch_function__`` again, and what
-    an object holds may be something else by then. So a call is noted only if each of its arguments is a plain tensor, a
-    constant, or a list or tuple of these. Lists are copied, because the program may change them.
+    A call is repeated below the classes of the program: nobody asks an argument's ``__torch_function__`` again, and
+    what an object holds may be something else by then. So a call is noted only if each of its arguments is a plain
+    tensor, a constant, or a list or tuple of these. Lists are copied, because the program may change them.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def random_state(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if not producers.draws(function, args, kwargs):
         return None
     given = args[0] if args else kwargs.get("query", kwargs.get("input"))
-    if type(given) not in PLAIN:
+    if given is None or type(given) not in PLAIN:
         return None
     device = given.device
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)

@@ -55,8 +55,9 @@ def memories(x: Any) -> list[Tensor] | None:
         return [x]
     if not is_tensor(x):
         return None
+    wrapper: Any = x
     if is_traceable_wrapper_subclass(x):
-        names, _ = x.__tensor_flatten__()
+        names, _ = wrapper.__tensor_flatten__()
         found: list[Tensor] = []
         for inner in (memories(_ready(getattr(x, name))) for name in names):
             if inner is None:

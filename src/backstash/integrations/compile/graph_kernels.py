@@ -45,7 +45,7 @@ def encode_by_kernel(emit: Emitter, codec: GraphCodec, x: Value) -> tuple[Value,
     if isinstance(codec, GraphFewBit):
         dim = packed_dimension(sizes_of(x), 8 // codec.width)
         bounds = list(TABLE[codec.function, codec.bits][0])
-        return (emit(_ops.find_intervals.default, x, bounds, codec.width, dim),)
+        return _all(emit, emit(_ops.find_intervals.default, x, bounds, codec.width, dim), 2)
     if isinstance(codec, GraphMinifloat) and FORMATS[codec.format].fields == 1:
         if codec.group_size:
             return _all(emit, emit(_ops.round_with_scales.default, x, codec.format, codec.group_size), 2)
@@ -178,10 +178,10 @@ def _empty(sizes: list[int], dtype: torch.dtype, device: torch.device, channels_
     return torch.empty(sizes, dtype=dtype, device=device, memory_format=order)
 
 
-def _find_intervals(x: Tensor, bounds: list[float], bits: int, dim: int | None) -> Tensor:
-    stream, _ = _kernels.fewbit_encode(_flat(x), bounds, bits)
+def _find_intervals(x: Tensor, bounds: list[float], bits: int, dim: int | None) -> tuple[Tensor, Tensor]:
+    stream, strange = _kernels.fewbit_encode(_flat(x), bounds, bits)
     packed: Tensor = pack_along(run_now, _fields(stream, bits, x.numel(), x.numel()).view(x.shape), bits, dim)
-    return packed
+    return packed, (strange == 0).float().view([])
 
 
 def _round_to_format(x: Tensor, format: str) -> Tensor:
@@ -204,9 +204,9 @@ def _groups_like(x: Tensor, bits: int, group_size: int, stochastic: bool, seed: 
     return pack_along(run_now, codes, bits, dim), x.new_empty([count]), x.new_empty([count])
 
 
-def _intervals_like(x: Tensor, bounds: list[float], bits: int, dim: int | None) -> Tensor:
+def _intervals_like(x: Tensor, bounds: list[float], bits: int, dim: int | None) -> tuple[Tensor, Tensor]:
     found: Tensor = pack_along(run_now, x.new_empty(list(x.shape), dtype=torch.uint8), bits, dim)
-    return found
+    return found, x.new_empty([], dtype=torch.float32)
 
 
 def _codes_like(x: Tensor, format: str) -> Tensor:
@@ -236,7 +236,11 @@ _OPERATORS = (
         _values_with_scales,
         _scaled_values_like,
     ),
-    ("find_intervals(Tensor x, float[] bounds, int bits, int? dim) -> Tensor", _find_intervals, _intervals_like),
+    (
+        "find_intervals(Tensor x, float[] bounds, int bits, int? dim) -> (Tensor, Tensor)",
+        _find_intervals,
+        _intervals_like,
+    ),
     ("round_to_format(Tensor x, str format) -> Tensor", _round_to_format, _codes_like),
     ("round_with_scales(Tensor x, str format, int group_size) -> (Tensor, Tensor)", _round_with_scales, _scaled_like),
 )

@@ -228,7 +228,8 @@ class GraphBlockQuant:
 class GraphFewBit:
     """codecs.FewBit: in which interval of nearly constant derivative each element is.
 
-    A graph cannot refuse an element that is infinite or NaN. It is decoded as the lowest interval, as in the kernel.
+    A graph cannot refuse an element that is infinite or NaN. If there is one, all of the value is decoded to NaN, so
+    that the gradient shows it.
     """
 
     function: str
@@ -246,28 +247,30 @@ class GraphFewBit:
         return 4 if self.bits == 3 else self.bits
 
     def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
-        """One plane."""
+        """The codes, and whether all elements are finite, a float32."""
         single = cast(emit, x, torch.float32)
         code = constant(emit, 0, single, torch.uint8)
         for bound in TABLE[self.function, self.bits][0]:
             code = emit(_aten.add.Tensor, code, cast(emit, emit(_aten.gt.Scalar, single, bound), torch.uint8))
         finite = emit(_aten.lt.Scalar, emit(_aten.abs.default, single), math.inf)
         code = emit(_aten.where.self, finite, code, constant(emit, 0, code))
-        return (pack(emit, code, self.width),)
+        all_finite = emit(_aten.amin.default, cast(emit, finite, torch.float32), [], False)
+        return pack(emit, code, self.width), all_finite
 
     def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
-        """The number that stands for each interval."""
+        """The number that stands for each interval, or NaN."""
         codes = unpack(emit, planes[0], self.width, list(like.shape))
         points = TABLE[self.function, self.bits][1]
         found = constant(emit, points[0], codes, like.dtype)
         for code, point in enumerate(points[1:], 1):
             is_code = emit(_aten.ge.Scalar, codes, code)
             found = emit(_aten.where.self, is_code, constant(emit, point, codes, like.dtype), found)
-        return found
+        is_finite = emit(_aten.gt.Scalar, planes[1], 0.0)
+        return emit(_aten.where.self, is_finite, found, constant(emit, math.nan, codes, like.dtype))
 
     def nbytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        """The codes."""
-        return packed_nbytes(sizes, self.width)
+        """The codes, and four bytes."""
+        return packed_nbytes(sizes, self.width) + 4
 
 
 def _signed(x: Value) -> torch.dtype:

@@ -47,7 +47,11 @@ log = logging.getLogger("backstash.compile")
 
 SHORT_FLOATS = (
     "It has numbers of 16 bits, which Inductor rounds where its loops store them. What is treated or computed again "
-    "may change its loops, so a gradient may differ by such a rounding."
+    "may change its loops, so a gradient may differ by such a rounding"
+)
+FUSED_SUMS = (
+    "Its backward pass adds up what Inductor computes in the same loop. What is treated or computed again may change "
+    "its loops, and with them the order of additions, so a gradient may differ in its last bits"
 )
 
 
@@ -151,8 +155,9 @@ class Treatment:
             self._row(f"{name}/{key}", *item, planes.get(number))
             for number, (key, item) in enumerate(zip(keys, plan, strict=True))
         ]
-        if self._may_round_otherwise(split, plan):
-            note = ". ".join(filter(None, (note, SHORT_FLOATS)))
+        if self._may_change_loops(plan):
+            reasons = (SHORT_FLOATS if split.has_short_floats else "", FUSED_SUMS if split.adds_up_in_loops else "")
+            note = ". ".join(filter(None, (note, *reasons)))
         account = GraphAccount(name, tuple(rows), _input_nbytes(split), note)
         of_row = rows_of([value for value, _ in plan], planes)
         if announced := emit_account(split, account, of_row, self.identity):
@@ -179,11 +184,10 @@ class Treatment:
             module.recompile()
         return account
 
-    def _may_round_otherwise(self, split: Split, plan: Plan) -> bool:
-        """Whether exact forms may change bits (SHORT_FLOATS). Where values are rounded gradients differ anyway."""
+    def _may_change_loops(self, plan: Plan) -> bool:
+        """Whether exact forms may change loops, and so bits. Where values are rounded gradients differ anyway."""
         treats = any(not choice.is_kept for _, choice in plan)
-        changes_loops = self.fuses and (treats or self.budget is not None)
-        return changes_loops and split.has_short_floats and all(is_exact(choice) for _, choice in plan)
+        return self.fuses and (treats or self.budget is not None) and all(is_exact(choice) for _, choice in plan)
 
     def _keys(self, split: Split) -> list[str]:
         counts, keys = Counter[str](), []

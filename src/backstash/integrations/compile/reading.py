@@ -37,6 +37,9 @@ MOVES = frozenset(
 
 _REDUCTIONS = frozenset({"aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var_mean", "aten::any"})
 
+SUMS = frozenset(f"aten::{name}" for name in ("sum", "mean", "var_mean", "var", "prod", "cumsum", "cumprod"))
+"""Reductions whose bits depend on the order in which they take their elements."""
+
 MaskOf = Callable[[Callable[[str], Any]], Mask | None]
 """Builds a mask from a function that returns an argument of the operator by name; None if the row does not hold."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.layout import memory_order
-from backstash.integrations.compile.reading import Reader, name_of, readers
+from backstash.integrations.compile.reading import SUMS, Reader, is_elementwise, is_view, name_of, readers
 from backstash.saved import TensorSpec
 
 
@@ -102,6 +102,21 @@ class Split:
         """Whether they have numbers of 16 bits, which a compiler computes in 32 and rounds where a loop stores them."""
         values = (node.meta.get("val") for node in (*self.forward.graph.nodes, *self.backward.graph.nodes))
         return any(isinstance(x, torch.Tensor) and x.dtype in (torch.float16, torch.bfloat16) for x in values)
+
+    @property
+    def adds_up_in_loops(self) -> bool:
+        """Whether backward adds up numbers that a compiler computes in the loop that adds them.
+
+        The order of additions is that of the loop, and a compiler chooses a loop by all that it computes there.
+        """
+        for node in self.backward.graph.nodes:
+            if name_of(node) in SUMS:
+                added = node.args[0]
+                while is_view(added):
+                    added = added.args[0]
+                if is_elementwise(added):
+                    return True
+        return False
 
     @property
     def results(self) -> list[Any]:

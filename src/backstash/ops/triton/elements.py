@@ -57,12 +57,13 @@ def single_bits(x, HALF: tl.constexpr):
 
 @triton.jit
 def element_bits(word, WIDE: tl.constexpr, HALF: tl.constexpr):
-    """Inverts :func:`single_bits` for numbers that are exact and for the quiet NaN. ``WIDE``: elements are float32."""
+    """Inverts :func:`single_bits` for exact numbers, infinities and the quiet NaN. ``WIDE``: elements are float32."""
     if WIDE:
         x = word
     elif HALF:
         rest = word & 0x7FFFFFFF
-        normal = tl.where(rest >= 0x7F800000, 0x7E00, (rest - (112 << 23)) >> 13)
+        normal = tl.where(rest >= 0x7F800000, 0x7C00, (rest - (112 << 23)) >> 13)
+        normal = tl.where(rest > 0x7F800000, 0x7E00, normal)
         small = (tl.minimum(rest, 0x38800000).to(tl.float32, bitcast=True) * 16777216.0).to(tl.int32)
         x = (tl.where(rest < 0x38800000, small, normal) | ((word >> 16) & 0x8000)).to(tl.int16)
     else:
