@@ -38,6 +38,7 @@ from backstash.codecs import (
     Zstd,
     Zvc,
 )
+from backstash.codecs import base
 from backstash.errors import CodecRefusedError, UnknownNameError
 from backstash.ops.formats import FORMATS
 from backstash.saved import Mask, Need, PoolWindow, TensorSpec, Test
@@ -351,3 +352,25 @@ def test_encoded_counts_a_storage_once() -> None:
     memory = torch.zeros(10)
     planes = {"a": memory[:3], "b": memory[5:], "c": torch.zeros(2, dtype=torch.uint8), "d": torch.empty(0)}
     assert Encoded("x", TensorSpec.of(memory), planes).nbytes == 42
+
+
+REPEATING = [
+    *(Minifloat(name, group_size=0) for name in FORMATS),
+    *(kind(values=Minifloat(name)) for kind in (Zvc, Csr) for name in ("fp8", "fp10", "fp16")),
+]
+
+
+@pytest.mark.parametrize("codec", REPEATING, ids=repr)
+def test_a_codec_that_repeats_rounds_once(codec: Codec) -> None:
+    assert base.repeats(codec)
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-30, 34).repeat(64)
+    x[::3], x[1], x[2], x[4], x[5] = 0.0, -0.0, math.nan, math.inf, -math.inf
+    once = codec.decode(codec.encode(x))
+    assert equal_bits(once, codec.decode(codec.encode(once)))
+
+
+def test_codecs_with_scales_do_not_say_that_they_repeat() -> None:
+    assert not any(
+        base.repeats(codec) for codec in (Minifloat("float8_e4m3fn"), BlockQuant(), Szp(1e-3), FewBit("gelu"))
+    )
+    assert base.repeats(Zvc()) and base.repeats(Raw())

@@ -72,7 +72,8 @@ class Overwrites(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return x.mul_(2).mul_(gradient)
+        # Detached: else plain torch rebinds the program's own tensor, which no saved-tensor hook hands out, in grad mode.
+        return x.detach().mul_(2).mul_(gradient)
 
 
 class KeepsGradient(torch.autograd.Function):

@@ -738,3 +738,17 @@ def test_an_index_of_several_tensors_is_made_again_as_it_was_given() -> None:
     loss.backward()
     assert model.weight.grad is not None and expected is not None
     assert torch.equal(model.weight.grad, expected)
+
+
+def test_a_value_that_is_seen_as_complex_is_not_made_again_as_it_was_made() -> None:
+    x = torch.randn(64, 64, 2, requires_grad=True)
+
+    def run() -> Tensor:
+        half = torch.view_as_complex(torch.sin(x * 2.0))
+        (gradient,) = torch.autograd.grad((half * half).abs().sum(), x)
+        return gradient
+
+    expected = run()
+    with Session(Remake(), min_nbytes=0):
+        found = run()
+    assert not differences([expected], [found])

@@ -22,6 +22,8 @@ knows what counts for a codec that lacks the member.
   Without it: False.
 * ``serves: frozenset[str]`` (:func:`serves`): the functions (``SavedTensor.function``) for whose derivative alone the
   codec is made. A Session uses it for no other reader. Without it: every reader.
+* ``repeats: bool`` (:func:`repeats`): whether a codec with a bound decodes what it has decoded to the same bits again,
+  after it was encoded once more. Without it: False.
 * ``direct(form) -> ReadPlanes | None`` (:func:`direct`): how a backward kernel reads the planes without decoding them,
   in that form of :mod:`backstash.codecs.direct`. Without it: not at all.
 * ``adopt(x) -> Encoded`` (:func:`adopt`): as ``encode``, for a caller who gives ``x`` up, so that its memory may become
