@@ -10,7 +10,7 @@ import torch
 from simulated_clock import Clock
 from torch import nn
 
-from backstash import Session
+from backstash import Session, session
 from backstash.backward import table
 from backstash.capture import worth
 from backstash.planning.budgeted import Budgeted
@@ -33,6 +33,7 @@ USELESS, USEFUL = 8, 256
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(worth, "clock", found)
+    monkeypatch.setattr(session, "has_compiled", lambda: False)  # whatever ran before in this process
     return found
 
 

@@ -37,8 +37,8 @@ from backstash.codecs import (
     Szp,
     Zstd,
     Zvc,
+    base,
 )
-from backstash.codecs import base
 from backstash.errors import CodecRefusedError, UnknownNameError
 from backstash.ops.formats import FORMATS
 from backstash.saved import Mask, Need, PoolWindow, TensorSpec, Test

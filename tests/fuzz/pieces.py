@@ -72,7 +72,7 @@ class Overwrites(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        # Detached: else plain torch rebinds the program's own tensor, which no saved-tensor hook hands out, in grad mode.
+        # Detached: else plain torch rebinds the program's own tensor in grad mode, which no hook hands out.
         return x.detach().mul_(2).mul_(gradient)
 
 

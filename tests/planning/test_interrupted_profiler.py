@@ -63,9 +63,9 @@ def interrupted(at: int) -> Iterator[list[int]]:
 def record(found: Recording) -> None:
     assert found.start()
     torch.ones(3) + 1
-    found.note("step")
+    found.begin_step()
     torch.ones(3) * 2
-    assert found.stop("cpu") is not None
+    assert found.stop() is not None
 
 
 def assert_usable(found: Recording, also_by_the_program: bool = True) -> None:

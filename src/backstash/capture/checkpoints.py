@@ -80,7 +80,9 @@ def dismiss(hooks: object) -> None:
             return
         if _is_remembering(checkpoint_hooks()):
             replace_checkpoint_hooks(_original)
-        replace_checkpoint_generators(_generators)
+        for name, now in asking_generators().items():
+            if name in _generators and now is _answering(_generators[name]):
+                replace_checkpoint_generators({name: _generators[name]})
 
 
 def _is_remembering(hooks: Any) -> bool:

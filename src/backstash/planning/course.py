@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 Awaited = Literal["cycle", "safe"]
 """The end of a backward pass, or a place where the profiler may be started and stopped."""
 
-TIMED_STEPS = 20
-"""How many steps under a plan are timed at most."""
+TIMED_STEPS, FINALLY_TIMED = 20, 8
+"""How many steps under a plan are timed at most, and how many of them at last, when the kinds of passes are not noted."""
 
 PLAIN_STEPS = 3
 """How many plain steps are timed."""
@@ -544,11 +544,11 @@ class Course:
 
     def _time(self) -> Waiting:
         """Times some steps: while the kinds of passes are noted, which takes time, and then as they will stay."""
-        for _ in range(TIMED_STEPS - len(self._times or ())):
+        for _ in range(TIMED_STEPS - FINALLY_TIMED):
             yield from self._step()
         self._owner.end_order()
         self._times = []
-        for _ in range(TIMED_STEPS):
+        for _ in range(FINALLY_TIMED):
             yield from self._step()
 
     def _record(

@@ -82,9 +82,7 @@ class Following:
         self._keys = Keys()
         self._is_ordering = False  # whether the kinds of passes are noted
         self._left = 0  # passes whose kinds are noted in any case
-        self._begun: list[
-            int
-        ] = []  # how many forward passes had begun before the first of the order's passes, and so on
+        self._begun: list[int] = []  # how many forward passes had begun before each of these passes, and after the last
         self._watcher: Births | None = None
         self._watching = ExitStack()
         self._course: Course | None = None
@@ -104,6 +102,12 @@ class Following:
         """Stops whatever is being measured. Training goes on under the plans that there are."""
         self.abandon()
         self.recording.close()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether there is a plan, and nothing is measured or watched for the time being."""
+        is_planned = self.last is not None and self.last.plan is not None
+        return is_planned and self._course is None and not self._is_ordering
 
     @property
     def is_steady(self) -> bool:
