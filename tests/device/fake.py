@@ -1,0 +1,306 @@
+"""An accelerator for machines without one: the device ``"fake"`` of torch, in host memory.
+
+It shows what a real accelerator would do to a program, in numbers that repeat, and it punishes what only a real one would
+punish. Its kernels are the CPU's, so its bits are the CPU's. Times on it mean nothing.
+
+* :func:`counting` counts operations, allocations, waits of the host, events and switches of streams, and finds the lines
+  of Python that ask for them.
+* :func:`late` runs operations and copies late, by delays from a seed, and spoils memory as soon as it is freed. A program
+  that lacks a wait, or a reference to memory that another stream reads, gets wrong bits.
+* :func:`idle` allocates outputs and computes nothing, so that a profiler counts the host's instructions alone.
+* :func:`capturing` raises where a captured graph would not allow what the program does.
+* :func:`limited` sets the device's memory.
+
+Importing this module builds the device (``fake_device.cpp``; about 20 s, once) and registers it with torch. A process
+must do so before its first backward pass, because autograd then starts one thread for each device.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SOURCES = ("fake_device.cpp", "autocast.cpp")
+FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-fvisibility=hidden")
+COMPILER = os.environ.get("CXX", "g++")
+
+NO_COMPILER = f"the fake device is not built: there is no C++ compiler {COMPILER!r} (set CXX to another)"
+
+
+def can_build() -> bool:
+    """Whether there is a compiler for the device."""
+    return shutil.which(COMPILER) is not None
+
+
+def _build() -> Path:
+    """Returns the built extension, from ``build/`` if its sources, torch and Python are those that it was built with."""
+    what = hashlib.sha256(repr((torch.__version__, sys.version, FLAGS, COMPILER)).encode())
+    for source in SOURCES:
+        what.update((HERE / source).read_bytes())
+    folder = ROOT / "build" / "fake-device" / what.hexdigest()[:16]
+    library = folder / "fake_device.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test processes begin at the same time
+        if not library.exists():
+            _compile(folder, library)
+    return library
+
+
+def _compile(folder: Path, library: Path) -> None:
+    package = Path(torch.__file__).parent
+    include = package / "include"
+    paths = (include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_paths()["include"]))
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    objects = [folder / f"{source}.o" for source in SOURCES]
+    compilers = [
+        subprocess.Popen([COMPILER, *FLAGS, abi, *(f"-I{path}" for path in paths), "-c", HERE / source, "-o", object_])
+        for source, object_ in zip(SOURCES, objects, strict=True)
+    ]
+    if any([compiler.wait() for compiler in compilers]):
+        raise RuntimeError("The fake device was to be compiled, but the compiler failed. Its errors are above.")
+    libraries = ("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python", f"-Wl,-rpath,{package / 'lib'}")
+    unfinished = folder / "unfinished.so"
+    linker = [COMPILER, "-shared", *objects, "-o", unfinished, f"-L{package / 'lib'}", *libraries]
+    subprocess.run(linker, check=True)
+    unfinished.rename(library)
+
+
+def _load() -> Any:
+    loader = importlib.machinery.ExtensionFileLoader("fake_device", str(_build()))
+    spec = importlib.util.spec_from_loader("fake_device", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+torch.utils.rename_privateuse1_backend("fake")
+_device: Any = _load()
+device = torch.device("fake", 0)
+
+
+def _site() -> str:
+    """Returns the innermost line of Python outside of torch and of this module, or autograd's node in backward."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, "<")) and file != __file__:
+            return f"{_short(file)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    node = torch._C._current_autograd_node()
+    return f"autograd: {node.name()}" if node is not None else "autograd"
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _short(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+_device.set_site(_site)
+
+# What torch, and programs for any accelerator, ask of ``torch.fake``.
+
+
+def _rng_state(device: Any = None) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_device.rng_state()), dtype=torch.uint8)
+
+
+def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    _device.set_rng_state(state.numpy().tobytes())
+
+
+def _module() -> types.ModuleType:
+    accelerator = torch.accelerator
+    module = types.ModuleType("torch.fake")
+    module.__dict__.update(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        set_device=lambda device: None,
+        synchronize=accelerator.synchronize,
+        current_stream=accelerator.current_stream,
+        Stream=torch.Stream,
+        Event=torch.Event,
+        memory_allocated=accelerator.memory_allocated,
+        max_memory_allocated=accelerator.max_memory_allocated,
+        reset_peak_memory_stats=accelerator.reset_peak_memory_stats,
+        empty_cache=accelerator.empty_cache,
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        manual_seed=_device.manual_seed,
+        manual_seed_all=_device.manual_seed,
+        initial_seed=_device.initial_seed,
+        get_rng_state=_rng_state,
+        set_rng_state=_set_rng_state,
+        get_rng_state_all=lambda: [_rng_state()],
+        set_rng_state_all=lambda states: _set_rng_state(states[0]),
+    )
+    return module
+
+
+torch._register_device_module("fake", _module())
+
+
+@dataclass
+class Counts:
+    """What the device was asked to do.
+
+    Attributes:
+        operations: kernels and copies; one of our own kernels is one operation (see :func:`kernel`).
+        allocations: of the device's memory.
+        waits: how often the host waited for the device: ``item``, synchronous copies, ``synchronize``, and operations
+            whose result has a size that depends on data.
+        queries: how often the host asked whether an event or stream has passed.
+        events: recorded events.
+        blocks: how often a stream was made to wait for an event.
+        switches: how often the current stream changed.
+        pinned: allocations of pinned memory of the host.
+        generators: how often the state of a generator of the device was read or set.
+        names: what was counted, by kind and name, such as ``("waits", "item")``.
+        sites: how often each line asked for it, by kind, name and line. Only of the kinds asked for.
+        peak: the most bytes that were allocated at a time.
+    """
+
+    operations: int = 0
+    allocations: int = 0
+    waits: int = 0
+    queries: int = 0
+    events: int = 0
+    blocks: int = 0
+    switches: int = 0
+    pinned: int = 0
+    generators: int = 0
+    names: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sites: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    peak: int = 0
+
+    def lines(self, kind: str) -> list[str]:
+        """Returns one line of text for each call site of ``kind``, the most frequent first."""
+        found = [(count, name, site) for (of, name, site), count in self.sites.most_common() if of == kind]
+        return [f"{count:6d} {name} at {site}" for count, name, site in found]
+
+
+@contextmanager
+def counting(sites: Sequence[str] = ("waits",)) -> Iterator[Counts]:
+    """Counts what the body asks of the device. The counts are complete when the body has ended.
+
+    Args:
+        sites: the kinds of which call sites are noted, as they are called in :class:`Counts`. Costs microseconds for each.
+    """
+    counts = Counts()
+    _device.listen(set(sites), lambda kind, name: counts.sites.update([(kind, name, _site())]))
+    before, names_before = _device.counts(), Counter(_device.names())
+    torch.accelerator.reset_peak_memory_stats()
+    try:
+        yield counts
+    finally:
+        for kind, number in _device.counts().items():
+            setattr(counts, kind, number - before[kind])
+        counts.names = Counter(_device.names())
+        counts.names.subtract(names_before)
+        counts.names = +counts.names
+        counts.peak = torch.accelerator.max_memory_allocated()
+        _device.listen(set(), None)
+
+
+@contextmanager
+def late(seed: int = 0, delay: float = 8.0, gigabytes_per_second: float = 16.0) -> Iterator[None]:
+    """Runs operations late on their streams, and spoils memory when it is freed.
+
+    The time of an operation is virtual: the host's clock goes on by a random step with each launch, every second operation
+    is late by a random time, and a copy from or to the host takes as long as the link needs. Nothing depends on the
+    machine's speed. An operation on new shapes waits the first time, because its result's shape is found out by running it.
+
+    Args:
+        seed: of the delays.
+        delay: the mean of the delays, in steps of the host; one operation takes one step.
+        gigabytes_per_second: of the link to the host, if a step is taken for 10 microseconds.
+    """
+    _device.set_mode("late", seed, delay, gigabytes_per_second)
+    try:
+        yield
+    finally:
+        _device.set_mode("now", 0, 0.0, 1.0)
+
+
+@contextmanager
+def idle() -> Iterator[None]:
+    """Allocates outputs, but computes and copies nothing. New memory reads as zeros, and so does what the host reads."""
+    _device.set_mode("nothing", 0, 0.0, 1.0)
+    try:
+        yield
+    finally:
+        _device.set_mode("now", 0, 0.0, 1.0)
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Raises RuntimeError, with the line, for what a captured graph forbids.
+
+    That is a wait, a query of an event or stream, an allocation of pinned memory, and the state of a generator.
+    """
+    _device.set_capturing(True)
+    try:
+        yield
+    finally:
+        _device.set_capturing(False)
+
+
+@contextmanager
+def limited(nbytes: int) -> Iterator[None]:
+    """Raises ``torch.OutOfMemoryError`` where more than ``nbytes`` would be allocated at a time."""
+    _device.set_limit(nbytes)
+    try:
+        yield
+    finally:
+        _device.set_limit(None)
+
+
+@contextmanager
+def kernel(name: str) -> Iterator[None]:
+    """Counts the body as one operation, and as many allocations as it leaves behind. Its temporaries are in no peak."""
+    _device.enter_kernel(name)
+    try:
+        yield
+    finally:
+        _device.leave_kernel()
+
+
+def as_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``function`` as one operation of the device."""
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        with kernel(name):
+            return function(*args, **options)
+
+    return call
+
+
+def pending() -> int:
+    """Returns how many operations have been launched and not run."""
+    return int(_device.pending())
