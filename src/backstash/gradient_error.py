@@ -20,10 +20,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from backstash import accelerator
 from backstash.stash.ledger import GradientError
 from backstash.torch_internals import backward_engine, functorch_level, in_backward, replace_backward_engine
 
@@ -154,16 +154,16 @@ class Monitor:
         is_exact: bool,
     ) -> tuple[Tensor | None, ...]:
         """The gradients of ``leaves``, from exact or from stored values. Restores the generators' states."""
-        devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda})
+        restore_generators = accelerator.noted_generators()
         self.is_exact, self.is_measuring, self._thread = is_exact, True, threading.get_ident()
         try:
-            with torch.random.fork_rng(devices):
-                found: tuple[Tensor | None, ...] = engine(
-                    roots, gradients, True, False, tuple(leaves), True, accumulate_grad=False
-                )
+            found: tuple[Tensor | None, ...] = engine(
+                roots, gradients, True, False, tuple(leaves), True, accumulate_grad=False
+            )
             return found
         finally:
             self.is_exact = self.is_measuring = False
+            restore_generators()
 
     def _name(self, leaf: Root, place: int) -> str:
         name = self.name_of(leaf) if isinstance(leaf, Tensor) else None

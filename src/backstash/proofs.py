@@ -35,6 +35,7 @@ from typing import TypeVar
 
 import torch
 
+from backstash import accelerator
 from backstash.numerics import settings
 from backstash.version import __version__
 
@@ -113,7 +114,7 @@ class Proofs:
             facts: the arguments, shapes, strides and dtypes on which the answer depends.
             prove: runs the shortcut beside the long way and compares their bits. The false answer (False or ``""``)
                 means that the shortcut must not be used.
-            device_type: of the tensors, ``"cpu"`` or ``"cuda"``: its settings become part of the question.
+            device_type: of the tensors, such as ``"cpu"`` or ``"cuda"``: its settings become part of the question.
             again: runs the proof in any case.
             repeat_every: runs the proof of a true answer again at every so many of its uses; 0 for never. Different
                 questions are repeated at different uses, so that a step does not repeat all of them.
@@ -201,8 +202,7 @@ def environment() -> str:
         facts += _kernels_and_processor()
     except OSError:
         facts.append(uuid.uuid4().hex)
-    if torch.cuda.is_available():
-        facts += [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    facts += accelerator.names()
     facts += sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_CHOOSING))
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 

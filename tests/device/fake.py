@@ -1,18 +1,19 @@
 """An accelerator for machines without one: the device ``"fake"`` of torch, in host memory.
 
-It shows what a real accelerator would do to a program, in numbers that repeat, and it punishes what only a real one would
-punish. Its kernels are the CPU's, so its bits are the CPU's. Times on it mean nothing.
+It shows what a real accelerator would do to a program, in numbers that repeat, and it punishes what only a real one
+would punish. Its kernels are the CPU's, so its bits are the CPU's. Times on it mean nothing.
 
-* :func:`counting` counts operations, allocations, waits of the host, events and switches of streams, and finds the lines
-  of Python that ask for them.
-* :func:`late` runs operations and copies late, by delays from a seed, and spoils memory as soon as it is freed. A program
-  that lacks a wait, or a reference to memory that another stream reads, gets wrong bits.
+* :func:`counting` counts operations, allocations, waits of the host, events and switches of streams, and finds the
+  lines of Python that ask for them.
+* :func:`late` runs operations and copies late, by delays from a seed, and spoils memory as soon as it is freed. A
+  program that lacks a wait, or a reference to memory that another stream reads, gets wrong bits.
 * :func:`idle` allocates outputs and computes nothing, so that a profiler counts the host's instructions alone.
 * :func:`capturing` raises where a captured graph would not allow what the program does.
 * :func:`limited` sets the device's memory.
 
 Importing this module builds the device (``fake_device.cpp``; about 20 s, once) and registers it with torch. A process
-must do so before its first backward pass, because autograd then starts one thread for each device.
+must do so before its first backward pass, and so before it imports backstash, because autograd starts the threads of all
+devices with that. In pytest: ``-p tests.device.fake``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import Any
 
 import torch
 
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SOURCES = ("fake_device.cpp", "autocast.cpp")
@@ -52,7 +54,7 @@ def can_build() -> bool:
 
 
 def _build() -> Path:
-    """Returns the built extension, from ``build/`` if its sources, torch and Python are those that it was built with."""
+    """Returns the extension, which is built unless ``build/`` has one of these sources, this torch and this Python."""
     what = hashlib.sha256(repr((torch.__version__, sys.version, FLAGS, COMPILER)).encode())
     for source in SOURCES:
         what.update((HERE / source).read_bytes())
@@ -76,7 +78,8 @@ def _compile(folder: Path, library: Path) -> None:
         subprocess.Popen([COMPILER, *FLAGS, abi, *(f"-I{path}" for path in paths), "-c", HERE / source, "-o", object_])
         for source, object_ in zip(SOURCES, objects, strict=True)
     ]
-    if any([compiler.wait() for compiler in compilers]):
+    failed = [compiler.wait() for compiler in compilers]  # all of them, before any is judged
+    if any(failed):
         raise RuntimeError("The fake device was to be compiled, but the compiler failed. Its errors are above.")
     libraries = ("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python", f"-Wl,-rpath,{package / 'lib'}")
     unfinished = folder / "unfinished.so"
@@ -97,6 +100,11 @@ def _load() -> Any:
 torch.utils.rename_privateuse1_backend("fake")
 _device: Any = _load()
 device = torch.device("fake", 0)
+
+# Importing backstash runs a backward pass, with which autograd starts its threads: the device has to be there.
+from backstash.ops import backends  # noqa: E402
+from backstash.ops.backends import Kernels  # noqa: E402
+from backstash.ops.table import TABLE  # noqa: E402
 
 
 def _site() -> str:
@@ -209,7 +217,7 @@ def counting(sites: Sequence[str] = ("waits",)) -> Iterator[Counts]:
     """Counts what the body asks of the device. The counts are complete when the body has ended.
 
     Args:
-        sites: the kinds of which call sites are noted, as they are called in :class:`Counts`. Costs microseconds for each.
+        sites: the kinds of which call sites are noted, named as in :class:`Counts`. Costs microseconds for each.
     """
     counts = Counts()
     _device.listen(set(sites), lambda kind, name: counts.sites.update([(kind, name, _site())]))
@@ -231,9 +239,10 @@ def counting(sites: Sequence[str] = ("waits",)) -> Iterator[Counts]:
 def late(seed: int = 0, delay: float = 8.0, gigabytes_per_second: float = 16.0) -> Iterator[None]:
     """Runs operations late on their streams, and spoils memory when it is freed.
 
-    The time of an operation is virtual: the host's clock goes on by a random step with each launch, every second operation
-    is late by a random time, and a copy from or to the host takes as long as the link needs. Nothing depends on the
-    machine's speed. An operation on new shapes waits the first time, because its result's shape is found out by running it.
+    The time of an operation is virtual: the host's clock goes on by a random step with each launch, every second
+    operation is late by a random time, and a copy from or to the host takes as long as the link needs. Nothing depends
+    on the machine's speed. An operation whose arguments have shapes that it never had before runs at once, because the
+    shapes of its results are found out by running it. So a step should run once before.
 
     Args:
         seed: of the delays.
@@ -249,7 +258,7 @@ def late(seed: int = 0, delay: float = 8.0, gigabytes_per_second: float = 16.0) 
 
 @contextmanager
 def idle() -> Iterator[None]:
-    """Allocates outputs, but computes and copies nothing. New memory reads as zeros, and so does what the host reads."""
+    """Allocates outputs, but computes and copies nothing. New memory, and what the host reads, are zeros."""
     _device.set_mode("nothing", 0, 0.0, 1.0)
     try:
         yield
@@ -304,3 +313,17 @@ def as_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def pending() -> int:
     """Returns how many operations have been launched and not run."""
     return int(_device.pending())
+
+
+class _CountedKernels(Kernels):
+    """The reference kernels, each as one operation: those for which there are kernels on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__("reference")
+        self.backend = "fake"
+        self.own = {name for name, row in TABLE.items() if "triton" not in row.without}
+        for name in self.own:
+            setattr(self, name, as_kernel(name, getattr(self, name)))
+
+
+backends.serve("fake", _CountedKernels())

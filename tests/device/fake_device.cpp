@@ -219,6 +219,12 @@ void give_back(const Block& block) {
   free[offset] = size;
 }
 
+// Tells torch's profiler, which plans are made from.
+void report(const Block& block, bool is_new) {
+  int64_t size = block.size;
+  c10::reportMemoryUsageToProfiler(device_base + block.offset, is_new ? size : -size, alive, top, Device(kFake, 0));
+}
+
 void poison(const Block& block) {
   if (mode != LATE || block.stream == kNull) return;
   launch(block.stream, 0, [=] { std::memset(host_base + block.offset, kPoison, block.size); });
@@ -230,7 +236,10 @@ void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   ++freed_count;
   block->alive = false;
-  if (!block->in_kernel) alive -= block->size;
+  if (!block->in_kernel) {
+    alive -= block->size;
+    report(*block, false);
+  }
   if (mode == LATE && !block->used_on.empty()) {
     double until = 0;
     for (auto stream : block->used_on) until = std::max(until, tails[stream]);
@@ -280,6 +289,7 @@ Block* allocate_block(size_t nbytes) {
   } else {
     alive += size;
     peak = std::max(peak, alive);
+    report(*block, true);
   }
   return block;
 }
@@ -1059,6 +1069,7 @@ void leave_kernel() {
       if (block->alive) {
         block->in_kernel = false;
         alive += block->size;
+        report(*block, true);
         ++left;
       } else {
         delete block;

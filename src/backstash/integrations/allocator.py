@@ -197,9 +197,9 @@ def _is_library(path: Path) -> bool:
 
 def _has_gpu() -> bool:
     """Whether a GPU will do the computing, so that the host's memory matters little."""
-    import torch
+    from backstash import accelerator  # imports torch
 
-    return torch.cuda.is_available()
+    return accelerator.kind() is not None
 
 
 def keep_memory() -> bool:

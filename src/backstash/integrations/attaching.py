@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from backstash import accelerator
 from backstash.capture import leaving, modules
 from backstash.errors import IntegrationError
 from backstash.planning.budgeted import Budgeted
@@ -83,8 +84,8 @@ def figures(session: Session | Budgeted) -> dict[str, float]:
 
 def peak_nbytes() -> int:
     """Returns the peak of this process in bytes: of CUDA's allocator if CUDA is in use, else of resident memory."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+    if accelerator.kind_in_use():
+        return torch.accelerator.max_memory_allocated()
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, getrusage(2)

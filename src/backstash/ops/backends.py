@@ -96,7 +96,16 @@ def serving(device_type: str) -> Kernels:
             "backstash: Triton is not installed, so the slow reference kernels serve on CUDA. pip install triton.",
             stacklevel=2,
         )
-    return kernels("reference")
+    return _SERVED.get(device_type) or kernels("reference")
+
+
+def serve(device_type: str, served: Kernels) -> None:
+    """Lets ``served`` be the kernels for tensors of ``device_type``, which has none of its own here."""
+    _SERVED[device_type] = served
+    serving.cache_clear()
+
+
+_SERVED: dict[str, Kernels] = {}
 
 
 def name(device_type: str) -> str:
@@ -115,10 +124,11 @@ def advise_huge(x: Tensor) -> None:
     library.advise_huge(x)
 
 
-def _op(row: Kernel, device_type: str) -> Any:
+def _op(row: Kernel) -> Any:
     def call(*args: Any) -> Any:
         row.check(row.name, args)
         try:
+            device_type = next(arg.device.type for arg in args if isinstance(arg, Tensor))
             return getattr(serving(device_type), row.name)(*args)
         except ArgumentError as error:  # by which ctypes replaces whatever is raised while it takes an argument
             for kind in (RecursionError, MemoryError):
@@ -131,5 +141,4 @@ def _op(row: Kernel, device_type: str) -> Any:
 
 for _row in TABLE.values():
     if _row.schema is not None:
-        for _key, _device_type in (("CPU", "cpu"), ("CUDA", "cuda")):
-            LIBRARY.impl(_row.name, _op(_row, _device_type), _key)
+        LIBRARY.impl(_row.name, _op(_row), "CompositeExplicitAutograd")  # for every kind of device

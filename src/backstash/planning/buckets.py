@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backstash import accelerator
 from backstash.planning.plan import Plan, Planner
 from backstash.planning.plan_files import PlanFiles
 from backstash.planning.within import Within
@@ -51,10 +52,9 @@ def signature_of(inputs: Any) -> Signature:
             waiting += reversed([item[key] for key in item])
         elif isinstance(item, (list, tuple)):
             waiting += reversed(item)
-    if found and torch.is_autocast_enabled("cpu"):
-        found.append(((), f"autocast {torch.get_autocast_dtype('cpu')}"))
-    if found and torch.cuda.is_available() and torch.is_autocast_enabled("cuda"):
-        found.append(((), f"autocast {torch.get_autocast_dtype('cuda')}"))
+    for device in ("cpu", accelerator.kind()):
+        if found and device is not None and torch.is_autocast_enabled(device):
+            found.append(((), f"autocast {torch.get_autocast_dtype(device)}"))
     return tuple(found)
 
 

@@ -26,6 +26,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
+from backstash import accelerator
 from backstash.capture import leaving, modules
 from backstash.errors import PlanError, SessionError
 from backstash.planning.buckets import Alike, Bucket, Buckets, Signature, growth, signature_of
@@ -74,7 +75,7 @@ class Budgeted(Following):
         allow, error_limit: as for :func:`backstash.plan`; what a loop's plan rounds rests on predicted errors alone.
         plan: a plan for the first steps, which are not profiled then.
         min_nbytes: smaller tensors are kept; 16 KiB by default.
-        device: type of the device whose memory counts; by default ``"cuda"`` where there is one.
+        device: type of the device whose memory counts; by default the accelerator where there is one.
         folder: a folder in which plans are kept, so that a later run of the same training need not profile.
         offload_to: a folder on a local disk, to which values may be moved on CPU (see link.folder).
         options: further arguments of :class:`backstash.Session`. A store of the name ``"spill"`` among its ``stores``
@@ -115,16 +116,16 @@ class Budgeted(Following):
     ) -> None:
         parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
         self.tries = families(allow)
-        if device not in (None, "cpu", "cuda"):
+        if device is not None and not accelerator.is_here(device):
             raise PlanError(
-                f"training within a budget was asked for on device={device!r:.80}, but memory is planned of 'cpu' and "
-                f"'cuda'. Pass one of them, or leave device= out."
+                f"training within a budget was asked for on device={device!r:.80}, but memory is planned of 'cpu', and "
+                f"of an accelerator where one is ({accelerator.kind() or 'none'} here). Leave device= out."
             )
         require_path(offload_to)
         self.budget = budget
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.error_limit = error_limit
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device or accelerator.kind() or "cpu"
         self.link = measured(self.device, offload_to) if "offload" in self.tries else None
         limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory
         self.buckets = Buckets(folder, (*limits, self.allow, min_nbytes, self.device))
@@ -247,8 +248,8 @@ class Budgeted(Following):
             self._retried += 1
             release()
             gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            if accelerator.kind_in_use():
+                torch.accelerator.empty_cache()
             try:
                 with self.window(model, args, kwargs):
                     return function(*args, **kwargs)

@@ -267,7 +267,7 @@ class Record:
 
     Args:
         roots: the outermost events of the profiler's record.
-        device: the type of device whose memory is traced, ``"cpu"`` or ``"cuda"``.
+        device: the type of device whose memory is traced, ``"cpu"`` or that of the accelerator, such as ``"cuda"``.
 
     Attributes:
         memory: all memory that was allocated in the step.

@@ -66,8 +66,8 @@ def in_front_of(plan: Plan, nbytes: int, spill: str | None = None) -> Guard | Pl
     if plan.is_empty:
         return plan
     if spill is None:
-        spill = "host" if plan.device == "cuda" else plan.store if plan.stores else None
-    return Guard(plan, nbytes, spill, torch.cuda.memory_allocated if plan.device == "cuda" else None)
+        spill = "host" if plan.device != "cpu" else plan.store if plan.stores else None
+    return Guard(plan, nbytes, spill, None if plan.device == "cpu" else torch.accelerator.memory_allocated)
 
 
 READY = 0.75

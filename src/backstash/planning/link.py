@@ -23,6 +23,7 @@ from statistics import median
 
 import torch
 
+from backstash import accelerator
 from backstash.arguments import is_path
 from backstash.codecs import Raw
 from backstash.errors import PlanError, StoreError
@@ -144,12 +145,12 @@ def measured(device: str, offload_to: str | os.PathLike[str] | None = None) -> L
     Raises:
         PlanError: nothing can be moved to.
     """
-    return _measured(device, "" if device == "cuda" else folder(offload_to), torch.get_num_threads())
+    return _measured(device, "" if device != "cpu" else folder(offload_to), torch.get_num_threads())
 
 
 @lru_cache(maxsize=8)
 def _measured(device: str, directory: str, threads: int) -> Link:
-    name = "host" if device == "cuda" else "disk"
+    name = "disk" if device == "cpu" else "host"
     try:
         store = open_store(name, directory)
         try:
@@ -230,8 +231,7 @@ class _Measurement:
     def _timed(self, run: Callable[[], object]) -> float:
         started = time.perf_counter()
         run()
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        accelerator.synchronize(self.device)
         return time.perf_counter() - started
 
 

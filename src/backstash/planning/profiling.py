@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from backstash import accelerator
 from backstash.arguments import check_count, check_model, check_step
 from backstash.capture import modules
 from backstash.errors import MeasureError
@@ -68,7 +69,7 @@ def profile(
             profile is in the process that took it: what it lacks is measured then. ``"offload"`` takes about a second
             to measure the link, and ``"bounded"`` some dozens of backward passes (probing.py).
         min_nbytes: smaller tensors are kept, and are not planned.
-        device: the type of device whose memory is planned, ``"cpu"`` or ``"cuda"``.
+        device: the type of device whose memory is planned, ``"cpu"`` or that of the accelerator, such as ``"cuda"``.
         offload_to: a folder on a local disk, to which values may be moved on CPU (see link.folder).
 
     Returns:
@@ -89,8 +90,11 @@ def profile(
     check_step(step, "profile")
     if model is not None:
         check_model(model, "profile", ", or None for the modules that the step calls")
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise MeasureError(f"profile was asked for device={device!r}, but it knows 'cpu', and 'cuda' where one is.")
+    if not accelerator.is_here(device):
+        raise MeasureError(
+            f"profile was asked for device={device!r}, but it knows 'cpu', and an accelerator where one is "
+            f"({accelerator.kind() or 'none'} here)."
+        )
     check_count(min_nbytes, "min_nbytes", "bytes", "profile")
     require_path(offload_to)
     tries = families(allow)
@@ -279,8 +283,7 @@ def _in_turns(step: Callable[[], object], restore: Callable[[], None], session: 
 
 
 def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    accelerator.synchronize(accelerator.kind() or "cpu")
     return time.perf_counter()
 
 

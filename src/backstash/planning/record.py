@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
+from backstash import accelerator
 from backstash.errors import MeasureError
 from backstash.planning.events import Notes, Record, memory_profiler, roots_of
 from backstash.planning.trace import Buffer, Role, Trace
@@ -42,7 +42,7 @@ def record(
         model: a model whose parameters, buffers and outlasting gradients are put in the trace as well.
         stores, min_nbytes: as for Session, if ``policy`` is no Session.
         warmup: number of steps that run first, so that gradients and the caches of libraries exist already.
-        device: the type of device whose memory is traced, ``"cpu"`` or ``"cuda"``.
+        device: the type of device whose memory is traced, ``"cpu"`` or that of the accelerator, such as ``"cuda"``.
 
     Returns:
         The trace, with ticks as the unit of time.
@@ -59,8 +59,11 @@ def record(
         >>> sorted({buffer.role for buffer in encoded.buffers} - {buffer.role for buffer in plain.buffers})
         ['decoded', 'encoded']
     """
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise MeasureError(f"record was asked for device={device!r}, but it traces 'cpu', and 'cuda' where one is.")
+    if not accelerator.is_here(device):
+        raise MeasureError(
+            f"record was asked for device={device!r}, but it traces 'cpu', and an accelerator where one is "
+            f"({accelerator.kind() or 'none'} here)."
+        )
     session = policy if isinstance(policy, Session) or policy is None else None
     if session is None and policy is not None:
         session = Session(policy, model=model, stores=stores, min_nbytes=min_nbytes)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ class ProfiledRun(Budgeted):
 
     Args:
         min_nbytes: smaller tensors are kept; 16 KiB by default.
-        device: the type of the device whose memory counts; by default ``"cuda"`` where there is one.
+        device: the type of the device whose memory counts; by default the accelerator where there is one.
         allow, offload_to: as for :func:`backstash.planning.profiling.profile`.
 
     Attributes:

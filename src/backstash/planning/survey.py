@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from backstash import accelerator
 from backstash.backward import table
 from backstash.codecs import base
 from backstash.codecs.base import Codec, Encoded, flat
@@ -99,7 +100,7 @@ class Stopwatch:
         """
         times: list[float] = []
         while len(times) < RUNS and sum(times) < LONG:
-            if times and not whole.is_cuda and whole.nbytes >= CACHED:
+            if times and whole.is_cpu and whole.nbytes >= CACHED:
                 self._written.zero_()
             started = _now(whole)
             run()
@@ -108,8 +109,7 @@ class Stopwatch:
 
 
 def _now(whole: Tensor) -> float:
-    if whole.is_cuda:
-        torch.cuda.synchronize(whole.device)
+    accelerator.synchronize(whole.device.type)
     return time.perf_counter()
 
 

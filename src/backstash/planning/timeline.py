@@ -65,7 +65,7 @@ class Alive:
         self.gradients: dict[int, int] | None = None
         self._sizes: dict[int, int] = {}  # by address
         self._of_backward: set[int] = set()
-        self._given = Given() if device == "cuda" else None
+        self._given = None if device == "cpu" else Given()
 
     def change(self, facts: Any, is_backward: bool) -> None:
         """An allocation (``alloc_size > 0``), in the backward pass or elsewhere, or a release."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from backstash import codecs, testing
+from backstash import accelerator, codecs, testing
 from backstash.integrations import allocator
 from backstash.ops import backends
 from backstash.report import machine, meter
@@ -43,16 +43,17 @@ def examine() -> Iterator[Finding]:
     commit = f" ({here.commit})" if here.commit else ""
     yield Finding("versions", f"backstash {here.backstash}{commit}, torch {here.torch}, Python {here.python}")
     yield _kernels("cpu")
-    if here.gpu:
-        yield Finding("GPU", here.gpu)
-        yield _kernels("cuda")
+    kind = accelerator.kind()
+    if kind is not None:
+        yield Finding("GPU", here.gpu or kind)
+        yield _kernels(kind)
     else:
-        yield Finding("GPU", f"no CUDA device; Triton is {'' if _installed('triton') else 'not '}installed")
+        yield Finding("GPU", f"no accelerator; Triton is {'' if _installed('triton') else 'not '}installed")
     yield Finding("compiler", _compiler())
     yield Finding("huge pages", _huge_pages())
     yield Finding("allocator", _allocator())
     yield Finding("resident peak", _resident_peak())
-    for device in ("cpu", *(("cuda",) if here.gpu else ())):
+    for device in ("cpu", *(() if kind is None else (kind,))):
         for name in codecs.names():
             yield _codec(name, device)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from backstash import accelerator
 from backstash.version import __version__
 
 _PACKAGE = Path(__file__).parents[1]
@@ -26,7 +27,7 @@ class Machine:
         cpu: model of the processor.
         cores: number of cores that this process may use.
         threads: number of threads with which torch computes on CPU.
-        gpu: name of the CUDA device; None without one.
+        gpu: name of the accelerator; None without one.
         python, torch, backstash: versions.
         commit: git commit of backstash, with ``-dirty`` if files differ from it; None if it is not known.
         settings: environment variables of backstash, the allocator and the thread pools, which change results.
@@ -56,7 +57,7 @@ def describe() -> Machine:
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        gpu=next(iter(accelerator.names()), None),
         python=platform.python_version(),
         torch=torch.__version__,
         backstash=__version__,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from backstash import accelerator
 from backstash.arguments import check_count, check_step
 from backstash.errors import MeasureError
 from backstash.stash import buffers
@@ -33,12 +34,12 @@ class Measurement:
 
     Attributes:
         peak_nbytes: the most bytes of tensors alive at once, above those alive at the start. On CPU every allocation of
-            torch is counted with its profiler, which is exact; on CUDA it is the allocator's ``max_memory_allocated``.
+            torch is counted with its profiler, which is exact; on an accelerator it is ``max_memory_allocated``.
         resident_nbytes: on CPU, growth of the process's resident high-water mark above the start. It includes memory
             that libraries allocate without torch. None if the system does not report it (see ``notes``).
         seconds: seconds of a step, measured without the profiler.
         repeats: number of steps that were measured.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"`` or the accelerator's type.
         notes: what could not be measured, and why.
     """
 
@@ -54,14 +55,14 @@ def measure(step: Callable[[], object], *, repeats: int = 3, warmup: int = 1, de
     """Runs ``step`` and returns its real peak and time.
 
     The step runs ``warmup + 2 * repeats`` times on CPU, where counting and timing need a run each, and
-    ``warmup + repeats`` times on CUDA.
+    ``warmup + repeats`` times on an accelerator.
 
     Args:
         step: one training step. It should leave as much memory in use as it found: preallocate gradients with
             ``zero_grad(set_to_none=False)``, or call ``measure`` after a first step.
         repeats: number of steps over which the medians are taken.
         warmup: number of steps that run first.
-        device: ``"cpu"`` or ``"cuda"``. Default: CUDA if it is initialised, else CPU.
+        device: ``"cpu"`` or the accelerator's type, such as ``"cuda"``. Default: the accelerator, if in use.
 
     Raises:
         MeasureError: ``repeats`` or ``warmup`` is too small, or there is no such device.
@@ -75,27 +76,30 @@ def measure(step: Callable[[], object], *, repeats: int = 3, warmup: int = 1, de
     check_count(repeats, "repeats", "steps", "measure")
     check_count(warmup, "warmup", "steps", "measure")
     if device is None:
-        device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise MeasureError(f"measure was asked for device={device!r}, but it measures 'cpu', and 'cuda' where one is.")
+        device = accelerator.kind_in_use() or "cpu"
+    if not accelerator.is_here(device):
+        raise MeasureError(
+            f"measure was asked for device={device!r}, but it measures 'cpu', and an accelerator where one is "
+            f"({accelerator.kind() or 'none'} here)."
+        )
     buffers.release()
     for _ in range(warmup):
         step()
     seconds, resident, counted = [], [], []
     notes: list[str] = []
     for _ in range(repeats):
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            at_start = torch.cuda.memory_allocated()
+        if device != "cpu":
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            at_start = torch.accelerator.memory_allocated()
         else:
             reset = reset_resident_peak()
             before = resident_nbytes()
         started = time.perf_counter()
         step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-            counted.append(torch.cuda.max_memory_allocated() - at_start)
+        if device != "cpu":
+            torch.accelerator.synchronize()
+            counted.append(torch.accelerator.max_memory_allocated() - at_start)
         seconds.append(time.perf_counter() - started)
         if device == "cpu":
             after = resident_peak_nbytes()
@@ -107,7 +111,7 @@ def measure(step: Callable[[], object], *, repeats: int = 3, warmup: int = 1, de
     if not resident:
         notes.append(
             "resident peak: measured on CPU only"
-            if device == "cuda"
+            if device != "cpu"
             else f"resident peak: this system ({sys.platform}) does not let a process reset its high-water mark"
         )
     return Measurement(
@@ -245,8 +249,8 @@ def _status(field: str) -> int | None:
 
 def peak_so_far_nbytes() -> int | None:
     """The most memory that this process has used: of the GPU if it has used one, else resident."""
-    return torch.cuda.max_memory_allocated() if _uses_gpu() else resident_peak_nbytes()
+    return torch.accelerator.max_memory_allocated() if _uses_gpu() else resident_peak_nbytes()
 
 
 def _uses_gpu() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    return accelerator.kind_in_use() is not None

@@ -104,7 +104,7 @@ class Watch:
         self._mark: int | None = None  # of the counter: the last update
         self._first_mark: int | None = None  # where the counted step begins
         self._peak: int | None = None
-        self._cuda_at_start = 0
+        self._at_start = 0
         self._resident_at_start: int | None = None
         self._resident_peak: int | None = None
         self._resident_possible = False
@@ -199,9 +199,9 @@ class Watch:
         is_counted = self._steps.count == COUNTED - 1
         if self._counter is not None:
             self._mark = self._counter.mark()
-        elif self._device == "cuda" and is_counted:
-            self._peak = torch.cuda.max_memory_allocated() - self._cuda_at_start
-        elif self._device == "cuda" and self._steps.count < COUNTED - 1:
+        elif self._device != "cpu" and is_counted:
+            self._peak = torch.accelerator.max_memory_allocated() - self._at_start
+        elif self._device != "cpu" and self._steps.count < COUNTED - 1:
             self._begin_count()
         if is_counted and self._session is not None and (is_complete or not in_backward()):
             self._keep_larger(json.loads(self._session.report().to_json()))
@@ -242,9 +242,9 @@ class Watch:
         if self._device == "cpu":
             self._counter, self._mark = CountedPeak(), None
             self._counter.__enter__()
-        elif self._device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self._cuda_at_start = torch.cuda.memory_allocated()
+        else:
+            torch.accelerator.reset_peak_memory_stats()
+            self._at_start = torch.accelerator.memory_allocated()
 
     def _stop_count(self) -> CountedPeak | None:
         counter, self._counter = self._counter, None
@@ -253,10 +253,10 @@ class Watch:
         return counter
 
     def _now(self) -> Any:
-        """The current time: of the host's clock in seconds, or an event on the CUDA stream, without waiting for it."""
-        if self._device != "cuda":
+        """The current time: seconds of the host's clock, or an event on the current stream, without waiting for it."""
+        if self._device == "cpu":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(enable_timing=True)
         event.record()
         return event
 

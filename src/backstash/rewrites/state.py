@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from backstash import accelerator
 from backstash.rewrites.reached import Reached, restore_memory
 from backstash.saved import PLAIN
 from backstash.testing.bits import equal_bits
@@ -24,16 +25,14 @@ class Generators:
     """The states of all global generators: Python's, NumPy's and torch's."""
 
     def __init__(self) -> None:
-        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._restore = accelerator.noted_generators()
 
     def restore(self) -> None:
         """Restores them."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        self._restore()
 
 
 class State:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from backstash import accelerator
 from backstash.errors import SavedTensorModifiedError
 from backstash.numerics import Settings, settings
 from backstash.saved import PLAIN, TensorSpec
@@ -257,8 +258,7 @@ def random_state(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     given = args[0] if args else kwargs.get("query", kwargs.get("input"))
     if given is None or type(given) not in PLAIN:
         return None
-    device = given.device
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return accelerator.rng_state(given.device)
 
 
 def call_of(

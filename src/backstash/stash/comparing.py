@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from backstash.stash.live import Live
     from backstash.stash.value import Value
 
-DEFERS = frozenset({"cuda"})
-"""Types of devices for which the host waits when it looks at numbers."""
+AT_ONCE = frozenset({"cpu"})
+"""Types of devices whose numbers the host can look at without waiting."""
 
 COMPUTED = "Gradients were computed from it before that was known: do not use those of this backward pass."
 """What an error at the end of a pass says of its gradients."""
@@ -43,7 +43,7 @@ class _Pass:
         self.found: list[Tensor] = []
         self.expected: list[Tensor] = []
         self.failed: list[Callable[[], str]] = []
-        self.streams: set[torch.cuda.Stream] = set()  # on which the elements were copied
+        self.streams: set[torch.Stream] = set()  # on which the elements were copied
 
     def compare(self) -> None:
         """Compares all samples with what was made.
@@ -52,7 +52,7 @@ class _Pass:
             RecomputedDifferentlyError: one differs.
         """
         for stream in self.streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)  # on the device; the host does not wait
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)  # on the device; the host does not wait
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for at, found in enumerate(self.found):
             groups.setdefault((found.device, found.dtype), []).append(at)
@@ -77,7 +77,7 @@ class Comparisons:
     def takes(self, sample: Sample, whole: Tensor) -> bool:
         """Whether the sample is to be compared later with that tensor, which a backward pass has just made."""
         return (
-            whole.device.type in DEFERS
+            whole.device.type not in AT_ONCE
             and isinstance(sample.bits, Tensor)
             and sample.allows is None
             and sample.bits.numel() > 0
@@ -108,8 +108,8 @@ class Comparisons:
         ours.found.append(found.clone())
         ours.expected.append(sample.bits)
         ours.failed.append(failed)
-        if whole.is_cuda:
-            ours.streams.add(torch.cuda.current_stream(whole.device))
+        if not whole.is_cpu:
+            ours.streams.add(torch.accelerator.current_stream(whole.device))
 
 
 def check_sample(value: Value, whole: Tensor) -> None:

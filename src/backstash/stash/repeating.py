@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backstash import accelerator
 from backstash.codecs.base import flat
 from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
@@ -309,19 +310,12 @@ def _generator(call: Call) -> Iterator[None]:
     if state is None:
         yield
         return
-    now = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    now = accelerator.rng_state(device)
     try:
-        _set_generator(device, state)
+        accelerator.set_rng_state(state, device)
         yield
     finally:
-        _set_generator(device, now)
-
-
-def _set_generator(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.cuda.set_rng_state(state, device)
+        accelerator.set_rng_state(now, device)
 
 
 def _with_tensors(arg: Any, tensors: Iterator[Tensor]) -> Any:

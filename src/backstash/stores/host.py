@@ -22,7 +22,7 @@ _ALIGNMENT = 512
 
 
 class HostStore:
-    """Holds planes in host memory: copies of CUDA planes in pinned memory, and all other planes as they are.
+    """Holds planes in host memory: an accelerator's as copies in pinned memory, all others as they are.
 
     A copy runs on a stream of its own. ``put`` waits for it only if more than ``in_flight`` bytes are under way. Pinned
     memory is allocated in slabs, used again, and not given back. If the system refuses to pin more memory, the store
@@ -30,7 +30,7 @@ class HostStore:
 
     Args:
         capacity: the most bytes that the store may hold; None for no limit.
-        in_flight: bytes of CUDA memory that may wait for the end of their copy.
+        in_flight: bytes of the accelerator's memory that may wait for the end of their copy.
 
     Raises:
         ValueError: ``capacity`` is negative.
@@ -60,7 +60,7 @@ class HostStore:
         Raises:
             StoreFullError: the value exceeds ``capacity``.
         """
-        device = next((plane.device for plane in encoded.planes.values() if plane.device.type == "cuda"), None)
+        device = next((plane.device for plane in encoded.planes.values() if plane.device.type != "cpu"), None)
         with self._lock.held:
             ticket = Ticket(next(self._numbers), encoded.nbytes)
             self._holdings.add(encoded, ticket.nbytes)
@@ -72,14 +72,14 @@ class HostStore:
             return ticket
 
     def prefetch(self, ticket: Ticket) -> None:
-        """Begins the copy back to CUDA."""
+        """Begins the copy back to the accelerator."""
         with self._lock.held:
             value = self._values.get(ticket.number)
             if isinstance(value, _Parked):
                 value.lane.fetch(value)
 
     def get(self, ticket: Ticket) -> Encoded:
-        """The value that was put. The current stream waits for the copy back to CUDA; the host does not."""
+        """The value that was put. The current stream waits for the copy back; the host does not."""
         with self._lock.held:
             value = self._values[ticket.number]
             return value.lane.take(value) if isinstance(value, _Parked) else value
@@ -107,15 +107,15 @@ class HostStore:
 
 
 class _Parked:
-    """A value whose CUDA planes are in pinned memory, at ``places``. Its other planes are in ``encoded``."""
+    """A value whose planes on the device are in pinned memory, at ``places``. The others are in ``encoded``."""
 
     __slots__ = ("done", "encoded", "fetched", "lane", "places", "stream")
 
     def __init__(self, encoded: Encoded, lane: _Lane, places: dict[str, _Place]) -> None:
         self.encoded, self.lane, self.places = encoded, lane, places
         self.fetched: dict[str, Tensor] | None = None  # planes that are being copied back, or are back
-        self.stream: torch.cuda.Stream | None = None  # the stream on which that memory was allocated
-        self.done: torch.cuda.Event | None = None  # the end of the value's last copy, in either direction
+        self.stream: torch.Stream | None = None  # the stream on which that memory was allocated
+        self.done: torch.Event | None = None  # the end of the value's last copy, in either direction
 
 
 class _Place:
@@ -129,7 +129,7 @@ class _Place:
 
 
 class _Lane:
-    """The copies between one CUDA device and host memory. The caller holds the store's lock.
+    """The copies between one accelerator and host memory. The caller holds the store's lock.
 
     Note: [copies on side streams]
         The memory that a copy reads or writes stays referenced in ``flying`` until the copy's event has passed. If it
@@ -140,8 +140,8 @@ class _Lane:
 
     def __init__(self, device: torch.device, in_flight: int, account: Holdings) -> None:
         self.device, self.in_flight, self.account = device, in_flight, account
-        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.flying: deque[tuple[torch.cuda.Event, int, list[Tensor]]] = deque()
+        self.out, self.back = torch.Stream(device), torch.Stream(device)
+        self.flying: deque[tuple[torch.Event, int, list[Tensor]]] = deque()
         self.nbytes = 0
         self.slabs: list[tuple[Tensor, Space]] = []
         self.pins = True
@@ -152,8 +152,8 @@ class _Lane:
         rest = {name: plane for name, plane in encoded.planes.items() if name not in planes}
         order = Encoded(encoded.codec, encoded.spec, dict.fromkeys(encoded.planes, torch.empty(0)) | rest, encoded.meta)
         value = _Parked(order, self, {name: self._place(plane) for name, plane in planes.items()})
-        self.out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.out):
+        self.out.wait_stream(torch.accelerator.current_stream(self.device))
+        with self.out:
             for name, plane in planes.items():
                 value.places[name].memory.copy_(_bytes(plane), non_blocking=True)
             value.done = self.out.record_event()
@@ -164,14 +164,14 @@ class _Lane:
         """Begins to copy the planes back, unless that has begun already. Returns the planes that are copied into."""
         if value.fetched is None:
             assert value.done is not None
-            value.stream = torch.cuda.current_stream(self.device)
+            value.stream = torch.accelerator.current_stream(self.device)
             value.fetched = {
                 name: torch.empty(place.shape, dtype=place.dtype, device=place.device)
                 for name, place in value.places.items()
             }
             self.back.wait_stream(value.stream)
             self.back.wait_event(value.done)
-            with torch.cuda.stream(self.back):
+            with self.back:
                 for name, plane in value.fetched.items():
                     _bytes(plane).copy_(value.places[name].memory, non_blocking=True)
                 value.done = self.back.record_event()
@@ -180,7 +180,7 @@ class _Lane:
 
     def take(self, value: _Parked) -> Encoded:
         """The value with its planes on the device, for use on the current stream."""
-        fetched, current = self.fetch(value), torch.cuda.current_stream(self.device)
+        fetched, current = self.fetch(value), torch.accelerator.current_stream(self.device)
         assert value.done is not None
         current.wait_event(value.done)
         if current != value.stream:
@@ -225,9 +225,9 @@ class _Lane:
             )
             return None
 
-    def _keep(self, done: torch.cuda.Event, tensors: list[Tensor]) -> None:
+    def _keep(self, done: torch.Event, tensors: list[Tensor]) -> None:
         """Holds ``tensors`` until their copy has ended. Waits for the oldest copies if too much is under way."""
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_cuda)
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.is_cpu)
         self.flying.append((done, nbytes, tensors))
         self.nbytes += nbytes
         while self.flying and (self.flying[0][0].query() or self.nbytes > self.in_flight):

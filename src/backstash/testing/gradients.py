@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from backstash import accelerator
 from backstash.policies.base import Policy
 from backstash.saved import TensorSpec
 from backstash.session import Session
@@ -116,16 +117,13 @@ def _restored(tensors: list[Tensor]) -> Iterator[Callable[[], None]]:
     """Yields a function that restores contents and random states. Leaving the context also restores gradients."""
     contents = [tensor.detach().clone() for tensor in tensors]
     gradients = [tensor.grad for tensor in tensors]
-    random_state = torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    restore_generators = accelerator.noted_generators()
 
     def restore() -> None:
         with torch.no_grad():
             for tensor, content in zip(tensors, contents, strict=True):
                 tensor.copy_(content)
-        torch.set_rng_state(random_state)
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
+        restore_generators()
 
     try:
         yield restore
