@@ -12,12 +12,13 @@ would punish. Its kernels are the CPU's, so its bits are the CPU's. Times on it 
 * :func:`limited` sets the device's memory.
 
 Importing this module builds the device (``fake_device.cpp``; about 20 s, once) and registers it with torch. A process
-must do so before its first backward pass, and so before it imports backstash, because autograd starts the threads of all
-devices with that. In pytest: ``-p tests.device.fake``.
+must do so before its first backward pass, with which autograd starts the threads of all devices, and so before it
+imports backstash. In pytest: ``-p tests.device.fake``.
 """
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import importlib.machinery
@@ -37,7 +38,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -108,24 +108,22 @@ from backstash.ops.table import TABLE  # noqa: E402
 
 
 def _site() -> str:
-    """Returns the innermost line of Python outside of torch and of this module, or autograd's node in backward."""
+    """Returns the innermost line of this project, else autograd's node in backward, else the innermost line at all."""
     frame: types.FrameType | None = sys._getframe()
+    other = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, "<")) and file != __file__:
-            return f"{_short(file)}:{frame.f_lineno} {frame.f_code.co_name}"
+        if file != __file__ and not file.startswith(_TORCH):
+            line = f"{frame.f_lineno} {frame.f_code.co_name}"
+            if file.startswith(str(ROOT)) and "site-packages" not in file:
+                return f"{Path(file).relative_to(ROOT)}:{line}"
+            other = other or f"{Path(file).name}:{line}"
         frame = frame.f_back
     node = torch._C._current_autograd_node()
-    return f"autograd: {node.name()}" if node is not None else "autograd"
+    return f"autograd: {node.name()}" if node is not None else other or "?"
 
 
 _TORCH = str(Path(torch.__file__).parent)
-
-
-def _short(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-
 
 _device.set_site(_site)
 
@@ -290,21 +288,26 @@ def limited(nbytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def kernel(name: str) -> Iterator[None]:
-    """Counts the body as one operation, and as many allocations as it leaves behind. Its temporaries are in no peak."""
-    _device.enter_kernel(name)
+def kernel(name: str, waits: int = 0) -> Iterator[None]:
+    """Counts the body as one operation, and as many allocations as it leaves behind. Its temporaries are in no peak.
+
+    Args:
+        name: what it is counted as.
+        waits: how often the host waits in it.
+    """
+    _device.enter_kernel(name, waits)
     try:
         yield
     finally:
         _device.leave_kernel()
 
 
-def as_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def as_kernel(name: str, function: Callable[..., Any], waits: int = 0) -> Callable[..., Any]:
     """Returns ``function`` as one operation of the device."""
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        with kernel(name):
+        with kernel(name, waits):
             return function(*args, **options)
 
     return call
@@ -316,14 +319,25 @@ def pending() -> int:
 
 
 class _CountedKernels(Kernels):
-    """The reference kernels, each as one operation: those for which there are kernels on a GPU."""
+    """The reference kernels. One that Triton has as well counts as one operation, with the waits of its launcher."""
 
     def __init__(self) -> None:
         super().__init__("reference")
         self.backend = "fake"
         self.own = {name for name, row in TABLE.items() if "triton" not in row.without}
         for name in self.own:
-            setattr(self, name, as_kernel(name, getattr(self, name)))
+            setattr(self, name, as_kernel(name, getattr(self, name), _waits_of_launcher(name)))
+
+
+def _waits_of_launcher(name: str) -> int:
+    """Returns how often the function that launches a Triton kernel reads numbers from the device."""
+    source = ROOT / "src" / "backstash" / "ops" / "triton" / f"{TABLE[name].family}.py"
+    launchers = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)]
+    launcher = next(node for node in launchers if node.name == name)
+    called = [
+        node.func.attr for node in ast.walk(launcher) if isinstance(node, ast.Call) and hasattr(node.func, "attr")
+    ]
+    return called.count("item") + called.count("tolist")
 
 
 backends.serve("fake", _CountedKernels())

@@ -84,6 +84,7 @@ bool forbidden_in_capture(Kind kind) {
 
 // Takes the interpreter's lock, so it must be called without `mutex`.
 void note(Kind kind, const char* name) {
+  if (in_kernel && (kind == OPERATION || kind == ALLOCATION || kind == WAIT)) return;
   if (capturing && forbidden_in_capture(kind)) {
     std::string site = "?";
     if (where && Py_IsInitialized()) {
@@ -93,7 +94,6 @@ void note(Kind kind, const char* name) {
     TORCH_CHECK(false, "A captured region asked for ", name, ", which counts among ", kNames[kind], " at ", site,
                 ". A graph of the device cannot hold it: do it before the capture, or on the device.");
   }
-  if (in_kernel && (kind == OPERATION || kind == ALLOCATION)) return;
   bool listening;
   {
     std::lock_guard<std::recursive_mutex> lock(mutex);
@@ -1052,8 +1052,9 @@ void set_mode(const std::string& next, uint64_t seed, double delay, double gigab
   bytes_per_unit = gigabytes * 1e4;  // a unit is 10 microseconds
 }
 
-void enter_kernel(const std::string& name) {
+void enter_kernel(const std::string& name, int waits) {
   note(OPERATION, name.c_str());
+  for (; waits; --waits) note(WAIT, name.c_str());
   ++in_kernel;
 }
 
