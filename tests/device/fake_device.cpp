@@ -14,7 +14,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/DispatchStub.h>
 #include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -1009,6 +1011,14 @@ int64_t sdp_choice(const at::Tensor& query, const at::Tensor& key, const at::Ten
   return at::_fused_sdp_choice(q, k, v, m, dropout, is_causal, scale, enable_gqa);
 }
 
+}  // namespace
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sdp_choice)
+}
+
+namespace {
+
 using Boxed = torch::CppFunction;
 Boxed boxed() { return Boxed::makeFromBoxedFunction<&fallback>(); }
 
@@ -1029,7 +1039,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("record_stream", &record_stream);
-  m.impl("_fused_sdp_choice", &sdp_choice);
   // One operation on CUDA too, though torch has a definition for any device.
   for (const char* name : {"convolution", "convolution_backward", "native_layer_norm", "native_group_norm",
                            "native_group_norm_backward", "native_dropout", "native_dropout_backward", "_fused_rms_norm",

@@ -1,0 +1,60 @@
+"""Runs the tests in ``tests/device``, each file in a process that has a fake accelerator, and reads the sources for CUDA.
+
+By hand: ``python -m pytest -p tests.device.fake tests/device``.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "tests" / "device").glob("test_*.py"))
+SOURCE = ROOT / "src" / "backstash"
+COMPILER = os.environ.get("CXX", "g++")
+
+OF_CUDA_ALONE = {
+    "numerics.py": "torch's settings of CUDA's libraries",
+    "ops/backends.py": "Triton's kernels serve CUDA",
+    "ops/triton": "Triton's kernels",
+}
+"""The sources that may name CUDA, and why."""
+
+
+@pytest.mark.skipif(
+    shutil.which(COMPILER) is None, reason=f"no C++ compiler {COMPILER!r} to build the fake device with"
+)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_on_the_fake_device(file: Path) -> None:
+    arguments = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.device.fake", "--color=no", str(file))
+    unset = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+
+
+def _uses_of_cuda(tree: ast.AST) -> Iterator[int]:
+    """Yields the lines that name CUDA: ``"cuda"`` as a value, ``torch.cuda`` and ``is_cuda``."""
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and node.value in ("cuda", "CUDA")
+        if is_text or (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda")):
+            yield node.lineno
+
+
+def test_sources_ask_for_an_accelerator_and_not_for_cuda() -> None:
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        if not name.startswith(tuple(OF_CUDA_ALONE)):
+            found[name] = list(_uses_of_cuda(ast.parse(path.read_text())))
+    named = {name: lines for name, lines in found.items() if lines}
+    assert not named, "ask backstash.accelerator instead, or whether a device is something other than the CPU"
