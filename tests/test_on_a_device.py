@@ -1,4 +1,4 @@
-"""Runs the tests in ``tests/device``, each file in a process that has a fake accelerator, and reads the sources for CUDA.
+"""Runs the tests in ``tests/device``, each file in a process with a fake accelerator, and looks for CUDA in the sources.
 
 By hand: ``python -m pytest -p tests.device.fake tests/device``.
 """

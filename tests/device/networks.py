@@ -37,7 +37,7 @@ class Training:
         batch = pytree.tree_map(lambda tensor: tensor.to(device), self.batch)
         model = copy.deepcopy(self.model).to(device)
         if hasattr(model, "tie_weights"):
-            model.tie_weights()  # torch makes new parameters where a device's tensors cannot take the place of the CPU's
+            model.tie_weights()  # because torch has made new parameters for this kind of device
         return Training(model, batch, self.loss, self.autocast)
 
     def session(self, policy: Any, **options: Any) -> bs.Session:

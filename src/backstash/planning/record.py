@@ -52,6 +52,7 @@ def record(
         MeasureError: the step ran no backward pass, or there is no such device.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
         >>> x = torch.ones(8, 64)
         >>> plain = record(lambda: model(x).sum().backward())
