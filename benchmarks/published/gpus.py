@@ -1,4 +1,4 @@
-"""The table of steps on a GPU."""
+"""The tables of steps on a GPU, and of what steps ask of one."""
 
 from __future__ import annotations
 
@@ -50,4 +50,31 @@ def _row(row: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-TABLES = {"gpu": steps}
+_WAYS_OF_COUNTING = "counted on a fake accelerator, so the same on every machine"
+
+_NETWORKS = {
+    "resnet50": "ResNet-50's graph, float32",
+    "gpt2": "GPT-2 of 2 layers, float32",
+    "llama": "a Llama of 2 layers, autocast to bfloat16",
+}
+
+
+def counts() -> str:
+    """Operations, allocations and waits of the steps of every network."""
+    results = load("device")
+    parts = [f"Medians of {results['steps']} steps, and the most where that is more; {_WAYS_OF_COUNTING}."]
+    for network, rows in results["networks"].items():
+        head = ("", "operations", "allocations", "waits of the host")
+        parts.append(f"**{_NETWORKS[network]}**\n\n{table(head, [_counted(row) for row in rows])}")
+    return "\n\n".join(parts)
+
+
+def _counted(row: dict[str, Any]) -> tuple[str, ...]:
+    cells = []
+    for name in ("operations", "allocations", "waits"):
+        usual, most = row[name], row[f"most_{name}"]
+        cells.append(f"{usual:,}" if usual == most else f"{usual:,} to {most:,}")
+    return (row["way"] if row["way"] == "plain" else f"`{row['way']}`", *cells)
+
+
+TABLES = {"gpu": steps, "device": counts}
