@@ -97,7 +97,7 @@ def _load() -> Any:
     return module
 
 
-torch.utils.rename_privateuse1_backend("fake")
+torch._C._rename_privateuse1_backend("fake")
 _device: Any = _load()
 device = torch.device("fake", 0)
 

@@ -37,7 +37,7 @@ class Training:
         batch = pytree.tree_map(lambda tensor: tensor.to(device), self.batch)
         model = copy.deepcopy(self.model).to(device)
         if hasattr(model, "tie_weights"):
-            model.tie_weights()  # because torch has made new parameters for this kind of device
+            model.tie_weights()  # type: ignore[operator]  # because torch has made new parameters for this kind of device
         return Training(model, batch, self.loss, self.autocast)
 
     def session(self, policy: Any, **options: Any) -> bs.Session:
@@ -97,7 +97,7 @@ def gpt2() -> Training:
     training = Training(*families.gpt2(SIZE), _of_text)
     for module in training.model.modules():
         if hasattr(module, "attn_dropout"):
-            module.attn_dropout.p = 0.0
+            module.attn_dropout.p = 0.0  # type: ignore[union-attr]
     return training
 
 
