@@ -20,7 +20,6 @@ from tests.device.networks import MIN_NBYTES, NETWORKS, Training
 # isort: split
 import backstash as bs
 from backstash import policies
-from backstash.policies.comet import comet
 from benchmarks.results import Results
 
 FORMAT = 1
@@ -69,8 +68,8 @@ WAYS: dict[str, Callable[[Training], Any]] = {
     "gist_fp8": lambda training: training.session("gist_fp8"),
     "quantized, 8 bits": lambda training: training.session(policies.quantized(bits=8)),
     "quantized, 4 bits": lambda training: training.session(policies.quantized(bits=4)),
-    "comet, szp": lambda training: training.session(comet("conv", codec="szp")),
-    "comet, sz": lambda training: training.session(comet("conv", codec="sz")),
+    "comet, szp": lambda training: training.comet("szp"),
+    "comet, sz": lambda training: training.comet("sz"),
     "plan, 50%": _planned,
 }
 

@@ -371,7 +371,8 @@ class Session:
         saved_nbytes, freed_nbytes, compiled_any = step.saved_nbytes, step.freed_nbytes, has_compiled()
         has_no_use = encoder.is_fixed and not freed_nbytes and not compiled_any
         is_equal = counted == known.counted
-        known.end_step(counted, encoder.only_keep or has_no_use, saved_nbytes, freed_nbytes)
+        does_nothing = (encoder.only_keep or has_no_use) and not encoder.is_looking
+        known.end_step(counted, does_nothing, saved_nbytes, freed_nbytes)
         if self._stops_if_useless and counted[0] and not compiled_any:
             known.worth.end_step(is_equal, saved_nbytes, freed_nbytes, partial(_early_nbytes, step))
         if self._chooses_min_nbytes and step.accounts and counted[0]:

@@ -83,7 +83,7 @@ def _compile(folder: Path, library: Path) -> None:
         raise RuntimeError("The fake device was to be compiled, but the compiler failed. Its errors are above.")
     libraries = ("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python", f"-Wl,-rpath,{package / 'lib'}")
     unfinished = folder / "unfinished.so"
-    linker = [COMPILER, "-shared", *objects, "-o", unfinished, f"-L{package / 'lib'}", *libraries]
+    linker: list[Any] = [COMPILER, "-shared", *objects, "-o", unfinished, f"-L{package / 'lib'}", *libraries]
     subprocess.run(linker, check=True)
     unfinished.rename(library)
 

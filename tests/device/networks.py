@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import backstash as bs
+from backstash.policies.comet import comet
 from benchmarks.networks import families
 from benchmarks.networks.resnet import resnet
 from tests.device import fake
@@ -31,6 +32,7 @@ class Training:
     batch: Batch
     loss: Callable[[nn.Module, Batch], Tensor]
     autocast: torch.dtype | None = None
+    optimizer: torch.optim.Optimizer | None = None
 
     def to(self, device: str) -> Training:
         """Returns a copy on a device. A copy of a network that has not trained yet has the same state."""
@@ -57,10 +59,17 @@ class Training:
             if session is not None:
                 session.__exit__(None, None, None)
         loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
 
     def gradients(self) -> list[Tensor]:
         """Returns the gradients, on the CPU."""
         return [parameter.grad.cpu() for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def comet(self, codec: str) -> bs.Session:
+        """Returns a Session with bounds that follow the gradients. Its optimizer leaves the weights as they are."""
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=0.9)
+        return self.session(comet("conv", every=4, codec=codec, optimizer=self.optimizer))
 
     def count(self, session: Any = None, steps: int = 1) -> list[fake.Counts]:
         """Returns what each of some steps asks of the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pytest
@@ -12,23 +13,22 @@ import torch
 
 import backstash as bs
 from backstash import policies
+from backstash.capture.learned import LOOK_AGAIN
 from backstash.codecs import Raw
-from backstash.policies.comet import comet
+from backstash.stash import looking
 from backstash.stores import host
 from tests.device import fake
 from tests.device.networks import MIN_NBYTES, NETWORKS, Training, same_bits
 
-EXACT: dict[str, Callable[[], Any]] = {
-    "lossless": policies.lossless,
-    "lossless_stored": lambda: policies.lossless(recompute=False),
-    "offload": lambda: "offload",
-    "cdma": lambda: "cdma",
+EXACT: dict[str, Callable[[Training], bs.Session]] = {
+    name: lambda training, name=name: training.session(name)  # type: ignore[misc]
+    for name in ("lossless", "lossless_stored", "offload", "cdma")
 }
-LOSSY: dict[str, Callable[[], Any]] = {
-    "gist_fp8": lambda: "gist_fp8",
-    "quantized8": lambda: policies.quantized(bits=8),
-    "quantized4": lambda: policies.quantized(bits=4),
-    "comet": lambda: comet("conv", every=4, codec="szp"),
+LOSSY: dict[str, Callable[[Training], bs.Session]] = {
+    "gist_fp8": lambda training: training.session("gist_fp8"),
+    "quantized8": lambda training: training.session(policies.quantized(bits=8)),
+    "quantized4": lambda training: training.session(policies.quantized(bits=4)),
+    "comet": lambda training: training.comet("szp"),
 }
 POLICIES = EXACT | LOSSY
 
@@ -36,7 +36,7 @@ POLICIES = EXACT | LOSSY
 def _trained(network: str, policy: str | None = None) -> tuple[Training, bs.Session | None]:
     """Returns a training on the device that has run some steps, and its Session."""
     training = NETWORKS[network]().to("fake")
-    session = None if policy is None else training.session(POLICIES[policy]())
+    session = None if policy is None else POLICIES[policy](training)
     for _ in range(3):
         training.step(session)
     return training, session
@@ -88,6 +88,50 @@ def test_a_plan_has_the_bits_of_plain_steps_and_a_lower_peak() -> None:
     assert same_bits(planned.gradients(), plain.gradients())
     (plain_counts,), (counts,) = plain.count(), planned.count(session)
     assert counts.peak < plain_counts.peak
+
+
+# -- waits and launches ------------------------------------------------------------------------------------------------
+
+LOOKED_AT = {"lossless": 3, "lossless_stored": 48, "offload": 18, "cdma": 49}
+"""Waits of a step of ResNet-50's graph, none of them a look: numbers of planes, ranges, the comparison at the end."""
+
+
+@pytest.mark.parametrize("policy", list(LOOKED_AT))
+def test_no_codec_waits_to_look_and_no_step_launches_many_more_operations_than_others(policy: str) -> None:
+    training, session = _trained("resnet50", policy)
+    training.count(session, 2)
+    found = training.count(session, 20)
+    looks = {line for counts in found for line in counts.lines("waits") if "sample" in line or "looking" in line}
+    assert not looks
+    assert max(counts.waits for counts in found) <= LOOKED_AT[policy]
+    operations = [counts.operations for counts in found]
+    assert max(operations) <= 1.05 * median(operations)
+
+
+@pytest.mark.parametrize("policy", ["lossless_stored", "offload"])
+def test_codecs_are_asked_again_when_numbers_change(policy: str) -> None:
+    """Values without zeros are held dense. When zeros come, that is found out; when they go, it is noticed at once."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, bias=False, device="fake")
+    session = bs.Session(policy, model=model, min_nbytes=0)
+    given = torch.rand(256, 64, device="fake") + 0.5
+
+    def compressed(share: float) -> bool:
+        x = torch.where(torch.rand(256, 64, device="fake") < share, 0.0, given)
+        expected = torch.autograd.grad(torch.nn.functional.linear(x, model.weight).sum(), model.weight)[0]
+        with session:
+            loss = model(x).sum()
+            del x
+        model.zero_grad()
+        loss.backward()
+        assert model.weight.grad is not None and torch.equal(model.weight.grad, expected)
+        report = session.report()
+        return report.stash_nbytes < 0.5 * report.saved_nbytes
+
+    assert not compressed(0.0) and not compressed(0.0)
+    steps = [compressed(0.9) for _ in range(LOOK_AGAIN + looking.PERIOD)]
+    assert steps[-1] and steps == sorted(steps)
+    assert compressed(0.9) and not compressed(0.0)
 
 
 # -- the host store, with and without each of its waits and references -------------------------------------------------

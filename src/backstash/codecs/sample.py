@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from torch import Tensor
 
 from backstash.ops import backends
+from backstash.ops.reference.samples import counts_of, numbers_of_sample
 
 _RUNS, _RUN, _WHOLE = 32, 32, 4096
 
@@ -21,9 +27,46 @@ def look(x: Tensor) -> tuple[int, int, int]:
     Returns:
         (elements looked at, how many of them are not zero, how many different bit patterns: 0, 1, 2, or 3 for more).
     """
+    earlier: Look | None = getattr(_answers, "look", None)
+    if earlier is not None and earlier.numel == x.numel():
+        return earlier.numbers()
     runs, run, step = _layout(x.numel())
     nonzeros, patterns = backends.serving(x.device.type).sample_counts(x, runs, run, step) if x.numel() else (0, 0)
     return runs * run, nonzeros, patterns
+
+
+class Look:
+    """A look at a flat tensor of an accelerator, whose numbers go to the host while the host goes on.
+
+    Args:
+        x: [n].
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        runs, run, step = _layout(x.numel())
+        self.numel, self._elements = x.numel(), runs * run
+        numbers = numbers_of_sample(x, runs, run, step) if self.numel else torch.empty(0)
+        self._numbers, self._arrived = numbers.to("cpu", non_blocking=True), torch.Event()
+        self._arrived.record()
+
+    def numbers(self) -> tuple[int, int, int]:
+        """Returns what :func:`look` returns. The host waits only if the device is not that far yet."""
+        if not self._arrived.query():
+            self._arrived.synchronize()
+        return self._elements, *(counts_of(self._numbers.tolist()) if self.numel else (0, 0))
+
+
+_answers = threading.local()
+
+
+@contextmanager
+def answered_by(answer: Look) -> Iterator[None]:
+    """Inside, looks of this thread at tensors of that size are answered by an earlier look."""
+    _answers.look = answer
+    try:
+        yield
+    finally:
+        _answers.look = None
 
 
 def _layout(numel: int) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,11 +20,12 @@ from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
-from backstash.stash import compiled, roots
+from backstash.stash import compiled, looking, roots
 from backstash.stash.coders import coders
 from backstash.stash.compiled import laid_out
 from backstash.stash.decode import follow_original
 from backstash.stash.live import Live
+from backstash.stash.looking import SPARED
 from backstash.stash.place import Place
 from backstash.stash.recipes import Recipe
 from backstash.stash.value import Form, Saved, Value
@@ -31,10 +33,6 @@ from backstash.stores import Store
 
 if TYPE_CHECKING:
     from backstash.stash.remaking import Remaking
-
-
-SPARED = 8
-"""How many times codecs that have declined a value are not asked again at the same place: its numbers may change."""
 
 
 @laid_out
@@ -50,9 +48,21 @@ class Encoder:
     Attributes:
         is_fixed: whether the policy says the same of the same facts whenever it is asked.
         only_keep: whether the policy is fixed and has said nothing but Keep in this step.
+        is_looking: whether numbers are on their way to the host by which values of the next step will be judged.
+        turns: numbers for the places, which are looked at again in turn (Note: [looks without waiting]).
     """
 
-    __slots__ = ("_knows_room", "_live", "_remaking", "is_fixed", "only_keep", "policy", "stores")
+    __slots__ = (
+        "_knows_room",
+        "_live",
+        "_remaking",
+        "is_fixed",
+        "is_looking",
+        "only_keep",
+        "policy",
+        "stores",
+        "turns",
+    )
 
     def __init__(self, policy: Policy, stores: Mapping[str, Store], live: Live, remaking: Remaking) -> None:
         self.policy = policy
@@ -60,12 +70,13 @@ class Encoder:
         self._live = live
         self._remaking = remaking
         self.is_fixed = policy.is_fixed
+        self.turns = count()
         self._knows_room = type(policy).has_room_for is not Policy.has_room_for
-        self.only_keep = self.is_fixed
+        self.only_keep, self.is_looking = self.is_fixed, False
 
     def begin_step(self) -> None:
         """Nothing was decided yet."""
-        self.only_keep = self.is_fixed
+        self.only_keep, self.is_looking = self.is_fixed, False
 
     def encode(self, value: Value) -> None:
         """Store a value that nobody but autograd holds in the form that the policy chooses."""
@@ -144,6 +155,8 @@ class Encoder:
         if place is not None and place.spared and place.declined is not None and place.declined[0] is action:
             place.spared -= 1
             form, reason = None, place.declined[1]
+        elif place is not None and not whole.is_cpu:
+            form, reason = looking.encoded(self, place, whole, facts, action, fresh)
         else:
             form, reason = self.form(whole, facts, action, fresh)
             if place is not None:
@@ -268,8 +281,18 @@ class Encoder:
                     return
         self.policy.observe(outcome)
 
-    def form(self, x: Tensor, facts: SavedTensor, action: Stash, readers: list[Saved]) -> tuple[Form | None, str]:
-        """Encode with the first codec of the action that takes ``x``; else None and the last reason."""
+    def form(
+        self, x: Tensor, facts: SavedTensor, action: Stash, readers: list[Saved], first: int = -1
+    ) -> tuple[Form | None, str]:
+        """Encode with the first codec of the action that takes ``x``; else None and the last reason.
+
+        Args:
+            x: the value.
+            facts: about it.
+            action: names the codecs and the store.
+            readers: the saved tensors that read it.
+            first: the number of a codec that took such a value before, which is asked first and without a look.
+        """
         store = self.stores.get(action.store)
         if store is None:
             raise UnknownNameError(
@@ -277,7 +300,7 @@ class Encoder:
                 f"Pass it to Session(stores=...)."
             )
         reason = "the policy named no codec"
-        for codec in action.codecs:
+        for number, codec in enumerate(action.codecs[max(0, first) :], max(0, first)):
             of_another_test = facts.need is Need.SIGN and base.mask_of(codec) not in (None, facts.mask)
             if facts.need not in codec.preserves or of_another_test:
                 raise NeedNotMetError(
@@ -286,7 +309,9 @@ class Encoder:
                     f"{facts.spec}). Use a codec that preserves it, such as zvc, or Keep()."
                 )
             spec = TensorSpec.of(x)
-            refusal = codec.accepts(spec) or misreads(codec, readers) or codec.declines(x)
+            refusal = codec.accepts(spec) or misreads(codec, readers)
+            if refusal is None and number != first:
+                refusal = codec.declines(x)
             if refusal is None:
                 try:
                     # Nobody else holds the memory, so it may become the plane: nothing is copied, nothing lives twice.
@@ -294,6 +319,9 @@ class Encoder:
                 except CodecRefusedError as refused:  # only the full pass could tell
                     refusal = str(refused)
                 else:
+                    if number == first and encoded.nbytes > spec.nbytes:
+                        reason = f"{base.label(codec)}: it takes more bytes than the value"
+                        continue
                     mask = facts.mask if facts.need is Need.SIGN else None
                     if self._live.watcher is not None:
                         self._live.watcher.storing(encoded)

@@ -16,6 +16,7 @@ from backstash.stash.compiled import laid_out
 if TYPE_CHECKING:
     from backstash.policies.base import Action
     from backstash.stash.coders import Coder
+    from backstash.stash.looking import Looked
     from backstash.stash.roots import Root
 
 
@@ -54,6 +55,7 @@ class Place:
         releases: whether the policy lets go of a tensor of which only the shape is read; None where it was not asked.
         declined: the action whose codecs have all declined the value, and why; None where one has taken it.
         spared: how many times that is taken for granted before the codecs look at the value again.
+        looked: what is known of its codecs on an accelerator (looking.py); None where nothing is.
         told: a policy's revision, and the bytes of the value that it was told of under it (Policy.observes_changes).
         proof: what the last proven recipe was like, and how it makes the value.
         proven: the same of the tree of that recipe's patterns; None where a pattern is not known.
@@ -79,6 +81,7 @@ class Place:
         "gone",
         "held",
         "is_dense",
+        "looked",
         "made_seconds",
         "proof",
         "proven",
@@ -98,6 +101,7 @@ class Place:
         self.answer: tuple[object | None, tuple[SavedTensor, ...], Action] | None = None
         self.releases: bool | None = None
         self.declined: tuple[Action, str] | None = None
+        self.looked: Looked | None = None
         self.coders: tuple[Action, tuple[Coder, ...] | None] | None = None
         self.proof: tuple[tuple[object, ...], str] | None = None
         self.proven: Proven | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,9 +22,18 @@ def sample_counts(x: Tensor, runs: int, run: int, step: int) -> tuple[int, int]:
     Returns:
         (elements that have any bit set, bit patterns: 1, 2, or 3 for more).
     """
+    return counts_of(numbers_of_sample(x, runs, run, step).tolist())  # on a GPU the host waits once, for all of them
+
+
+def numbers_of_sample(x: Tensor, runs: int, run: int, step: int) -> Tensor:
+    """Returns what :func:`sample_counts` is made of, where the tensor is: [4] of int64."""
     bits = bits_of(x.as_strided((runs, run), (step, 1)).reshape(-1))
-    differs = bits != bits[0]
-    second = bits.take(differs.int().argmax())  # the first one again where all are equal
-    counts = torch.stack((torch.count_nonzero(bits), differs.any().long(), (differs & (bits != second)).any().long()))
-    nonzeros, has_second, has_third = counts.tolist()  # on a GPU the host waits once, for all of them
-    return nonzeros, 1 + has_second + has_third
+    least, most = bits.aminmax()
+    between = (bits != least).logical_and_(bits != most)
+    return torch.stack((torch.count_nonzero(bits), torch.count_nonzero(between), least, most))
+
+
+def counts_of(numbers: Sequence[int]) -> tuple[int, int]:
+    """Returns what :func:`sample_counts` does, given the numbers of the sample on the host."""
+    nonzeros, between, least, most = numbers
+    return nonzeros, 3 if between else 1 if least == most else 2

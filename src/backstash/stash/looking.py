@@ -1,0 +1,99 @@
+"""Which codec takes a value on an accelerator, found out without a wait of the host in most steps.
+
+Note: [looks without waiting]
+    Codecs look at some numbers of a value before they encode it. To see numbers of an accelerator the host has to wait
+    for all that the device was told before. So only the first value of a place is looked at at once. A codec that took
+    it takes the next ones without a look, as long as what it makes is no larger than the value. Those that declined it
+    are asked again after some steps, at different places in different steps: the numbers are copied while the host goes
+    on, and the value of the next step is judged by them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from backstash.codecs.base import flat, refuses_layout
+from backstash.codecs.sample import Look, answered_by
+from backstash.policies.base import Stash
+from backstash.saved import SavedTensor, TensorSpec
+
+if TYPE_CHECKING:
+    from backstash.stash.encode import Encoder
+    from backstash.stash.place import Place
+    from backstash.stash.value import Form, Saved
+
+SPARED = 8
+"""How many times codecs that have declined a value are not asked again at the same place: its numbers may change."""
+
+PERIOD = 64
+"""The same on an accelerator. Each look is some launches, so few places are looked at in a step, in turn."""
+
+
+class Looked:
+    """What is known of the codecs of one place.
+
+    Attributes:
+        action: the action whose codecs they are.
+        taken: the number of the codec that takes the place's values; that of all codecs where none does.
+        look: numbers on their way to the host; None where none are.
+    """
+
+    __slots__ = ("action", "look", "taken")
+
+    def __init__(self, action: Stash) -> None:
+        self.action, self.taken = action, 0
+        self.look: Look | None = None
+
+
+def encoded(
+    encoder: Encoder, place: Place, whole: Tensor, facts: SavedTensor, action: Stash, readers: list[Saved]
+) -> tuple[Form | None, str]:
+    """Encodes a value on an accelerator, as Encoder.form does (Note: [looks without waiting]).
+
+    Args:
+        encoder: the encoder.
+        place: where the value was saved.
+        whole: the value.
+        facts, action, readers: as for Encoder.form.
+    """
+    looked = place.looked
+    if looked is None or looked.action is not action:
+        looked = place.looked = Looked(action)
+        return _all(encoder, place, looked, whole, facts, readers, 1 + next(encoder.turns) % PERIOD)
+    is_renewed = looked.taken > 0 and not place.spared
+    if is_renewed and looked.look is not None:
+        look, looked.look = looked.look, None
+        with answered_by(look):
+            return _all(encoder, place, looked, whole, facts, readers, PERIOD)
+    if is_renewed and refuses_layout(TensorSpec.of(whole)) is None:
+        looked.look, encoder.is_looking = Look(flat(whole)), True
+    if place.declined is not None:
+        return None, place.declined[1]
+    place.spared = max(0, place.spared - 1)
+    form, reason = encoder.form(whole, facts, action, readers, looked.taken)
+    _remember(place, looked, form, reason)
+    return form, reason
+
+
+def _all(
+    encoder: Encoder,
+    place: Place,
+    looked: Looked,
+    whole: Tensor,
+    facts: SavedTensor,
+    readers: list[Saved],
+    spared: int,
+) -> tuple[Form | None, str]:
+    """Asks all codecs, and none of those that decline for so many steps."""
+    form, reason = encoder.form(whole, facts, looked.action, readers)
+    place.spared = spared
+    _remember(place, looked, form, reason)
+    return form, reason
+
+
+def _remember(place: Place, looked: Looked, form: Form | None, reason: str) -> None:
+    codecs = looked.action.codecs
+    looked.taken = len(codecs) if form is None else codecs.index(form.codec)
+    place.declined = (looked.action, reason) if form is None else None
