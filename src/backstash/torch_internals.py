@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch.utils._device import DeviceContext  # which torch itself imports on first use only
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def find(path: str) -> Any:

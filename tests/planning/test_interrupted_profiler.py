@@ -186,7 +186,7 @@ def test_a_budget_that_is_entered_twice_leaves_nothing_behind(steps: int) -> Non
             loss = model(x).square().mean()
         loss.backward()
     with session:
-        with pytest.raises(SessionError, match="inside another one"), session:
+        with pytest.raises(SessionError, match="inside itself"), session:
             pass
         loss = model(x).square().mean()  # the outer one goes on
     loss.backward()

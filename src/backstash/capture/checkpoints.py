@@ -137,6 +137,11 @@ def _run_alike(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         kept, observer = object(), Observer(None)
+
+        def undo() -> None:
+            remove_function_mode(observer)
+            modules.let_go(kept)
+
         try:
             if has_hooks:
                 modules.keep(kept)
@@ -144,7 +149,7 @@ def _run_alike(function: Callable[..., Any]) -> Callable[..., Any]:
                 push_function_mode(observer)
             return function(*args)
         finally:
-            to_the_end(lambda: (remove_function_mode(observer), modules.let_go(kept)))
+            to_the_end(undo)
 
     hide_from_dynamo(run)
     return run

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from backstash.capture.side_effects import SideEffect, inplace_position, side_effect_of
 from backstash.stash import calls, compiled, producers
 from backstash.stash.regions import Region
 from backstash.torch_internals import (
+    TorchDispatchMode,
     compiler,
     has_replacing_mode,
     hide_from_dynamo,
@@ -86,7 +86,8 @@ class Listener(Protocol):
 
 
 _BACKWARD = frozenset({Tensor.backward})
-_DIFFERENTIATE = frozenset(map(inspect.unwrap, (Tensor.backward, torch.autograd.backward, torch.autograd.grad)))
+_GRADIENTS: tuple[Callable[..., Any], ...] = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_DIFFERENTIATE = frozenset(inspect.unwrap(function) for function in _GRADIENTS)
 _ASSIGN_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 

@@ -66,7 +66,7 @@ Awaited = Literal["cycle", "safe"]
 """The end of a backward pass, or a place where the profiler may be started and stopped."""
 
 TIMED_STEPS, FINALLY_TIMED = 20, 8
-"""How many steps under a plan are timed at most, and how many of them at last, when the kinds of passes are not noted."""
+"""How many steps under a plan are timed at most, and how many of them last, when kinds of passes are not noted."""
 
 PLAIN_STEPS = 3
 """How many plain steps are timed."""

@@ -96,7 +96,7 @@ def is_repeatable(function: Callable[..., Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def is_repeatable_operation(operation: torch._ops.OpOverload) -> bool:
+def is_repeatable_operation(operation: Any) -> bool:
     """Whether the result of an ATen operation depends on its arguments alone, and is memory of its own."""
     schema, name = operation._schema, operation.__name__
     if operation.namespace != "aten" or schema.is_mutable or torch.Tag.nondeterministic_seeded in operation.tags:
