@@ -22,7 +22,7 @@ import torch
 from backstash import Policy
 from tests.fuzz import interrupts
 from tests.fuzz.execute import Failure, check, run_plain
-from tests.fuzz.generate import POLICIES, SHARE_CHANGING, SMALL, generate
+from tests.fuzz.generate import BY_NAME, SHARE_CHANGING, SMALL, generate
 from tests.fuzz.kinds import COMMON, FEATURES
 from tests.fuzz.minimise import minimise
 from tests.fuzz.program import Program, parse, to_text
@@ -114,7 +114,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=5.0, help="how long to run (default: %(default)s)")
     parser.add_argument("--programs", type=int, default=-1, help="how many programs to run at most")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first program (default: %(default)s)")
-    parser.add_argument("--policy", choices=POLICIES, help="policy of all programs (default: a random one for each)")
+    parser.add_argument("--policy", choices=BY_NAME, help="policy of all programs (default: a random one for each)")
     parser.add_argument("--program", help="run the program in this text file instead of random ones")
     parser.add_argument("--failures", help="folder for minimised failures (default: a temporary folder)")
     parser.add_argument("--off", nargs="*", default=[], choices=list(FEATURES), metavar="FEATURE", help="leave out")

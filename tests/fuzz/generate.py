@@ -12,7 +12,11 @@ from tests.fuzz.kinds import COMMON, FEATURES, KINDS
 from tests.fuzz.program import Program, Statement
 
 SMALL = (2, 4, 6, 8)
-POLICIES = ("lossless", "lossless_stored", "keep", "everything", "remake")
+POLICIES = ("lossless", "lossless_stored", "keep", "everything")
+BY_NAME = (*POLICIES, "remake")
+"""Policies that programs may be run under. ``remake`` also repeats costly calls: to change what such a value is made of
+after the Session was left is an error that plain torch does not raise. So it is not drawn at random."""
+
 BLOCKS = (
     "autocast",
     "no_autocast",

@@ -15,7 +15,7 @@ import torch
 
 from backstash import Policy
 from tests.fuzz.execute import check
-from tests.fuzz.generate import POLICIES, SMALL, generate
+from tests.fuzz.generate import BY_NAME, POLICIES, SMALL, generate
 from tests.fuzz.kinds import COMMON, FEATURES
 from tests.fuzz.program import Program, parse, to_text
 
@@ -74,9 +74,22 @@ def test_large_program(seed: int) -> None:
     assert_no_failure(generate(MIXED + seed, shape=LARGE, length=10, changing=False))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+CHANGED_AFTERWARDS = (
+    "batch_norm_weight_changed_before_backward",
+    "changed_after_deleting_a_loss",
+    "changed_after_the_first_of_two_losses",
+    "norm_weight_changed_before_backward",
+)
+"""Programs that change what a costly call is repeated from after the Session was left: an error, as the hazards say."""
+
+
+@pytest.mark.parametrize("policy", BY_NAME)
 @pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
 def test_named_program(path: Path, policy: str) -> None:
+    if policy == "remake" and path.stem in CHANGED_AFTERWARDS:
+        failure = check(replace(parse(path.read_text()), policy=policy)).failure
+        assert failure is not None and failure.kind == "Session raises"
+        return
     assert_no_failure(replace(parse(path.read_text()), policy=policy))
 
 
