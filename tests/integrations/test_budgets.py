@@ -1,4 +1,4 @@
-"""A budget in the line that a user adds: the bits of plain training, and a plan from the fifth backward pass on."""
+"""A budget in the line that a user adds: the bits of plain training, and a plan after the first backward passes."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_estimate_says_how_much_larger_the_batch_may_be(tmp_path: Any) -> None:
 def test_a_script_that_ends_too_early_is_an_error(tmp_path: Any) -> None:
     found = invoked(tmp_path, "plan", "--budget", "60%", steps=2)
     assert found.exit_code == 1
-    assert "nine backward passes" in found.output
+    assert "five backward passes" in found.output
 
 
 @pytest.mark.parametrize("budget", ["6 gigs", "0", "-3GiB"])

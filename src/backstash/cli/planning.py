@@ -169,7 +169,7 @@ def profiled(
     if run.profile is None:
         ended = f"it ended with exit code {exit_code}" if exit_code else "it ended"
         raise PlanError(
-            f"a profile of {script} was asked for, but {ended} before a step could be profiled, which takes nine "
+            f"a profile of {script} was asked for, but {ended} before a step could be profiled, which takes five "
             f"backward passes of one loop on the main thread. Let it train for some more steps."
         )
     return run.profile

@@ -83,6 +83,7 @@ class Budgeted(Following):
 
     Attributes:
         found: what became of the budget so far.
+        is_hurried: whether steps may take as long as they want, because as few of them as possible are to be measured.
         spared: returns bytes that a plain step takes beside what was counted of it, because something else spares them,
             as treated graphs do.
 
@@ -146,6 +147,7 @@ class Budgeted(Following):
         self._before: weakref.WeakKeyDictionary[nn.Module, Before] = weakref.WeakKeyDictionary()
         self.spared: Callable[[], int] = lambda: 0
         self.has_planned = False
+        self.is_hurried = False
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 

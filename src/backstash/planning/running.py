@@ -30,6 +30,7 @@ class ProfiledRun(Budgeted):
     ) -> None:
         super().__init__("100%", allow, min_nbytes=min_nbytes, device=device, offload_to=offload_to)
         self.profile: StepProfile | None = None
+        self.is_hurried = True
 
     def profiled(self, profile: StepProfile) -> None:
         """Ends the program."""
