@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -548,6 +549,8 @@ def in_child(function: Callable[[], Any], seconds: float = 120.0) -> Any:
         try:
             faulthandler.enable()
             faulthandler.dump_traceback_later(seconds, exit=True)
+            # So torch says that a module's hook was interrupted while an error was on its way.
+            warnings.filterwarnings("ignore", message="global module forward hook with ``always_call=True`` raised")
             found = function()
             with os.fdopen(writing, "wb") as pipe:
                 pickle.dump(found, pipe)
