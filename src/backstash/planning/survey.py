@@ -19,7 +19,10 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,8 +91,10 @@ class Stopwatch:
     that are in no cache, like those that were saved a long time ago.
     """
 
-    def __init__(self) -> None:
-        self._written = torch.empty(CACHE, dtype=torch.uint8, device="cpu")
+    @cached_property
+    def _written(self) -> Any:
+        """What is written between two runs; not torch's memory, which may be recorded while a value is tried."""
+        return np.empty(CACHE, dtype=np.uint8)
 
     def shortest(self, run: Callable[[], object], whole: Tensor) -> float:
         """Returns the shortest time of a few runs in seconds.
@@ -101,7 +106,7 @@ class Stopwatch:
         times: list[float] = []
         while len(times) < RUNS and sum(times) < LONG:
             if times and whole.is_cpu and whole.nbytes >= CACHED:
-                self._written.zero_()
+                self._written.fill(0)
             started = _now(whole)
             run()
             times.append(_now(whole) - started)
