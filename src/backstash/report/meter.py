@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from backstash import accelerator
 from backstash.arguments import check_count, check_step
 from backstash.errors import MeasureError
 from backstash.stash import buffers
-from backstash.torch_internals import record_operation, starting_profiler
+from backstash.torch_internals import profiler_event, record_operation, starting_profiler
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -130,8 +130,8 @@ class CountedPeak:
     Attributes:
         peak_nbytes: after the ``with``, the most bytes alive at once, above those alive at its start. Bytes that the
             decode buffers of backstash held at the start count as well. Memory from before the start that is freed
-            inside is not subtracted, because torch's profiler does not report it (Note: [freed from before]), unless an
-            earlier profiler has seen it made.
+            inside is not subtracted: torch's profiler reports a release only where it, or an earlier profiler, has seen
+            the memory made (Note: [freed from before]).
         timeline: after the ``with``, (nanoseconds, bytes alive) after each allocation or release.
 
     Note: [profiler's scopes]
@@ -159,8 +159,8 @@ class CountedPeak:
     ) -> None:
         self._profile.__exit__(kind, error, trace)
         if error is None:
-            events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-            self._marked = sorted(event.start_ns() for event in events if event.name() == _MARK)
+            events = list(_all_of(self._profile.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
+            self._marked = sorted(event.start_time_ns for event in events if event.name == _MARK)
             timeline = _timeline(events)
             self.timeline = [(when, nbytes + self._held_nbytes) for when, nbytes in timeline]
             self.peak_nbytes = max((nbytes for _, nbytes in self.timeline), default=0)
@@ -185,12 +185,26 @@ class CountedPeak:
         return max((nbytes for when, nbytes in self.timeline if first < when <= last), default=alive) - base
 
 
+def _all_of(roots: Iterable[Any]) -> Iterator[Any]:
+    waiting = list(roots)
+    while waiting:
+        event = waiting.pop()
+        yield event
+        waiting += event.children
+
+
 def _timeline(events: Iterable[Any]) -> list[tuple[int, int]]:
     alive, timeline = 0, []
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    for when, nbytes in sorted(changes, key=lambda change: change[0]):
-        alive += nbytes
-        timeline.append((when, alive))
+    sizes: dict[int, int] = {}  # by the addresses of what was allocated inside and is alive
+    changes = [event for event in events if event.tag == profiler_event.Allocation]
+    for event in sorted(changes, key=lambda change: change.start_time_ns):
+        memory = event.extra_fields
+        if memory.device.type == "cpu" and memory.alloc_size:
+            alive -= sizes.pop(memory.ptr, 0)
+            if memory.alloc_size > 0:
+                sizes[memory.ptr] = memory.alloc_size
+                alive += memory.alloc_size
+            timeline.append((event.start_time_ns, alive))
     return timeline
 
 
