@@ -36,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="small networks, which show that everything runs")
     parser.add_argument("--rounds", type=int, default=7, help="of everything that is timed, at most (default: 7)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="no part is begun after it (default: 480)")
-    parser.add_argument("--only", action="append", default=[], help="parts whose name has this text; may be repeated")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        help="a part, or a level of them, such as gpt2/steps; takes *; may be repeated",
+    )
     parser.add_argument("--memory", type=float, help="GiB that may be allocated (default: all of the device)")
     asked = parser.parse_args(arguments)
     if asked.device == "fake":

@@ -58,13 +58,15 @@ def search(fits: Callable[[int], bool], low: int, guess: int, trials: int = TRIA
         trials: how many sizes to try.
     """
     high: int | None = None
+    growth = 1.06
     tried: list[int] = []
     size = max(guess, low + 1)
     while len(tried) < trials and (high is None or high - low > max(1, NEAR * low)):
         tried.append(size)
         if fits(size):
             low = size
-            size = max(low + 1, math.ceil(low * 1.06)) if high is None else (low + high) // 2
+            size = max(low + 1, math.ceil(low * growth)) if high is None else (low + high) // 2
+            growth **= 2  # far away, if several guesses were too low
         else:
             high = size
             size = max(low + 1, min((low + high + 1) // 2, high - 1) if len(tried) > 2 else math.floor(high * 0.94))

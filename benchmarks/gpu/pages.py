@@ -195,7 +195,7 @@ def _filling(parts: Parts, network: str) -> Section:
         rows.append(
             (
                 way,
-                f"{speed.get('size') or row['size']:,}",
+                f"{speed.get('size') or row['size']:,}{'' if row['failed'] else ' or more'}",
                 f"{row['size'] / first['size']:.2f}" if first and first["size"] else "",
                 _mib(row["peak_nbytes"]),
                 _ms(speed.get("seconds"), 1e3, 1),

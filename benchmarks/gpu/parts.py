@@ -8,6 +8,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,11 @@ class Run:
         )
         self.parts: dict[str, Any] = self._results.found.setdefault("parts", {})
         self._left_out = 0
+        self._results.write(parts=self.parts)
 
     def is_chosen(self, name: str) -> bool:
         """Whether the command line asks for a part."""
-        return not self._only or any(text in name for text in self._only)
+        return not self._only or any(fnmatch(name, text) or name.startswith(f"{text}/") for text in self._only)
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
         """Runs a part, unless the file has it. Returns its result; None for one that failed or was left out.
