@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.gpu import steps
 from benchmarks.gpu.networks import NETWORKS, Training
 from benchmarks.gpu.parts import Run
-from benchmarks.gpu.ways import PLAIN, PLANS, WAYS, Maker, Way
+from benchmarks.gpu.ways import PLAIN, PLANS, WAYS, Maker, Way, checkpoint
 from benchmarks.rounds import Effort, Summary, interleave, summarise
 
 CHOSEN = ("resnet50", "gpt2")
@@ -70,6 +70,7 @@ def _network(run: Run, name: str) -> None:
 
     replays: dict[str, Callable[[], object]] = {}
     makers: dict[str, Maker] = {**{of: WAYS[of] for of in GRAPHED}, "plan, 50%": PLANS["plan, 50%"]}
+    makers["checkpoint"] = partial(checkpoint, preserve_rng_state=False)
 
     def capture(of: str) -> Captured:
         way = makers[of](training())

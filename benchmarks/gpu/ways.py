@@ -68,9 +68,11 @@ def _session(policy: str | Callable[[], bs.Policy], is_exact: bool = True) -> Ma
     return make
 
 
-def _checkpoint(training: Training) -> Way:
+def checkpoint(training: Training, preserve_rng_state: bool = True) -> Way:
+    """Returns torch's checkpoint around each block. A captured step must not ask a generator for its state."""
+
     def loss() -> Tensor:
-        with recomputed(training.model.blocks):
+        with recomputed(training.model.blocks, preserve_rng_state):
             return training.loss()
 
     return Way(training, loss=loss, note=f"{len(training.model.blocks)} blocks")
@@ -83,7 +85,7 @@ def _save_on_cpu(training: Training) -> Way:
 WAYS: Mapping[str, Maker] = {
     PLAIN: Way,
     AGAIN: Way,
-    "checkpoint": _checkpoint,
+    "checkpoint": checkpoint,
     "save_on_cpu": _save_on_cpu,
     "keep": _session("keep"),
     "lossless": _session("lossless"),

@@ -83,7 +83,7 @@ def test_g3_finds_the_formulas_with_the_bits_of_the_kernels(tmp_path: Path) -> N
 
 def test_g4_captures_plain_steps_and_says_what_refuses_others(tmp_path: Path) -> None:
     parts = _run("g4", tmp_path, "gpt2/plain", "gpt2/checkpoint", "gpt2/quantized, 4 bits", "gpt2/times")
-    assert parts["gpt2/plain"]["result"]["differing"] == []
+    assert parts["gpt2/plain"]["result"]["differing"] == parts["gpt2/checkpoint"]["result"]["differing"] == []
     assert "A captured region asked for" in parts["gpt2/quantized, 4 bits"]["error"]
     assert "plain, eager" in parts["gpt2/times"]["result"]
 
