@@ -123,7 +123,7 @@ class Cuda(Device):
         calls = [sum(found.get(name, 0) - none.get(name, 0) for name in names) for names in (LAUNCHES, COPIES, WAITS)]
         before = self._allocations()
         step()
-        return Counts(*calls, self._allocations() - before)
+        return Counts(calls[0], calls[1], calls[2], self._allocations() - before)
 
     def _calls(self, step: Callable[[], object]) -> dict[str, int]:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -177,10 +177,14 @@ def throughput(training: Training, ways: Mapping[str, tuple[int, Way]], rounds: 
     lowered = dict.fromkeys(ways, 0)
 
     def of(name: str, way: Way) -> Callable[[], tuple[int, float]]:
+        def steps() -> None:
+            training.resize(sizes[name])
+            _steps(way)
+
         def seconds() -> tuple[int, float]:
             while True:
                 training.device.clean()
-                if survives(lambda: (training.resize(sizes[name]), _steps(way))):
+                if survives(steps):
                     return sizes[name], training.device.seconds(way.step)
                 if sizes[name] <= 1:
                     return sizes[name], math.nan

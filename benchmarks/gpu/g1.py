@@ -73,7 +73,7 @@ def _network(run: Run, name: str) -> None:
             made.step()
         return made
 
-    ways = list(WAYS | {"plan, 50%": PLANS["plan, 50%"]})
+    ways = [*WAYS, "plan, 50%"]
     for of in ways:
         run.part(f"{name}/counts/{of}", lambda of=of: _counts(run.device, way(of)))  # type: ignore[misc]
     works = [of for of in ways if "result" in run.parts.get(f"{name}/counts/{of}", {})]

@@ -254,5 +254,6 @@ def measure(run: Run) -> None:
     nbytes, calls = (1 << 16, 1) if run.small else (128 << 20, 4)
     kind = run.device.kind
     for name in ("float32", "bfloat16"):
-        run.part(f"speed/{name}", lambda n=name: speed(run, kernels.float_tasks(DTYPES[n], nbytes, 0.5, kind), calls))
+        tasks = partial(kernels.float_tasks, DTYPES[name], nbytes, 0.5, kind)
+        run.part(f"speed/{name}", lambda tasks=tasks: speed(run, tasks(), calls))  # type: ignore[misc]
     run.part("speed/int64", lambda: speed(run, kernels.integer_tasks(nbytes * (32 if run.small else 1), kind), calls))

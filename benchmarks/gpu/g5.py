@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
@@ -144,7 +144,8 @@ def _hidden(run: Run, gib: float) -> Hidden:
         for _ in range(count):
             a @ a
 
-    copy(), products(1)
+    copy()
+    products(1)
     count = max(1, round(1.5 * device.seconds(copy) / device.seconds(partial(products, 1))))
     count = min(count, 3 if run.small else count)
 
@@ -152,11 +153,12 @@ def _hidden(run: Run, gib: float) -> Hidden:
         copy()
         products(count)
 
-    works = {"compute": partial(products, count), "copy": copy, "both": both}
+    works: dict[str, Callable[[], None]] = {"compute": partial(products, count), "copy": copy, "both": both}
     found = interleave({name: partial(device.seconds, work) for name, work in works.items()}, Effort(run.rounds))
     rows = zip(found["compute"], found["copy"], found["both"], strict=True)
-    hidden = [(compute + copying - together) / copying for compute, copying, together in rows]
-    return Hidden(*(summarise(found[name]) for name in works), summarise(hidden))
+    hidden = [(alone + copying - at_once) / copying for alone, copying, at_once in rows]
+    compute, copies, together = (summarise(found[name]) for name in works)
+    return Hidden(compute, copies, together, summarise(hidden))
 
 
 def _network(run: Run, name: str) -> None:

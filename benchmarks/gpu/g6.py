@@ -61,7 +61,7 @@ def _compile(
     # Dynamo finds compiled code by the code object: each way needs one of its own.
     loss.__code__ = loss.__code__.replace()
     if run.device.backend != "inductor":
-        small = {"min_nbytes": training.min_nbytes}
+        small: dict[str, Any] = {"min_nbytes": training.min_nbytes}
         of_torch = run.device.partitioning if settings else run.device.backend
         backend: Any = bs.compile_backend(**ours, **small) if ours else of_torch
         compiled = torch.compile(loss, backend=backend, dynamic=False)
@@ -95,7 +95,10 @@ def measure(run: Run) -> None:
     """Measures the networks."""
     for name in CHOSEN:
         if find_spec(NETWORKS[name].needs) is not None:
-            _network(run, name)
+            for work in (_network, _filling):
+                work(run, name)
+                torch.compiler.reset()
+                run.device.clean()
 
 
 def _network(run: Run, name: str) -> None:
@@ -103,20 +106,21 @@ def _network(run: Run, name: str) -> None:
     def training() -> Training:
         return Training(NETWORKS[name], run.device, run.small)
 
-    @cache
-    def other() -> Training:  # the sizes begin with a small one
-        made = Training(NETWORKS[name], run.device, run.small)
-        made.resize(max(1, made.size // 4))
-        return made
-
     ways = makers(run)
     g2.compare(run, f"{name}/steps", training, ways)
     if run.device.backend == "inductor":
         run.part(f"{name}/text", lambda: _texts(run, name, training(), ways))
-    torch.compiler.reset()
-    sized = {of: make for of, make in ways.items() if of not in (AGAIN, "reduce-overhead")}
-    g2.fill(run, f"{name}/filling", other, sized, TRIALS)
-    torch.compiler.reset()
+
+
+def _filling(run: Run, name: str) -> None:
+    @cache
+    def training() -> Training:
+        made = Training(NETWORKS[name], run.device, run.small)
+        made.resize(max(1, made.size // 4))
+        return made
+
+    ways = {of: make for of, make in makers(run).items() if of not in (AGAIN, "reduce-overhead")}
+    g2.fill(run, f"{name}/filling", training, ways, TRIALS)
 
 
 # -- the text of the kernels -------------------------------------------------------------------------------------------

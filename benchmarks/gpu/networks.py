@@ -199,6 +199,7 @@ class Training:
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=0.0)
+        self._batch: Batch | None = None
         self.size = 0
         self.resize(network.small_size if small else network.size)
 
@@ -208,8 +209,8 @@ class Training:
             return
         torch.manual_seed(SEED)
         self._batch, self.size = None, 0  # before the next one takes memory, which may not be there
-        given, wanted = self.model.batch(size)
-        self._batch = given.to(self.device.kind), wanted.to(self.device.kind)
+        with torch.device(self.device.kind):
+            self._batch = self.model.batch(size)
         self.size = size
 
     def loss(self) -> Tensor:

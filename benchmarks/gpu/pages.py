@@ -269,7 +269,8 @@ def _g4(parts: Parts) -> Iterator[Section]:
     for network in parts.firsts():
         times = parts.results(network).get("times", {})
         plain = times.get("plain")
-        rows, refused = [], []
+        rows: list[tuple[str, ...]] = []
+        refused = []
         for name, part in parts.parts.items():
             level, _, way = name.partition("/")
             if level != network or way == "times":

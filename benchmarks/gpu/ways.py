@@ -102,7 +102,8 @@ def plan(training: Training, budget: str) -> Way:
     """Returns a plan for a step, for a share of its peak; of the smallest budget where that one cannot be met."""
     plain = Way(training)
     device, small = training.device.kind, training.min_nbytes
-    profile = bs.profile(plain.step, training.module, allow=ALLOW, device=device, min_nbytes=small)
+    limit: dict[str, Any] = {} if small is None else {"min_nbytes": small}
+    profile = bs.profile(plain.step, training.module, allow=ALLOW, device=device, **limit)
     note = ""
     try:
         found = bs.plan(profile, budget, ALLOW)

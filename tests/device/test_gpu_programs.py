@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import device, filling, steps
 from benchmarks.gpu.networks import NETWORKS, Training
-from benchmarks.gpu.ways import WAYS, Way
+from benchmarks.gpu.ways import PLANS, WAYS, Way, budgeted
 from tests.device import fake
 
 LITTLE = 32 << 20
@@ -128,6 +128,15 @@ def test_torchs_own_ways_have_the_bits_of_plain(way: str) -> None:
     training = Training(NETWORKS["gpt2"], device.find("fake"), small=True)
     expected = steps.gradients(Way(training))
     assert not steps.differing(steps.gradients(WAYS[way](training)), expected)
+
+
+@pytest.mark.parametrize("way", ["lossless", "plan, 70%", "budget of the memory"])
+def test_ways_are_made_with_the_usual_limits_too(way: str) -> None:
+    training = Training(NETWORKS["unet"], device.find("fake"), small=True)
+    training.min_nbytes = None
+    expected = steps.gradients(Way(training))
+    make = {**WAYS, **PLANS, "budget of the memory": lambda training: budgeted(training, 1 << 30)}[way]
+    assert not steps.differing(steps.gradients(make(training)), expected)
 
 
 def test_an_error_for_want_of_memory_leaves_nothing_behind() -> None:
