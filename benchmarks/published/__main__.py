@@ -26,6 +26,7 @@ _ABOUT = {
     "compile-frontier": "compiled graphs under budgets: peaks and times: `python -m benchmarks.compile --frontier`",
     "density": "the share of zeros from which CSR is smaller than a bit mask: `backstash bench density`",
     "device": "operations, allocations and waits of steps on a fake accelerator: `python -m benchmarks.device_counts`",
+    "device-instructions": "the host's instructions in steps, by callgrind: `python -m benchmarks.device_instructions`",
     "disk": "speed of the disk store beside dd: `backstash bench disk`",
     "examples": "the examples with and without backstash: `python -m benchmarks.examples`",
     "families": "families of transformers with and without backstash: `python -m benchmarks.families`",

@@ -108,6 +108,29 @@ def _counted(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["way"] if row["way"] == "plain" else f"`{row['way']}`", *cells)
 
 
+def instructions() -> str:
+    """The host's instructions in a step of every network; that they were not counted, where there are no results."""
+    if "device-instructions" not in kinds():
+        return "Not counted."
+    results = load("device-instructions")
+    parts = [
+        f"Millions, medians of {results['steps']} steps, by {results['valgrind']}. {machine_line('device-instructions')}"
+    ]
+    for network, rows in results["networks"].items():
+        plain = rows[0]
+        cells = [
+            (
+                row["way"] if row["way"] == "plain" else f"`{row['way']}`",
+                f"{row['instructions'] / 1e6:.1f}",
+                f"{row['instructions'] / plain['instructions']:.2f}",
+                f"{row['operations']:,}",
+            )
+            for row in rows
+        ]
+        parts.append(f"**{_NETWORKS[network]}**\n\n{table(('', 'instructions', 'x plain', 'operations'), cells)}")
+    return "\n\n".join(parts)
+
+
 PROGRAMS = ("g1", "g2", "g3", "g4", "g5", "g6")
 
 
@@ -127,5 +150,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gpu": steps,
     "gpu-choices": choices,
     "device": counts,
+    "device-instructions": instructions,
     **{f"gpu-{name}": partial(program, name) for name in PROGRAMS},
 }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import device_instructions
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import filling, pages
 from benchmarks.gpu.g5 import overlap
@@ -67,6 +68,20 @@ def test_kernels_of_a_compiled_graph_are_compared_without_their_names() -> None:
     code = "x = async_compile.triton('''\n@triton.jit\ndef triton_poi_{}(a):\n    y = a + {}\n''', device_str='cuda')\n"
     first, second, other = (bodies(code.format(*numbers)) for numbers in ((0, 1), (7, 1), (0, 2)))
     assert first == second != other and len(first) == 1
+
+
+def test_instructions_are_read_from_what_callgrind_writes() -> None:
+    text = "version: 1\ndesc: Trigger: Client Request: resnet50/plain\n\nevents: Ir\nsummary: 975\n\nfn=(1)\n0 975\n"
+    assert device_instructions.dumped(text) == ("resnet50/plain", 975)
+    assert device_instructions.dumped("desc: Trigger: Program termination\ntotals: 5\n") == (None, 5)
+
+
+def test_without_valgrind_nothing_is_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert device_instructions.main([]) == 0
+    assert "valgrind is not there" in capsys.readouterr().out
 
 
 def _summary(median: float, count: int = 7) -> dict[str, Any]:
