@@ -87,8 +87,18 @@ class Run:
             found = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
             print(f"{name}: {found['error']}", flush=True)
         self._note(name, **found, took=time.monotonic() - started)
-        self.device.clean()
+        self._require_device(name)
         return found.get("result")
+
+    def _require_device(self, name: str) -> None:
+        """Ends the process if the device is lost: each part after it would fail, and be noted as one that failed."""
+        try:
+            self.device.wait()
+            self.device.clean()
+        except Exception as error:
+            raise SystemExit(
+                f"{name}: the device does not answer any more ({error}). The same command with --resume goes on."
+            ) from error
 
     def write(self, name: str, text: str) -> Path | None:
         """Writes a text into a folder beside the JSON. Returns the file's name; None where no JSON is written."""

@@ -113,9 +113,8 @@ def instructions() -> str:
     if "device-instructions" not in kinds():
         return "Not counted."
     results = load("device-instructions")
-    parts = [
-        f"Millions, medians of {results['steps']} steps, by {results['valgrind']}. {machine_line('device-instructions')}"
-    ]
+    about = f"Millions, medians of {results['steps']} steps, by {results['valgrind']}."
+    parts = [f"{about} {machine_line('device-instructions')}"]
     for network, rows in results["networks"].items():
         plain = rows[0]
         cells = [

@@ -122,6 +122,20 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.Captu
     assert parts["link"]["error"] == "the process ended in this part"
 
 
+def test_a_lost_device_ends_the_process_before_other_parts_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr("benchmarks.gpu.g1._calls", lost)
+    monkeypatch.setattr(device.Device, "wait", lost)
+    with pytest.raises(SystemExit, match="--resume goes on"):
+        _run("g1", tmp_path, "calls", "link")
+    parts = json.loads((tmp_path / "g1.json").read_text())["parts"]
+    assert list(parts) == ["calls"] and "illegal memory access" in parts["calls"]["error"]
+
+
 @pytest.mark.parametrize("way", ["checkpoint", "save_on_cpu"])
 def test_torchs_own_ways_have_the_bits_of_plain(way: str) -> None:
     """With dropout: a checkpoint has to find the device's generator."""
