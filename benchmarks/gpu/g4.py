@@ -1,8 +1,8 @@
 """Whole steps, forward and backward, captured in a graph: bits of replays, memory, times.
 
 A replay asks the host for one call, so the peer of a graphed step is another graphed step, such as one with torch's
-checkpoint. Dropout is off, because each replay draws other numbers. A way that does what a graph cannot hold, such as
-to wait for the device, is refused, and the page says by what.
+checkpoint. Dropout is off, because each replay draws other numbers, and algorithms are deterministic. A way that does
+what a graph cannot hold, such as to wait for the device, is refused, and the page says by what.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu import steps
+from benchmarks.gpu.device import deterministic
 from benchmarks.gpu.networks import NETWORKS, Training
 from benchmarks.gpu.parts import Run
 from benchmarks.gpu.ways import PLAIN, PLANS, WAYS, Maker, Way, checkpoint
@@ -51,7 +52,8 @@ def measure(run: Run) -> None:
     """Captures each way of each network, then times the replays."""
     for name in CHOSEN:
         if find_spec(NETWORKS[name].needs) is not None:
-            _network(run, name)
+            with deterministic():
+                _network(run, name)
 
 
 def _network(run: Run, name: str) -> None:
@@ -89,7 +91,7 @@ def _network(run: Run, name: str) -> None:
             None if more is None or reserved is None else more - reserved,
             peak,
         )
-        if found.is_exact and found.differing:
+        if found.is_exact and found.differing and of != PLAIN:
             del replays[of]
         return found
 

@@ -26,7 +26,7 @@ from backstash.saved import SavedTensor
 from benchmarks.gpu import steps
 from benchmarks.gpu.networks import NETWORKS, Training
 from benchmarks.gpu.parts import Run
-from benchmarks.gpu.ways import PLAIN, WAYS, Way
+from benchmarks.gpu.ways import AGAIN, PLAIN, WAYS, Way
 from benchmarks.rounds import Effort, Summary, interleave, summarise
 
 CHOSEN = ("resnet50", "gpt2")
@@ -173,7 +173,7 @@ def _network(run: Run, name: str) -> None:
             made.step()
         return made
 
-    ways = [PLAIN, "checkpoint", "lossless", *(f"{gib} GiB" for gib in GIB), "offload"]
+    ways = [PLAIN, AGAIN, "checkpoint", "lossless", *(f"{gib} GiB" for gib in GIB), "offload"]
     expected = cache(lambda: steps.gradients(Way(training())))
     for of in ways:
         run.part(f"{name}/{of}", lambda of=of: steps.judge(way(of), expected()))  # type: ignore[misc]

@@ -68,7 +68,7 @@ def _compile(
     else:
         options = bs.compile_options(**ours) if ours else None
         compiled = torch.compile(loss, options=options, mode=mode, dynamic=False)
-    return Compiled(training, loss=compiled, settings=settings)
+    return Compiled(training, loss=compiled, settings=settings, is_compiled=True)
 
 
 def makers(run: Run) -> dict[str, Maker]:

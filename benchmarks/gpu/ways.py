@@ -34,6 +34,7 @@ class Way:
         loss: another forward pass than the training's.
         predicted_nbytes: the peak that a plan predicts.
         note: what is to be said of it.
+        is_compiled: whether another setting of torch compiles it anew; its bits are then compared as it usually runs.
     """
 
     training: Training
@@ -42,6 +43,7 @@ class Way:
     loss: Callable[[], Tensor] | None = None
     predicted_nbytes: int | None = None
     note: str = ""
+    is_compiled: bool = False
 
     def step(self, seed: int | None = SEED) -> None:
         """Runs a forward and a backward pass from gradients of zero. Nothing in it waits for the device.
