@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -70,8 +70,11 @@ def missing() -> str | None:
     return None
 
 
-def count(networks: Sequence[str], ways: Sequence[str]) -> dict[str, list[Row]]:
-    """Counts the ways of some networks, all in one process under callgrind, in which imports take minutes."""
+def count(networks: Sequence[str], ways: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yields networks and what their ways take, each as soon as it is counted.
+
+    All of them run in one process under callgrind, in which imports take minutes.
+    """
     with tempfile.TemporaryDirectory() as folder:
         client = Path(folder) / "client.so"
         compiler = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-O1", "-x", "c++", "-", "-o", str(client)]
@@ -83,21 +86,20 @@ def count(networks: Sequence[str], ways: Sequence[str]) -> dict[str, list[Row]]:
         pairs = [f"{network}/{way}" for network in networks for way in ways]
         program = [sys.executable, "-m", "benchmarks.device_instructions", "--inside", str(client), *pairs]
         environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        # stdout has a line for each pair: its operations and its name
-        ran = subprocess.run([*valgrind, *program], env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        numbers: dict[str, list[int]] = {}
-        for path in sorted(Path(folder).glob("callgrind.out*")):
-            pair, number = dumped(path.read_text())
-            if pair is not None:
-                numbers.setdefault(pair, []).append(number)
-    found: dict[str, list[Row]] = {}
-    for line in ran.stdout.splitlines():
-        operations, pair = line.split(" ", 1)
-        network, way = pair.split("/", 1)
-        counted = numbers[pair]
-        row = Row(way, int(median(counted)), min(counted), max(counted), int(operations))
-        found.setdefault(network, []).append(row)
-    return found
+        with subprocess.Popen([*valgrind, *program], env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:  # the operations of a pair, and the pair
+                operations, pair = line.rstrip("\n").split(" ", 1)
+                yield pair.partition("/")[0], read(Path(folder), pair, int(operations))
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, "valgrind")
+
+
+def read(folder: Path, pair: str, operations: int) -> Row:
+    """Returns what the files of callgrind in a folder say of a network and a way."""
+    texts = [path.read_text() for path in sorted(folder.glob("callgrind.out.*"))]
+    numbers = [number for name, number in map(dumped, texts) if name == pair]
+    return Row(pair.partition("/")[2], int(median(numbers)), min(numbers), max(numbers), operations)
 
 
 def dumped(text: str) -> tuple[str | None, int]:
@@ -159,11 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     version = subprocess.run(["valgrind", "--version"], capture_output=True, text=True).stdout.strip()
     results = Results("device_instructions", asked.json, arguments, format=FORMAT, steps=STEPS, valgrind=version)
-    found = count(asked.networks, asked.ways)
-    for network, rows in found.items():
-        for row in rows:
-            print(f"{network}, {row.way}: {row.instructions / 1e6:.1f} million instructions", flush=True)
-    results.write(networks=found)
+    found: dict[str, list[Row]] = {}
+    for network, row in count(asked.networks, asked.ways):
+        print(f"{network}, {row.way}: {row.instructions / 1e6:.1f} million instructions", flush=True)
+        found.setdefault(network, []).append(row)
+        results.write(networks=found)
     print(results.close())
     return 0
 

@@ -94,8 +94,11 @@ class Device:
         yield
 
     def room(self) -> int | None:
-        """Returns how many bytes torch could hold in all, those that it holds included."""
-        return None
+        """Returns how many bytes torch could hold in all, those that it holds included; None if that is not known."""
+        information: Any = getattr(torch.accelerator, "get_memory_info", None)
+        if information is None:
+            return None
+        return int(information()[0]) + torch.accelerator.memory_reserved()
 
     def graph(self, step: Callable[[], object]) -> Callable[[], object]:
         """Captures a step in a graph and returns what replays it.

@@ -70,10 +70,15 @@ def test_kernels_of_a_compiled_graph_are_compared_without_their_names() -> None:
     assert first == second != other and len(first) == 1
 
 
-def test_instructions_are_read_from_what_callgrind_writes() -> None:
+def test_instructions_are_read_from_what_callgrind_writes(tmp_path: Path) -> None:
     text = "version: 1\ndesc: Trigger: Client Request: resnet50/plain\n\nevents: Ir\nsummary: 975\n\nfn=(1)\n0 975\n"
     assert device_instructions.dumped(text) == ("resnet50/plain", 975)
     assert device_instructions.dumped("desc: Trigger: Program termination\ntotals: 5\n") == (None, 5)
+    for number, instructions in enumerate((975, 971, 990)):
+        (tmp_path / f"callgrind.out.{number}").write_text(text.replace("975", str(instructions)))
+    (tmp_path / "callgrind.out.3").write_text(text.replace("plain", "keep"))
+    row = device_instructions.read(tmp_path, "resnet50/plain", operations=400)
+    assert row == device_instructions.Row("plain", 975, 971, 990, 400)
 
 
 def test_without_valgrind_nothing_is_counted(
