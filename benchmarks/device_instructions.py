@@ -2,7 +2,7 @@
 
     python -m benchmarks.device_instructions --json docs/results/device-instructions-DATE.json
 
-Instructions repeat themselves to a few in a thousand, on a loaded machine as well; times do not. Python, torch, the
+Instructions repeat themselves to some percent, on a loaded machine as well; times do not. Python, torch, the
 fake device and the policies are all in them, so what counts is a policy's number beside plain's. Steps warm up with
 real numbers. Those that are counted compute and copy nothing, and the garbage collector rests in them. It needs
 valgrind with its headers, and a C++ compiler; without them it says so and ends.
@@ -103,9 +103,12 @@ def read(folder: Path, pair: str, operations: int) -> Row:
 
 
 def dumped(text: str) -> tuple[str | None, int]:
-    """Returns the name with which a file of callgrind was asked for, and the instructions in it."""
+    """Returns the name with which a file of callgrind was asked for, and the instructions in it.
+
+    Those are the file's ``totals``, the sum over its functions. Its ``summary`` is less from the second file on.
+    """
     name = re.search(r"^desc: Trigger: Client Request: (.*)$", text, re.MULTILINE)
-    total = re.search(r"^(?:totals|summary): (\d+)", text, re.MULTILINE)
+    total = re.search(r"^totals: (\d+)", text, re.MULTILINE)
     return None if name is None else name[1], 0 if total is None else int(total[1])
 
 

@@ -113,14 +113,14 @@ def instructions() -> str:
     if "device-instructions" not in kinds():
         return "Not counted."
     results = load("device-instructions")
-    about = f"Millions, medians of {results['steps']} steps, by {results['valgrind']}."
+    about = f"Millions, medians of {results['steps']} steps with the least and the most, by {results['valgrind']}."
     parts = [f"{about} {machine_line('device-instructions')}"]
     for network, rows in results["networks"].items():
         plain = rows[0]
         cells = [
             (
                 row["way"] if row["way"] == "plain" else f"`{row['way']}`",
-                f"{row['instructions'] / 1e6:.1f}",
+                f"{row['instructions'] / 1e6:.1f} ({row['least'] / 1e6:.1f} to {row['most'] / 1e6:.1f})",
                 f"{row['instructions'] / plain['instructions']:.2f}",
                 f"{row['operations']:,}",
             )

@@ -71,7 +71,8 @@ def test_kernels_of_a_compiled_graph_are_compared_without_their_names() -> None:
 
 
 def test_instructions_are_read_from_what_callgrind_writes(tmp_path: Path) -> None:
-    text = "version: 1\ndesc: Trigger: Client Request: resnet50/plain\n\nevents: Ir\nsummary: 975\n\nfn=(1)\n0 975\n"
+    head = "version: 1\ndesc: Trigger: Client Request: resnet50/plain\n\nevents: Ir\nsummary: 600\n"
+    text = f"{head}\nfn=(1)\n0 975\n\ntotals: 975\n"
     assert device_instructions.dumped(text) == ("resnet50/plain", 975)
     assert device_instructions.dumped("desc: Trigger: Program termination\ntotals: 5\n") == (None, 5)
     for number, instructions in enumerate((975, 971, 990)):
