@@ -266,13 +266,15 @@ def _gpt2(case: Case, device: str) -> Workload:
 
 
 @contextmanager
-def recomputed(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, each block runs in a checkpoint.
+def recomputed(blocks: Iterable[nn.Module], preserve_rng_state: bool = True) -> Iterator[None]:
+    """Inside, each block runs in a checkpoint, which draws the same random numbers again if it is to.
 
     Not by transformers' own switch: it leaves hooks on the embeddings, which plain PyTorch would then pay for too.
     """
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(  # type: ignore[method-assign]
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
     try:
         yield
     finally:

@@ -70,12 +70,12 @@ def describe(device: str) -> Machine:
     """The machine that this process runs on.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"``, or the accelerator's type.
     """
     cuda = device == "cuda"
     here = vars(machine.describe())
     return Machine(
-        **here | {"gpu": here["gpu"] if cuda else None},
+        **here | {"gpu": None if device == "cpu" else here["gpu"]},
         memory_nbytes=_memory(),
         gpu_driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
         gpu_memory_nbytes=torch.cuda.get_device_properties(0).total_memory if cuda else None,

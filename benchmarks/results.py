@@ -32,7 +32,7 @@ class Results:
         path: the file to write; None for no file.
         arguments: its command line; None for that of this process.
         format: the number of the file's format, one more with every change that a reader has to know of.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"``, or the accelerator's type.
         resume: go on with what the file has, if it is there. It has to be of the same command line otherwise.
         asked: what was asked for, as far as a reader of the file wants to know; by name, as :func:`plain` takes it.
     """

@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from benchmarks.published.results import ENOUGH, load, machine_line, mib, summary, table
+from benchmarks.gpu import pages
+from benchmarks.published.results import ENOUGH, kinds, load, machine_line, mib, summary, table
 
 _KIND = "gpu-cuda"
+
+_CHOICES = ("checkpoint", "save_on_cpu", "lossless", "lossless_stored", "offload", "cdma", "quantized, 4 bits")
+_COMPARED = {"resnet50": "ResNet-50, float32", "gpt2, bf16": "GPT-2, bfloat16"}
+
+
+def choices() -> str:
+    """Peak and time of each way, as shares of plain's, side by side for two networks."""
+    networks = {network["name"]: network["rows"] for network in load(_KIND)["networks"]}
+    ways = list(_CHOICES)
+    ways += [row["way"] for row in networks["resnet50"] if row["way"].startswith("plan")]
+    rows = []
+    for way in ways:
+        cells = [way if way == "plain" else f"`{way}`"]
+        for name in _COMPARED:
+            plain = networks[name][0]
+            same = [row for row in networks[name] if row["way"] == way]
+            smallest = [row for row in networks[name] if row["way"].startswith("plan, smallest")]
+            row = (same or (smallest if way.startswith("plan") else []) or [None])[0]
+            if row is None:
+                cells += ["", ""]
+                continue
+            times = row["times_plain"]
+            note = "" if row["way"] == way else " (smallest)"
+            cells.append(f"{row['peak_nbytes'] / plain['peak_nbytes']:.2f}{note}")
+            cells.append("" if times is None or times["count"] < ENOUGH else f"{times['median']:.2f}")
+        rows.append(tuple(cells))
+    head = ["", *(f"{words}: {what}" for words in _COMPARED.values() for what in ("peak", "step"))]
+    return f"{machine_line(_KIND)} Shares of plain's.\n\n{table(head, rows)}"
 
 
 def steps() -> str:
@@ -77,4 +108,47 @@ def _counted(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["way"] if row["way"] == "plain" else f"`{row['way']}`", *cells)
 
 
-TABLES = {"gpu": steps, "device": counts}
+def instructions() -> str:
+    """The host's instructions in a step of every network; that they were not counted, where there are no results."""
+    if "device-instructions" not in kinds():
+        return "Not counted."
+    results = load("device-instructions")
+    about = f"Millions, medians of {results['steps']} steps with the least and the most, by {results['valgrind']}."
+    parts = [f"{about} {machine_line('device-instructions')}"]
+    for network, rows in results["networks"].items():
+        plain = rows[0]
+        cells = [
+            (
+                row["way"] if row["way"] == "plain" else f"`{row['way']}`",
+                f"{row['instructions'] / 1e6:.1f} ({row['least'] / 1e6:.1f} to {row['most'] / 1e6:.1f})",
+                f"{row['instructions'] / plain['instructions']:.2f}",
+                f"{row['operations']:,}",
+            )
+            for row in rows
+        ]
+        parts.append(f"**{_NETWORKS[network]}**\n\n{table(('', 'instructions', 'x plain', 'operations'), cells)}")
+    return "\n\n".join(parts)
+
+
+PROGRAMS = ("g1", "g2", "g3", "g4", "g5", "g6")
+
+
+def program(name: str) -> str:
+    """The tables of one of the programs for a GPU; that it was not run, where there are no results."""
+    found = [kind for kind in kinds() if kind.startswith(f"gpu-{name}-")]
+    if not found:
+        return "Not measured."
+    parts = [machine_line(kind) for kind in found]
+    for kind in found:
+        for section in pages.sections(name, load(kind)):
+            parts += [f"**{section.title}**", table(section.header, section.rows), *section.notes]
+    return "\n\n".join(parts)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "gpu": steps,
+    "gpu-choices": choices,
+    "device": counts,
+    "device-instructions": instructions,
+    **{f"gpu-{name}": partial(program, name) for name in PROGRAMS},
+}

@@ -94,7 +94,7 @@ def machine_line(kind: str) -> str:
         commit += f", resumed {run['started'][:10]}" + (f" at `{run['commit'][:12]}`" if run["commit"] else "")
     threads = "" if machine["threads"] == machine["cores"] else ", 1 thread"
     cores = f"{machine['cores']} core{'s' if machine['cores'] > 1 else ''}{threads}"
-    gpu = f"{machine['gpu']}; " if results.get("device") == "cuda" else ""
+    gpu = f"{machine['gpu']}; " if results.get("device", "cpu") != "cpu" else ""
     return f"{gpu}{machine['cpu']}, {cores}, torch {version}, {started(results)[:10]}{commit}."
 
 

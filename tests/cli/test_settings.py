@@ -120,6 +120,11 @@ def test_help_and_completion_name_the_policies(invoke: Invoke) -> None:
     assert "--install-completion" in invoke("--help").stdout
 
 
+@pytest.mark.parametrize("name", list(benching.BENCHES))
+def test_each_benchmark_is_in_the_repository(name: str) -> None:
+    assert benching._clone(name) is not None
+
+
 def test_benchmarks_are_offered_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
     assert benching._clone("run") is not None
     assert " bench " in invoke("--help").stdout

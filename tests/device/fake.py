@@ -31,7 +31,7 @@ import sysconfig
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -144,10 +144,12 @@ def _module() -> types.ModuleType:
     module.__dict__.update(
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,  # a checkpoint asks for it, and keeps no generator's state without it
         _is_in_bad_fork=lambda: False,
         device_count=lambda: 1,
         current_device=lambda: 0,
         set_device=lambda device: None,
+        device=lambda device: nullcontext(),
         synchronize=accelerator.synchronize,
         current_stream=accelerator.current_stream,
         Stream=torch.Stream,

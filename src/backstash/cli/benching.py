@@ -26,7 +26,7 @@ BENCHES = {
     "cdma": "bytes that would cross the link, by codec",
     "comet": "accuracy and ratios under a bound that follows the gradients",
     "nodes": "time of single nodes of the backward pass, plain and under a Session",
-    "gpu": "steps on a GPU under every way of keeping less: bits, peaks, times",
+    "gpu": "six programs for a GPU: host, steps, largest batches, bits of kernels, graphs, compiled steps",
     "hostcost": "processor time per saved tensor, beside identity hooks; growth with tensors that are kept",
     "steptime": "time of whole steps of full networks under a Session, beside identity hooks",
     "frontier": "peak against the time of a step: plans for budgets beside checkpoints",
@@ -66,7 +66,8 @@ def bench(
 def _clone(name: str) -> Path | None:
     """The clone of the repository that has this benchmark: above the package, or the current folder."""
     folders = (Path(__file__).resolve().parents[3], Path.cwd())
-    return next((folder for folder in folders if folder.joinpath("benchmarks", f"{name}.py").is_file()), None)
+    programs = (f"{name}.py", f"{name}/__main__.py")
+    return next((f for f in folders if any(f.joinpath("benchmarks", path).is_file() for path in programs)), None)
 
 
 def _repository(name: str) -> Path:
