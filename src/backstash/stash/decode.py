@@ -22,6 +22,7 @@ from backstash.stash.buffers import SMALLEST, new_memory
 from backstash.stash.calls import Leaf, Memory
 from backstash.stash.comparing import check_sample
 from backstash.stash.compiled import functions
+from backstash.stash.drafts import DraftedForm, make_certain
 from backstash.stash.leaves import guard_with
 from backstash.stash.value import Form, Saved, Value, version_of
 from backstash.torch_internals import in_backward, without_gradients
@@ -60,6 +61,7 @@ class StashedTensor:
                 found = None if read is None else read(encoded)
             else:
                 stored = value.form
+                make_certain(stored)
                 if stored is None or stored.mask != saved.mask or not _same_layout(stored.spec, self.spec):
                     return None
                 if form is MaskBits and base.mask_of(stored.codec) != saved.mask:
@@ -103,6 +105,7 @@ def thaw(value: Value) -> None:
         pass decodes or makes again is the value from then on, for all who read it.
     """
     form, recipe = value.form, value.recipe
+    make_certain(form)
     spec = None if form is None else form.spec
     is_whole = form is None or Need.VALUE in form.codec.preserves
     whole, buffers = dense(value, False, False).detach(), value.buffers
@@ -201,6 +204,7 @@ def _made(value: Value, owner: Any, ahead: bool, borrows: bool) -> Tensor:
     """The whole of a value, of which nothing is there that was decoded or remade before; see :func:`dense`."""
     form, buffers = value.form, value.buffers
     assert buffers is not None
+    make_certain(form)
     value.begin_round()
     started = time.perf_counter()
     if value.recipe is not None:
@@ -383,7 +387,7 @@ def planes(value: Value, form: Form) -> Encoded:
         value.account.stall_seconds += seconds
     if value.live.watcher is not None:
         value.live.watcher.fetched(encoded)
-    return encoded
+    return form.cut(encoded) if type(form) is DraftedForm and form.cut is not None else encoded
 
 
 def fetch_reference(leaf: Leaf) -> Tensor:
