@@ -117,7 +117,7 @@ class Judged(NamedTuple):
 
     Attributes:
         refusal: why the planes are not an encoding of the tensor; None if they are.
-        known: what the next draft of a similar tensor is made with.
+        known: what the next draft of a similar tensor is made with. None: it had better be encoded.
         cut: takes from the planes what was room to spare; None where there is none.
     """
 
@@ -147,7 +147,7 @@ class Drafting(Protocol):
         """Encode ``x`` without a wait of the host."""
 
     def known(self, encoded: Encoded) -> Any:
-        """What an encoding tells of similar tensors: what ``draft`` is given. None: nothing."""
+        """What an encoding tells of similar tensors: what ``draft`` is given. None: these had better be encoded."""
 
 
 @runtime_checkable
@@ -299,6 +299,11 @@ def room_for(known: int, most: int) -> int:
 def no_room(needed: int, room: int) -> str | None:
     """The reason why a draft lacks something, None where it does not."""
     return None if needed <= room else f"it has {needed} values, and room for {room} was expected to be enough"
+
+
+def taken(refusal: str | None) -> Judged:
+    """What the numbers say where a codec takes a tensor or does not, and there is nothing else to be known."""
+    return Judged(refusal, True if refusal is None else None)
 
 
 def trimmed(encoded: Encoded, sizes: Mapping[str, int]) -> Encoded:

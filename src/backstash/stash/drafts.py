@@ -22,14 +22,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from backstash.codecs.base import Codec, Draft, Encoded, Judged
 from backstash.codecs.raw import Raw
 from backstash.saved import Mask
+from backstash.stash.numbers import Numbers
 from backstash.stash.value import Form, Value
 from backstash.stores import DeviceStore, Store
 
@@ -41,27 +41,6 @@ IN_FLIGHT = 256 << 20
 
 _HELD = DeviceStore()
 """Holds what a draft lacked room for."""
-
-
-class Numbers:
-    """Numbers of a device, [n], on their way to the host."""
-
-    __slots__ = ("_arrived", "_numbers")
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers.to("cpu", non_blocking=True)
-        self._arrived = torch.accelerator.current_stream(numbers.device).record_event()
-
-    def have_arrived(self) -> bool:
-        """Whether the host need not wait for them."""
-        return bool(self._arrived.query())
-
-    def get(self) -> list[Any]:
-        """Returns them, after a wait if they have not arrived."""
-        if not self._arrived.query():
-            self._arrived.synchronize()
-        found: list[Any] = self._numbers.tolist()
-        return found
 
 
 class DraftedForm(Form):

@@ -18,7 +18,7 @@ from backstash.codecs.base import Codec, is_dense
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
-from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
+from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash, knows_room
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash import compiled, looking, roots
 from backstash.stash.coders import coders
@@ -75,7 +75,7 @@ class Encoder:
         self.is_fixed = policy.is_fixed
         self.turns = count()
         self.drafts = Drafts()
-        self._knows_room = type(policy).has_room_for is not Policy.has_room_for
+        self._knows_room = knows_room(policy)
         self.only_keep, self.is_looking = self.is_fixed, False
 
     def begin_step(self) -> None:
@@ -160,8 +160,8 @@ class Encoder:
         if place is not None and place.spared and place.declined is not None and place.declined[0] is action:
             place.spared -= 1
             form, reason = None, place.declined[1]
-        elif place is not None and not whole.is_cpu:
-            form, reason = looking.encoded(self, place, whole, facts, action, fresh)
+        elif strongest.place is not None and not whole.is_cpu:
+            form, reason = looking.encoded(self, strongest.place, whole, facts, action, fresh)
         else:
             form, reason = self.form(whole, facts, action, fresh)
             if place is not None:
@@ -183,6 +183,14 @@ class Encoder:
         self.release(value, fresh, facts, label, form.ticket.nbytes, why.removeprefix("; "), started, action.store)
         if type(form) is DraftedForm:
             self.drafts.add(value, form)
+
+    @property
+    def makes_drafts(self) -> bool:
+        """Whether values of an accelerator may take more than they need until it is known what they need.
+
+        Not under a plan, whose bytes are counted, nor while they are counted for one.
+        """
+        return not self._knows_room and self._live.watcher is None
 
     def releases_shape(self, place: Place) -> bool:
         """Whether the policy lets go of what was saved at that place, of which only the shape is read."""
@@ -329,7 +337,7 @@ class Encoder:
             if refusal is None:
                 try:
                     # Nobody else holds the memory, so it may become the plane: nothing is copied, nothing lives twice.
-                    drafted = looked.draft(number, codec, x) if looked is not None and number == first else None
+                    drafted = looked.draft(number, codec, x) if looked is not None and self.makes_drafts else None
                     encoded = base.adopt(codec, x) if drafted is None else drafted[0].encoded
                 except CodecRefusedError as refused:  # only the full pass could tell
                     refusal = str(refused)

@@ -50,14 +50,22 @@ class Looked:
         self.known: dict[int, Any] = {}
         self._drafted: Drafted | None = None
 
+    def is_about(self, action: Stash) -> bool:
+        """Whether it is what is known of that action's codecs, whatever numbers are among their arguments."""
+        if self.action is not action and (_ids(self.action) != _ids(action) or self.action.store != action.store):
+            return False
+        self.action = action
+        return True
+
     def draft(self, number: int, codec: Codec, x: Tensor) -> tuple[Draft, Drafted] | None:
         """Drafts an encoding by the codec with that number. None if too little is known for a draft."""
         makes = drafting(codec)
-        if makes is None or number not in self.known:
+        known = self.known.get(number)
+        if makes is None or known is None:
             return None
         if codec.bound is not None and self._drafted is not None:
             self._drafted.judge()  # how much room there is decides whether a value is rounded
-        draft = makes.draft(x, self.known[number])
+        draft = makes.draft(x, known)
         self._drafted = Drafted(draft, self, number)
         return draft, self._drafted
 
@@ -80,7 +88,7 @@ def encoded(
         facts, action, readers: as for Encoder.form.
     """
     looked = place.looked
-    if looked is None or looked.action is not action:
+    if looked is None or not looked.is_about(action):
         looked = place.looked = Looked(action)
         return _all(encoder, place, looked, whole, facts, readers, 1 + next(encoder.turns) % PERIOD)
     is_renewed = looked.taken > 0 and not place.spared
@@ -112,6 +120,10 @@ def _all(
     place.spared = spared
     _remember(place, looked, form, reason)
     return form, reason
+
+
+def _ids(action: Stash) -> list[str]:
+    return [codec.id for codec in action.codecs]
 
 
 def _remember(place: Place, looked: Looked, form: Form | None, reason: str) -> None:

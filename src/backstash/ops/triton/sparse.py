@@ -60,7 +60,7 @@ def csr_count_kernel(x_ptr, counts_ptr, numel, ROWS: tl.constexpr, ROW: tl.const
 
 @triton.jit
 def csr_compact_kernel(x_ptr, rows_ptr, columns_ptr, values_ptr, numel, room, ROWS: tl.constexpr, ROW: tl.constexpr):
-    """Second pass of CSR: stores a row's non-zero elements and their columns, from its pointer on, as far as ``room``."""
+    """Second pass of CSR: stores a row's non-zero elements and columns, from its pointer on, as far as ``room``."""
     offs_rows, offs_x = row_tile(ROWS, ROW)
     x = tl.load(x_ptr + offs_x, mask=offs_x < numel, other=0)
     flags = (x != 0).to(tl.int32)
@@ -185,7 +185,7 @@ def csr_counted(x: Tensor) -> Tensor:
 
 
 def csr_compact(x: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Runs CSR's second pass: fills ``columns`` and ``values`` with what ``rows`` announces, as far as they have room."""
+    """Runs CSR's second pass: fills ``columns`` and ``values``, as far as they have room."""
     launch(
         csr_compact_kernel,
         blocks_of(csr_rows(x.numel()), CSR_ROWS),
