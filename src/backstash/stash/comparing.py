@@ -22,10 +22,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from backstash.codecs.numbers import Numbers
 from backstash.errors import RecomputedDifferentlyError
 from backstash.ops.reference import bits_of
 from backstash.saved import TensorSpec
-from backstash.stash.numbers import Numbers
 from backstash.stash.sample import Sample
 from backstash.torch_internals import at_end_of_backward, graph_task
 

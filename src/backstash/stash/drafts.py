@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from backstash.codecs.base import Codec, Draft, Encoded, Judged
+from backstash.codecs.numbers import Numbers
 from backstash.codecs.raw import Raw
 from backstash.saved import Mask
-from backstash.stash.numbers import Numbers
 from backstash.stash.value import Form, Value
 from backstash.stores import DeviceStore, Store
 
