@@ -47,6 +47,7 @@ def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
         "minifloat_images_encode": (x, "float8_e4m3fn", 16, 1, n),
         "minifloat_images_decode": (*scaled, "float8_e4m3fn", 16, 1, n, torch.empty_like(x)),
         "zvc_minifloat_encode": (x, "fp10"),
+        "zvc_minifloat_encode_within": (x, "fp10", n // 2),
         "zvc_minifloat_decode": (*reference.zvc_minifloat_encode(x, "fp10"), "fp10", torch.empty_like(x)),
     }
 

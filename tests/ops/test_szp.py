@@ -36,6 +36,7 @@ def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     return {
         "szp_range": (x,),
         "szp_encode": (x, grid),
+        "szp_encode_within": (x, grid, n // 2),
         "szp_decode": (*reference.szp_encode(x, grid), grid[1:2].clone(), torch.empty_like(x)),
     }
 

@@ -166,8 +166,9 @@ class Signed:
         if refused or not nonzeros:
             refusal = refusal or "it has no values, or some that are infinite or NaN"
             return Judged(refusal, None)
-        found = _Known(nonzeros, not (all_positive or all_negative), bool(all_negative))
+        found = _Known(nonzeros, known.has_both or not (all_positive or all_negative), bool(all_negative))
         if not known.has_both and (found.has_both or found.negative != known.negative):
+            found = found._replace(has_both=True)
             refusal = refusal or "its values have other signs than was expected"
         return Judged(refusal, found, partial(self._cut, nonzeros))
 

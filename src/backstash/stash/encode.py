@@ -349,6 +349,7 @@ class Encoder:
                     if self._live.watcher is not None:
                         self._live.watcher.storing(encoded)
                     if drafted is not None:
+                        self.is_looking = True  # whether it has freed anything is not known yet
                         return DraftedForm(codec, mask, drafted[0], store, x, drafted[1]), ""
                     if looked is not None:
                         looked.learn(number, codec, encoded)

@@ -51,7 +51,7 @@ class Reading:
 
 
 def smaller(known: Tensor | float, found: Tensor) -> Tensor:
-    """Returns the smaller one, or NaN if one is that. No number is copied to a device, which the host would wait for."""
+    """Returns the smaller one, or NaN if one is that. Copies no number to a device, for which the host would wait."""
     return torch.minimum(known, found) if isinstance(known, Tensor) else found.clamp(max=known)
 
 
