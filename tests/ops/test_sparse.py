@@ -340,6 +340,9 @@ def test_csr_on_triton(dtype: torch.dtype) -> None:
         for name, got, want in zip(("columns", "rows", "values"), planes, planes_expected, strict=True):
             assert got.dtype == want.dtype, name
             assert torch.equal(bits(got), bits(want)), (name, x.numel())
+        for room in rooms(planes_expected[-1].numel()):
+            *found, count = launchers.csr_encode_within(on_device(x), room)
+            check_within(found, count, planes_expected, room)
         decoded = filled(x.numel(), dtype, launchers.csr_decode, *planes_expected)
         assert torch.equal(bits(decoded), bits(x)), x.numel()
 

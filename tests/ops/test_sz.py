@@ -33,6 +33,8 @@ def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
         "sz_range": (x,),
         "sz_survey": (x, 0.5, 0.25, 0, blocks),
         "sz_encode": (x, table, 0.5, 0.25, 2, 0, 1, blocks),
+        "sz_encode_within": (x, table, 0.5, 0.25, 2, 0, 1, blocks, [n, n // 2, n // 2]),
+        "sz_decode_flagged": (table, *planes, 0.5, 2, 0, 1, blocks, torch.empty_like(x)),
         "sz_decode": (table, *planes, 0.5, 2, 0, 1, blocks, torch.empty_like(x)),
     }
 

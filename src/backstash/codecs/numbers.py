@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +35,28 @@ class Numbers:
                 self._arrived.synchronize()
             self._found = self._numbers.tolist()
         return self._found
+
+
+Later = Callable[[Tensor, str], None]
+"""Takes numbers of a device, of which none may differ from 0, and the message of the error if one does."""
+
+_deferring = threading.local()
+
+
+@contextmanager
+def deferring(later: Later) -> Iterator[None]:
+    """Inside, what decoders of this thread find out about damage is given to ``later``; else they wait for it."""
+    before, _deferring.later = deferred_to(), later
+    try:
+        yield
+    finally:
+        _deferring.later = before
+
+
+def deferred_to() -> Later | None:
+    """Who is given what a decoder finds out; None if the decoder has to wait for it."""
+    later: Later | None = getattr(_deferring, "later", None)
+    return later
 
 
 class Scalars:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.numbers import Numbers
-from backstash.errors import RecomputedDifferentlyError
+from backstash.errors import BackstashError, DamagedPlanesError, RecomputedDifferentlyError
 from backstash.ops.reference import bits_of
 from backstash.saved import TensorSpec
 from backstash.stash.sample import Sample
@@ -74,17 +74,19 @@ class _Outcome(NamedTuple):
         numbers: whether anything differs, and the first element that does.
         ends: behind which element each sample ends.
         failed: of each, what is to be said of a difference.
+        error: the class of the error.
     """
 
     numbers: Numbers
     ends: list[int]
     failed: list[Callable[[], str]]
+    error: type[BackstashError] = RecomputedDifferentlyError
 
     def check(self) -> None:
-        """Raises RecomputedDifferentlyError if a sample differs. The host waits if that is not known yet."""
+        """Raises the error if a sample differs. The host waits if that is not known yet."""
         differs, first = self.numbers.get()
         if differs:
-            raise RecomputedDifferentlyError(self.failed[bisect_right(self.ends, first)]())
+            raise self.error(self.failed[bisect_right(self.ends, first)]())
 
 
 def _outcome(different: Tensor, ends: list[int], failed: list[Callable[[], str]]) -> _Outcome:
@@ -107,6 +109,7 @@ class Comparisons:
 
         Raises:
             RecomputedDifferentlyError: a sample differs.
+            DamagedPlanesError: what was decoded is damaged.
         """
         while self._outcomes and (waits or self._outcomes[0].numbers.have_arrived()):
             self._outcomes.popleft().check()
@@ -163,6 +166,12 @@ class Comparisons:
             failed: what is to be said then.
         """
         self._outcomes.append(_outcome(different, [different.numel()], [failed]))
+        self.check()
+
+    def add_damage(self, flag: Tensor, failed: Callable[[], str]) -> None:
+        """Has it found out later whether what was decoded is damaged: whether ``flag``, [1], is not 0."""
+        outcome = _outcome(flag != 0, [1], [failed])
+        self._outcomes.append(outcome._replace(error=DamagedPlanesError))
         self.check()
 
 

@@ -14,13 +14,14 @@ from backstash.codecs import base
 from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.direct import Direct, MaskBits, Readable
+from backstash.codecs.numbers import deferring
 from backstash.errors import SavedTensorModifiedError
 from backstash.policies.base import Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash import fused
 from backstash.stash.buffers import SMALLEST, new_memory
 from backstash.stash.calls import Leaf, Memory
-from backstash.stash.comparing import check_sample
+from backstash.stash.comparing import COMPUTED, check_sample
 from backstash.stash.compiled import functions
 from backstash.stash.drafts import DraftedForm, make_certain
 from backstash.stash.leaves import guard_with
@@ -226,7 +227,11 @@ def _made(value: Value, owner: Any, ahead: bool, borrows: bool) -> Tensor:
         whole = _take(value, form.spec, decoded_dtype(form.codec, form.spec))
         encoded = planes(value, form)
         started = time.perf_counter()  # what was waited for is counted apart
-        form.codec.decode(encoded, whole)
+        if whole.is_cpu:
+            form.codec.decode(encoded, whole)
+        else:
+            with deferring(partial(_damaged, value)):
+                form.codec.decode(encoded, whole)
         # What is in no pool of buffers is held for the other readers.
         if (value.unread > 1 and whole.nbytes < SMALLEST) or (
             ahead and value.unread and value.live.may_hold(2 * whole.nbytes)
@@ -236,6 +241,11 @@ def _made(value: Value, owner: Any, ahead: bool, borrows: bool) -> Tensor:
     value.account.decode_seconds += time.perf_counter() - started
     value.account.decodes += 1
     return whole
+
+
+def _damaged(value: Value, flag: Tensor, message: str) -> None:
+    """Has an error name the value if it turns out that its planes are damaged."""
+    value.live.comparisons.add_damage(flag, partial("{}: {} {}".format, value.key, message, COMPUTED))
 
 
 def decoded_dtype(codec: Codec, spec: TensorSpec) -> torch.dtype:
