@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,14 +21,17 @@ from backstash.codecs import (
     Minifloat,
     Narrow,
     Signed,
+    Sz,
     Szp,
     Zvc,
     csr,
     signed,
+    sz,
     szp,
     zvc,
 )
-from backstash.errors import RecomputedDifferentlyError
+from backstash.codecs.sz import KeptModel
+from backstash.errors import DamagedPlanesError, RecomputedDifferentlyError
 from backstash.saved import SavedTensor
 from backstash.stash import comparing, drafts
 from backstash.stash.remaking import REPEAT
@@ -41,6 +45,7 @@ LOSSY: dict[str, Codec] = {
     "blockquant": BlockQuant(4),
     "signed": Signed(BlockQuant(4)),
     "szp": Szp(0.01),
+    "sz": Sz(0.01, kept=KeptModel()),
 }
 CODECS = EXACT | LOSSY
 
@@ -56,10 +61,14 @@ class One(bs.Policy):
 
     def __init__(self, codec: Codec, store: str = "device") -> None:
         self.codec, self.store = codec, store
+        self.codecs: dict[str, Codec] = {}
 
     def decide(self, saved: SavedTensor) -> bs.policies.Action:
         if saved.op == "Mm" and saved.need is bs.Need.VALUE:
-            return bs.policies.Stash(self.codec, self.store)
+            codec = self.codecs.setdefault(
+                saved.key, copy.deepcopy(self.codec)
+            )  # of which each place has its own model
+            return bs.policies.Stash(codec, self.store)
         return bs.policies.Keep()
 
 
@@ -138,9 +147,9 @@ def test_drafts_have_the_bits_of_encodings_made_with_a_wait(codec: str, monkeypa
     assert _equal(found, Layers(One(CODECS[codec])).train(None, shares)[6:])
 
 
-@pytest.mark.parametrize("codec", ["zvc", "csr", "zvc+fp10", "signed", "szp"])
+@pytest.mark.parametrize("codec", ["zvc", "csr", "zvc+fp10", "signed", "szp", "sz"])
 def test_no_value_is_lost_where_there_is_never_room_enough(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (zvc, csr, signed, szp):
+    for module in (zvc, csr, signed, szp, sz):
         monkeypatch.setattr(module, "room_for", lambda known, most: max(1, known // 2))
     shares = (0.3,) * 5
     expected = Layers(None).train(None, shares)[3:]  # the first step encodes with a wait, and may round
@@ -338,3 +347,21 @@ def test_a_proof_that_is_repeated_does_not_wait_and_an_error_names_the_value(mon
     session._live.comparisons.add_different(different, lambda: "unused")  # nothing differs
     with pytest.raises(RecomputedDifferentlyError, match="backward needs"):
         check_again(value, recipe, torch.ones_like(different))
+
+
+@pytest.mark.parametrize("late", [None, 1, 2])
+def test_damage_is_an_error_with_the_value_s_name(late: int | None) -> None:
+    layers = Layers(One(LOSSY["sz"]))
+    layers.train(None, (0.3, 0.3))
+    session = layers.session
+    assert session is not None
+    inputs = [_given(at, 0.3).to("fake") for at in range(3)]
+    with session:
+        loss = layers.forward(inputs)
+    ((*_, encoded),) = [list(store._values.values()) for store in (session.stores["device"],)]  # type: ignore[attr-defined]
+    encoded.planes["stream"][3] ^= 1
+    with fake.late(late, delay=200.0) if late is not None else torch.enable_grad():
+        with pytest.raises(DamagedPlanesError, match="Mm#0:self: .*checksums agree.*do not use those of"):
+            loss.backward()
+            layers.step(inputs)
+    layers.step(inputs)
