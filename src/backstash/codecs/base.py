@@ -44,7 +44,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -235,8 +235,7 @@ def view(codec: Codec) -> Callable[[Encoded], Tensor] | None:
 
 def drafting(codec: Codec) -> Drafting | None:
     """The codec itself if it makes drafts (``draft``, ``known``), else None."""
-    found: Any = codec if hasattr(codec, "draft") else None
-    return found
+    return cast("Drafting", codec) if hasattr(codec, "draft") else None
 
 
 # -- for those who write a codec --------------------------------------------------------------------------------------

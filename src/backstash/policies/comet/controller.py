@@ -521,8 +521,9 @@ class Comet(Policy):
         if found.scale is not None and 0.0 < found.scale < math.inf:
             layer.scale = found.scale
         if found.momentum is not None:
-            return found.momentum / layer.scale
-        now = found.magnitude
+            momentum: float = found.momentum
+            return momentum / layer.scale
+        now: float = found.magnitude
         if math.isfinite(now):
             layer.magnitude = now if layer.magnitude is None else (layer.magnitude + now) / 2
         return now if layer.magnitude is None else layer.magnitude
