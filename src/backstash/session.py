@@ -181,6 +181,7 @@ class Session:
             raise SessionError(
                 "a Session was entered that is in use already, by another thread. Make a Session for each thread."
             )
+        self._live.comparisons.check(waits=True)
         self._entry = entry = leaving.Entry(self)
         try:
             self._elsewhere = False
@@ -266,6 +267,7 @@ class Session:
         if self._replanned is not None:
             report: Report = self._replanned.report()
             return report
+        self._live.comparisons.check(waits=True)
         with self._lock:
             step = self._forward.step
             peak_nbytes = self._live.peak_nbytes
@@ -386,6 +388,7 @@ class Session:
 
     def _begin_step(self) -> None:
         """A forward pass begins after a backward pass: the accounts start afresh."""
+        self._live.comparisons.check(waits=True)
         if self._forward.counted[0]:  # and the Session was not left since
             self._learn()
         self._encoder.begin_step()

@@ -43,7 +43,8 @@ class Training:
         return Training(model, batch, self.loss, self.autocast)
 
     def session(self, policy: Any, **options: Any) -> bs.Session:
-        return bs.Session(policy, model=self.model, min_nbytes=MIN_NBYTES, **options)
+        """Returns a Session that goes on whatever time a step takes, so that counts do not depend on the machine."""
+        return bs.Session(policy, model=self.model, min_nbytes=MIN_NBYTES, stop_if_useless=False, **options)
 
     def step(self, session: Any = None) -> None:
         """Computes gradients, always with the same random numbers. Nothing in it waits for the device."""

@@ -92,19 +92,12 @@ def test_a_plan_has_the_bits_of_plain_steps_and_a_lower_peak() -> None:
 
 # -- waits and launches ------------------------------------------------------------------------------------------------
 
-LOOKED_AT = {"lossless": 3, "lossless_stored": 48, "offload": 18, "cdma": 49}
-"""Waits of a step of ResNet-50's graph, none of them a look: numbers of planes, ranges, the comparison at the end."""
 
-
-@pytest.mark.parametrize("policy", list(LOOKED_AT))
-def test_no_codec_waits_to_look_and_no_step_launches_many_more_operations_than_others(policy: str) -> None:
+@pytest.mark.parametrize("policy", list(EXACT))
+def test_no_step_launches_many_more_operations_than_others(policy: str) -> None:
     training, session = _trained("resnet50", policy)
     training.count(session, 2)
-    found = training.count(session, 20)
-    looks = {line for counts in found for line in counts.lines("waits") if "sample" in line or "looking" in line}
-    assert not looks
-    assert max(counts.waits for counts in found) <= LOOKED_AT[policy]
-    operations = [counts.operations for counts in found]
+    operations = [counts.operations for counts in training.count(session, 20)]
     assert max(operations) <= 1.05 * median(operations)
 
 

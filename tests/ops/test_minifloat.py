@@ -47,6 +47,7 @@ def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
         "minifloat_images_encode": (x, "float8_e4m3fn", 16, 1, n),
         "minifloat_images_decode": (*scaled, "float8_e4m3fn", 16, 1, n, torch.empty_like(x)),
         "zvc_minifloat_encode": (x, "fp10"),
+        "zvc_minifloat_encode_within": (x, "fp10", n // 2),
         "zvc_minifloat_decode": (*reference.zvc_minifloat_encode(x, "fp10"), "fp10", torch.empty_like(x)),
     }
 
@@ -304,6 +305,13 @@ def test_zvc_minifloat_on_triton(format: str, dtype: torch.dtype) -> None:
         for got, want in zip(planes, wanted, strict=True):
             assert got.dtype == want.dtype
             assert torch.equal(bits(got), bits(want)), x.numel()
+        stored = reference.zvc_encode(x)[-1].numel()
+        for room in (stored // 2, stored, stored + 5):
+            within = launchers.zvc_minifloat_encode_within(on_device(x), format, room)
+            for got, want in zip(within, reference.zvc_minifloat_encode_within(x, format, room), strict=True):
+                assert got.dtype == want.dtype
+                assert torch.equal(bits(got), bits(want)), (x.numel(), room)
+            assert int(within[-1]) == stored
         got = filled(x.numel(), dtype, launchers.zvc_minifloat_decode, *wanted, format)
         want = expected(x.numel(), dtype, reference.zvc_minifloat_decode, *wanted, format)
         assert torch.equal(bits(got), bits(want)), x.numel()

@@ -37,10 +37,43 @@ def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     x = (torch.arange(n) % 3).to(dtype)
     return {
         "zvc_encode": (x,),
+        "zvc_encode_within": (x, n // 2),
+        "csr_encode_within": (x, n // 2),
         "zvc_decode": (*reference.zvc_encode(x), torch.empty_like(x)),
         "csr_encode": (x,),
         "csr_decode": (*reference.csr_encode(x), torch.empty_like(x)),
     }
+
+
+def rooms(stored: int) -> set[int]:
+    """Rooms for fewer values, for as many, and for more."""
+    return {0, stored // 2, max(0, stored - 1), stored, stored + 1, stored + 100}
+
+
+def check_within(found: list[Tensor], count: Tensor, planes: tuple[Tensor, ...], room: int) -> None:
+    """Checks planes with room for some values against those with all; other planes have no place for values."""
+    stored = planes[-1].numel()
+    assert count.shape == (1,) and count.dtype == torch.int64 and int(count) == stored
+    for got, want in zip(found, planes, strict=True):
+        is_sized = want.numel() == stored and got.numel() == room
+        assert got.dtype == want.dtype and (is_sized or got.numel() == want.numel())
+        least = min(got.numel(), want.numel())
+        assert torch.equal(bits(got[:least]), bits(want[:least])), room
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
+def test_planes_with_room_for_some_values(dtype: torch.dtype) -> None:
+    for n in (0, 1, 255, 256, 257, ZVC_CHUNK + 300):
+        x = (torch.arange(n) % 3).to(dtype)
+        for encode, within in (
+            (reference.zvc_encode, reference.zvc_encode_within),
+            (reference.csr_encode, reference.csr_encode_within),
+        ):
+            planes = encode(x)
+            for room in rooms(planes[-1].numel()):
+                *found, count = within(x, room)
+                check_within(found, count, planes, room)
+                assert not found[-1][planes[-1].numel() :].count_nonzero()
 
 
 def check_zvc(x: Tensor, out_offset: int = 0) -> None:
@@ -257,20 +290,15 @@ def test_csr_empty() -> None:
 @triton_test
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
 def test_zvc_on_triton(dtype: torch.dtype) -> None:
-    from backstash.ops.triton.sparse import zvc_encode_staged
-
     for x in zvc_cases(dtype) if dtype.is_floating_point else [torch.arange(-5000, 5000) % 3]:
         planes = launchers.zvc_encode(on_device(x))
         planes_expected = reference.zvc_encode(x)
         for name, got, want in zip(("mask", "offsets", "values"), planes, planes_expected, strict=True):
             assert got.dtype == want.dtype, name
             assert torch.equal(bits(got), bits(want)), (name, x.numel())
-        mask, offsets, staging, count = zvc_encode_staged(on_device(x))
-        assert count.shape == (1,)
-        assert count.dtype == torch.int64
-        assert staging.shape == x.shape
-        for got, want in zip((mask, offsets, staging[: int(count)]), planes_expected, strict=True):
-            assert torch.equal(bits(got), bits(want)), x.numel()
+        for room in rooms(planes_expected[-1].numel()):
+            *found, count = launchers.zvc_encode_within(on_device(x), room)
+            check_within(found, count, planes_expected, room)
         decoded = filled(x.numel(), dtype, launchers.zvc_decode, *planes_expected)
         assert torch.equal(bits(decoded), bits(x)), x.numel()
 
@@ -312,6 +340,9 @@ def test_csr_on_triton(dtype: torch.dtype) -> None:
         for name, got, want in zip(("columns", "rows", "values"), planes, planes_expected, strict=True):
             assert got.dtype == want.dtype, name
             assert torch.equal(bits(got), bits(want)), (name, x.numel())
+        for room in rooms(planes_expected[-1].numel()):
+            *found, count = launchers.csr_encode_within(on_device(x), room)
+            check_within(found, count, planes_expected, room)
         decoded = filled(x.numel(), dtype, launchers.csr_decode, *planes_expected)
         assert torch.equal(bits(decoded), bits(x)), x.numel()
 

@@ -33,6 +33,8 @@ def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
         "sz_range": (x,),
         "sz_survey": (x, 0.5, 0.25, 0, blocks),
         "sz_encode": (x, table, 0.5, 0.25, 2, 0, 1, blocks),
+        "sz_encode_within": (x, table, 0.5, 0.25, 2, 0, 1, blocks, [n, n // 2, n // 2]),
+        "sz_decode_flagged": (table, *planes, 0.5, 2, 0, 1, blocks, torch.empty_like(x)),
         "sz_decode": (table, *planes, 0.5, 2, 0, 1, blocks, torch.empty_like(x)),
     }
 
@@ -150,6 +152,27 @@ def summed(codes: Tensor, damaged: Tensor, stride: int, block: int) -> Callable[
         launching._sum(out, damaged, stride, block)
 
     return decode
+
+
+@triton_test
+@INTERPRETED
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_planes_with_room_on_triton(dtype: torch.dtype) -> None:
+    """With room enough they decode to the same; without, nothing is written past a plane's end, and sizes are told."""
+    x = torch.cat([relu(dtype, 470), torch.tensor([math.inf] * 10).to(dtype)])
+    table = torch.tensor([125, 6, 62, 63], dtype=torch.int16)
+    arguments = 0.5, 0.25, 2, 0, 1, BLOCKS
+    wanted = reference.sz_encode(x, table, *arguments)
+    sizes = [wanted[at].numel() for at in (0, 2, 3)]
+    for more in (0, 7, -3):
+        rooms = [max(0, size + more) for size in sizes]
+        *found, told = launchers.sz_encode_within(on_device(x), on_device(table), *arguments, rooms)
+        assert told.tolist() == sizes
+        if more >= 0:
+            stream, index, places, values = found
+            planes = stream[: sizes[0]], index, places[: sizes[1]], values[: sizes[2]]
+            for name, got, want in zip(NAMES, planes, wanted, strict=True):
+                assert torch.equal(bits(got), bits(want)), (name, more)
 
 
 @triton_test

@@ -36,6 +36,7 @@ def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     return {
         "szp_range": (x,),
         "szp_encode": (x, grid),
+        "szp_encode_within": (x, grid, n // 2),
         "szp_decode": (*reference.szp_encode(x, grid), grid[1:2].clone(), torch.empty_like(x)),
     }
 
@@ -134,6 +135,11 @@ def test_szp_on_triton(dtype: torch.dtype) -> None:
         for name, got, want in zip(("mask", "offsets", "words"), planes, wanted, strict=True):
             assert got.dtype == want.dtype, name
             assert torch.equal(bits(got), bits(want)), (name, x.numel())
+        stored = wanted[-1].numel()
+        for room in (stored // 2, stored, stored + 5):
+            *_, words, count = launchers.szp_encode_within(on_device(x), on_device(grid), room)
+            assert int(count) == stored and words.numel() == room
+            assert torch.equal(words[:stored], wanted[-1][:room]), (x.numel(), room)
         got = filled(x.numel(), dtype, launchers.szp_decode, *wanted, grid[1:2])
         want = expected(x.numel(), dtype, reference.szp_decode, *wanted, grid[1:2])
         assert torch.equal(bits(got), bits(want)), x.numel()

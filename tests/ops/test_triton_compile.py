@@ -59,7 +59,7 @@ def calls() -> Iterator[Call]:
         mask, pair, x = flat(torch.uint8, bytes_for(N, 1)), flat(dtype, 2), flat(dtype)
         yield masks.binary_encode, (x, pair)
         yield masks.binary_decode, (mask, pair, x)
-        yield sparse.zvc_encode_staged, (x,)
+        yield sparse.zvc_encode_within, (x, 1000)
         yield sparse.zvc_decode, (mask, flat(torch.int64, 1), flat(dtype, 1000), x)
         yield sparse.csr_counted, (x,)
         yield sparse.csr_compact, (x, flat(torch.int32, 17), flat(torch.uint8, 1000), flat(dtype, 1000))
@@ -74,7 +74,7 @@ def calls() -> Iterator[Call]:
             yield minifloat.minifloat_encode, (flat(dtype), form.name, dtype == torch.float16)
             yield minifloat.minifloat_decode, (codes, form.name, flat(dtype))
             mask, offsets = flat(torch.uint8, bytes_for(N, 1)), flat(torch.int64, 1)
-            yield minifloat.zvc_minifloat_compact, (flat(dtype), form.name, offsets, codes)
+            yield minifloat.zvc_minifloat_compact, (flat(dtype), form.name, offsets, codes, 1000)
             yield minifloat.zvc_minifloat_decode, (mask, offsets, codes, form.name, flat(dtype))
             if form.name in SCALED:
                 yield minifloat.minifloat_scaled_encode, (flat(dtype), form.name, 256)
@@ -110,7 +110,7 @@ def calls() -> Iterator[Call]:
     # Odd sizes lose the vector loads, huge ones pass numel as int64.
     for n in (1, N + 1, HUGE):
         yield masks.bitmask_encode, (flat(torch.float32, n), Test.NOT_LE.code, 0.0, 0.0)
-        yield sparse.zvc_encode_staged, (flat(torch.float32, n),)
+        yield sparse.zvc_encode_within, (flat(torch.float32, n), n)
         planes = flat(torch.uint8, bytes_for(n, 1)), flat(torch.int64, zvc_chunks(n)), flat(torch.float32, n)
         yield sparse.zvc_decode, (*planes, flat(torch.float32, n))
         yield narrow.narrow_encode, (flat(torch.int64, n), 4, 2**40)

@@ -30,6 +30,9 @@ knows what counts for a codec that lacks the member.
   a plane. Without it: ``encode``.
 * ``view(encoded) -> Tensor`` (:func:`view`): as ``decode``, but a view of a plane, to which nobody may write. Without
   it the tensor is always decoded.
+* ``draft(x, known) -> Draft`` and ``known(encoded)`` (:func:`draft`): as ``encode``, but the host does not wait for a
+  device to know how large the planes are, or whether ``x`` can be encoded at all. ``known`` is what an encoding of a
+  similar tensor has told. Without them: ``encode``.
 
 Tensors are encoded in memory order, so that every dense layout (contiguous, channels_last, transposed) costs the same
 and comes back with the same strides.
@@ -39,9 +42,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -107,6 +110,44 @@ class Encoded:
             storage = plane.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())
+
+
+class Judged(NamedTuple):
+    """What the numbers of a draft say.
+
+    Attributes:
+        refusal: why the planes are not an encoding of the tensor; None if they are.
+        known: what the next draft of a similar tensor is made with. None: it had better be encoded.
+        cut: takes from the planes what was room to spare; None where there is none.
+    """
+
+    refusal: str | None
+    known: Any
+    cut: Callable[[Encoded], Encoded] | None = None
+
+
+class Draft(NamedTuple):
+    """An encoding of which only the device knows whether it is whole.
+
+    Attributes:
+        encoded: the planes, with room for what was expected.
+        numbers: on the device, [n].
+        judge: what these numbers say, once the host has them.
+    """
+
+    encoded: Encoded
+    numbers: Tensor
+    judge: Callable[[list[Any]], Judged]
+
+
+class Drafting(Protocol):
+    """The optional members of a codec that makes drafts."""
+
+    def draft(self, x: Tensor, known: Any) -> Draft:
+        """Encode ``x`` without a wait of the host."""
+
+    def known(self, encoded: Encoded) -> Any:
+        """What an encoding tells of similar tensors: what ``draft`` is given. None: these had better be encoded."""
 
 
 @runtime_checkable
@@ -192,6 +233,11 @@ def view(codec: Codec) -> Callable[[Encoded], Tensor] | None:
     return method
 
 
+def drafting(codec: Codec) -> Drafting | None:
+    """The codec itself if it makes drafts (``draft``, ``known``), else None."""
+    return cast("Drafting", codec) if hasattr(codec, "draft") else None
+
+
 # -- for those who write a codec --------------------------------------------------------------------------------------
 
 
@@ -239,6 +285,29 @@ def asks_for_sign(mask: Mask) -> bool:
     if mask.test is Test.CLOSED:
         return mask.lo in (0.0, -math.inf) and mask.hi in (0.0, math.inf)
     return mask.test in (Test.NOT_LE, Test.GT) and mask.lo == 0.0
+
+
+def room_for(known: int, most: int) -> int:
+    """Room for what a tensor needs if a similar one needed ``known``, of at most ``most``.
+
+    A sixteenth more than that one, and a sixty-fourth of all: for what changes from one batch to the next.
+    """
+    return min(most, known + known // 16 + most // 64)
+
+
+def no_room(needed: int, room: int) -> str | None:
+    """The reason why a draft lacks something, None where it does not."""
+    return None if needed <= room else f"it has {needed} values, and room for {room} was expected to be enough"
+
+
+def taken(refusal: str | None) -> Judged:
+    """What the numbers say where a codec takes a tensor or does not, and there is nothing else to be known."""
+    return Judged(refusal, True if refusal is None else None)
+
+
+def trimmed(encoded: Encoded, sizes: Mapping[str, int]) -> Encoded:
+    """The encoding, with no more than so many elements in these planes."""
+    return replace(encoded, planes={**encoded.planes, **{name: encoded.planes[name][:n] for name, n in sizes.items()}})
 
 
 def check_planes(encoded: Encoded, sizes: Mapping[str, int]) -> None:

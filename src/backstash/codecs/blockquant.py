@@ -8,7 +8,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require
+from backstash.codecs.base import (
+    Draft,
+    Encoded,
+    ErrorBound,
+    check_planes,
+    flat,
+    like,
+    refuses_singles,
+    require,
+    taken,
+)
 from backstash.errors import CodecRefusedError
 from backstash.ops.formats import groups
 from backstash.ops.layout import bytes_for
@@ -93,15 +103,23 @@ class BlockQuant:
 
     def encode(self, x: Tensor) -> Encoded:
         """Reads each group twice, then from the caches. On CUDA the host waits to know whether all is finite."""
+        encoded, numbers, _ = self.draft(x)
+        refusal = _refusal(encoded.spec, int(numbers))
+        if refusal is not None:
+            raise CodecRefusedError(refusal)
+        return encoded
+
+    def draft(self, x: Tensor, known: object = True) -> Draft:
+        """As ``encode``, without the wait."""
         spec = require(self, x)
         stochastic = self.rounding == "stochastic"
         codes, ranges, refused = _ops.blockquant_encode(flat(x), self.bits, self.group_size, stochastic, self.seed)
-        if int(refused):
-            raise CodecRefusedError(
-                f"codec 'blockquant' was asked to encode {spec}, got {int(refused)} elements or ranges that are "
-                f"infinite or NaN, and no step between its extremes for them. Use an exact codec, or Keep()."
-            )
-        return Encoded(self.id, spec, {"codes": codes, "ranges": ranges})
+        encoded = Encoded(self.id, spec, {"codes": codes, "ranges": ranges})
+        return Draft(encoded, refused, lambda numbers: taken(_refusal(spec, numbers[0])))
+
+    def known(self, encoded: Encoded) -> object:
+        """That it was taken."""
+        return True
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Every element at the step that it was rounded to.
@@ -109,13 +127,25 @@ class BlockQuant:
         Raises:
             DamagedPlanesError: a plane has another size.
         """
-        planes, numel = encoded.planes, encoded.spec.numel
-        expected = {"codes": bytes_for(numel, self.bits), "ranges": 2 * groups(numel, self.group_size)}
-        check_planes(encoded, expected)
+        planes = encoded.planes
+        check_planes(encoded, self.sizes(encoded.spec))
         out = like(encoded.spec, out)
         _ops.blockquant_decode(planes["codes"], planes["ranges"], self.bits, self.group_size, flat(out))
         return out
 
+    def sizes(self, spec: TensorSpec) -> dict[str, int]:
+        """Elements of the planes of a tensor, by name."""
+        return {"codes": bytes_for(spec.numel, self.bits), "ranges": 2 * groups(spec.numel, self.group_size)}
+
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """The size, which does not depend on the data."""
         return bytes_for(spec.numel, self.bits) + 2 * spec.dtype.itemsize * groups(spec.numel, self.group_size)
+
+
+def _refusal(spec: TensorSpec, refused: int) -> str | None:
+    if not refused:
+        return None
+    return (
+        f"codec 'blockquant' was asked to encode {spec}, got {refused} elements or ranges that are infinite or NaN, "
+        f"and no step between its extremes for them. Use an exact codec, or Keep()."
+    )

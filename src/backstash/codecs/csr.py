@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, ErrorBound, flat, like, require
+from backstash.codecs.base import (
+    EXACT,
+    Draft,
+    Encoded,
+    ErrorBound,
+    Judged,
+    flat,
+    like,
+    no_room,
+    require,
+    room_for,
+    trimmed,
+)
 from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.sample import look
 from backstash.codecs.zvc import Zvc
@@ -119,6 +132,25 @@ class Csr:
         if self.values is not None:
             values = _ops.minifloat_encode(values, self.values.format, True)
         return Encoded(self.id, spec, {"columns": columns, "rows": rows, "values": values})
+
+    def draft(self, x: Tensor, known: int) -> Draft:
+        """As ``encode``, with room for some more values than the ``known`` number of them."""
+        spec = require(self, x)
+        room = room_for(known, spec.numel)
+        columns, rows, values, count = _ops.csr_encode_within(flat(x), room)
+        if self.values is not None:
+            values = _ops.minifloat_encode(values, self.values.format, True)
+        encoded = Encoded(self.id, spec, {"columns": columns, "rows": rows, "values": values})
+        return Draft(encoded, count, partial(self._judge, room))
+
+    def _judge(self, room: int, numbers: list[int]) -> Judged:
+        stored = numbers[0]
+        words = stored if self.values is None else self.values.words(stored)
+        return Judged(no_room(stored, room), stored, partial(trimmed, sizes={"columns": stored, "values": words}))
+
+    def known(self, encoded: Encoded) -> int:
+        """How many values it has."""
+        return encoded.planes["columns"].numel()
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Every bit of the original, or the values as the smaller format has them.

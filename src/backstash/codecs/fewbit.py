@@ -11,7 +11,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, ReadPlanes, check_planes, flat, like, refuses_singles, require
+from backstash.codecs.base import (
+    Draft,
+    Encoded,
+    ErrorBound,
+    ReadPlanes,
+    check_planes,
+    flat,
+    like,
+    refuses_singles,
+    require,
+    taken,
+)
 from backstash.codecs.direct import Direct, Slopes
 from backstash.codecs.fewbit_table import TABLE
 from backstash.errors import CodecRefusedError
@@ -164,14 +175,30 @@ class FewBit:
 
     def encode(self, x: Tensor) -> Encoded:
         """Compares each element with up to 15 bounds."""
+        encoded, numbers, _ = self.draft(x)
+        refusal = self._refusal(encoded.spec, int(numbers))
+        if refusal is not None:
+            raise CodecRefusedError(refusal)
+        return encoded
+
+    def draft(self, x: Tensor, known: object = True) -> Draft:
+        """As ``encode``, without a wait to know whether all is finite."""
         spec = require(self, x)
         packed, nonfinite = _ops.fewbit_encode(flat(x), list(TABLE[self.function, self.bits][0]), self.bits)
-        if int(nonfinite):
-            raise CodecRefusedError(
-                f"codec 'fewbit' was asked to encode {spec} for the derivative of {self.function}, got "
-                f"{int(nonfinite)} infinite or NaN elements. Use Keep()."
-            )
-        return Encoded(self.id, spec, {"packed": packed})
+        encoded = Encoded(self.id, spec, {"packed": packed})
+        return Draft(encoded, nonfinite, lambda numbers: taken(self._refusal(spec, numbers[0])))
+
+    def known(self, encoded: Encoded) -> object:
+        """That it was taken."""
+        return True
+
+    def _refusal(self, spec: TensorSpec, nonfinite: int) -> str | None:
+        if not nonfinite:
+            return None
+        return (
+            f"codec 'fewbit' was asked to encode {spec} for the derivative of {self.function}, got {nonfinite} "
+            f"infinite or NaN elements. Use Keep()."
+        )
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Of each element's interval, the number whose derivative stands for the interval's.

@@ -157,6 +157,15 @@ class Minifloat:
         """Bits that a code takes in its plane, with its share of a word's unused bits."""
         return 8 * self._form.dtype.itemsize / self._form.fields
 
+    @property
+    def fields(self) -> int:
+        """Codes in an element of their plane."""
+        return self._form.fields
+
+    def words(self, numel: int) -> int:
+        """Elements of the plane of the codes of that many elements."""
+        return self._form.words(numel)
+
     def codes_nbytes(self, numel: int) -> int:
         """Bytes of the codes of that many elements."""
         return self._form.dtype.itemsize * self._form.words(numel)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from backstash.codecs.base import (
     EXACT,
+    Draft,
     Encoded,
     ErrorBound,
+    Judged,
     ReadPlanes,
     check_planes,
     flat,
     like,
     refuses_layout,
     require,
+    taken,
 )
 from backstash.codecs.direct import Direct, Geometry, WindowOffsets
 from backstash.errors import CodecRefusedError
@@ -90,13 +94,38 @@ class Narrow:
             return Encoded(
                 self.id, spec, {"packed": _ops.narrow_encode(flat(x), bits, base)}, {"bits": bits, "base": base}
             )
-        packed, outside = _ops.window_encode(flat(x), *self.geometry(spec))
-        if int(outside):  # where a window holds only padding, or only -inf in max_pool3d
-            raise CodecRefusedError(
-                f"codec 'narrow' was asked to encode {spec} as positions in {self.window}, got {int(outside)} indices "
-                f"outside their window. Use Narrow() without a window."
-            )
-        return Encoded(self.id, spec, {"packed": packed}, {"bits": window_bits(self.window.kernel)})
+        encoded, outside, _ = self.draft(x, True)
+        refusal = self._refusal(spec, int(outside))
+        if refusal is not None:
+            raise CodecRefusedError(refusal)
+        return encoded
+
+    def draft(self, x: Tensor, known: Any) -> Draft:
+        """As ``encode``, without a wait: with the ``known`` range of integers, or positions that may be none."""
+        spec = require(self, x)
+        if self.window is not None:
+            packed, outside = _ops.window_encode(flat(x), *self.geometry(spec))
+            encoded = Encoded(self.id, spec, {"packed": packed}, {"bits": window_bits(self.window.kernel)})
+            return Draft(encoded, outside, lambda numbers: taken(self._refusal(spec, numbers[0])))
+        bits, base = known
+        encoded = Encoded(
+            self.id, spec, {"packed": _ops.narrow_encode(flat(x), bits, base)}, {"bits": bits, "base": base}
+        )
+        return Draft(encoded, torch.stack(flat(x).aminmax()), partial(_judge, bits, base))
+
+    def known(self, encoded: Encoded) -> Any:
+        """The bits and the smallest of the integers. A bool's are known without a look, and so encoding never waits."""
+        if self.window is not None:
+            return True
+        return None if encoded.spec.dtype == torch.bool else (encoded.meta["bits"], encoded.meta["base"])
+
+    def _refusal(self, spec: TensorSpec, outside: int) -> str | None:
+        if not outside:  # where a window holds only padding, or only -inf in max_pool3d
+            return None
+        return (
+            f"codec 'narrow' was asked to encode {spec} as positions in {self.window}, got {outside} indices outside "
+            f"their window. Use Narrow() without a window."
+        )
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Returns the original integers."""
@@ -138,6 +167,18 @@ class Narrow:
             list(window.padding),
             list(window.dilation),
         )
+
+
+def _judge(bits: int, base: int, edges: list[int]) -> Judged:
+    """Whether integers between these edges, the smallest and the largest, have their place above ``base``."""
+    low, high = edges
+    last = base + (1 << bits) - 1
+    if base <= low and high <= last:
+        return Judged(None, (bits, base))
+    low, last = min(base, low), max(last, high)
+    bits = (last - low).bit_length()
+    refusal = f"its integers are from {edges[0]} to {edges[1]}, which was not expected"
+    return Judged(refusal, (bits, low) if bits <= MAX_BITS else None)
 
 
 def _range(x: Tensor) -> tuple[int, int]:

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
+from backstash.codecs.numbers import Numbers
 from backstash.ops import backends
 from backstash.ops.reference.samples import counts_of, numbers_of_sample
 
@@ -45,15 +45,11 @@ class Look:
     def __init__(self, x: Tensor) -> None:
         runs, run, step = _layout(x.numel())
         self.numel, self._elements = x.numel(), runs * run
-        numbers = numbers_of_sample(x, runs, run, step) if self.numel else torch.empty(0)
-        self._numbers, self._arrived = numbers.to("cpu", non_blocking=True), torch.Event()
-        self._arrived.record()
+        self._numbers = Numbers(numbers_of_sample(x, runs, run, step)) if self.numel else None
 
     def numbers(self) -> tuple[int, int, int]:
         """Returns what :func:`look` returns. The host waits only if the device is not that far yet."""
-        if not self._arrived.query():
-            self._arrived.synchronize()
-        return self._elements, *(counts_of(self._numbers.tolist()) if self.numel else (0, 0))
+        return self._elements, *((0, 0) if self._numbers is None else counts_of(self._numbers.get()))
 
 
 _answers = threading.local()

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from backstash.codecs import base
-from backstash.codecs.base import Codec, Encoded, ErrorBound, asks_for_sign, check_planes, flat, like, require
+from backstash.codecs.base import (
+    Codec,
+    Draft,
+    Encoded,
+    ErrorBound,
+    Judged,
+    asks_for_sign,
+    check_planes,
+    flat,
+    like,
+    no_room,
+    require,
+    room_for,
+    trimmed,
+)
 from backstash.codecs.blockquant import BlockQuant
 from backstash.codecs.sample import sample
 from backstash.ops.layout import bytes_for, zvc_chunks
@@ -96,6 +111,8 @@ class Signed:
             return "it is empty"
         if not self._gathers(TensorSpec.of(x)):
             return self.values.declines(x)
+        if isinstance(self.values, BlockQuant):  # takes any number of values
+            return None
         some = sample(flat(x))
         some = some[some != 0]
         return self.values.declines(some) if some.numel() else None
@@ -119,6 +136,55 @@ class Signed:
         planes |= {_PREFIX + name: plane for name, plane in encoded.planes.items()}
         meta = {_PREFIX + name: value for name, value in encoded.meta.items()}
         return Encoded(self.id, spec, planes, {"nonzeros": nonzeros, "negative": negative, **meta})
+
+    def draft(self, x: Tensor, known: _Known) -> Draft:
+        """As ``encode``, with room for some more values than are ``known``, and signs as they are expected."""
+        spec, values = require(self, x), self.values
+        assert isinstance(values, BlockQuant)
+        room = room_for(known.nonzeros, spec.numel)
+        # A sum with 0.0 is 0.0 for -0.0, which has a bit set.
+        mask, offsets, gathered, count = _ops.zvc_encode_within(flat(x) + 0.0, room)
+        # Behind the last value stands it again, so that it does not change the range of its group.
+        at = torch.arange(room, device=x.device).minimum((count - 1).clamp(min=0))
+        gathered = gathered[at]
+        low, high = _extremes(gathered)
+        planes = {"mask": mask, "offsets": offsets}
+        if known.has_both:
+            planes["positive"] = _ops.bitmask_encode(gathered, Test.GT.code, 0.0, 0.0)
+            planes["least"] = gathered.abs().amin(0, keepdim=True)
+        else:
+            planes["least"] = (-high if known.negative else low).reshape(1)
+        inner = values.draft(gathered)
+        planes |= {_PREFIX + name: plane for name, plane in inner.encoded.planes.items()}
+        encoded = Encoded(self.id, spec, planes, {"nonzeros": room, "negative": int(known.negative)})
+        numbers = torch.cat((count, inner.numbers, torch.stack((low > 0, high < 0)).long()))
+        return Draft(encoded, numbers, partial(self._judge, spec, room, known))
+
+    def _judge(self, spec: TensorSpec, room: int, known: _Known, numbers: list[int]) -> Judged:
+        nonzeros, refused, all_positive, all_negative = numbers
+        refusal = no_room(nonzeros, room)
+        if refused or not nonzeros:
+            refusal = refusal or "it has no values, or some that are infinite or NaN"
+            return Judged(refusal, None)
+        found = _Known(nonzeros, known.has_both or not (all_positive or all_negative), bool(all_negative))
+        if not known.has_both and (found.has_both or found.negative != known.negative):
+            found = found._replace(has_both=True)
+            refusal = refusal or "its values have other signs than was expected"
+        return Judged(refusal, found, partial(self._cut, nonzeros))
+
+    def _cut(self, nonzeros: int, encoded: Encoded) -> Encoded:
+        row = _row(encoded.spec, nonzeros)
+        sizes = {_PREFIX + name: size for name, size in self.values.sizes(row).items()}  # type: ignore[attr-defined]
+        if "positive" in encoded.planes:
+            sizes["positive"] = bytes_for(nonzeros, 1)
+        return replace(trimmed(encoded, sizes), meta={**encoded.meta, "nonzeros": nonzeros})
+
+    def known(self, encoded: Encoded) -> _Known | None:
+        """How many values it has, and their signs; None where no draft is made: of what is no row of integers."""
+        nonzeros = int(encoded.meta["nonzeros"])  # type: ignore[arg-type]
+        if not isinstance(self.values, BlockQuant) or not nonzeros:
+            return None
+        return _Known(nonzeros, "positive" in encoded.planes, bool(encoded.meta["negative"]))
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Decodes the values, mends their signs, and puts them among the zeros; takes their memory beside ``out``.
@@ -159,6 +225,14 @@ class Signed:
     def _gathers(self, spec: TensorSpec) -> bool:
         """Whether the non-zeros are encoded as a row, and not the tensor as it is."""
         return self.values.accepts(_row(spec, spec.numel)) is None
+
+
+class _Known(NamedTuple):
+    """How many values an encoding has, whether they have both signs, and whether all are negative."""
+
+    nonzeros: int
+    has_both: bool
+    negative: bool
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:

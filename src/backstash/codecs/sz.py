@@ -5,15 +5,30 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, flat, like, refuses_singles, require
+from backstash.codecs.base import (
+    Draft,
+    Encoded,
+    ErrorBound,
+    Judged,
+    flat,
+    like,
+    no_room,
+    refuses_singles,
+    require,
+    room_for,
+    trimmed,
+)
+from backstash.codecs.numbers import deferred_to
 from backstash.codecs.sample import sample
 from backstash.ops import sz
+from backstash.ops.reference.sz import sz_damage
 from backstash.saved import Need, TensorSpec
 
 _MAX = sys.float_info.max
@@ -38,6 +53,7 @@ class KeptModel:
         self._error = 0.0
         self._model: sz.Model | None = None
         self._bits = 0.0
+        self._table: Tensor | None = None
 
     def get(self, about: object, error: float) -> sz.Model | None:
         """Returns the model if it was kept for tensors that are equal in what ``about`` says, and for such a bound."""
@@ -46,9 +62,16 @@ class KeptModel:
             return None
         return model if error == self._error else replace(model, step=sz.single(min(2 * error, _MAX)))
 
-    def keep(self, about: object, error: float, model: sz.Model, bits: float) -> None:
-        """Keeps a model, and the bits that an element took with it."""
+    def keep(self, about: object, error: float, model: sz.Model, bits: float, table: Tensor | None = None) -> None:
+        """Keeps a model, and the bits that an element took with it, and its table where that is on a device."""
         self._about, self._error, self._model, self._bits = about, error, model, bits
+        self._table = table
+
+    def table(self, model: sz.Model, device: torch.device) -> Tensor:
+        """Returns a kept model's table on a device, without a wait if it was there already."""
+        if self._table is None or self._table.device != device:
+            self._table = torch.from_numpy(model.table).to(device)
+        return self._table
 
     def strays(self, error: float, bits: float) -> bool:
         """Whether a tensor takes so much more that it is better encoded again. Forgets a model that is off."""
@@ -182,6 +205,54 @@ class Sz:
         kept.keep(about, self.error, model, 8 * encoded.nbytes / spec.numel)
         return encoded
 
+    def draft(self, x: Tensor, known: tuple[tuple[int, ...], float]) -> Draft:
+        """As ``encode``, with room for some more than an earlier tensor took. The host waits for surveys alone."""
+        spec, kept = require(self, x), self.kept
+        assert kept is not None
+        x, blocks, about = flat(x), _blocks(spec), self._about(spec)
+        model, error = kept.get(about, self.error), self.error
+        is_kept = model is not None
+        if model is None:
+            model, error = self._model(x, blocks)
+            host = torch.from_numpy(model.table).pin_memory()  # held until the numbers have arrived, which follow it
+            table = host.to(x.device, non_blocking=True)
+        else:
+            host = table = kept.table(model, x.device)
+        sizes, before = known
+        more = max(0.0, math.log2(before / self.error)) * spec.numel / 16  # where the bound is halved, a bit each
+        words, outliers, stored = sizes
+        most = spec.nbytes // 2 + 64 * sz.chunks(spec.numel, blocks[3])
+        rooms = [
+            room_for(words + math.ceil(more), most),
+            room_for(outliers, spec.numel),
+            room_for(stored, spec.numel),
+        ]
+        parameters = model.base, model.low, model.axes
+        *planes, numbers = _ops.sz_encode_within(x, table, model.step, error, *parameters, blocks, rooms, self._offset)
+        stream, index, places, values = planes
+        named = {"stream": stream, "table": table, "index": index, "places": places, "values": values}
+        encoded = Encoded(self.id, spec, named, {"step": model.step, "parameters": parameters})
+
+        def judge(found: list[int], host: Tensor = host) -> Judged:
+            size = 2 * (found[0] + found[1] + table.numel()) + values.element_size() * found[2] + 8 * index.numel()
+            bits = 8 * size / spec.numel
+            if is_kept:
+                kept.strays(self.error, bits)
+            else:
+                kept.keep(about, self.error, model, bits, table)
+            lacking = (no_room(needed, room) for needed, room in zip(found, rooms, strict=True))
+            refusal = next((reason for reason in lacking if reason is not None), None)
+            trims = dict(zip(("stream", "places", "values"), found, strict=True))
+            return Judged(refusal, (tuple(found), self.error), partial(trimmed, sizes=trims))
+
+        return Draft(encoded, numbers, judge)
+
+    def known(self, encoded: Encoded) -> tuple[tuple[int, ...], float] | None:
+        """The sizes of the planes, with which bound; None without a model that is used again."""
+        if self.kept is None or self.mode != "abs" or not encoded.spec.numel:
+            return None
+        return tuple(encoded.planes[name].numel() for name in ("stream", "places", "values")), self.error
+
     def _about(self, spec: TensorSpec) -> object:
         """What two tensors have in common for which one model is good."""
         neighbours = tuple(_blocks(spec)[:3]) if sum(size > 1 for size in spec.shape) > 1 else ()
@@ -196,7 +267,9 @@ class Sz:
         return Encoded(self.id, spec, planes, {"step": model.step, "parameters": parameters})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
-        """Multiples of the step in the original dtype, and the outliers. On CUDA the host waits, to know of damage.
+        """Multiples of the step in the original dtype, and the outliers.
+
+        On CUDA the host waits, to know of damage, unless somebody looks at that later (codecs.numbers.deferring).
 
         Raises:
             DamagedPlanesError: the planes do not fit together, or a checksum is another one.
@@ -204,9 +277,12 @@ class Sz:
         out = like(encoded.spec, out)
         planes = [encoded.planes[name] for name in ("table", "stream", "index", "places", "values")]
         step, parameters = encoded.meta["step"], encoded.meta["parameters"]
-        _ops.sz_decode(  # type: ignore[misc]
-            *planes, step, *parameters, _blocks(encoded.spec), flat(out), self._offset
-        )
+        arguments = *planes, step, *parameters, _blocks(encoded.spec), flat(out), self._offset  # type: ignore[misc]
+        later = None if out.is_cpu else deferred_to()
+        if later is None:
+            _ops.sz_decode(*arguments)
+        else:
+            later(_ops.sz_decode_flagged(*arguments), sz_damage())
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:

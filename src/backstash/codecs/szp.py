@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, asks_for_sign, check_planes, flat, like, refuses_singles, require
+from backstash.codecs.base import (
+    Draft,
+    Encoded,
+    ErrorBound,
+    Judged,
+    asks_for_sign,
+    check_planes,
+    flat,
+    like,
+    no_room,
+    refuses_singles,
+    require,
+    room_for,
+    trimmed,
+)
 from backstash.ops.layout import SZP_BLOCK, ZVC_CHUNK, bytes_for, zvc_chunks
 from backstash.saved import Mask, Need, TensorSpec
 
@@ -104,6 +118,26 @@ class Szp:
         mask, offsets, words = _ops.szp_encode(flat(x), grid)
         return Encoded(self.id, spec, {"mask": mask, "offsets": offsets, "words": words, "step": grid[1:2].clone()})
 
+    def draft(self, x: Tensor, known: tuple[int, float]) -> Draft:
+        """As ``encode``, with room for some more words than were ``known`` to be enough with a bound."""
+        spec = require(self, x)
+        before, error = known
+        # Where the bound is halved, an element takes a bit more.
+        more = max(0.0, math.log2(error / self.error)) * spec.numel / SZP_BLOCK
+        room = room_for(before + math.ceil(more), self._most_words(spec))
+        grid = self.grid(flat(x))
+        mask, offsets, words, count = _ops.szp_encode_within(flat(x), grid, room)
+        planes = {"mask": mask, "offsets": offsets, "words": words, "step": grid[1:2].clone()}
+        return Draft(Encoded(self.id, spec, planes), count, partial(self._judge, room))
+
+    def _judge(self, room: int, numbers: list[int]) -> Judged:
+        words = numbers[0]
+        return Judged(no_room(words, room), (words, self.error), partial(trimmed, sizes={"words": words}))
+
+    def known(self, encoded: Encoded) -> tuple[int, float]:
+        """How many words it has, with which bound."""
+        return encoded.planes["words"].numel(), self.error
+
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Every element within the bound.
 
@@ -119,13 +153,15 @@ class Szp:
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """The size where no element is zero and no block becomes smaller."""
-        numel = spec.numel
-        whole, rest = divmod(numel, ZVC_CHUNK)
+        return bytes_for(spec.numel, 1) + 8 * zvc_chunks(spec.numel) + 4 * self._most_words(spec) + 4
+
+    def _most_words(self, spec: TensorSpec) -> int:
+        whole, rest = divmod(spec.numel, ZVC_CHUNK)
         words = 0
         for chunks, size in ((whole, ZVC_CHUNK), (1, rest)):
             blocks = -(-size // SZP_BLOCK)
             words += chunks * (-(-blocks // 4) + blocks * 8 * spec.dtype.itemsize)
-        return bytes_for(numel, 1) + 8 * zvc_chunks(numel) + 4 * words + 4
+        return words
 
     def grid(self, x: Tensor) -> Tensor:
         """The inverse of the step, the step and the largest difference, float32 [3], for ``x`` [n]; without a wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -10,14 +11,19 @@ from torch import Tensor
 
 from backstash.codecs.base import (
     EXACT,
+    Draft,
     Encoded,
     ErrorBound,
+    Judged,
     asks_for_sign,
     check_planes,
     flat,
     like,
+    no_room,
     refuses_layout,
     require,
+    room_for,
+    trimmed,
 )
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.minifloat import Minifloat
@@ -132,6 +138,27 @@ class Zvc:
         else:
             mask, offsets, values = _ops.zvc_minifloat_encode(flat(x), self.values.format)
         return Encoded(self.id, spec, {"mask": mask, "offsets": offsets, "values": values})
+
+    def draft(self, x: Tensor, known: int) -> Draft:
+        """As ``encode``, with room for some more values than the ``known`` number of them."""
+        spec = require(self, x)
+        room = room_for(known, spec.numel)
+        if self.values is None:
+            mask, offsets, values, count = _ops.zvc_encode_within(flat(x), room)
+        else:
+            mask, offsets, values, count = _ops.zvc_minifloat_encode_within(flat(x), self.values.format, room)
+        encoded = Encoded(self.id, spec, {"mask": mask, "offsets": offsets, "values": values})
+        return Draft(encoded, count, partial(self._judge, room))
+
+    def _judge(self, room: int, numbers: list[int]) -> Judged:
+        stored = numbers[0]
+        words = stored if self.values is None else self.values.words(stored)
+        return Judged(no_room(stored, room), stored, partial(trimmed, sizes={"values": words}))
+
+    def known(self, encoded: Encoded) -> int:
+        """How many values it has, or up to two more."""
+        words = encoded.planes["values"].numel()
+        return words if self.values is None else words * self.values.fields
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Every bit of the original, or the values as the smaller format has them.

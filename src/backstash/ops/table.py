@@ -67,6 +67,12 @@ IN_GRAPHS: Mapping[str, str] = {"triton": "what compiles a graph for CUDA writes
 """Why kernels that compiled graphs call on a CPU alone have no other implementation (``without`` of :func:`kernel`)."""
 
 
+ON_DEVICES: Mapping[str, str] = {
+    "native": "the host knows at once how much there is, and makes the planes as large as that"
+}
+"""Why kernels that fill planes of a given size have no C++ implementation (``without`` of :func:`kernel`)."""
+
+
 def kernel(
     schema: str | None,
     fake: Callable[..., Any] = _no_outputs,

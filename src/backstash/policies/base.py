@@ -262,6 +262,14 @@ class Wrapper(Policy):
         self.inner.trace(saved, readers, sources)
 
 
+def knows_room(policy: Policy) -> bool:
+    """Returns whether a policy, or one that it forwards to, knows where there is room in a step, as a plan does."""
+    while isinstance(policy, Wrapper):
+        policy = policy.inner
+    found = getattr(getattr(policy, "policy", policy), "has_room_for", None)  # of an Adapted, the object's own
+    return found is not None and getattr(found, "__func__", found) is not Policy.has_room_for
+
+
 def is_watching(policy: Policy) -> bool:
     """Returns whether a policy, or one that it forwards to, does anything when it is told of a saved tensor."""
     while isinstance(policy, Wrapper) and type(policy).watch is Wrapper.watch:

@@ -3,21 +3,27 @@
 Note: [compared at the end]
     To compare numbers on a GPU the host has to wait for all that the GPU was told before, and then the GPU waits for
     the host. So what was made is used at once, and a few of its elements are put aside. The callback that autograd runs
-    at the end of a pass compares all of them, and the host waits once for each device. A difference is an error of the
-    same pass, as it is on CPU; but its gradients have been computed already.
+    at the end of a pass has the device compare all of them, and copies the outcome while the host goes on. A difference
+    is an error of the same pass if the outcome is there by then. Else it is an error of whatever the Session is asked
+    next: the next backward pass, the report, and at the latest the first call of the next step, which waits for it.
+    Gradients have been computed by then, and an optimizer may have used them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from backstash.errors import RecomputedDifferentlyError
+from backstash.codecs.numbers import Numbers
+from backstash.errors import BackstashError, DamagedPlanesError, RecomputedDifferentlyError
 from backstash.ops.reference import bits_of
 from backstash.saved import TensorSpec
 from backstash.stash.sample import Sample
@@ -25,47 +31,67 @@ from backstash.torch_internals import at_end_of_backward, graph_task
 
 if TYPE_CHECKING:
     from backstash.stash.live import Live
+    from backstash.stash.recipes import Recipe
     from backstash.stash.value import Value
 
 AT_ONCE = frozenset({"cpu"})
 """Types of devices whose numbers the host can look at without waiting."""
 
-COMPUTED = "Gradients were computed from it before that was known: do not use those of this backward pass."
-"""What an error at the end of a pass says of its gradients."""
+COMPUTED = "Gradients were computed from it before that was known: do not use those of the backward pass that read it."
+"""What an error at or after the end of a pass says of its gradients."""
 
 
 class _Pass:
     """What is to be compared at the end of one backward pass. Its callback owns it, and dies with a pass that fails."""
 
-    __slots__ = ("__weakref__", "expected", "failed", "found", "streams")
+    __slots__ = ("__weakref__", "expected", "failed", "found", "outcomes", "streams")
 
-    def __init__(self) -> None:
+    def __init__(self, outcomes: deque[_Outcome]) -> None:
+        self.outcomes = outcomes
         self.found: list[Tensor] = []
         self.expected: list[Tensor] = []
         self.failed: list[Callable[[], str]] = []
         self.streams: set[torch.Stream] = set()  # on which the elements were copied
 
     def compare(self) -> None:
-        """Compares all samples with what was made.
-
-        Raises:
-            RecomputedDifferentlyError: one differs.
-        """
+        """Has all samples compared with what was made."""
         for stream in self.streams:
             torch.accelerator.current_stream(stream.device).wait_stream(stream)  # on the device; the host does not wait
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for at, found in enumerate(self.found):
             groups.setdefault((found.device, found.dtype), []).append(at)
-        unequal: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
-        for (device, _), members in groups.items():
+        for members in groups.values():
             found, expected = (torch.cat([group[at] for at in members]) for group in (self.found, self.expected))
-            unequal.setdefault(device, []).append((members, bits_of(found) != bits_of(expected)))
-        for of_device in unequal.values():
-            if torch.stack([different.any() for _, different in of_device]).any():  # the host waits here
-                members, different = next(pair for pair in of_device if pair[1].any())
-                ends = torch.tensor([self.found[at].numel() for at in members], device="cpu").cumsum(0)
-                first = int(different.long().argmax())
-                raise RecomputedDifferentlyError(self.failed[members[int((ends <= first).sum())]]())
+            ends = list(accumulate(self.found[at].numel() for at in members))
+            failed = [self.failed[at] for at in members]
+            self.outcomes.append(_outcome(bits_of(found) != bits_of(expected), ends, failed))
+
+
+class _Outcome(NamedTuple):
+    """What a comparison of many samples will tell.
+
+    Attributes:
+        numbers: whether anything differs, and the first element that does.
+        ends: behind which element each sample ends.
+        failed: of each, what is to be said of a difference.
+        error: the class of the error.
+    """
+
+    numbers: Numbers
+    ends: list[int]
+    failed: list[Callable[[], str]]
+    error: type[BackstashError] = RecomputedDifferentlyError
+
+    def check(self) -> None:
+        """Raises the error if a sample differs. The host waits if that is not known yet."""
+        differs, first = self.numbers.get()
+        if differs:
+            raise self.error(self.failed[bisect_right(self.ends, first)]())
+
+
+def _outcome(different: Tensor, ends: list[int], failed: list[Callable[[], str]]) -> _Outcome:
+    flags = different.view(torch.uint8)
+    return _Outcome(Numbers(torch.cat((flags.amax(0, keepdim=True), flags.argmax(0, keepdim=True)))), ends, failed)
 
 
 class Comparisons:
@@ -73,20 +99,37 @@ class Comparisons:
 
     def __init__(self) -> None:
         self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()
+        self._outcomes: deque[_Outcome] = deque()
+
+    def check(self, waits: bool = False) -> None:
+        """Looks at the outcomes of earlier passes, as far as the host has them.
+
+        Args:
+            waits: whether it waits for those that it has not.
+
+        Raises:
+            RecomputedDifferentlyError: a sample differs.
+            DamagedPlanesError: what was decoded is damaged.
+        """
+        while self._outcomes and (waits or self._outcomes[0].numbers.have_arrived()):
+            self._outcomes.popleft().check()
+
+    def _end(self, ours: _Pass) -> None:
+        ours.compare()
+        self.check()
 
     def takes(self, sample: Sample, whole: Tensor) -> bool:
-        """Whether the sample is to be compared later with that tensor, which a backward pass has just made."""
+        """Whether the sample is to be compared later with that tensor, which was just made."""
         return (
             whole.device.type not in AT_ONCE
             and isinstance(sample.bits, Tensor)
             and sample.allows is None
             and sample.bits.numel() > 0
             and whole.dtype is sample.bits.dtype
-            and graph_task() != -1
         )
 
     def add(self, sample: Sample, whole: Tensor, failed: Callable[[], str]) -> None:
-        """Compares at the end of the backward pass that runs.
+        """Compares at the end of the backward pass that runs, or now if none does. The host does not wait.
 
         Args:
             sample: one that :meth:`takes` allows.
@@ -96,20 +139,40 @@ class Comparisons:
         Raises:
             RecomputedDifferentlyError: the tensor is not even of the same size.
         """
-        number = graph_task()
-        ours = self._passes.get(number)
-        if ours is None:
-            ours = self._passes[number] = _Pass()
-            at_end_of_backward(ours.compare)
         assert isinstance(sample.bits, Tensor)
         found = sample.elements(whole)
         if found.shape != sample.bits.shape:
             raise RecomputedDifferentlyError(failed())
+        number = graph_task()
+        if number == -1:
+            self.add_different(bits_of(found) != bits_of(sample.bits), failed)
+            return
+        ours = self._passes.get(number)
+        if ours is None:
+            self.check()
+            ours = self._passes[number] = _Pass(self._outcomes)
+            at_end_of_backward(partial(self._end, ours))
         ours.found.append(found.clone())
         ours.expected.append(sample.bits)
         ours.failed.append(failed)
         if not whole.is_cpu:
             ours.streams.add(torch.accelerator.current_stream(whole.device))
+
+    def add_different(self, different: Tensor, failed: Callable[[], str]) -> None:
+        """Has it found out later whether anything is true in ``different``, [n], which is an error.
+
+        Args:
+            different: on an accelerator.
+            failed: what is to be said then.
+        """
+        self._outcomes.append(_outcome(different, [different.numel()], [failed]))
+        self.check()
+
+    def add_damage(self, flag: Tensor, failed: Callable[[], str]) -> None:
+        """Has it found out later whether what was decoded is damaged: whether ``flag``, [1], is not 0."""
+        outcome = _outcome(flag != 0, [1], [failed])
+        self._outcomes.append(outcome._replace(error=DamagedPlanesError))
+        self.check()
 
 
 def check_sample(value: Value, whole: Tensor) -> None:
@@ -126,6 +189,17 @@ def check_sample(value: Value, whole: Tensor) -> None:
         comparisons.add(sample, whole, partial(_distrusted, value.live, value.key, recipe.call.spec, None))
     elif sample.differs(whole):
         raise RecomputedDifferentlyError(_distrusted(value.live, value.key, recipe.call.spec, str(recipe)))
+
+
+def check_again(value: Value, recipe: Recipe, different: Tensor) -> None:
+    """Has an error raised if a recipe that was proven before makes other bits now.
+
+    Args:
+        value: what it makes.
+        recipe: the recipe.
+        different: which bits differ, on an accelerator.
+    """
+    value.live.comparisons.add_different(different, partial(_distrusted, value.live, value.key, recipe.call.spec, None))
 
 
 def _distrusted(live: Live, key: str, spec: TensorSpec, recipe: str | None) -> str:

@@ -14,14 +14,16 @@ from backstash.codecs import base
 from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.direct import Direct, MaskBits, Readable
+from backstash.codecs.numbers import deferring
 from backstash.errors import SavedTensorModifiedError
 from backstash.policies.base import Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash import fused
 from backstash.stash.buffers import SMALLEST, new_memory
 from backstash.stash.calls import Leaf, Memory
-from backstash.stash.comparing import check_sample
+from backstash.stash.comparing import COMPUTED, check_sample
 from backstash.stash.compiled import functions
+from backstash.stash.drafts import DraftedForm, make_certain
 from backstash.stash.leaves import guard_with
 from backstash.stash.value import Form, Saved, Value, version_of
 from backstash.torch_internals import in_backward, without_gradients
@@ -60,6 +62,7 @@ class StashedTensor:
                 found = None if read is None else read(encoded)
             else:
                 stored = value.form
+                make_certain(stored)
                 if stored is None or stored.mask != saved.mask or not _same_layout(stored.spec, self.spec):
                     return None
                 if form is MaskBits and base.mask_of(stored.codec) != saved.mask:
@@ -103,6 +106,7 @@ def thaw(value: Value) -> None:
         pass decodes or makes again is the value from then on, for all who read it.
     """
     form, recipe = value.form, value.recipe
+    make_certain(form)
     spec = None if form is None else form.spec
     is_whole = form is None or Need.VALUE in form.codec.preserves
     whole, buffers = dense(value, False, False).detach(), value.buffers
@@ -201,6 +205,7 @@ def _made(value: Value, owner: Any, ahead: bool, borrows: bool) -> Tensor:
     """The whole of a value, of which nothing is there that was decoded or remade before; see :func:`dense`."""
     form, buffers = value.form, value.buffers
     assert buffers is not None
+    make_certain(form)
     value.begin_round()
     started = time.perf_counter()
     if value.recipe is not None:
@@ -222,7 +227,11 @@ def _made(value: Value, owner: Any, ahead: bool, borrows: bool) -> Tensor:
         whole = _take(value, form.spec, decoded_dtype(form.codec, form.spec))
         encoded = planes(value, form)
         started = time.perf_counter()  # what was waited for is counted apart
-        form.codec.decode(encoded, whole)
+        if whole.is_cpu:
+            form.codec.decode(encoded, whole)
+        else:
+            with deferring(partial(_damaged, value)):
+                form.codec.decode(encoded, whole)
         # What is in no pool of buffers is held for the other readers.
         if (value.unread > 1 and whole.nbytes < SMALLEST) or (
             ahead and value.unread and value.live.may_hold(2 * whole.nbytes)
@@ -232,6 +241,11 @@ def _made(value: Value, owner: Any, ahead: bool, borrows: bool) -> Tensor:
     value.account.decode_seconds += time.perf_counter() - started
     value.account.decodes += 1
     return whole
+
+
+def _damaged(value: Value, flag: Tensor, message: str) -> None:
+    """Has an error name the value if it turns out that its planes are damaged."""
+    value.live.comparisons.add_damage(flag, partial("{}: {} {}".format, value.key, message, COMPUTED))
 
 
 def decoded_dtype(codec: Codec, spec: TensorSpec) -> torch.dtype:
@@ -383,7 +397,7 @@ def planes(value: Value, form: Form) -> Encoded:
         value.account.stall_seconds += seconds
     if value.live.watcher is not None:
         value.live.watcher.fetched(encoded)
-    return encoded
+    return form.cut(encoded) if type(form) is DraftedForm and form.cut is not None else encoded
 
 
 def fetch_reference(leaf: Leaf) -> Tensor:

@@ -18,12 +18,13 @@ from backstash.codecs.base import Codec, is_dense
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
-from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash
+from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash, knows_room
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash import compiled, looking, roots
 from backstash.stash.coders import coders
 from backstash.stash.compiled import laid_out
 from backstash.stash.decode import follow_original
+from backstash.stash.drafts import DraftedForm, Drafts
 from backstash.stash.live import Live
 from backstash.stash.looking import SPARED
 from backstash.stash.place import Place
@@ -50,12 +51,14 @@ class Encoder:
         only_keep: whether the policy is fixed and has said nothing but Keep in this step.
         is_looking: whether numbers are on their way to the host by which values of the next step will be judged.
         turns: numbers for the places, which are looked at again in turn (Note: [looks without waiting]).
+        drafts: what was encoded on an accelerator and is not known to be whole yet.
     """
 
     __slots__ = (
         "_knows_room",
         "_live",
         "_remaking",
+        "drafts",
         "is_fixed",
         "is_looking",
         "only_keep",
@@ -71,11 +74,13 @@ class Encoder:
         self._remaking = remaking
         self.is_fixed = policy.is_fixed
         self.turns = count()
-        self._knows_room = type(policy).has_room_for is not Policy.has_room_for
+        self.drafts = Drafts()
+        self._knows_room = knows_room(policy)
         self.only_keep, self.is_looking = self.is_fixed, False
 
     def begin_step(self) -> None:
         """Nothing was decided yet."""
+        self.drafts.look()
         self.only_keep, self.is_looking = self.is_fixed, False
 
     def encode(self, value: Value) -> None:
@@ -155,8 +160,8 @@ class Encoder:
         if place is not None and place.spared and place.declined is not None and place.declined[0] is action:
             place.spared -= 1
             form, reason = None, place.declined[1]
-        elif place is not None and not whole.is_cpu:
-            form, reason = looking.encoded(self, place, whole, facts, action, fresh)
+        elif strongest.place is not None and not whole.is_cpu:
+            form, reason = looking.encoded(self, strongest.place, whole, facts, action, fresh)
         else:
             form, reason = self.form(whole, facts, action, fresh)
             if place is not None:
@@ -176,6 +181,16 @@ class Encoder:
             self._live.prefetcher.put(form, facts.key)
         label = base.label(form.codec)
         self.release(value, fresh, facts, label, form.ticket.nbytes, why.removeprefix("; "), started, action.store)
+        if type(form) is DraftedForm:
+            self.drafts.add(value, form)
+
+    @property
+    def makes_drafts(self) -> bool:
+        """Whether values of an accelerator may take more than they need until it is known what they need.
+
+        Not under a plan, whose bytes are counted, nor while they are counted for one.
+        """
+        return not self._knows_room and self._live.watcher is None
 
     def releases_shape(self, place: Place) -> bool:
         """Whether the policy lets go of what was saved at that place, of which only the shape is read."""
@@ -282,7 +297,13 @@ class Encoder:
         self.policy.observe(outcome)
 
     def form(
-        self, x: Tensor, facts: SavedTensor, action: Stash, readers: list[Saved], first: int = -1
+        self,
+        x: Tensor,
+        facts: SavedTensor,
+        action: Stash,
+        readers: list[Saved],
+        looked: looking.Looked | None = None,
+        first: int = -1,
     ) -> tuple[Form | None, str]:
         """Encode with the first codec of the action that takes ``x``; else None and the last reason.
 
@@ -291,6 +312,7 @@ class Encoder:
             facts: about it.
             action: names the codecs and the store.
             readers: the saved tensors that read it.
+            looked: what is known of the codecs at the place; None where nothing is.
             first: the number of a codec that took such a value before, which is asked first and without a look.
         """
         store = self.stores.get(action.store)
@@ -315,7 +337,8 @@ class Encoder:
             if refusal is None:
                 try:
                     # Nobody else holds the memory, so it may become the plane: nothing is copied, nothing lives twice.
-                    encoded = base.adopt(codec, x)
+                    drafted = looked.draft(number, codec, x) if looked is not None and self.makes_drafts else None
+                    encoded = base.adopt(codec, x) if drafted is None else drafted[0].encoded
                 except CodecRefusedError as refused:  # only the full pass could tell
                     refusal = str(refused)
                 else:
@@ -325,6 +348,11 @@ class Encoder:
                     mask = facts.mask if facts.need is Need.SIGN else None
                     if self._live.watcher is not None:
                         self._live.watcher.storing(encoded)
+                    if drafted is not None:
+                        self.is_looking = True  # whether it has freed anything is not known yet
+                        return DraftedForm(codec, mask, drafted[0], store, x, drafted[1]), ""
+                    if looked is not None:
+                        looked.learn(number, codec, encoded)
                     return Form(codec, mask, encoded.spec, store, store.put(encoded)), ""
             reason = f"{base.label(codec)}: {refusal}"
         return None, reason

@@ -10,14 +10,15 @@ Note: [looks without waiting]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from backstash.codecs.base import flat, refuses_layout
+from backstash.codecs.base import Codec, Draft, Encoded, drafting, flat, refuses_layout
 from backstash.codecs.sample import Look, answered_by
 from backstash.policies.base import Stash
 from backstash.saved import SavedTensor, TensorSpec
+from backstash.stash.drafts import Drafted
 
 if TYPE_CHECKING:
     from backstash.stash.encode import Encoder
@@ -38,13 +39,41 @@ class Looked:
         action: the action whose codecs they are.
         taken: the number of the codec that takes the place's values; that of all codecs where none does.
         look: numbers on their way to the host; None where none are.
+        known: by its number, what an encoding of a codec has told (Note: [drafts] in drafts.py).
     """
 
-    __slots__ = ("action", "look", "taken")
+    __slots__ = ("_drafted", "action", "known", "look", "taken")
 
     def __init__(self, action: Stash) -> None:
         self.action, self.taken = action, 0
         self.look: Look | None = None
+        self.known: dict[int, Any] = {}
+        self._drafted: Drafted | None = None
+
+    def is_about(self, action: Stash) -> bool:
+        """Whether it is what is known of that action's codecs, whatever numbers are among their arguments."""
+        if self.action is not action and (_ids(self.action) != _ids(action) or self.action.store != action.store):
+            return False
+        self.action = action
+        return True
+
+    def draft(self, number: int, codec: Codec, x: Tensor) -> tuple[Draft, Drafted] | None:
+        """Drafts an encoding by the codec with that number. None if too little is known for a draft."""
+        makes = drafting(codec)
+        known = self.known.get(number)
+        if makes is None or known is None:
+            return None
+        if codec.bound is not None and self._drafted is not None:
+            self._drafted.judge()  # how much room there is decides whether a value is rounded
+        draft = makes.draft(x, known)
+        self._drafted = Drafted(draft, self, number)
+        return draft, self._drafted
+
+    def learn(self, number: int, codec: Codec, encoded: Encoded) -> None:
+        """Notes what an encoding has told."""
+        makes = drafting(codec)
+        if makes is not None:
+            self.known[number] = makes.known(encoded)
 
 
 def encoded(
@@ -59,7 +88,7 @@ def encoded(
         facts, action, readers: as for Encoder.form.
     """
     looked = place.looked
-    if looked is None or looked.action is not action:
+    if looked is None or not looked.is_about(action):
         looked = place.looked = Looked(action)
         return _all(encoder, place, looked, whole, facts, readers, 1 + next(encoder.turns) % PERIOD)
     is_renewed = looked.taken > 0 and not place.spared
@@ -72,7 +101,7 @@ def encoded(
     if place.declined is not None:
         return None, place.declined[1]
     place.spared = max(0, place.spared - 1)
-    form, reason = encoder.form(whole, facts, action, readers, looked.taken)
+    form, reason = encoder.form(whole, facts, action, readers, looked, looked.taken)
     _remember(place, looked, form, reason)
     return form, reason
 
@@ -87,10 +116,14 @@ def _all(
     spared: int,
 ) -> tuple[Form | None, str]:
     """Asks all codecs, and none of those that decline for so many steps."""
-    form, reason = encoder.form(whole, facts, looked.action, readers)
+    form, reason = encoder.form(whole, facts, looked.action, readers, looked)
     place.spared = spared
     _remember(place, looked, form, reason)
     return form, reason
+
+
+def _ids(action: Stash) -> list[str]:
+    return [codec.id for codec in action.codecs]
 
 
 def _remember(place: Place, looked: Looked, form: Form | None, reason: str) -> None:

@@ -26,12 +26,33 @@ def prove(recipe: Recipe, whole: Tensor) -> str:
     return ""
 
 
+def differing(recipe: Recipe, way: str, whole: Tensor) -> Tensor | None:
+    """Which bits of ``whole`` the recipe does not make in a way that has made them before. The host does not wait.
+
+    Args:
+        recipe: the recipe.
+        way: what :func:`prove` has answered.
+        whole: the value.
+
+    Returns:
+        A bool for each element, [n]; None if what it makes is not even as large.
+    """
+    with filled_memory(whole.device.type):
+        result = (recipe if way == "fused" else recipe.unfused()).run(fetch_unguarded)
+    return None if not _as_large(result, whole) else torch.ne(*(bits_of(_flat(x, whole)) for x in (result, whole)))
+
+
 def equals(result: Tensor, whole: Tensor) -> bool:
     """Whether what a recipe has made is all of a value, bit for bit."""
-    if result.dtype != whole.dtype or result.untyped_storage().nbytes() != whole.untyped_storage().nbytes():
-        return False
-    flat, expected = (x.as_strided((whole.numel(),), (1,), 0) for x in (result, whole))
-    return torch.equal(bits_of(flat), bits_of(expected))
+    return _as_large(result, whole) and torch.equal(*(bits_of(_flat(x, whole)) for x in (result, whole)))
+
+
+def _as_large(result: Tensor, whole: Tensor) -> bool:
+    return result.dtype == whole.dtype and result.untyped_storage().nbytes() == whole.untyped_storage().nbytes()
+
+
+def _flat(x: Tensor, whole: Tensor) -> Tensor:
+    return x.as_strided((whole.numel(),), (1,), 0)
 
 
 def prove_within(recipe: Recipe, whole: Tensor) -> str:

@@ -9,8 +9,8 @@ from backstash.errors import DamagedPlanesError
 from backstash.ops.formats import FORMATS, LEAST_SCALE, Format, groups, scale_ceiling
 from backstash.ops.layout import bytes_for, zvc_chunks
 from backstash.ops.reference.bits import bits_of, check_plane, unpack
-from backstash.ops.reference.sparse import zvc_damage, zvc_decode, zvc_encode
-from backstash.ops.table import IN_GRAPHS, dynamic_size, kernel
+from backstash.ops.reference.sparse import zvc_damage, zvc_decode, zvc_encode, zvc_encode_within
+from backstash.ops.table import IN_GRAPHS, ON_DEVICES, dynamic_size, kernel
 
 
 def _codes(x: Tensor, format: str, nonzero: bool = False) -> Tensor:
@@ -27,6 +27,15 @@ def _zvc_codes(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
         x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
         x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
         x.new_empty(dynamic_size(), dtype=FORMATS[format].dtype),
+    )
+
+
+def _zvc_codes_within(x: Tensor, format: str, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
+        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
+        x.new_empty(FORMATS[format].words(room), dtype=FORMATS[format].dtype),
+        x.new_empty(1, dtype=torch.int64),
     )
 
 
@@ -187,6 +196,18 @@ def zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor
     """Runs :func:`zvc_encode`, and :func:`minifloat_encode` on the values, none of which becomes zero."""
     mask, offsets, values = zvc_encode(x)
     return mask, offsets, minifloat_encode(values, format, True)
+
+
+@kernel("(Tensor x, str format, int room) -> (Tensor, Tensor, Tensor, Tensor)", _zvc_codes_within, without=ON_DEVICES)
+def zvc_minifloat_encode_within(x: Tensor, format: str, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`zvc_minifloat_encode`, but a plane with room for so many values, for which no host waits.
+
+    Returns:
+        mask and offsets; the codes of the first ``room`` values, and zeros where there are fewer; int64 [1], how many
+        values ``x`` has.
+    """
+    mask, offsets, values, count = zvc_encode_within(x, room)
+    return mask, offsets, minifloat_encode(values, format, True), count
 
 
 @kernel("(Tensor mask, Tensor offsets, Tensor values, str format, Tensor(a!) out) -> ()")

@@ -8,7 +8,7 @@ from torch import Tensor
 from backstash.errors import DamagedPlanesError
 from backstash.ops.layout import CSR_ROW, bytes_for, csr_rows, zvc_chunks
 from backstash.ops.reference.bits import bits_of, pack, per_chunk, unpack
-from backstash.ops.table import dynamic_size, kernel
+from backstash.ops.table import ON_DEVICES, dynamic_size, kernel
 
 
 def _zvc(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -16,6 +16,24 @@ def _zvc(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
         x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
         x.new_empty(dynamic_size()),
+    )
+
+
+def _zvc_within(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
+        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
+        x.new_empty(room),
+        x.new_empty(1, dtype=torch.int64),
+    )
+
+
+def _csr_within(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(room, dtype=torch.uint8),
+        x.new_empty(csr_rows(x.numel()) + 1, dtype=torch.int32),
+        x.new_empty(room),
+        x.new_empty(1, dtype=torch.int64),
     )
 
 
@@ -42,6 +60,49 @@ def zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     flags = bits_of(x) != 0
     counts = per_chunk(flags)
     return pack(flags.long(), 1), counts.cumsum(0) - counts, x[flags]
+
+
+@kernel("(Tensor x, int room) -> (Tensor, Tensor, Tensor, Tensor)", _zvc_within, without=ON_DEVICES)
+def zvc_encode_within(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`zvc_encode`, but a plane of values that has a given size, for which no host waits.
+
+    Args:
+        x: [n], 2, 4 or 8 bytes per element.
+        room: values that the plane has room for.
+
+    Returns:
+        mask and offsets; values [room], undefined behind the last value; int64 [1], how many values ``x`` has. If there
+        are more than ``room``, the plane lacks the last ones.
+    """
+    flags = bits_of(x) != 0
+    counts = per_chunk(flags)
+    (values,) = _gathered(flags, room, x)
+    return pack(flags.long(), 1), counts.cumsum(0) - counts, values, flags.sum(0, keepdim=True)
+
+
+def _gathered(flags: Tensor, room: int, *tensors: Tensor) -> list[Tensor]:
+    """Returns the first ``room`` elements of each tensor that have a flag, and zeros where there are fewer.
+
+    No size depends on the data, so the host does not wait for a device.
+    """
+    ranks = flags.cumsum(0) - 1
+    places = torch.where(flags & (ranks < room), ranks, room)  # one more place takes all the others
+    found = [x.new_zeros(room + 1) for x in tensors]
+    for gathered, x in zip(found, tensors, strict=True):
+        bits_of(gathered).scatter_(0, places, bits_of(x))
+    return [gathered[:room].clone() for gathered in found]
+
+
+def with_room(values: Tensor, room: int) -> Tensor:
+    """Returns the first ``room`` values, and zeros where there are fewer."""
+    found = values.new_zeros(room)
+    found[: values.numel()] = values[:room]
+    return found
+
+
+def count_of(values: Tensor) -> Tensor:
+    """Returns the number of values, int64 [1] where they are."""
+    return torch.full((1,), values.numel(), dtype=torch.int64, device=values.device)
 
 
 @kernel("(Tensor mask, Tensor offsets, Tensor values, Tensor(a!) out) -> ()")
@@ -82,6 +143,24 @@ def csr_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = torch.zeros(csr_rows(x.numel()) + 1, dtype=torch.int32, device=x.device)
     rows[1:] = torch.bincount(where // CSR_ROW, minlength=csr_rows(x.numel())).cumsum(0)
     return (where % CSR_ROW).to(torch.uint8), rows, x[where]
+
+
+@kernel("(Tensor x, int room) -> (Tensor, Tensor, Tensor, Tensor)", _csr_within, without=ON_DEVICES)
+def csr_encode_within(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`csr_encode`, but columns and values of a given size, for which no host waits.
+
+    Returns:
+        columns [room]; rows; values [room]; int64 [1], how many values ``x`` has. If there are more than ``room``, the
+        planes lack the last ones; behind the last one they are undefined.
+    """
+    flags = bits_of(x) != 0
+    padded = flags.new_zeros(csr_rows(x.numel()) * CSR_ROW)
+    padded[: x.numel()] = flags
+    rows = torch.zeros(csr_rows(x.numel()) + 1, dtype=torch.int32, device=x.device)
+    rows[1:] = padded.view(-1, CSR_ROW).sum(1).cumsum(0)
+    columns = torch.arange(x.numel(), device=x.device).remainder(CSR_ROW).to(torch.uint8)
+    columns, values = _gathered(flags, room, columns, x)
+    return columns, rows, values, flags.sum(0, keepdim=True)
 
 
 @kernel("(Tensor columns, Tensor rows, Tensor values, Tensor(a!) out) -> ()")

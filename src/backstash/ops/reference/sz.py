@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
+from backstash.ops.reference.sparse import count_of, with_room
 from backstash.ops.sz import (
     AXES,
     BINS,
@@ -27,7 +28,7 @@ from backstash.ops.sz import (
     fits,
     starts,
 )
-from backstash.ops.table import dynamic_size, kernel
+from backstash.ops.table import ON_DEVICES, dynamic_size, kernel
 
 _TOTAL = 1 << PRECISION
 _WORD = 16
@@ -136,6 +137,27 @@ def check(index: int, stream: Tensor, places: Tensor, values: Tensor) -> Tensor:
 def signed(value: int) -> int:
     """Returns the int64 that has the lowest 64 bits of ``value``."""
     return (value + 2**63) % 2**64 - 2**63
+
+
+def _planes_within(
+    x: Tensor,
+    table: Tensor,
+    step: float,
+    bound: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    rooms: list[int],
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(rooms[0], dtype=torch.int16),
+        x.new_empty(1 + 4 * chunks(x.numel(), blocks[3]), dtype=torch.int64),
+        x.new_empty(rooms[1], dtype=torch.int16),
+        x.new_empty(rooms[2]),
+        x.new_empty(3, dtype=torch.int64),
+    )
 
 
 @kernel(
@@ -254,6 +276,39 @@ def _laid_out(x: Tensor, count: int, chunk: int, steps: int, missing: int) -> Te
         part = x[i * chunk : (i + 1) * chunk]
         padded[i, : part.numel()] = part
     return padded.view(count, steps, LANES)
+
+
+@kernel(
+    "(Tensor x, Tensor table, float step, float bound, int base, int low, int axes, int[] blocks, int[] rooms, "
+    "float offset=0.) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _planes_within,
+    without=ON_DEVICES,
+)
+def sz_encode_within(
+    x: Tensor,
+    table: Tensor,
+    step: float,
+    bound: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    rooms: list[int],
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`sz_encode`, but planes of given sizes, for which no host waits.
+
+    Args:
+        rooms: elements that stream, places and values have room for. The other arguments are those of sz_encode.
+
+    Returns:
+        stream, index, places and values, undefined behind their last elements; int64 [3], how many elements stream,
+        places and values need. If one needs more than it has, the planes mean nothing.
+    """
+    stream, index, places, values = sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
+    sized = [with_room(plane, room) for plane, room in zip((stream, places, values), rooms, strict=True)]
+    sizes = torch.cat([count_of(plane) for plane in (stream, places, values)])
+    return sized[0], index, sized[1], sized[2], sizes
 
 
 def sz_damage() -> str:
@@ -380,3 +435,48 @@ def _decoded(streams: list[Tensor], table: Tensor, base: int, low: int, axes: in
         raise DamagedPlanesError(sz_damage())
     flat = codes.view(count, -1)[:, :chunk].reshape(-1)[:n]
     return restored(flat, axes, blocks)
+
+
+def _flag(
+    table: Tensor,
+    stream: Tensor,
+    index: Tensor,
+    places: Tensor,
+    values: Tensor,
+    step: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    out: Tensor,
+    offset: float = 0.0,
+) -> Tensor:
+    return out.new_empty(1, dtype=torch.int32)
+
+
+@kernel(
+    "(Tensor table, Tensor stream, Tensor index, Tensor places, Tensor values, float step, int base, int low, "
+    "int axes, int[] blocks, Tensor(a!) out, float offset=0.) -> Tensor",
+    _flag,
+    without=ON_DEVICES,
+)
+def sz_decode_flagged(
+    table: Tensor,
+    stream: Tensor,
+    index: Tensor,
+    places: Tensor,
+    values: Tensor,
+    step: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    out: Tensor,
+    offset: float = 0.0,
+) -> Tensor:
+    """As :func:`sz_decode`, but no host waits: returns int32 [1] where ``out`` is, not 0 if the planes are damaged."""
+    try:
+        sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out, offset)
+    except DamagedPlanesError:
+        return out.new_ones(1, dtype=torch.int32)
+    return out.new_zeros(1, dtype=torch.int32)

@@ -8,7 +8,8 @@ from torch import Tensor
 from backstash.errors import DamagedPlanesError
 from backstash.ops.layout import SZP_BLOCK, bytes_for, zvc_chunks
 from backstash.ops.reference.bits import bits_of, pack, per_chunk, unpack
-from backstash.ops.table import dynamic_size, kernel
+from backstash.ops.reference.sparse import count_of, with_room
+from backstash.ops.table import ON_DEVICES, dynamic_size, kernel
 
 SIGNED = 64
 """This bit of a block's width says that a word of signs follows the words of the magnitudes."""
@@ -26,6 +27,15 @@ def _planes(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
         x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
         x.new_empty(dynamic_size(), dtype=torch.int32),
+    )
+
+
+def _planes_within(x: Tensor, grid: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
+        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
+        x.new_empty(room, dtype=torch.int32),
+        x.new_empty(1, dtype=torch.int64),
     )
 
 
@@ -101,6 +111,18 @@ def szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     widths[_starts(4 * (headers.cumsum(0) - headers), blocks)] = (planes + SIGNED * signed).to(torch.uint8)
     words[is_header] = widths.view(torch.int32)
     return pack(flags.long(), 1), offsets, words
+
+
+@kernel("(Tensor x, Tensor grid, int room) -> (Tensor, Tensor, Tensor, Tensor)", _planes_within, without=ON_DEVICES)
+def szp_encode_within(x: Tensor, grid: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`szp_encode`, but a plane with room for so many words, for which no host waits.
+
+    Returns:
+        mask and offsets; words [room], undefined behind the last word; int64 [1], how many words ``x`` takes. If these
+        are more than ``room``, the plane lacks the last ones.
+    """
+    mask, offsets, words = szp_encode(x, grid)
+    return mask, offsets, with_room(words, room), count_of(words)
 
 
 @kernel("(Tensor mask, Tensor offsets, Tensor words, Tensor step, Tensor(a!) out) -> ()")

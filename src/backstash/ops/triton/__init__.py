@@ -10,7 +10,7 @@ before its index is compared with the size of its plane, whatever the planes say
 numbers, never to an access out of bounds.
 
 No launcher waits for the device, except ``sz_decode`` and the encoders whose results have a size that only the device
-knows (``zvc_encode_staged`` and its like do without). For the same reason decoding cannot raise for planes of the right
+knows (``zvc_encode_within`` and its like do without). For the same reason decoding cannot raise for planes of the right
 size and wrong contents, except in ``sz_decode``: the host checks the planes' sizes and nothing else.
 """
 

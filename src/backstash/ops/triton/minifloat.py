@@ -200,6 +200,7 @@ def zvc_minifloat_compact_kernel(
     offsets_ptr,
     values_ptr,
     numel,
+    room,
     HALF: tl.constexpr,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
@@ -215,12 +216,13 @@ def zvc_minifloat_compact_kernel(
     flags = (x != 0).to(tl.int32)
     offs_values = tl.load(offsets_ptr + tl.program_id(0)) + tl.cumsum(flags, axis=0) - flags
     code = minifloat_code(single_bits(x, HALF), True, MANTISSA, BIAS, BITS, TOP, SUBNORMALS)
+    mask = (flags != 0) & (offs_values < room)
     if FIELDS == 1:
-        tl.store(values_ptr + offs_values, code.to(values_ptr.dtype.element_ty), mask=flags != 0)
+        tl.store(values_ptr + offs_values, code.to(values_ptr.dtype.element_ty), mask=mask)
     else:
         # Two programs may have codes of one word; whichever comes first, the bits are the same.
         field = code << (offs_values % FIELDS * BITS).to(tl.int32)
-        tl.atomic_or(values_ptr + offs_values // FIELDS, field, mask=flags != 0, sem="relaxed")
+        tl.atomic_or(values_ptr + offs_values // FIELDS, field, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -332,8 +334,8 @@ def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_si
     launch(minifloat_scaled_decode_kernel, blocks_of(scales.numel(), constants["ROWS"]), *arguments, **constants)
 
 
-def zvc_minifloat_compact(x: Tensor, format: str, offsets: Tensor, values: Tensor) -> None:
-    """Fills ``values`` with codes of the elements that have any bit set. It has room, and zeros if FIELDS > 1."""
+def zvc_minifloat_compact(x: Tensor, format: str, offsets: Tensor, values: Tensor, room: int) -> None:
+    """Fills ``values`` with codes of the first ``room`` elements that have any bit set. It has zeros if FIELDS > 1."""
     launch(
         zvc_minifloat_compact_kernel,
         offsets.numel(),
@@ -341,6 +343,7 @@ def zvc_minifloat_compact(x: Tensor, format: str, offsets: Tensor, values: Tenso
         offsets,
         values,
         x.numel(),
+        room,
         CHUNK=ZVC_CHUNK,
         num_warps=ZVC_WARPS,
         **_format_constants(FORMATS[format], x.dtype),
@@ -354,9 +357,18 @@ def zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor
     """
     form = FORMATS[format]
     mask, offsets, count = zvc_masked(x)
-    values = x.new_zeros(form.words(int(count.item())), dtype=form.dtype)
-    zvc_minifloat_compact(x, format, offsets, values)
+    stored = int(count.item())
+    values = x.new_zeros(form.words(stored), dtype=form.dtype)
+    zvc_minifloat_compact(x, format, offsets, values, stored)
     return mask, offsets, values
+
+
+def zvc_minifloat_encode_within(x: Tensor, format: str, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`backstash.ops.reference.minifloat.zvc_minifloat_encode_within`. Never waits for the device."""
+    mask, offsets, count = zvc_masked(x)
+    values = x.new_zeros(FORMATS[format].words(room), dtype=FORMATS[format].dtype)
+    zvc_minifloat_compact(x, format, offsets, values, room)
+    return mask, offsets, values, count
 
 
 def zvc_minifloat_decode(mask: Tensor, offsets: Tensor, values: Tensor, format: str, out: Tensor) -> None:

@@ -28,13 +28,13 @@ def zvc_mask_kernel(x_ptr, mask_ptr, counts_ptr, numel, CHUNK_BYTES: tl.constexp
 
 
 @triton.jit
-def zvc_compact_kernel(x_ptr, offsets_ptr, values_ptr, numel, CHUNK: tl.constexpr):
-    """Second pass of ZVC, a program per chunk: stores its non-zero elements, from its offset on."""
+def zvc_compact_kernel(x_ptr, offsets_ptr, values_ptr, numel, room, CHUNK: tl.constexpr):
+    """Second pass of ZVC, a program per chunk: stores its non-zero elements, from its offset on, as far as ``room``."""
     offs_x = block_offsets(CHUNK)
     x = tl.load(x_ptr + offs_x, mask=offs_x < numel, other=0)
     flags = (x != 0).to(tl.int32)
-    rank = tl.cumsum(flags, axis=0) - flags
-    tl.store(values_ptr + tl.load(offsets_ptr + tl.program_id(0)) + rank, x, mask=flags != 0)
+    offs_values = tl.load(offsets_ptr + tl.program_id(0)) + tl.cumsum(flags, axis=0) - flags
+    tl.store(values_ptr + offs_values, x, mask=(flags != 0) & (offs_values < room))
 
 
 @triton.jit
@@ -59,16 +59,17 @@ def csr_count_kernel(x_ptr, counts_ptr, numel, ROWS: tl.constexpr, ROW: tl.const
 
 
 @triton.jit
-def csr_compact_kernel(x_ptr, rows_ptr, columns_ptr, values_ptr, numel, ROWS: tl.constexpr, ROW: tl.constexpr):
-    """Second pass of CSR: stores a row's non-zero elements and their columns, from the row's pointer on."""
+def csr_compact_kernel(x_ptr, rows_ptr, columns_ptr, values_ptr, numel, room, ROWS: tl.constexpr, ROW: tl.constexpr):
+    """Second pass of CSR: stores a row's non-zero elements and columns, from its pointer on, as far as ``room``."""
     offs_rows, offs_x = row_tile(ROWS, ROW)
     x = tl.load(x_ptr + offs_x, mask=offs_x < numel, other=0)
     flags = (x != 0).to(tl.int32)
     first = tl.load(rows_ptr + offs_rows, mask=offs_rows * ROW < numel, other=0).to(tl.int64)
     offs_values = first[:, None] + tl.cumsum(flags, axis=1) - flags
     columns = tl.broadcast_to(tl.arange(0, ROW)[None, :], [ROWS, ROW]).to(tl.uint8)
-    tl.store(columns_ptr + offs_values, columns, mask=flags != 0)
-    tl.store(values_ptr + offs_values, x, mask=flags != 0)
+    mask = (flags != 0) & (offs_values < room)
+    tl.store(columns_ptr + offs_values, columns, mask=mask)
+    tl.store(values_ptr + offs_values, x, mask=mask)
 
 
 @triton.jit
@@ -100,7 +101,7 @@ def zvc_masked(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _zvc_compact(x: Tensor, offsets: Tensor, values: Tensor) -> None:
-    """Runs ZVC's second pass: fills ``values``, which has room, with the elements that have any bit set."""
+    """Runs ZVC's second pass: fills ``values`` with the elements that have any bit set, as far as it has room."""
     kernel = zvc_compact_kernel
     launch(
         kernel,
@@ -109,6 +110,7 @@ def _zvc_compact(x: Tensor, offsets: Tensor, values: Tensor) -> None:
         offsets,
         bits_of(values),
         x.numel(),
+        values.numel(),
         CHUNK=ZVC_CHUNK,
         num_warps=ZVC_WARPS,
     )
@@ -119,7 +121,7 @@ def zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     **Waits for the device**, once, after the first of two passes: the size of the values plane depends on the data and
     the host allocates it. In return nothing but the planes themselves is allocated (and 8 bytes per chunk, twice).
-    :func:`zvc_encode_staged` does not wait, and takes room for all of ``x`` instead.
+    :func:`zvc_encode_within` does not wait.
 
     Args:
         x: [n], 2, 4 or 8 bytes per element.
@@ -134,22 +136,12 @@ def zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mask, offsets, values
 
 
-def zvc_encode_staged(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`zvc_encode`, but never waits for the device: the values go to the front of a buffer as large as ``x``.
-
-    Once the count has reached the host, ``staging[:count].clone()`` is the values plane.
-
-    Args:
-        x: [n], 2, 4 or 8 bytes per element.
-
-    Returns:
-        mask and offsets as :func:`zvc_encode` has them; staging [n] of ``x``'s dtype, written up to the count only;
-        the count of values, int64 [1] on the device.
-    """
+def zvc_encode_within(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`backstash.ops.reference.sparse.zvc_encode_within`. Never waits for the device."""
     mask, offsets, count = zvc_masked(x)
-    staging = torch.empty_like(x)
-    _zvc_compact(x, offsets, staging)
-    return mask, offsets, staging, count
+    values = x.new_empty(room)
+    _zvc_compact(x, offsets, values)
+    return mask, offsets, values, count
 
 
 def zvc_decode(mask: Tensor, offsets: Tensor, values: Tensor, out: Tensor) -> None:
@@ -193,7 +185,7 @@ def csr_counted(x: Tensor) -> Tensor:
 
 
 def csr_compact(x: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Runs CSR's second pass: fills ``columns`` and ``values``, which have room for what ``rows`` announces."""
+    """Runs CSR's second pass: fills ``columns`` and ``values``, as far as they have room."""
     launch(
         csr_compact_kernel,
         blocks_of(csr_rows(x.numel()), CSR_ROWS),
@@ -202,6 +194,7 @@ def csr_compact(x: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> Non
         columns,
         bits_of(values),
         x.numel(),
+        values.numel(),
         ROWS=CSR_ROWS,
         ROW=CSR_ROW,
         num_warps=ZVC_WARPS,
@@ -225,6 +218,14 @@ def csr_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     columns, values = x.new_empty(stored, dtype=torch.uint8), x.new_empty(stored)
     csr_compact(x, rows, columns, values)
     return columns, rows, values
+
+
+def csr_encode_within(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`backstash.ops.reference.sparse.csr_encode_within`. Never waits for the device."""
+    rows = csr_counted(x)
+    columns, values = x.new_empty(room, dtype=torch.uint8), x.new_empty(room)
+    csr_compact(x, rows, columns, values)
+    return columns, rows, values, rows[-1:].long()
 
 
 def csr_decode(columns: Tensor, rows: Tensor, values: Tensor, out: Tensor) -> None:

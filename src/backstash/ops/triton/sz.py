@@ -103,10 +103,11 @@ def sz_collect(
     places: Tensor,
     values: Tensor,
 ) -> None:
-    """Fills the planes, which have room, with what :func:`sz_encode_staged` has found, and the checksums."""
+    """Fills the planes, as far as they have room, with what :func:`sz_encode_staged` has found, and the checksums."""
     chunks, chunk = staging.shape[0], blocks[3]
     planes = stream, places, bits_of(values)
-    arguments = bits_of(x), staging, index, *planes, x.numel(), chunk, staging.shape[1]
+    rooms = stream.numel(), places.numel(), values.numel()
+    arguments = bits_of(x), staging, index, *planes, x.numel(), chunk, staging.shape[1], *rooms
     numbers = _numbers(step, bound, offset)
     launch(sz_collect_kernel, chunks, *arguments, *numbers, HALF=x.dtype == torch.float16, BLOCK=PIECE)
     _check_chunks(stream, places, values, index, index, x.numel(), chunk, verify=False)
@@ -147,6 +148,29 @@ def sz_encode(
     return stream, index, places, values
 
 
+def sz_encode_within(
+    x: Tensor,
+    table: Tensor,
+    step: float,
+    bound: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    rooms: list[int],
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`backstash.ops.reference.sz.sz_encode_within`. Never waits for the device."""
+    if x.dtype not in SMALL_FLOATS:
+        return reference.sz_encode_within(x, table, step, bound, base, low, axes, blocks, rooms, offset)
+    staging, index = sz_encode_staged(x, table, step, bound, base, low, axes, blocks, offset)
+    sizes = index[-4:-1].clone() if x.numel() else x.new_zeros(3, dtype=torch.int64)
+    stream, places = (x.new_empty(room, dtype=torch.int16) for room in rooms[:2])
+    values = x.new_empty(rooms[2])
+    sz_collect(x, step, bound, blocks, offset, staging, index, stream, places, values)
+    return stream, index, places, values, sizes
+
+
 def sz_decode_flagged(
     table: Tensor,
     stream: Tensor,
@@ -169,6 +193,10 @@ def sz_decode_flagged(
     Raises:
         DamagedPlanesError: a plane has the wrong size.
     """
+    if out.dtype not in SMALL_FLOATS or values.dtype != out.dtype:
+        return reference.sz_decode_flagged(
+            table, stream, index, places, values, step, base, low, axes, blocks, out, offset
+        )
     n, chunk = out.numel(), blocks[3]
     chunks, pieces = _pieces(n, chunk)
     sized = sz.fits(table.numel(), low) and index.numel() == 1 + 4 * chunks

@@ -321,6 +321,9 @@ def sz_collect_kernel(
     numel,
     chunk,
     slot,
+    stream_room,
+    places_room,
+    values_room,
     inverse: tl.float64,
     step: tl.float64,
     bound: tl.float64,
@@ -328,7 +331,7 @@ def sz_collect_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Stores a chunk's words, places and values where the index says."""
+    """Stores a chunk's words, places and values where the index says, as far as the planes have room."""
     pid = tl.program_id(0).to(tl.int64)
     n = tl.minimum(chunk, numel - pid * chunk).to(tl.int32)
     x_ptr += pid * chunk
@@ -338,20 +341,22 @@ def sz_collect_kernel(
     for first in range(0, words, BLOCK):
         offs = first + block
         copied = tl.load(staging_ptr + pid * slot + offs, mask=offs < words)
-        tl.store(stream_ptr + word + offs, copied, mask=offs < words)
+        tl.store(stream_ptr + word + offs, copied, mask=(offs < words) & (word + offs < stream_room))
     place, places_end = span_of(index_ptr, pid, 1)
     value = span_of(index_ptr, pid, 2)[0]
     if words == 0:
         for first in range(0, n, BLOCK):
             offs = first + block
-            tl.store(values_ptr + value + offs, tl.load(x_ptr + offs, mask=offs < n), mask=offs < n)
+            there = (offs < n) & (value + offs < values_room)
+            tl.store(values_ptr + value + offs, tl.load(x_ptr + offs, mask=offs < n), mask=there)
     elif places_end > place:
         for first in range(0, n, BLOCK):
             offs = first + block
             outlier = quantised(x_ptr, offs, offs < n, inverse, step, bound, offset, HALF)[1]
             flags = outlier.to(tl.int32)
             ranks = tl.cumsum(flags, axis=0) - flags
-            tl.store(places_ptr + place + ranks, offs.to(tl.int16), mask=outlier)
-            tl.store(values_ptr + value + ranks, tl.load(x_ptr + offs, mask=outlier), mask=outlier)
+            tl.store(places_ptr + place + ranks, offs.to(tl.int16), mask=outlier & (place + ranks < places_room))
+            there = outlier & (value + ranks < values_room)
+            tl.store(values_ptr + value + ranks, tl.load(x_ptr + offs, mask=outlier), mask=there)
             place += tl.sum(flags)
             value += tl.sum(flags)

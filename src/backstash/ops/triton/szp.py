@@ -102,14 +102,14 @@ def szp_encode_kernel(
 
 
 @triton.jit
-def szp_compact_kernel(staging_ptr, offsets_ptr, sizes_ptr, words_ptr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
-    """Moves a chunk's words from its slot to their place."""
+def szp_compact_kernel(staging_ptr, offsets_ptr, sizes_ptr, words_ptr, room, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+    """Moves a chunk's words from its slot to their place, as far as there is ``room``."""
     chunk = tl.program_id(0).to(tl.int64)
     first, size = tl.load(offsets_ptr + chunk), tl.load(sizes_ptr + chunk).to(tl.int32)
     for begin in range(0, size, BLOCK):
         offs_words = begin + tl.arange(0, BLOCK)
         words = tl.load(staging_ptr + chunk * SLOT + offs_words, mask=offs_words < size)
-        tl.store(words_ptr + first + offs_words, words, mask=offs_words < size)
+        tl.store(words_ptr + first + offs_words, words, mask=(offs_words < size) & (first + offs_words < room))
 
 
 @triton.jit
@@ -189,9 +189,9 @@ def szp_encode_staged(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def szp_compact(staging: Tensor, offsets: Tensor, sizes: Tensor, words: Tensor) -> None:
-    """Fills ``words``, which has room, with what :func:`szp_encode_staged` left in the slots."""
+    """Fills ``words`` with what :func:`szp_encode_staged` left in the slots, as far as it has room."""
     kernel = szp_compact_kernel
-    launch(kernel, sizes.numel(), staging, offsets, sizes, words, SLOT=SLOT, BLOCK=BLOCK)
+    launch(kernel, sizes.numel(), staging, offsets, sizes, words, words.numel(), SLOT=SLOT, BLOCK=BLOCK)
 
 
 def szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,6 +204,17 @@ def szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     words = x.new_empty(int(sizes.sum().item()), dtype=torch.int32)
     szp_compact(staging, offsets, sizes, words)
     return mask, offsets, words
+
+
+def szp_encode_within(x: Tensor, grid: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`backstash.ops.reference.szp.szp_encode_within`. Never waits for the device.
+
+    A buffer of SLOT words per chunk is allocated as well, until all is queued.
+    """
+    mask, offsets, staging, sizes = szp_encode_staged(x, grid)
+    words = x.new_empty(room, dtype=torch.int32)
+    szp_compact(staging, offsets, sizes, words)
+    return mask, offsets, words, sizes.sum(0, keepdim=True)
 
 
 def szp_decode(mask: Tensor, offsets: Tensor, words: Tensor, step: Tensor, out: Tensor) -> None:

@@ -128,6 +128,17 @@ def bound_for(sigma: float, norms: Tensor, share: float = 1.0, channels: Literal
             f"bound_for was given norms of which some are {loudest}, but it needs finite ones. Leave out steps whose "
             f"gradients overflow."
         )
+    return bound_of(sigma, loudest, share)
+
+
+def bound_of(sigma: float, loudest: float, share: float = 1.0) -> float:
+    """Returns the bound with which a weight gradient's error has the deviation ``sigma``.
+
+    Args:
+        sigma: the deviation.
+        loudest: the root mean square of the norms, or the largest of them.
+        share: as for :func:`bound_for`.
+    """
     scale = math.sqrt(share) * loudest
     return math.sqrt(3.0) * sigma / scale if scale > 0.0 else math.inf
 

@@ -23,7 +23,6 @@ class Reading:
         shares: the input's share of elements that are not zero, ``[channels]``.
         spread: how large the input's numbers are (see layers.Linear.spread).
         pattern: which of a sample of the input's elements are not zero (see layers.pattern).
-        applied: the bound within which the input was stored or remade.
         coarsest: no larger bound is allowed.
         limit: the bound with which the input's gradient is off by its share ``sigma``; infinity if it is not off.
         energy: 3 / bound**2 times the variance of the weight gradient's error, ``[output channels]``; None until
@@ -38,7 +37,6 @@ class Reading:
     shares: Tensor
     spread: Tensor
     pattern: Tensor
-    applied: float = 0.0
     coarsest: Tensor | float = math.inf
     limit: Tensor | float = math.inf
     energy: Tensor | None = None
@@ -49,7 +47,12 @@ class Reading:
 
     def keep_below(self, bound: Tensor) -> None:
         """Allow no bound above the given bound."""
-        self.coarsest = torch.minimum(torch.as_tensor(self.coarsest, device=bound.device), bound)
+        self.coarsest = smaller(self.coarsest, bound)
+
+
+def smaller(known: Tensor | float, found: Tensor) -> Tensor:
+    """Returns the smaller one, or NaN if one is that. Copies no number to a device, for which the host would wait."""
+    return torch.minimum(known, found) if isinstance(known, Tensor) else found.clamp(max=known)
 
 
 def collector(
@@ -78,13 +81,13 @@ def collector(
             coarsest = layer.coarsest(sigma, outgoing[0], weight_grad, weight)
             if coarsest is not None:
                 reading.keep_below(coarsest)
-                reading.limit = torch.minimum(torch.as_tensor(reading.limit, device=coarsest.device), coarsest)
+                reading.limit = smaller(reading.limit, coarsest)
             if exact is not None:
                 truth = layer.weight_gradient(grad, exact, torch.empty_like(weight_grad)).float()
                 error = (weight_grad.float() - truth).square().mean()
                 cosine = torch.cosine_similarity(weight_grad.float().flatten(), truth.flatten(), dim=0)
                 cosine = torch.where(error == 0, 1.0, cosine)  # which is 0 of two gradients without a direction
                 reading.error = error if reading.error is None else reading.error + error
-                reading.cosine = torch.minimum(torch.as_tensor(reading.cosine, device=cosine.device), cosine)
+                reading.cosine = smaller(reading.cosine, cosine)
 
     return collect

@@ -5,27 +5,29 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from backstash.codecs import Codec, Signed, Sz, Szp
+from backstash.codecs.numbers import Scalars
 from backstash.codecs.sz import KeptModel
 from backstash.errors import UnknownNameError
 from backstash.policies.base import Action, Outcome, Policy, Recompute, Sources, Stash
 from backstash.policies.comet.allotment import Allotment, Value, allot
-from backstash.policies.comet.bound import bound_for
+from backstash.policies.comet.bound import bound_of
 from backstash.policies.comet.collection import Reading, collector
 from backstash.policies.comet.layers import (
     LAYERS,
     WEIGHTS,
     layer_of,
     mean_gain,
-    overlap,
+    overlapping,
     pattern,
+    share_of,
     uses_running_statistics,
     weight_of,
 )
@@ -62,6 +64,88 @@ assumes that errors grow with the bound.
 
 _SMALLEST_INTERVAL = 4
 """Steps between collections, at least."""
+
+
+class _Traced(NamedTuple):
+    """A value in a collecting step, of which the host may not have the numbers yet.
+
+    Attributes:
+        readers: keys of its readers.
+        numel, share, spread: as in Value.
+        gains: for each value that it could be remade from, by key, the gain, and the counts of :func:`overlapping`.
+    """
+
+    readers: tuple[str, ...]
+    numel: int
+    share: Tensor
+    spread: Tensor
+    gains: dict[str, tuple[Tensor, tuple[Tensor, Tensor] | None]]
+
+
+class Finding(NamedTuple):
+    """The numbers of a Reading, with which a layer's bound is computed.
+
+    Attributes:
+        norm: root mean square of the norms of the output's gradient, over the channels.
+        momentum: mean magnitude of the weight's momentum; None without one.
+    """
+
+    norm: Any
+    magnitude: Any
+    momentum: Any
+    scale: Any
+    coarsest: Any
+    limit: Any
+    error: Any
+    cosine: Any
+
+
+class _Collected(NamedTuple):
+    """What a collecting step has found, on its way to the host.
+
+    Attributes:
+        step: the number of the step.
+        scalars: the numbers.
+        is_on_cpu: whether the host has them.
+        found: of each layer, by key; numbers of ``scalars``.
+        values: by key, as _Traced, with numbers of ``scalars``.
+        applied: keys of values and the bounds of their errors, in the order in which they were decided on.
+    """
+
+    step: int
+    scalars: Scalars
+    is_on_cpu: bool
+    found: dict[str, Finding]
+    values: dict[str, Any]
+    applied: list[tuple[str, float | None]]
+
+    def values_on_host(self) -> dict[str, tuple[tuple[str, ...], Value]]:
+        """Returns of each value, by its key, the keys of its readers, and the value without a bound."""
+        get = self.scalars.get
+
+        def gain_of(gain: Any, counts: Any) -> float:
+            share = 1.0 if counts is None else share_of(*map(get, counts))
+            return get(gain) * math.sqrt(share)
+
+        return {
+            key: (
+                readers,
+                Value(numel, get(share), get(spread), None, {source: gain_of(*each) for source, each in gains.items()}),
+            )
+            for key, (readers, numel, share, spread, gains) in self.values.items()
+        }
+
+    def errors(self, values: Mapping[str, tuple[tuple[str, ...], Value]]) -> dict[str, float]:
+        """Returns the bound within which the input of each layer was stored or remade, by the key of the input."""
+        bounds: dict[str, float] = {}
+        found: dict[str, float] = {}
+        for key, bound in self.applied:
+            if bound is None:  # made again of others
+                gains = values[key][1].gains
+                bound = math.hypot(*(gain * bounds.get(source, 0.0) for source, gain in gains.items()))
+            bounds[key] = bound
+            found |= dict.fromkeys(values[key][0] if key in values else (), bound)
+        return found
 
 
 class Comet(Policy):
@@ -161,10 +245,11 @@ class Comet(Policy):
         self._kept: dict[str, Kept] = {}
         self.allotment = Allotment()
         self._revision = object()  # another one after each collection
-        # Of the collecting step, by the value's key: the keys of its readers, and the value; the bound of its error.
-        self._values: dict[str, tuple[tuple[str, ...], Value]] = {}
-        self._applied: dict[str, float] = {}
+        # Of the collecting step: values by their keys; the bounds of their errors, None where others' bounds decide.
+        self._traced: dict[str, _Traced] = {}
+        self._applied: list[tuple[str, float | None]] = []
         self._readings: dict[str, Reading] = {}
+        self._collected: _Collected | None = None  # which the next step evaluates
         # Names of several layers, as modules that are called one by one have: no bound is that of all, so none has one.
         self._shared: set[str] = set()
         self._sampled: frozenset[str] = frozenset()
@@ -211,7 +296,7 @@ class Comet(Policy):
             return exact
         smallest = min(smallest, self.allotment.bounds.get(saved.key, smallest))
         if self._collecting:
-            self._apply(saved.key, smallest)
+            self._applied.append((saved.key, smallest))
         kept = self._kept.setdefault(saved.key, (KeptModel(), KeptModel()))
         bounded = Stash((*CODECS[self.codec](smallest, kept), *stash.codecs), stash.store)
         if not isinstance(exact, Recompute):
@@ -226,13 +311,12 @@ class Comet(Policy):
     def observe(self, outcome: Outcome) -> None:
         """In a collecting step, note the largest error of a value that will be remade."""
         key = outcome.saved.key
-        if not self._collecting or key not in self._applied:
+        if not self._collecting or all(key != applied for applied, _ in self._applied):
             return
         if outcome.codec == "recompute":
-            self._apply(key, 0.0)
+            self._applied.append((key, 0.0))
         elif outcome.codec == "recompute within":
-            gains = self._values[key][1].gains
-            self._apply(key, math.hypot(*(gain * self._applied.get(source, 0.0) for source, gain in gains.items())))
+            self._applied.append((key, None))
 
     def trace(self, saved: SavedTensor, readers: Sequence[SavedTensor], sources: Sources) -> None:
         """In a collecting step, note from which other values a value could be remade."""
@@ -243,32 +327,32 @@ class Comet(Policy):
         if reading is None or not all(key in self._readings for key in keys):
             return
         gains = {
-            source: mean_gain(gain, reading.shares) * math.sqrt(self._overlap(source, reading))
+            source: (mean_gain(gain, reading.shares), self._overlapping(source, reading))
             for source, gain in (sources() or {}).items()
         }
-        value = Value(saved.spec.numel, float(reading.shares.mean()), float(reading.spread), None, gains)
-        self._values[saved.key] = keys, value
+        self._traced[saved.key] = _Traced(keys, saved.spec.numel, reading.shares.mean(), reading.spread, gains)
 
-    def _overlap(self, source: str, reading: Reading) -> float:
-        """Returns the share of the elements read that can have an error of this source, because both are not zero."""
-        keys = self._values[source][0] if source in self._values else ()
-        return overlap(self._readings[keys[0]].pattern, reading.pattern) if keys else 1.0
-
-    def _apply(self, key: str, bound: float) -> None:
-        self._applied[key] = bound
-        for reader in self._values[key][0] if key in self._values else ():
-            self._readings[reader].applied = bound
+    def _overlapping(self, source: str, reading: Reading) -> tuple[Tensor, Tensor] | None:
+        """Counts the elements read that can have an error of this source, because both are not zero."""
+        keys = self._traced[source].readers if source in self._traced else ()
+        return overlapping(self._readings[keys[0]].pattern, reading.pattern) if keys else None
 
     def begin_step(self) -> None:
-        """Evaluate what the last step collected, and decide whether this step collects."""
-        if self._readings:
-            self._evaluate()
+        """Evaluate what the last step collected, and decide whether this step collects.
+
+        What an accelerator has computed is evaluated a step later, by when the host has the numbers without a wait.
+        """
+        collected, self._collected = self._collected, self._gather()
+        if self._collected is not None and self._collected.is_on_cpu:
+            collected, self._collected = self._collected, None
+        if collected is not None:
+            self._evaluate(collected)
         self._step += 1
-        self._collecting = self._step >= self._due
+        self._collecting = self._step >= self._due and self._collected is None
         bounded = sorted(self.bounds, key=lambda key: self._known[key].sampled)
         self._sampled = frozenset(bounded[: self.samples] if self._collecting else ())
         if self._collecting:
-            self._values, self._applied = {}, {}
+            self._traced, self._applied = {}, []
             self._momentum.watch(self._readings)
 
     def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
@@ -304,23 +388,65 @@ class Comet(Policy):
         bounds = [bound for key in readers if (bound := self._bound(key)) is not None]
         return min(bounds) if bounds and len(bounds) == len(readers) else None
 
-    def _evaluate(self) -> None:
+    def _gather(self) -> _Collected | None:
+        """Returns what the last step has collected; None if that is nothing, or if no backward has run."""
+        if not self._readings:
+            return None
         readings, self._readings = self._readings, {}
         self._revision = object()
-        complete = {
-            key: reading for key, reading in readings.items() if reading.energy is not None and key not in self._shared
+        scalars = Scalars()
+        found = {
+            key: Finding(*(None if number is None else scalars.add(number) for number in self._numbers(reading)))
+            for key, reading in readings.items()
+            if reading.energy is not None and key not in self._shared
         }
-        if not complete:  # no backward ran, so the next step collects
-            return
+        if not found:  # so the next step collects
+            return None
+        values = {
+            key: (
+                traced.readers,
+                traced.numel,
+                scalars.add(traced.share),
+                scalars.add(traced.spread),
+                {
+                    source: (scalars.add(gain), None if counts is None else tuple(map(scalars.add, counts)))
+                    for source, (gain, counts) in traced.gains.items()
+                },
+            )
+            for key, traced in self._traced.items()
+        }
+        is_on_cpu = scalars.is_on_cpu
+        scalars.send()
+        return _Collected(self._step, scalars, is_on_cpu, found, values, self._applied)
+
+    def _numbers(self, reading: Reading) -> tuple[Tensor | float | None, ...]:
+        """Returns the numbers of a Finding, wherever they are."""
+        assert reading.energy is not None
+        return (
+            reading.energy.double().sqrt().square().mean().sqrt(),
+            reading.magnitude,
+            self._momentum.mean_of(reading.parameter),
+            reading.scale,
+            reading.coarsest,
+            reading.limit,
+            reading.error,
+            reading.cosine,
+        )
+
+    def _evaluate(self, collected: _Collected) -> None:
+        values, get = collected.values_on_host(), collected.scalars.get
+        applied = collected.errors(values)
+        self._revision = object()
         before = self.bounds
         doubted = False
-        for key, reading in complete.items():
+        for key, finding in collected.found.items():
             layer = self._known.setdefault(key, Known())
             caution = layer.caution
-            self.history.append(self._update(key, layer, reading))
+            finding = Finding(*(None if number is None else get(number) for number in finding))
+            self.history.append(self._update(collected.step, key, layer, finding, applied.get(key, 0.0)))
             doubted |= layer.caution < caution
         self.allotment = allot(
-            {key: replace(value, bound=self._smallest_bound(keys)) for key, (keys, value) in self._values.items()}
+            {key: replace(value, bound=self._smallest_bound(keys)) for key, (keys, value) in values.items()}
         )
         moves = [max(bound / before[key], before[key] / bound) for key, bound in self.bounds.items() if key in before]
         if not moves or doubted:  # first or smaller bounds: the next step measures their effect
@@ -331,25 +457,31 @@ class Comet(Policy):
         self._interval = min(self._interval * 2, self.every) if is_steady else halved
         self._due = self._step + self._interval
 
-    def _update(self, key: str, layer: Known, reading: Reading) -> Record:
-        """Set the layer's bound by a reading, and return the record. If a number is not finite, the bound stays."""
-        assert reading.energy is not None
-        norms = reading.energy.double().sqrt()
-        norm = float(norms.square().mean().sqrt())
-        target = self.sigma * self._magnitude(layer, reading)
-        record = Record(self._step, key, layer.bound, target)
+    def _update(self, step: int, key: str, layer: Known, found: Finding, applied: float) -> Record:
+        """Set the layer's bound by what was found, and return the record. If a number is not finite, the bound stays.
+
+        Args:
+            step: the number of the step that collected it.
+            key: of the layer's input.
+            layer: what is known of the layer.
+            found: what was found, on the host.
+            applied: the bound within which the input was stored or remade.
+        """
+        norm = found.norm
+        target = self.sigma * self._magnitude(layer, found)
+        record = Record(step, key, layer.bound, target)
         if not (math.isfinite(norm) and math.isfinite(target)):
             return replace(record, note="its gradients are not finite: the bound stays")
-        if reading.applied:
-            passed = self.sigma * reading.applied / float(reading.limit)
-            record = replace(record, predicted=reading.applied * norm / math.sqrt(3), passed=passed)
-        if reading.error is not None:
-            layer.sampled = self._step
-            record = self._compare(layer, record, math.sqrt(float(reading.error)), float(reading.cosine))
+        if applied:
+            passed = self.sigma * applied / found.limit
+            record = replace(record, predicted=applied * norm / math.sqrt(3), passed=passed)
+        if found.error is not None:
+            layer.sampled = step
+            record = self._compare(layer, record, math.sqrt(found.error), found.cosine)
         if target == 0.0 or norm == 0.0:
             layer.bound = None
             return replace(record, bound=None, note="no gradient or no momentum: stored exactly")
-        bound = min(bound_for(target, norms) * layer.ratio, float(reading.coarsest)) * layer.caution
+        bound = min(bound_of(target, norm) * layer.ratio, found.coarsest) * layer.caution
         layer.bound = bound if 0.0 < bound < math.inf else None
         return replace(record, bound=layer.bound)
 
@@ -381,17 +513,17 @@ class Comet(Policy):
             )
         return replace(record, note=note)
 
-    def _magnitude(self, layer: Known, reading: Reading) -> float:
+    def _magnitude(self, layer: Known, found: Finding) -> float:
         """Returns the mean magnitude of the weight's momentum, or of its gradients if it has no momentum.
 
         See Note: [gradients on the way to the optimizer].
         """
-        if reading.scale is not None and 0.0 < float(reading.scale) < math.inf:
-            layer.scale = float(reading.scale)
-        momentum = self._momentum.of(reading.parameter)
-        if momentum is not None:
+        if found.scale is not None and 0.0 < found.scale < math.inf:
+            layer.scale = found.scale
+        if found.momentum is not None:
+            momentum: float = found.momentum
             return momentum / layer.scale
-        now = float(reading.magnitude)
+        now: float = found.magnitude
         if math.isfinite(now):
             layer.magnitude = now if layer.magnitude is None else (layer.magnitude + now) / 2
         return now if layer.magnitude is None else layer.magnitude

@@ -216,6 +216,20 @@ def pattern(x: Tensor) -> Tensor:
 def overlap(source: Tensor, read: Tensor) -> float:
     """Returns the share of the non-zero elements of a value that are not zero in one of its sources either.
 
+    See :func:`overlapping`, which does not wait for a device, for the arguments.
+    """
+    counts = overlapping(source, read)
+    return 1.0 if counts is None else share_of(*(int(count) for count in counts))
+
+
+def share_of(both: float, count: float) -> float:
+    """Returns the share from the counts of :func:`overlapping`; 1 if the value is zero everywhere."""
+    return both / count if count else 1.0
+
+
+def overlapping(source: Tensor, read: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Counts the non-zero elements of a value that are not zero in one of its sources either, and all of them.
+
     A residual sum behind a relu has the errors of the sum before it, but only where that one's relu let them through.
     Zeros of two such values coincide more often than chance would have it, so the shares of both do not tell this.
 
@@ -224,15 +238,14 @@ def overlap(source: Tensor, read: Tensor) -> float:
         read: that of the value.
 
     Returns:
-        The share; 1 if the shapes differ, so that positions cannot be compared, or if the value is zero everywhere.
+        The two counts; None if the shapes differ, so that positions cannot be compared.
     """
     if source.shape != read.shape:
-        return 1.0
-    count = int(read.count_nonzero())
-    return int((source & read).count_nonzero()) / count if count else 1.0
+        return None
+    return (source & read).count_nonzero(), read.count_nonzero()
 
 
-def mean_gain(gain: Tensor, shares: Tensor) -> float:
+def mean_gain(gain: Tensor, shares: Tensor) -> Tensor:
     """Returns the root mean square of a gain over the elements that are not zero.
 
     Args:
@@ -241,5 +254,5 @@ def mean_gain(gain: Tensor, shares: Tensor) -> float:
     """
     square = gain.square()
     if square.numel() != shares.numel():  # the reader sees the value through another view
-        return float(square.mean().sqrt())
-    return float(((square * shares).sum() / shares.sum().clamp(min=torch.finfo(shares.dtype).tiny)).sqrt())
+        return square.mean().sqrt()
+    return ((square * shares).sum() / shares.sum().clamp(min=torch.finfo(shares.dtype).tiny)).sqrt()

@@ -54,9 +54,14 @@ class Momentum:
 
     def of(self, parameter: nn.Parameter) -> float | None:
         """Returns the mean magnitude of the parameter's momentum as the optimizer has it, or None without one."""
+        mean = self.mean_of(parameter)
+        return None if mean is None else float(mean)
+
+    def mean_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """As :meth:`of`, without a wait for a device."""
         state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
         momentum = next((state[name] for name in _NAMES if isinstance(state.get(name), Tensor)), None)
-        return None if momentum is None else float(momentum.detach().abs().mean(dtype=torch.float32))
+        return None if momentum is None else momentum.detach().abs().mean(dtype=torch.float32)
 
     def _compare(self) -> None:
         readings, self._waiting = self._waiting, {}
