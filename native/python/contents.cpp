@@ -121,7 +121,9 @@ PyObject* argument(PyObject* contents, PyObject* x, PyObject* made, PyObject* sl
     const bool is_small = PyLong_AsLongLong(nbytes.get()) < smallest;
     const long long own_nbytes = is_small ? integer(x, s_nbytes) : 0;  // which may be more, of what is expanded
     if (PyErr_Occurred()) return nullptr;
-    if (is_small && own_nbytes < smallest) return hold_copy(x);
+    Owned is_here(is_small ? tensor_is_cpu(x) : nullptr);
+    if (PyErr_Occurred()) return nullptr;
+    if (is_small && own_nbytes < smallest && is_here.get() == Py_True) return hold_copy(x);
     const int simple = is_small ? 0 : is_no_parameter(parameters, x, cdata.get());
     if (simple < 0) return nullptr;
     if (!simple) return PyObject_CallMethodObjArgs(contents, s__argument, x, made, slot, nullptr);

@@ -419,11 +419,9 @@ def statistics_of(kwargs: Mapping[str, Any], result: Tensor) -> tuple[Held, Held
 
 
 def _statistic(packed: Any) -> Held | None:
-    """A saved statistic: a small one is held as it is; one that is going to be stored is copied."""
+    """A saved statistic, held as it is: it is a vector that nobody but autograd knows of."""
     if isinstance(packed, tuple):
         return Held(packed[0], packed[1])
     dense: Tensor | None = getattr(packed, "dense", None)
-    if dense is None:
-        return None
-    copy = dense.clone()
-    return Held(copy, copy._version)
+    # An alias is a use of the memory, so what is pending is not encoded beside it.
+    return None if dense is None else Held(dense.detach(), dense._version)
