@@ -134,6 +134,16 @@ def without_gradients(function: Callable[[], _T]) -> _T:
         set_grad_mode(before)
 
 
+_batch_norm: Callable[..., tuple[torch.Tensor, ...]] = find("_batch_norm_impl_index")
+
+
+def batch_norm_with_statistics(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A batch norm in training by the library that ``F.batch_norm`` takes, its mean and inverse standard deviation."""
+    return _batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5, torch.backends.cudnn.enabled)[:3]  # type: ignore[return-value]
+
+
 no_torch_function: Any = find("_C.DisableTorchFunction")
 """A context in which nobody sees the torch functions that are called."""
 

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from backstash.codecs.base import Encoded, flat
 from backstash.ops import backends
-from backstash.ops.layout import Activation, images, per_channel
+from backstash.ops.layout import Activation, Rounding, images, per_channel
+from backstash.ops.reference import bits_of
+from backstash.proofs import proofs
 from backstash.saved import TensorSpec
 from backstash.stash.calls import INPUT, Held, Leaf, Memory, View
+from backstash.torch_internals import batch_norm_with_statistics, no_torch_function, without_gradients
 
 if TYPE_CHECKING:
     from backstash.stash.calls import Call
@@ -61,12 +64,55 @@ def affine(
     layout = images(x)
     if layout is None or not per_channel(x.shape[1], mean, invstd, weight, bias):
         return None
+    rounding = _rounding(x.device, layout[1] == 1)
+    if not rounding:
+        return None
     result = out() if out is not None else None
     if result is None or TensorSpec.of(result) != spec:  # the memory is for what a later call converts the result to
         result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    kernel = backends.serving(spec.device.type).affine
-    kernel(x, mean, invstd, weight, bias, y, *(activation or _NOTHING), *layout, result, mask)
+    kernel, sample = backends.serving(spec.device.type).affine, recipe.sample
+    given = x, mean, invstd, weight, bias, y, *(activation or _NOTHING), *layout, result, mask, Rounding[rounding]
+    picked = None if sample is None or mask is not None else sample.room(result)
+    if sample is None or picked is None:
+        kernel(*given)
+    else:
+        kernel(*given, picked, sample.begin, sample.step)
+        sample.picked = picked
     return result
+
+
+def _rounding(device: torch.device, is_channels_last: bool) -> str:
+    """The name of the order in which a batch norm computes under the settings of the process; "" where none is known.
+
+    Note: [orders of a batch norm]
+        On x86 there is one. On an accelerator there may be one for each library and layout, so all are tried on a small
+        batch norm. Whether the one that is found is that of larger ones is left to the proof of each recipe.
+    """
+    if device.type == "cpu":
+        return Rounding.SCALED.name
+
+    def prove() -> str:
+        with no_torch_function():
+            return without_gradients(lambda: _matching(device, is_channels_last))
+
+    return proofs.ask("rounding", (device, is_channels_last), prove, device_type=device.type)
+
+
+def _matching(device: torch.device, is_channels_last: bool) -> str:
+    numbers = torch.arange(4 * 6 * 5 * 5, dtype=torch.float32, device=device)
+    layout = torch.channels_last if is_channels_last else torch.contiguous_format
+    x = (numbers.sin() * 3 + 1).view(4, 6, 5, 5).contiguous(memory_format=layout)
+    weight, bias = numbers[:6].cos() + 2, numbers[6:12].sin()
+    expected, mean, invstd = batch_norm_with_statistics(x, weight, bias)
+    sizes = images(x)
+    assert sizes is not None
+    for rounding in Rounding:
+        result = torch.empty_like(x)
+        given = x, mean, invstd, weight, bias, None, *_NOTHING, *sizes, result, None, rounding
+        backends.serving(device.type).affine(*given)
+        if torch.equal(bits_of(result), bits_of(expected)):
+            return rounding.name
+    return ""
 
 
 def has_form(recipe: Recipe) -> bool:

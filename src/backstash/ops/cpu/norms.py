@@ -11,7 +11,8 @@ from torch import Tensor
 
 from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import check_plane, threads_for
-from backstash.ops.layout import bytes_for
+from backstash.ops.layout import Rounding, bytes_for
+from backstash.ops.reference import norms as reference
 
 _lib: Any = library.functions(
     {
@@ -40,8 +41,15 @@ def affine(
     inner: int,
     out: Tensor,
     mask: Tensor | None = None,
+    rounding: int = Rounding.SCALED,
+    picked: Tensor | None = None,
+    begin: int = 0,
+    step: int = 1,
 ) -> None:
-    """See :func:`backstash.ops.reference.norms.affine`."""
+    """See :func:`backstash.ops.reference.norms.affine`. Other processors' roundings are left to the reference."""
+    if rounding != Rounding.SCALED:
+        given = x, mean, invstd, weight, bias, residual, activation, lo, hi, outer, inner, out, mask, rounding
+        return reference.affine(*given, picked, begin, step)
     channels = x.shape[1]
     scratch = torch.empty(2 * channels, dtype=torch.float32, device="cpu")
     pointers = _pointers(x, residual, mean, invstd, weight, bias, scratch)
@@ -49,6 +57,9 @@ def affine(
         check_plane("affine", "mask", mask, bytes_for(x.numel(), 1))
     numbers = outer, channels, inner, activation, lo, hi
     _lib.bs_affine(*pointers, *numbers, *_pointers(mask, out), threads_for(x.numel() * 4))
+    if picked is not None:
+        reference.pick(out, picked, begin, step)
+    return None
 
 
 def batch_norm_channels(
