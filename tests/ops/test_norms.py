@@ -126,6 +126,12 @@ def test_other_roundings_and_what_is_picked() -> None:
             ops.affine(*given, out, None, rounding, picked, 2, 14)
             assert same(picked, out.flatten()[2 : 2 + 64 * 14 : 14].clone())
         assert same(outs[0].flatten(), outs[1].flatten())
+        normed, sums = torch.empty_like(x), [torch.empty_like(x) for _ in range(3)]
+        reference.affine(x, bias, weight.abs(), mean, None, None, *NOTHING, *images(x), normed, None, rounding)
+        reference.affine(*given[:5], normed, *given[6:], sums[0], None, rounding)
+        for ops, out in ((cpu, sums[1]), (reference, sums[2])):
+            ops.affine(*given[:5], x, *given[6:], out, None, rounding, None, 0, 1, bias, weight.abs(), mean, None)
+            assert same(out.flatten(), sums[0].flatten())
         scale, mean_of = (invstd.abs() * weight).view(-1, 1, 1), mean.view(-1, 1, 1)
         torch.testing.assert_close(outs[0], torch.relu((x - mean_of) * scale + bias.view(-1, 1, 1)))
         found.append(outs[0])
@@ -148,6 +154,7 @@ def test_affine_on_triton(rounding: Rounding) -> None:
             ((weight, None, None, *ACTIVATIONS["relu6"][0]), None),
             ((None, bias, residual, *ACTIVATIONS["leaky_relu"][0]), None),
         ):
+            of_residual = (bias, invstd.abs(), weight, None) if of_mask is None and given[2] is not None else ()
             step = max(1, x.numel() // 64)
             picks = min(64, -(-(x.numel() - step + 1) // step))
             results = []
@@ -156,10 +163,11 @@ def test_affine_on_triton(rounding: Rounding) -> None:
                 moved = [each.to(device) if isinstance(each, Tensor) else each for each in arguments]
                 out, picked = torch.empty_like(moved[0]), torch.empty(picks, device=device)
                 plane = None if of_mask is None else of_mask.to(device)
-                ops.affine(*moved, *images(x), out, plane, rounding, picked, step - 1, step)
+                second = [None if each is None else each.to(device) for each in of_residual]
+                ops.affine(*moved, *images(x), out, plane, rounding, picked, step - 1, step, *second)
                 results.append((out.cpu(), picked.cpu()))
                 again = torch.empty_like(out)
-                ops.affine(*moved, *images(x), again, plane, rounding)
+                ops.affine(*moved, *images(x), again, plane, rounding, None, 0, 1, *second)
                 assert torch.equal(bits(again), bits(out))
             (out, picked), (expected, of_reference) = results
             assert out.stride() == expected.stride() and torch.equal(bits(out), bits(expected)), (shape, layout)

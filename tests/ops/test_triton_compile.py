@@ -125,7 +125,7 @@ def calls() -> Iterator[Call]:
     x, vector = torch.empty(4, 16, 8, 8, device="meta"), flat(torch.float32, 16)
     mask, picked = flat(torch.uint8, bytes_for(N, 1)), flat(torch.float32, 64)
     for rounding in Rounding:
-        yield norms.affine, (x, *[vector] * 4, x, 1, 0.0, 6.0, 4, 64, x, None, rounding, picked, 3, 64)
+        yield norms.affine, (x, *[vector] * 4, x, 1, 0.0, 6.0, 4, 64, x, None, rounding, picked, 3, 64, *[vector] * 4)
         yield norms.affine, (x, *[vector] * 2, None, None, None, 2, 0.1, 0.0, 4, 64, x, mask, rounding)
     x = torch.empty(2, 2**30, 2, device="meta")
     yield norms.affine, (x, *[flat(torch.float32, 2**30)] * 4, None, 0, 0.0, 0.0, 2, 2, x)

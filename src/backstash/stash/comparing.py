@@ -58,7 +58,8 @@ class _Pass:
             groups.setdefault((found.device, found.dtype), []).append(at)
         unequal: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
         for (device, _), members in groups.items():
-            found, expected = (torch.cat([group[at] for at in members]) for group in (self.found, self.expected))
+            parts = [group[at] for group in (self.found, self.expected) for at in members]
+            found, expected = torch.cat(parts).chunk(2)
             unequal.setdefault(device, []).append((members, bits_of(found) != bits_of(expected)))
         for of_device in unequal.values():
             if torch.stack([different.any() for _, different in of_device]).any():  # the host waits here

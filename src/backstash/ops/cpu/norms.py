@@ -45,11 +45,16 @@ def affine(
     picked: Tensor | None = None,
     begin: int = 0,
     step: int = 1,
+    residual_mean: Tensor | None = None,
+    residual_invstd: Tensor | None = None,
+    residual_weight: Tensor | None = None,
+    residual_bias: Tensor | None = None,
 ) -> None:
-    """See :func:`backstash.ops.reference.norms.affine`. Other processors' roundings are left to the reference."""
-    if rounding != Rounding.SCALED:
+    """See :func:`backstash.ops.reference.norms.affine`, to which other roundings and two norms in one are left."""
+    if rounding != Rounding.SCALED or residual_mean is not None:
         given = x, mean, invstd, weight, bias, residual, activation, lo, hi, outer, inner, out, mask, rounding
-        return reference.affine(*given, picked, begin, step)
+        of_residual = residual_mean, residual_invstd, residual_weight, residual_bias
+        return reference.affine(*given, picked, begin, step, *of_residual)
     channels = x.shape[1]
     scratch = torch.empty(2 * channels, dtype=torch.float32, device="cpu")
     pointers = _pointers(x, residual, mean, invstd, weight, bias, scratch)

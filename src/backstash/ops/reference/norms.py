@@ -66,7 +66,8 @@ def _spread(vector: Tensor, x: Tensor) -> Tensor:
 @kernel(
     "(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, Tensor? residual, int activation, "
     "float lo, float hi, int outer, int inner, Tensor(a!) out, Tensor? mask=None, int rounding=0, "
-    "Tensor(b!)? picked=None, int begin=0, int step=1) -> ()",
+    "Tensor(b!)? picked=None, int begin=0, int step=1, Tensor? residual_mean=None, Tensor? residual_invstd=None, "
+    "Tensor? residual_weight=None, Tensor? residual_bias=None) -> ()",
     check=check_images,
     fallback=_FALLBACK,
 )
@@ -88,6 +89,10 @@ def affine(
     picked: Tensor | None = None,
     begin: int = 0,
     step: int = 1,
+    residual_mean: Tensor | None = None,
+    residual_invstd: Tensor | None = None,
+    residual_weight: Tensor | None = None,
+    residual_bias: Tensor | None = None,
 ) -> None:
     """Fills ``out`` with ``activation(batch_norm(x) [+ residual])`` from the statistics that batch norm saved.
 
@@ -104,8 +109,12 @@ def affine(
         rounding: code of a :class:`backstash.ops.layout.Rounding`.
         picked: float32 [n], which is filled with elements of ``out``, in memory order.
         begin, step: which is the first of these, and how far they are apart.
+        residual_mean, residual_invstd, residual_weight, residual_bias: where ``residual`` is the input of a batch norm
+            whose result is added.
     """
-    y = _normalized(x, mean, invstd, weight, torch.zeros_like(mean) if bias is None else bias, rounding)
+    y = _normalized(x, mean, invstd, weight, bias, rounding)
+    if residual is not None and residual_mean is not None and residual_invstd is not None:
+        residual = _normalized(residual, residual_mean, residual_invstd, residual_weight, residual_bias, rounding)
     if residual is not None:
         y = y + residual
     out.copy_(_activated(y, activation, lo, hi))
@@ -121,7 +130,10 @@ def pick(out: Tensor, picked: Tensor, begin: int, step: int) -> None:
     picked.copy_(out.as_strided((picked.numel(),), (step,), int(out.storage_offset()) + begin))
 
 
-def _normalized(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor, rounding: int) -> Tensor:
+def _normalized(
+    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None, rounding: int
+) -> Tensor:
+    bias = torch.zeros_like(mean) if bias is None else bias
     scale = invstd if weight is None else invstd * weight
     if rounding == Rounding.SCALED:
         return fused(x, _spread(scale, x), _spread(fused(-mean, scale, bias), x))

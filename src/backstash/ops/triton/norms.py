@@ -24,6 +24,25 @@ TINY = tl.constexpr(2.0**-126)
 
 
 @triton.jit
+def normalized(x, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, channel, valid, ROUNDING: tl.constexpr):
+    """Returns the batch norm of elements of these channels."""
+    mean = tl.load(mean_ptr + channel, mask=valid, other=0.0)
+    invstd = tl.load(invstd_ptr + channel, mask=valid, other=0.0)
+    weight = 1.0 if weight_ptr is None else tl.load(weight_ptr + channel, mask=valid, other=0.0)
+    bias = tl.zeros_like(x) if bias_ptr is None else tl.load(bias_ptr + channel, mask=valid, other=0.0)
+    if ROUNDING == SCALED:
+        scale = invstd * weight
+        y = tl.fma(x, scale, tl.fma(-mean, scale, bias))
+    elif ROUNDING == WEIGHTED:
+        y = tl.fma(weight * (x - mean), invstd, bias)
+    elif ROUNDING == NORMALIZED:
+        y = tl.fma((x - mean) * invstd, tl.zeros_like(x) + weight, bias)
+    else:
+        y = tl.fma(x - mean, invstd * weight, bias)
+    return y
+
+
+@triton.jit
 def affine_kernel(
     x_ptr,
     mean_ptr,
@@ -31,6 +50,10 @@ def affine_kernel(
     weight_ptr,
     bias_ptr,
     residual_ptr,
+    mean2_ptr,
+    invstd2_ptr,
+    weight2_ptr,
+    bias2_ptr,
     mask_ptr,
     out_ptr,
     picked_ptr,
@@ -60,21 +83,12 @@ def affine_kernel(
     index = offs if WIDE else offs.to(tl.int32)
     channel = index // inner % channels
     x = tl.load(x_ptr + offs, mask=valid, other=0.0)
-    mean = tl.load(mean_ptr + channel, mask=valid, other=0.0)
-    invstd = tl.load(invstd_ptr + channel, mask=valid, other=0.0)
-    weight = 1.0 if weight_ptr is None else tl.load(weight_ptr + channel, mask=valid, other=0.0)
-    bias = tl.zeros_like(x) if bias_ptr is None else tl.load(bias_ptr + channel, mask=valid, other=0.0)
-    if ROUNDING == SCALED:
-        scale = invstd * weight
-        y = tl.fma(x, scale, tl.fma(-mean, scale, bias))
-    elif ROUNDING == WEIGHTED:
-        y = tl.fma(weight * (x - mean), invstd, bias)
-    elif ROUNDING == NORMALIZED:
-        y = tl.fma((x - mean) * invstd, tl.zeros_like(x) + weight, bias)
-    else:
-        y = tl.fma(x - mean, invstd * weight, bias)
+    y = normalized(x, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, channel, valid, ROUNDING)
     if residual_ptr is not None:
-        y += tl.load(residual_ptr + offs, mask=valid, other=0.0)
+        added = tl.load(residual_ptr + offs, mask=valid, other=0.0)
+        if mean2_ptr is not None:
+            added = normalized(added, mean2_ptr, invstd2_ptr, weight2_ptr, bias2_ptr, channel, valid, ROUNDING)
+        y += added
     if ACTIVATION == CLAMP:
         y = tl.where(y < lo, lo, y)
         y = tl.where(y > hi, hi, y)
@@ -108,6 +122,10 @@ def affine(
     picked: Tensor | None = None,
     begin: int = 0,
     step: int = 1,
+    residual_mean: Tensor | None = None,
+    residual_invstd: Tensor | None = None,
+    residual_weight: Tensor | None = None,
+    residual_bias: Tensor | None = None,
 ) -> None:
     """See :func:`backstash.ops.reference.norms.affine`. At most ``BLOCK`` elements are picked.
 
@@ -127,6 +145,10 @@ def affine(
         weight,
         bias,
         residual,
+        residual_mean,
+        residual_invstd,
+        residual_weight,
+        residual_bias,
         mask,
         out,
         picked,
