@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import backstash as bs
 from backstash.errors import RecomputedDifferentlyError
 from backstash.ops import backends
 from backstash.ops.layout import Rounding
@@ -104,3 +106,35 @@ def test_samples_lie_many_in_one_allocation_that_is_freed_with_them() -> None:
     slabs = {weakref.ref(each.slab) for each in samples}
     del samples
     assert all(slab() is None for slab in slabs)
+
+
+class _CastUp(torch.nn.Module):
+    """Exponentials of what autocast has cast down: autocast has these in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.linears:
+            y = linear(x)
+            x = y * torch.exp(y)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("casts", [[True] * 6, [True, True, True, False, False, False, True, True]])
+def test_what_autocast_has_made_is_made_again_under_autocast(casts: list[bool]) -> None:
+    torch.manual_seed(0)
+    model = _CastUp().to("fake")
+    x, session = torch.randn(64, 32).to("fake"), bs.Session("lossless", model=model, min_nbytes=256)
+    for cast in casts:
+        found = []
+        for opened in (None, session):
+            model.zero_grad()
+            with opened or nullcontext(), torch.autocast("fake", torch.bfloat16, enabled=cast):
+                loss = model(x)
+            loss.backward()
+            found.append([parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None])
+        assert same_bits(*found)
+        recomputed = [account for account in session._forward.step.accounts if account.codec == "recompute"]
+        assert len(recomputed) >= 4

@@ -17,7 +17,7 @@ from backstash.stash.calls import CHANGED, Call, CallPlace, Content, Group, Held
 from backstash.stash.compiled import is_odd
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.patterns import Pattern, Slot
-from backstash.torch_internals import any_autocast, without_gradients
+from backstash.torch_internals import autocast_of, without_gradients
 
 if TYPE_CHECKING:
     from backstash.stash.noting import Noting
@@ -170,7 +170,8 @@ class Contents:
         storage: torch.UntypedStorage,
     ) -> Call | None:
         """The call if it is like the one that was noted at its place before, else None."""
-        if any_autocast() or settings(pattern.result.device.type) is not pattern.call.settings:
+        device_type = pattern.result.device.type
+        if settings(device_type) is not pattern.call.settings or autocast_of(device_type) != pattern.call.autocast:
             return None
         tensors = patterns.fitting(pattern, args, kwargs, result, storage)
         if tensors is None:
