@@ -121,7 +121,9 @@ PyObject* argument(PyObject* contents, PyObject* x, PyObject* made, PyObject* sl
     const bool is_small = PyLong_AsLongLong(nbytes.get()) < smallest;
     const long long own_nbytes = is_small ? integer(x, s_nbytes) : 0;  // which may be more, of what is expanded
     if (PyErr_Occurred()) return nullptr;
-    if (is_small && own_nbytes < smallest) return hold_copy(x);
+    Owned is_here(is_small ? tensor_is_cpu(x) : nullptr);
+    if (PyErr_Occurred()) return nullptr;
+    if (is_small && own_nbytes < smallest && is_here.get() == Py_True) return hold_copy(x);
     const int simple = is_small ? 0 : is_no_parameter(parameters, x, cdata.get());
     if (simple < 0) return nullptr;
     if (!simple) return PyObject_CallMethodObjArgs(contents, s__argument, x, made, slot, nullptr);
@@ -136,10 +138,10 @@ PyObject* call_again(PyObject* like, PyObject* inputs, PyObject* statistics, PyO
     if (made == nullptr) return nullptr;
     const auto& at_ = layout::call;
     for (Py_ssize_t same : {at_.name, at_.function, at_.args, at_.kwargs, at_.spec, at_.in_place, at_.settings,
-                            at_.output, at_.is_cheap})
+                            at_.autocast, at_.output, at_.is_cheap})
         set(made, same, at(like, same));
     static PyObject* nothing = PyTuple_New(0);
-    for (Py_ssize_t none : {at_.autocast, at_.random_state, at_.group, at_.saved}) set(made, none, Py_None);
+    for (Py_ssize_t none : {at_.random_state, at_.group, at_.saved}) set(made, none, Py_None);
     set(made, at_.needs_grad, nothing);
     set(made, at_.is_proven, Py_False);
     set(made, at_.inputs, inputs);
@@ -149,11 +151,20 @@ PyObject* call_again(PyObject* like, PyObject* inputs, PyObject* statistics, PyO
     return made;
 }
 
+// Whether autocast is what it was for a call: 1 or 0, or -1 with an error set.
+int has_autocast(PyObject* like, PyObject* spec) {
+    PyObject* known = at(like, layout::call.autocast);
+    Owned is_any(PyObject_CallNoArgs(any_autocast));
+    if (!is_any || is_any.get() == Py_False) return is_any ? known == Py_None : -1;
+    Owned type(PyObject_GetAttr(at(spec, layout::spec.device), s_type));
+    Owned now(type ? PyObject_CallFunctionObjArgs(autocast_of, type.get(), nullptr) : nullptr);
+    return now ? PyObject_RichCompareBool(now.get(), known, Py_EQ) : -1;
+}
+
 // Whether the settings of the process are those of the pattern: 1 or 0, or -1 with an error set.
 int has_settings(PyObject* like, PyObject* spec) {
-    Owned autocast(PyObject_CallNoArgs(any_autocast));
-    if (!autocast || autocast.get() == Py_True) return autocast ? 0 : -1;
-    return are_settings(at(like, layout::call.settings), at(spec, layout::spec.device));
+    const int same = has_autocast(like, spec);
+    return same <= 0 ? same : are_settings(at(like, layout::call.settings), at(spec, layout::spec.device));
 }
 
 // Whether it is a result that is noted, strided and of floating-point numbers: 1 or 0, or -1 with an error set.

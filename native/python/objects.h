@@ -14,7 +14,7 @@ namespace backstash {
     X(tensor_type) X(parameter_type) X(strided) X(no_function) X(count_modes) X(running_node) X(functorch_level) \
     X(is_jit_tracing) X(count_dispatch_modes) X(has_tracing_mode) X(has_replacing_mode) X(is_grad_enabled) \
     X(read_reference) X(hold_traced) X(held_parameter) X(slot_type) X(storage_use_count) X(getrefcount) \
-    X(any_autocast) X(need_shape) X(need_value) X(no_errors) X(op_of_node) X(scalar_of) X(node_attributes) \
+    X(any_autocast) X(autocast_of) X(weight_copies) X(need_shape) X(need_value) X(no_errors) X(op_of_node) X(scalar_of) X(node_attributes) \
     X(make_node_attributes) X(forward_type) X(session_type) X(statistics_of) X(storage_type) X(settings_readers) \
     X(repeating_module) X(overwriting) X(input_marker) X(fused_module) X(activations) X(memory_of) X(fetch_function) \
     X(fetch_reference) X(check_sample) X(make_shared) X(make_dense) X(decode_reference) X(claim_saved) X(has_direct) \

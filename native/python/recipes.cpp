@@ -155,6 +155,7 @@ PyObject* make_recipe(PyObject* call, PyObject* inputs) {
     set(recipe.get(), layout::recipe.first_use, Py_None);
     set(recipe.get(), layout::recipe.leaves, leaves.get());
     set(recipe.get(), layout::recipe.references, nothing);
+    set(recipe.get(), layout::recipe.sample, Py_None);
     set(recipe.get(), layout::recipe.text, Py_None);
     set(recipe.get(), layout::recipe.tree, Py_None);
     return recipe.release();
@@ -346,6 +347,7 @@ Found find(PyObject* remaking, PyObject* value, PyObject* strongest, PyObject* w
         if (!watch(at(remaking, layout::remaking._leaning), value, leaf)) return Found::error;
     PyObject* bits = sample(remaking, whole, PyTuple_GetItem(at(place, layout::place.proven), 1));
     if (bits == nullptr) return Found::error;
+    set(recipe, layout::recipe.sample, bits);
     give(value, layout::value.sample, bits);
     set(noting.get(), layout::noting._has_used, Py_True);
     PyObject *failing = at(noting.get(), layout::noting._failing), *key = at(value, layout::value.key);

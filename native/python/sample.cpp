@@ -58,7 +58,8 @@ PyObject* sample(PyObject* remaking, PyObject* whole, PyObject* spec) {
     if (on_cpu < 0 || PyErr_Occurred()) return nullptr;
     if (full == Py_True || !on_cpu || step_number > MOST_STEPS) {
         PyObject* number = at(remaking, layout::remaking._number);
-        return PyObject_CallFunctionObjArgs(sample_of, whole, number, full, Py_None, nullptr);
+        PyObject* rows = at(remaking, layout::remaking._rows);
+        return PyObject_CallFunctionObjArgs(sample_of, whole, number, full, Py_None, rows, nullptr);
     }
     Owned address(PyObject_CallMethodObjArgs(whole, s_data_ptr, nullptr));
     const void* data = address ? PyLong_AsVoidPtr(address.get()) : nullptr;
@@ -71,8 +72,8 @@ PyObject* sample(PyObject* remaking, PyObject* whole, PyObject* spec) {
     PyObject* bits = elements_at(data, there, size, begin, step, ELEMENTS);
     if (bits == nullptr) return nullptr;
     give(made.get(), layout::sample.bits, bits);
-    set(made.get(), layout::sample.checksum, Py_None);
-    set(made.get(), layout::sample.allows, Py_None);
+    const auto& at_ = layout::sample;
+    for (Py_ssize_t none : {at_.checksum, at_.allows, at_.rows, at_.slab, at_.picked}) set(made.get(), none, Py_None);
     const bool is_whole =
         set_number(made.get(), layout::sample.begin, begin) && set_number(made.get(), layout::sample.step, step);
     return is_whole ? made.release() : nullptr;

@@ -44,11 +44,12 @@ namespace backstash {
     X(action) X(answer) X(claimable) X(coders) X(declined) X(delay) X(facts) X(gone) X(held) X(is_dense) \
     X(made_seconds) X(proof) X(proven) X(releases) X(root) X(settled) X(spared) X(told) X(tolerance) X(uses)
 #define BACKSTASH_SLOTS_OF_RECIPE(X) \
-    X(any_producer) X(call) X(first_use) X(from_statistics) X(fused) X(inputs) X(leaves) X(references) X(text) \
-    X(tree)
+    X(any_producer) X(call) X(first_use) X(from_statistics) X(fused) X(inputs) X(leaves) X(references) X(sample) \
+    X(text) X(tree)
 #define BACKSTASH_SLOTS_OF_REMAKING(X) \
-    X(_full) X(_leaning) X(_live) X(_noting) X(_number) X(_own) X(_pending) X(_policy) X(_step)
-#define BACKSTASH_SLOTS_OF_SAMPLE(X) X(bits) X(begin) X(step) X(checksum) X(allows)
+    X(_full) X(_leaning) X(_live) X(_noting) X(_number) X(_own) X(_pending) X(_policy) X(_rows) X(_step)
+#define BACKSTASH_SLOTS_OF_SAMPLE(X) \
+    X(bits) X(begin) X(step) X(checksum) X(allows) X(rows) X(slab) X(picked)
 #define BACKSTASH_SLOTS_OF_SAVED(X) \
     X(builtin) X(claimable) X(counter) X(dense) X(live) X(mask) X(modified) X(need) X(node) X(offset) X(original) \
     X(pinned) X(place) X(round) X(spec) X(tensor) X(value) X(version) X(wrapping)

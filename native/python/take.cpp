@@ -213,6 +213,36 @@ bool forget_own_result(PyObject* saved, PyObject* node) {
     return own >= 0;
 }
 
+bool is_role_of_weight(PyObject* role) {
+    return PyUnicode_CompareWithASCIIString(role, "weight") == 0 || PyUnicode_CompareWithASCIIString(role, "mat2") == 0;
+}
+
+// Shapes of the weights that autocast has copied for a node, if what it has saved may be one; null without an error
+// where there is none.
+PyObject* copied_shapes(PyObject* node, PyObject* found) {
+    Owned casts(PyObject_CallNoArgs(any_autocast));
+    if (!casts || casts.get() == Py_False) return nullptr;
+    for (Py_ssize_t index = 0; index < PyList_Size(found); ++index) {
+        if (!is_role_of_weight(PyTuple_GetItem(PyList_GetItem(found, index), 0))) continue;
+        Owned shapes(PyObject_CallFunctionObjArgs(weight_copies, node, nullptr));
+        return shapes && PyList_Size(shapes.get()) > 0 ? shapes.release() : nullptr;
+    }
+    return nullptr;
+}
+
+// Notes a saved tensor as a parameter if it is a weight's copy: 1 if it is, 0 if not, or -1 with an error set.
+int note_copy(PyObject* shapes, PyObject* role, PyObject* saved, PyObject* place, PyObject* step) {
+    if (!is_role_of_weight(role)) return 0;
+    Owned spec(PyObject_GetAttr(at(place, layout::place.facts), s_spec));
+    Owned shape(spec ? PySequence_List(at(spec.get(), layout::spec.shape)) : nullptr);
+    if (!shape || PyList_Sort(shape.get()) != 0) return -1;
+    const int is_copy = PySequence_Contains(shapes, shape.get());
+    if (is_copy <= 0) return is_copy;
+    Owned parameters(get(step, FIELD(step, parameters))), index(PyLong_FromVoidPtr(saved));
+    if (!parameters || !index) return -1;
+    return PyDict_SetItem(parameters.get(), index.get(), at(spec.get(), layout::spec.nbytes)) == 0 ? 1 : -1;
+}
+
 // See Forward._take_of_node.
 bool take_of_node(PyObject* forward, PyObject* names, PyObject* pending, PyObject* values, PyObject* pair) {
     PyObject *node = PyTuple_GetItem(pair, 0), *found = PyTuple_GetItem(pair, 1);
@@ -221,21 +251,30 @@ bool take_of_node(PyObject* forward, PyObject* names, PyObject* pending, PyObjec
     if (!places) return false;
     if (places.get() == Py_None)
         return static_cast<bool>(Owned(PyObject_CallMethodObjArgs(forward, s__take_of_node, node, found, nullptr)));
+    Owned shapes(copied_shapes(node, found));
+    if (PyErr_Occurred()) return false;
     const Py_ssize_t many = PyList_Size(found);
+    Py_ssize_t taken = 0;
     Owned sequence(PyObject_CallMethodObjArgs(node, s__sequence_nr, nullptr));
     Owned step(sequence ? get(forward, FIELD(forward, step)) : nullptr);
-    Owned number(step ? PyLong_FromSsize_t(many) : nullptr);
-    if (!number || !add_to(step.get(), FIELD(step, named), number.get())) return false;
-    if (!add_to(step.get(), FIELD(step, recognised), number.get())) return false;
+    if (!step) return false;
     for (Py_ssize_t index = 0; index < many; ++index) {
         PyObject* saved = PyTuple_GetItem(PyList_GetItem(found, index), 1);
         PyObject* place = PyList_GetItem(places.get(), index);
         if (place == nullptr || !forget_own_result(saved, node)) return false;
+        const int is_copy = shapes ? note_copy(shapes.get(), PyTuple_GetItem(PyList_GetItem(found, index), 0), saved, place,
+                                               step.get())
+                                   : 0;
+        if (is_copy < 0) return false;
+        if (is_copy) continue;
+        ++taken;
         if (!take(forward, saved, place, values, pending)) return false;
         set(saved, layout::saved.node, sequence.get());
         set(saved, layout::saved.claimable, at(place, layout::place.claimable));
     }
-    return true;
+    Owned number(PyLong_FromSsize_t(taken));
+    return number && add_to(step.get(), FIELD(step, named), number.get()) &&
+           add_to(step.get(), FIELD(step, recognised), number.get());
 }
 
 // Whether everything that was saved is common enough: 1 or 0, or -1 with an error set.
@@ -246,8 +285,6 @@ int are_common(PyObject* forward, PyObject* unnamed) {
     }
     const int no_rows = is_empty(forward, FIELD(forward, _rows));
     if (no_rows <= 0) return no_rows;
-    Owned autocast(PyObject_CallNoArgs(any_autocast));
-    if (!autocast || autocast.get() == Py_True) return autocast ? 0 : -1;
     for (Py_ssize_t index = 0; index < PyList_Size(unnamed); ++index) {
         PyObject* saved = PyList_GetItem(unnamed, index);
         if (!is_a(saved, layout::saved) || is_true_at(saved, layout::saved.pinned)) return 0;

@@ -139,7 +139,7 @@ class Session:
             self._live.monitor = Monitor(check, check_limit, repr(self.policy), packed_by, name_of)
         self._contents = Contents(MIN_NBYTES if min_nbytes is None else min_nbytes, ParameterStorages())
         self._leaning = Leaning()
-        self._contents.copied = self._leaning.expect
+        self._contents.copied, self._contents.noting = self._leaning.expect, self._names.noting
         self._pending = Pending(self._encode)
         full, noting = check == "full", self._names.noting
         self._remaking = Remaking(self.policy, self._live, self._leaning, full, self._pending, noting)

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from native_checks import cpu, generator, isas_and, native_test, reference, same
 from torch import Tensor
+from triton_checks import DEVICE, bits, launchers, triton_test
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops.layout import Activation, images
+from backstash.ops.layout import Activation, Rounding, images
 from backstash.ops.reference.norms import fused
 
 SHAPES = [(3, 5, 7, 9), (2, 8, 3, 1), (4, 3, 16, 16), (6, 4), (2, 3, 29), (1, 16, 2, 3, 5)]
@@ -112,6 +113,73 @@ def test_affine_with_a_mask_of_another_size_is_refused() -> None:
         with pytest.raises(DamagedPlanesError):
             mask = torch.zeros(11, dtype=torch.uint8)
             ops.affine(x, ones, ones, None, None, None, *NOTHING, *images(x), torch.empty_like(x), mask)
+
+
+@native_test
+def test_other_roundings_and_what_is_picked() -> None:
+    x, (mean, invstd, weight, bias) = numbers(3, 5, 7, 9, seed=7), (numbers(5, seed=i) for i in range(4))
+    found = []
+    for rounding in Rounding:
+        given = x, mean, invstd.abs(), weight, bias, None, *RELU, *images(x)
+        outs, picks = [torch.empty_like(x) for _ in range(2)], [torch.empty(64) for _ in range(2)]
+        for ops, out, picked in zip((cpu, reference), outs, picks, strict=True):
+            ops.affine(*given, out, None, rounding, picked, 2, 14)
+            assert same(picked, out.flatten()[2 : 2 + 64 * 14 : 14].clone())
+        assert same(outs[0].flatten(), outs[1].flatten())
+        normed, sums = torch.empty_like(x), [torch.empty_like(x) for _ in range(3)]
+        reference.affine(x, bias, weight.abs(), mean, None, None, *NOTHING, *images(x), normed, None, rounding)
+        reference.affine(*given[:5], normed, *given[6:], sums[0], None, rounding)
+        for ops, out in ((cpu, sums[1]), (reference, sums[2])):
+            ops.affine(*given[:5], x, *given[6:], out, None, rounding, None, 0, 1, bias, weight.abs(), mean, None)
+            assert same(out.flatten(), sums[0].flatten())
+        scale, mean_of = (invstd.abs() * weight).view(-1, 1, 1), mean.view(-1, 1, 1)
+        torch.testing.assert_close(outs[0], torch.relu((x - mean_of) * scale + bias.view(-1, 1, 1)))
+        found.append(outs[0])
+    assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])  # else they are not needed
+
+
+@triton_test
+@pytest.mark.parametrize("rounding", Rounding)
+def test_affine_on_triton(rounding: Rounding) -> None:
+    for shape, layout in [(shape, torch.contiguous_format) for shape in SHAPES] + [((3, 5, 7, 9), torch.channels_last)]:
+        x, residual = (numbers(*shape, seed=i).contiguous(memory_format=layout) for i in (7, 8))
+        x.as_strided((3,), (1,))[:] = torch.tensor([-0.0, math.inf, 1e-40])
+        residual[:1, :1] = 1e-40
+        mean, invstd, weight, bias = (numbers(shape[1], seed=i) for i in range(4))
+        mask = torch.randint(256, (-(-x.numel() // 8),), dtype=torch.uint8)
+        for given, of_mask in (
+            ((weight, bias, residual, *RELU), None),
+            ((weight, bias, residual, *RELU), mask),
+            ((None, None, None, *NOTHING), mask),
+            ((weight, None, None, *ACTIVATIONS["relu6"][0]), None),
+            ((None, bias, residual, *ACTIVATIONS["leaky_relu"][0]), None),
+        ):
+            of_residual = (bias, invstd.abs(), weight, None) if of_mask is None and given[2] is not None else ()
+            step = max(1, x.numel() // 64)
+            picks = min(64, -(-(x.numel() - step + 1) // step))
+            results = []
+            for ops, device in ((launchers, DEVICE), (reference, "cpu")):
+                arguments = x, mean, invstd.abs(), *given
+                moved = [each.to(device) if isinstance(each, Tensor) else each for each in arguments]
+                out, picked = torch.empty_like(moved[0]), torch.empty(picks, device=device)
+                plane = None if of_mask is None else of_mask.to(device)
+                second = [None if each is None else each.to(device) for each in of_residual]
+                ops.affine(*moved, *images(x), out, plane, rounding, picked, step - 1, step, *second)
+                results.append((out.cpu(), picked.cpu()))
+                again = torch.empty_like(out)
+                ops.affine(*moved, *images(x), again, plane, rounding, None, 0, 1, *second)
+                assert torch.equal(bits(again), bits(out))
+            (out, picked), (expected, of_reference) = results
+            assert out.stride() == expected.stride() and torch.equal(bits(out), bits(expected)), (shape, layout)
+            assert torch.equal(bits(picked), bits(of_reference))
+
+
+@triton_test
+def test_affine_on_triton_refuses_a_mask_of_another_size() -> None:
+    x, ones = torch.zeros(2, 3, 4, 4, device=DEVICE), torch.ones(3, device=DEVICE)
+    with pytest.raises(DamagedPlanesError):
+        mask = torch.zeros(11, dtype=torch.uint8, device=DEVICE)
+        launchers.affine(x, ones, ones, None, None, None, *NOTHING, *images(x), torch.empty_like(x), mask)
 
 
 @native_test

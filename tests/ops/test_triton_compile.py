@@ -18,12 +18,24 @@ from _pytest.mark.structures import ParameterSet
 
 from backstash.ops import triton as package
 from backstash.ops.formats import FORMATS, SCALED
-from backstash.ops.layout import bytes_for, window_bits, zvc_chunks
+from backstash.ops.layout import Rounding, bytes_for, window_bits, zvc_chunks
 from backstash.ops.triton import launching
 from backstash.saved import Test
 
 if find_spec("triton") is not None:
-    from backstash.ops.triton import blockquant, fewbit, masks, minifloat, narrow, sparse, sz, szp, windows
+    from backstash.ops.triton import (
+        blockquant,
+        fewbit,
+        masks,
+        minifloat,
+        narrow,
+        norms,
+        samples,
+        sparse,
+        sz,
+        szp,
+        windows,
+    )
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton"),
@@ -51,6 +63,9 @@ def calls() -> Iterator[Call]:
     for dtype in FLOATS:
         for test in Test:
             yield masks.bitmask_encode, (flat(dtype), test.code, -1.0, 6.0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.bool):
+        yield samples.sample_numbers, (flat(dtype), 1, N, 1)
+        yield samples.sample_numbers, (flat(dtype, HUGE), 32, 32, HUGE // 32)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         yield masks.mask_select, (flat(dtype), flat(torch.uint8, bytes_for(N, 1)), flat(dtype))
     for dtype in (*FLOATS, torch.bool):
@@ -107,6 +122,13 @@ def calls() -> Iterator[Call]:
         yield windows.window_encode, (flat(torch.int64), *geometry)
         packed = flat(torch.uint8, bytes_for(N, window_bits(geometry[3])))
         yield windows.window_decode, (packed, *geometry, flat(torch.int64))
+    x, vector = torch.empty(4, 16, 8, 8, device="meta"), flat(torch.float32, 16)
+    mask, picked = flat(torch.uint8, bytes_for(N, 1)), flat(torch.float32, 64)
+    for rounding in Rounding:
+        yield norms.affine, (x, *[vector] * 4, x, 1, 0.0, 6.0, 4, 64, x, None, rounding, picked, 3, 64, *[vector] * 4)
+        yield norms.affine, (x, *[vector] * 2, None, None, None, 2, 0.1, 0.0, 4, 64, x, mask, rounding)
+    x = torch.empty(2, 2**30, 2, device="meta")
+    yield norms.affine, (x, *[flat(torch.float32, 2**30)] * 4, None, 0, 0.0, 0.0, 2, 2, x)
     # Odd sizes lose the vector loads, huge ones pass numel as int64.
     for n in (1, N + 1, HUGE):
         yield masks.bitmask_encode, (flat(torch.float32, n), Test.NOT_LE.code, 0.0, 0.0)

@@ -35,7 +35,14 @@ from backstash.stash.live import Live
 from backstash.stash.pending import Pending, look_at
 from backstash.stash.place import Place
 from backstash.stash.value import Saved, Value, version_of
-from backstash.torch_internals import any_autocast, hide_from_dynamo, in_backward, is_traced, no_torch_function
+from backstash.torch_internals import (
+    any_autocast,
+    autocast_of,
+    hide_from_dynamo,
+    in_backward,
+    is_traced,
+    no_torch_function,
+)
 
 TIMED_STEPS = 2
 """Steps in which it is noted how long functions take; the first also pays for what they prepare."""
@@ -486,6 +493,8 @@ if compiled.functions is not None:
     compiled.functions.configure(
         forward_type=Forward,
         any_autocast=any_autocast,
+        autocast_of=autocast_of,
+        weight_copies=weight_copies,
         op_of_node=op_of,
         scalar_of=scalar_of,
         node_attributes=naming.attributes,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backstash.codecs.numbers import Numbers
 from backstash.ops import backends
-from backstash.ops.reference.samples import counts_of, numbers_of_sample
+from backstash.ops.reference.samples import counts_of
 
 _RUNS, _RUN, _WHOLE = 32, 32, 4096
 
@@ -31,7 +31,11 @@ def look(x: Tensor) -> tuple[int, int, int]:
     if earlier is not None and earlier.numel == x.numel():
         return earlier.numbers()
     runs, run, step = _layout(x.numel())
-    nonzeros, patterns = backends.serving(x.device.type).sample_counts(x, runs, run, step) if x.numel() else (0, 0)
+    nonzeros, patterns, kernels = 0, 0, backends.serving(x.device.type)
+    if x.is_cpu and x.numel():
+        nonzeros, patterns = kernels.sample_counts(x, runs, run, step)
+    elif x.numel():
+        nonzeros, patterns = counts_of(kernels.sample_numbers(x, runs, run, step).tolist())
     return runs * run, nonzeros, patterns
 
 
@@ -45,7 +49,8 @@ class Look:
     def __init__(self, x: Tensor) -> None:
         runs, run, step = _layout(x.numel())
         self.numel, self._elements = x.numel(), runs * run
-        self._numbers = Numbers(numbers_of_sample(x, runs, run, step)) if self.numel else None
+        numbers = backends.serving(x.device.type).sample_numbers
+        self._numbers = Numbers(numbers(x, runs, run, step)) if self.numel else None
 
     def numbers(self) -> tuple[int, int, int]:
         """Returns what :func:`look` returns. The host waits only if the device is not that far yet."""

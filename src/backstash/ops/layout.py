@@ -34,6 +34,23 @@ class Activation(IntEnum):
     """``x`` where it is positive, else ``x * lo``."""
 
 
+class Rounding(IntEnum):
+    """In which order a batch norm computes, by the codes of the kernel ``affine``.
+
+    ``fma(a, b, c)`` is ``a * b + c``, rounded once. Which order ATen or cuDNN takes is documented nowhere: whoever uses
+    the kernel compares bits first.
+    """
+
+    SCALED = 0
+    """``fma(x, invstd * weight, fma(-mean, invstd * weight, bias))``: ATen on x86."""
+    WEIGHTED = 1
+    """``fma(weight * (x - mean), invstd, bias)``: as ATen's CUDA kernels are written."""
+    NORMALIZED = 2
+    """``fma((x - mean) * invstd, weight, bias)``."""
+    CENTRED = 3
+    """``fma(x - mean, invstd * weight, bias)``."""
+
+
 def bytes_for(numel: int, bits: int) -> int:
     """Returns the bytes that ``numel`` fields of ``bits`` bits take when they are packed without gaps."""
     return (numel * bits + 7) // 8

@@ -29,6 +29,7 @@ from backstash.saved import PLAIN, TensorSpec
 from backstash.stash import producers
 from backstash.stash.compiled import is_odd, laid_out
 from backstash.stash.parameters import check_memory
+from backstash.torch_internals import autocast_of
 
 if TYPE_CHECKING:
     from backstash.stash.patterns import Pattern, Slot
@@ -232,6 +233,7 @@ class Call:
             self.spec,
             self.in_place,
             self.settings,
+            self.autocast,
             statistics=statistics,
             output=self.output,
             is_cheap=self.is_cheap,
@@ -316,7 +318,6 @@ def call_of(
         inputs.append(given)
     spec = TensorSpec.of(result)
     device = spec.device.type
-    autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
     call = Call(
         name,
         getattr(Tensor, name) if function in producers.IN_PLACE else function,
@@ -326,7 +327,7 @@ def call_of(
         spec,
         in_place,
         settings(device),
-        autocast,
+        autocast_of(device),
         before,
         statistics,
         output,
@@ -419,11 +420,9 @@ def statistics_of(kwargs: Mapping[str, Any], result: Tensor) -> tuple[Held, Held
 
 
 def _statistic(packed: Any) -> Held | None:
-    """A saved statistic: a small one is held as it is; one that is going to be stored is copied."""
+    """A saved statistic, held as it is: it is a vector that nobody but autograd knows of."""
     if isinstance(packed, tuple):
         return Held(packed[0], packed[1])
     dense: Tensor | None = getattr(packed, "dense", None)
-    if dense is None:
-        return None
-    copy = dense.clone()
-    return Held(copy, copy._version)
+    # An alias is a use of the memory, so what is pending is not encoded beside it.
+    return None if dense is None else Held(dense.detach(), dense._version)

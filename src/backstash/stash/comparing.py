@@ -61,7 +61,7 @@ class _Pass:
         for at, found in enumerate(self.found):
             groups.setdefault((found.device, found.dtype), []).append(at)
         for members in groups.values():
-            found, expected = (torch.cat([group[at] for at in members]) for group in (self.found, self.expected))
+            found, expected = torch.cat([group[at] for group in (self.found, self.expected) for at in members]).chunk(2)
             ends = list(accumulate(self.found[at].numel() for at in members))
             failed = [self.failed[at] for at in members]
             self.outcomes.append(_outcome(bits_of(found) != bits_of(expected), ends, failed))
@@ -143,6 +143,7 @@ class Comparisons:
         found = sample.elements(whole)
         if found.shape != sample.bits.shape:
             raise RecomputedDifferentlyError(failed())
+        picked, sample.picked = sample.picked, None
         number = graph_task()
         if number == -1:
             self.add_different(bits_of(found) != bits_of(sample.bits), failed)
@@ -152,7 +153,7 @@ class Comparisons:
             self.check()
             ours = self._passes[number] = _Pass(self._outcomes)
             at_end_of_backward(partial(self._end, ours))
-        ours.found.append(found.clone())
+        ours.found.append(sample.copied(found) if picked is None else picked)
         ours.expected.append(sample.bits)
         ours.failed.append(failed)
         if not whole.is_cpu:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +17,16 @@ from backstash.stash.calls import CHANGED, Call, CallPlace, Content, Group, Held
 from backstash.stash.compiled import is_odd
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.patterns import Pattern, Slot
-from backstash.torch_internals import any_autocast
+from backstash.torch_internals import autocast_of, without_gradients
+
+if TYPE_CHECKING:
+    from backstash.stash.noting import Noting
 
 SNAPSHOT_NBYTES = 1 << 20
 """A parameter or buffer up to this size is copied for a recipe of cheap calls; a larger one has none."""
+
+_Index = tuple[Any, ...]
+"""What tells apart two looks of a storage: version, offset, shape, strides and dtype."""
 
 
 class Inside(NamedTuple):
@@ -49,15 +56,18 @@ class Contents:
     Attributes:
         remakes_anything: whether calls of costly functions are noted too, and proven (Note: [proven calls]).
         copied: called with the address of a storage whose memory was copied, and whose changes have to be told.
+        noting: returns what is known of the calls of the model; None where nothing is remembered from step to step.
     """
 
     __slots__ = (
         "__weakref__",
         "_contents",
+        "_has_copied",
         "_references",
         "_snapshots",
         "copied",
         "min_nbytes",
+        "noting",
         "parameters",
         "remakes_anything",
     )
@@ -68,8 +78,10 @@ class Contents:
         self.parameters = parameters
         self.remakes_anything = False
         self._contents: dict[int, Content] = {}
-        self._snapshots: dict[int, dict[tuple[Any, ...], tuple[weakref.ref[torch.UntypedStorage], Tensor]]] = {}
-        self._references: dict[int, dict[tuple[Any, ...], Held]] = {}  # both by the address of their storage
+        self.noting: Callable[[], Noting] | None = None
+        self._snapshots: dict[int, dict[_Index, tuple[weakref.ref[torch.UntypedStorage], Held]]] = {}
+        self._references: dict[int, dict[_Index, Held]] = {}  # both by the address of their storage
+        self._has_copied = False  # in this step, what the step before has read
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -158,7 +170,8 @@ class Contents:
         storage: torch.UntypedStorage,
     ) -> Call | None:
         """The call if it is like the one that was noted at its place before, else None."""
-        if any_autocast() or settings(pattern.result.device.type) is not pattern.call.settings:
+        device_type = pattern.result.device.type
+        if settings(device_type) is not pattern.call.settings or autocast_of(device_type) != pattern.call.autocast:
             return None
         tensors = patterns.fitting(pattern, args, kwargs, result, storage)
         if tensors is None:
@@ -208,6 +221,7 @@ class Contents:
 
     def begin_step(self) -> None:
         """Forget what died, how the rest was made, and all copies of parameters."""
+        self._has_copied = False
         self._snapshots.clear()
         self._references.clear()
         self._contents = {cdata: known for cdata, known in self._contents.items() if known.storage() is not None}
@@ -216,6 +230,7 @@ class Contents:
 
     def clear(self) -> None:
         """Forget everything."""
+        self._has_copied = False
         self._contents.clear()
         self._snapshots.clear()
         self._references.clear()
@@ -249,22 +264,65 @@ class Contents:
         a new version is found by the sample of the remade value (Note: [samples] in sample.py). A weight that was
         gathered after its module was entered may have no memory any more in backward, so it is not read again.
         """
-        if x.nbytes < self.min_nbytes:
+        is_small = x.nbytes < self.min_nbytes
+        if is_small and (x.is_cpu or not self.parameters.include(x, storage)):
             copy = x.detach().clone()
             return Held(copy, copy._version)
-        index = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)
-        if self.remakes_anything:
+        index = _index_of(x)
+        if not is_small and self.remakes_anything:
             return None if self.parameters.may_be_freed(storage) else self._reference(x, storage, index)
         if x.nbytes > SNAPSHOT_NBYTES:
             return None
-        copies = self._snapshots.setdefault(storage._cdata, {})
-        known = copies.get(index)
+        known = self._snapshots.get(storage._cdata, {}).get(index)
         if known is None or known[0]() is not storage:
-            self.copied(storage._cdata)
-            copies[index] = known = weakref.ref(storage), x.detach().clone()
-        return Held(known[1], known[1]._version)
+            if not x.is_cpu:
+                self._copy_together(x)
+                known = self._snapshots.get(storage._cdata, {}).get(index)
+            if known is None or known[0]() is not storage:
+                known = self._keep_copy(storage, index, x.detach().clone())
+        if self.noting is not None and not x.is_cpu:
+            self.noting().copied[id(x)] = weakref.ref(x)
+        return known[1]
 
-    def _reference(self, x: Tensor, storage: torch.UntypedStorage, index: tuple[Any, ...]) -> Held:
+    def _keep_copy(
+        self, storage: torch.UntypedStorage, index: _Index, copy: Tensor
+    ) -> tuple[weakref.ref[torch.UntypedStorage], Held]:
+        self.copied(storage._cdata)
+        known = weakref.ref(storage), Held(copy, copy._version)
+        self._snapshots.setdefault(storage._cdata, {})[index] = known
+        return known
+
+    def _copy_together(self, wanted: Tensor) -> None:
+        """Copies the parameters and buffers that the last step has read, once a step and if ``wanted`` is one of them.
+
+        Note: [copied together]
+            To copy a vector takes an accelerator as long as to launch the copy, and a network has two vectors for each
+            norm. So what was copied one by one in a step is copied by a single operation in the next step, when the
+            first of them is read. A copy is used as any copy that several calls share: where the tensor still has the
+            version of the copy, and nothing was seen that may have changed its memory without a new version. Where it
+            has not, or its memory was gathered since its module was entered, it is copied again for the call.
+        """
+        if self._has_copied or self.noting is None:
+            return
+        noting = self.noting()
+        known = noting.copied.get(id(wanted))
+        if known is None or known() is not wanted:
+            return
+        self._has_copied = True
+        found, noting.copied = [x for reference in noting.copied.values() if (x := reference()) is not None], {}
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, torch.UntypedStorage]]] = {}
+        for x in found:
+            if x.is_cpu or x.layout is not torch.strided or not 0 < x.nbytes <= SNAPSHOT_NBYTES or is_odd(x):
+                continue
+            storage = x.untyped_storage()
+            if x.is_contiguous() and storage.nbytes() >= x.nbytes and not self.parameters.may_be_freed(storage):
+                groups.setdefault((x.device, x.dtype), []).append((x, storage))
+        for group in groups.values():
+            copies = without_gradients(partial(_copies_of, [x for x, _ in group]))
+            for (x, storage), copy in zip(group, copies, strict=True):
+                self._keep_copy(storage, _index_of(x), copy)
+
+    def _reference(self, x: Tensor, storage: torch.UntypedStorage, index: _Index) -> Held:
         """The memory of ``x`` itself: one object for all calls that read it before it is changed."""
         known = self._references.setdefault(storage._cdata, {})
         held = known.get(index)
@@ -275,6 +333,16 @@ class Contents:
 
 if compiled.functions is not None:
     compiled.functions.configure(statistics_of=calls.statistics_of)
+
+
+def _index_of(x: Tensor) -> _Index:
+    return x._version, x.storage_offset(), x.shape, x.stride(), x.dtype
+
+
+def _copies_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of contiguous tensors of one device and dtype, made by one operation."""
+    parts = torch.cat([x.detach().view(-1) for x in tensors]).split([x.numel() for x in tensors])
+    return [part if x.dim() == 1 else part.view(x.shape) for x, part in zip(tensors, parts, strict=True)]
 
 
 def _followed(tensors: list[Tensor]) -> tuple[bool, ...]:

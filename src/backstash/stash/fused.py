@@ -11,9 +11,12 @@ from torch import Tensor
 
 from backstash.codecs.base import Encoded, flat
 from backstash.ops import backends
-from backstash.ops.layout import Activation, images, per_channel
+from backstash.ops.layout import Activation, Rounding, images, per_channel
+from backstash.ops.reference import bits_of
+from backstash.proofs import proofs
 from backstash.saved import TensorSpec
 from backstash.stash.calls import INPUT, Held, Leaf, Memory, View
+from backstash.torch_internals import batch_norm_with_statistics, no_torch_function, without_gradients
 
 if TYPE_CHECKING:
     from backstash.stash.calls import Call
@@ -44,29 +47,95 @@ def affine(
     if parts is None:
         return None
     activation, norm, source, residual = parts
-    assert norm.call.statistics is not None
     spec = recipe.call.spec
+    inner = _norm_within(residual, recipe.call)
     y = None  # It is fetched before x: if it is made from other values, these would lie beside x.
-    if residual is not None:
+    if inner is not None:
+        y = fetch(inner.inputs[0])  # type: ignore[arg-type]  # _norm_within has seen that it is a leaf
+    elif residual is not None:
         y = fetch(residual) if isinstance(residual, Leaf) else residual[0].run(fetch)
-        if y.dtype is not torch.float32 or y.stride() != spec.stride or y.shape != spec.shape:
-            return None
-    x = fetch(source)
-    if x.dtype is not torch.float32 or x.stride() != spec.stride or x.shape != spec.shape:
+    x = None if y is not None and not _is_image(y, spec) else fetch(source)
+    if x is None or not _is_image(x, spec):
         return None
-    mean, invstd = (held.get() for held in norm.call.statistics)
-    held_weight, held_bias = norm.call.named_input("weight"), norm.call.named_input("bias")
-    weight = held_weight.get() if isinstance(held_weight, Held) else None
-    bias = held_bias.get() if isinstance(held_bias, Held) else None
+    vectors, of_residual = _vectors(norm.call), () if inner is None else _vectors(inner.call)
     layout = images(x)
-    if layout is None or not per_channel(x.shape[1], mean, invstd, weight, bias):
+    if layout is None or not per_channel(x.shape[1], *vectors, *of_residual):
+        return None
+    rounding = _rounding(x.device, layout[1] == 1)
+    if not rounding:
         return None
     result = out() if out is not None else None
     if result is None or TensorSpec.of(result) != spec:  # the memory is for what a later call converts the result to
         result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    kernel = backends.serving(spec.device.type).affine
-    kernel(x, mean, invstd, weight, bias, y, *(activation or _NOTHING), *layout, result, mask)
+    kernel, sample = backends.serving(spec.device.type).affine, recipe.sample
+    given = x, *vectors, y, *(activation or _NOTHING), *layout, result, mask, Rounding[rounding]
+    picked = None if sample is None or mask is not None else sample.room(result)
+    if sample is None or picked is None:
+        kernel(*given, None, 0, 1, *of_residual)
+    else:
+        kernel(*given, picked, sample.begin, sample.step, *of_residual)
+        sample.picked = picked
     return result
+
+
+def _is_image(x: Tensor, spec: TensorSpec) -> bool:
+    return x.dtype is torch.float32 and x.stride() == spec.stride and x.shape == spec.shape
+
+
+def _norm_within(residual: Leaf | tuple[Recipe, View] | None, of: Call) -> Recipe | None:
+    """The batch norm whose result is added, if an accelerator's kernel may compute it as well."""
+    if of.spec.device.type == "cpu" or not isinstance(residual, tuple) or not _is_norm(residual):
+        return None
+    norm, call = residual[0], residual[0].call
+    is_same = call.spec == of.spec and call.settings is of.settings and call.autocast is None
+    return norm if is_same and call.statistics is not None and isinstance(norm.inputs[0], Leaf) else None
+
+
+def _vectors(norm: Call) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Mean, inverse standard deviation, weight and bias of a batch norm."""
+    assert norm.statistics is not None
+    mean, invstd = (held.get() for held in norm.statistics)
+    weight, bias = norm.named_input("weight"), norm.named_input("bias")
+    return (
+        mean,
+        invstd,
+        weight.get() if isinstance(weight, Held) else None,
+        bias.get() if isinstance(bias, Held) else None,
+    )
+
+
+def _rounding(device: torch.device, is_channels_last: bool) -> str:
+    """The name of the order in which a batch norm computes under the settings of the process; "" where none is known.
+
+    Note: [orders of a batch norm]
+        On x86 there is one. On an accelerator there may be one for each library and layout, so all are tried on a small
+        batch norm. Whether the one that is found is that of larger ones is left to the proof of each recipe.
+    """
+    if device.type == "cpu":
+        return Rounding.SCALED.name
+
+    def prove() -> str:
+        with no_torch_function():
+            return without_gradients(lambda: _matching(device, is_channels_last))
+
+    return proofs.ask("rounding", (device, is_channels_last), prove, device_type=device.type)
+
+
+def _matching(device: torch.device, is_channels_last: bool) -> str:
+    numbers = torch.arange(4 * 6 * 5 * 5, dtype=torch.float32, device=device)
+    layout = torch.channels_last if is_channels_last else torch.contiguous_format
+    x = (numbers.sin() * 3 + 1).view(4, 6, 5, 5).contiguous(memory_format=layout)
+    weight, bias = numbers[:6].cos() + 2, numbers[6:12].sin()
+    expected, mean, invstd = batch_norm_with_statistics(x, weight, bias)
+    sizes = images(x)
+    assert sizes is not None
+    for rounding in Rounding:
+        result = torch.empty_like(x)
+        given = x, mean, invstd, weight, bias, None, *_NOTHING, *sizes, result, None, rounding
+        backends.serving(device.type).affine(*given)
+        if torch.equal(bits_of(result), bits_of(expected)):
+            return rounding.name
+    return ""
 
 
 def has_form(recipe: Recipe) -> bool:

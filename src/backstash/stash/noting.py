@@ -13,6 +13,10 @@ Note: [calls that count]
 
 from __future__ import annotations
 
+import weakref
+
+from torch import Tensor
+
 from backstash.stash.calls import CallPlace
 from backstash.stash.compiled import laid_out
 from backstash.stash.recipes import Recipe
@@ -63,14 +67,17 @@ class Noting:
 
     Attributes:
         passes: how many forward passes are over.
+        copied: parameters and buffers of an accelerator that were copied for recipes since the last time that all of
+            them were copied together (Note: [copied together] in contents.py), by their ids.
     """
 
-    __slots__ = ("_failing", "_has_skipped", "_has_used", "_limit", "_places", "_surprises", "passes")
+    __slots__ = ("_failing", "_has_skipped", "_has_used", "_limit", "_places", "_surprises", "copied", "passes")
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, object, int], CallPlace] = {}
         self._limit = Limit(MANY_PLACES, MOST_PLACES)
         self.passes = 0
+        self.copied: dict[int, weakref.ref[Tensor]] = {}
         self._has_skipped = False  # in this pass
         self._has_used = False  # else there is no policy that makes anything again, but one that asks whether it could
         self._surprises = 0

@@ -29,6 +29,7 @@ from backstash.stash.compiled import functions, laid_out
 from backstash.stash.repeating import OVERWRITES, norm_from_statistics, repeat
 
 if TYPE_CHECKING:
+    from backstash.stash.sample import Sample
     from backstash.stash.value import Value
 
 UNKNOWN = "what made it is not known, or costs too much to do again"
@@ -58,6 +59,7 @@ class Recipe:
         leaves: the stored values that it begins from, each as often as it is read.
         references: the program's own tensors that it reads where they are.
         any_producer: whether it may have costly calls, so that what it makes is made once and shared.
+        sample: of the value that it makes, whose elements a fused kernel copies as well; None where there is none yet.
         text: the recipe as text, where that is known; it is noted of each value that is forgotten.
         tree: patterns of the calls, one in another as the calls are (Note: [patterns of calls]); None where one is not
             known.
@@ -74,6 +76,7 @@ class Recipe:
         "inputs",
         "leaves",
         "references",
+        "sample",
         "text",
         "tree",
     )
@@ -89,6 +92,7 @@ class Recipe:
         self.call, self.inputs, self.fused, self.from_statistics = call, inputs, fused, from_statistics
         self.any_producer = any_producer
         self.first_use: Callable[[str], None] | None = None
+        self.sample: Sample | None = None
         self.text: str | None = None
         leaves: list[Value] = []
         references: list[Held] = []

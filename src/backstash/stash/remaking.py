@@ -37,7 +37,7 @@ from backstash.stash.noting import Noting
 from backstash.stash.pending import Pending, decide_if_orphaned
 from backstash.stash.place import Place, Proven
 from backstash.stash.recipes import Recipe, build
-from backstash.stash.sample import Sample
+from backstash.stash.sample import Rows, Sample
 from backstash.stash.value import Saved, Value, holder
 
 REPEAT = 256
@@ -57,7 +57,7 @@ class Remaking:
         noting: returns what is known of the calls of the model.
     """
 
-    __slots__ = ("_full", "_leaning", "_live", "_noting", "_number", "_own", "_pending", "_policy", "_step")
+    __slots__ = ("_full", "_leaning", "_live", "_noting", "_number", "_own", "_pending", "_policy", "_rows", "_step")
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class Remaking:
         self._noting = noting
         self._step = Step()
         self._number = 0
+        self._rows = Rows()
         self._own = object()  # bounds are this Session's own, and so are proofs within them
 
     def begin_step(self, step: Step, number: int) -> None:
@@ -128,7 +129,8 @@ class Remaking:
         recipe.text, recipe.first_use = text, first_use
         self._leaning.watch(value, begins_from, recipe.references)
         allows = partial(_allows, recipe, place, self._policy.revision) if bounded else None
-        value.sample = Sample.of(whole, self._number, self._full or not is_known, allows)
+        full = self._full or not is_known
+        value.sample = recipe.sample = Sample.of(whole, self._number, full, allows, self._rows)
         return recipe
 
     def find(self, value: Value, strongest: Saved) -> Recipe | str:

@@ -52,6 +52,7 @@ from backstash.torch_internals import (
     hooks_are_enabled,
     set_grad_mode,
     tree_map_only,
+    under_autocast,
     without_gradients,
 )
 
@@ -92,10 +93,15 @@ def repeat(
     if needs_grad:
         tensors = [x.detach().requires_grad_() if each else x for x, each in zip(tensors, needs_grad, strict=True)]
     args, kwargs = _arguments(call, tensors)
-    device = call.spec.device.type
+    device, autocast = call.spec.device.type, call.autocast
+    if not needs_grad and call.random_state is None:  # to enter contexts takes as long as a kernel
+        if autocast is None and not torch.is_autocast_enabled(device):
+            return _output(call, function(*args, **kwargs))
+        dtype = None if autocast is None else autocast[1]
+        return _output(call, under_autocast(device, dtype, lambda: function(*args, **kwargs)))
     cast: AbstractContextManager[Any] = _NOTHING
-    if call.autocast is not None:
-        cast = torch.autocast(call.autocast[0], call.autocast[1], cache_enabled=False)
+    if autocast is not None:
+        cast = torch.autocast(*autocast, cache_enabled=False)
     elif torch.is_autocast_enabled(device):
         cast = torch.autocast(device, enabled=False)
     if needs_grad:
@@ -105,8 +111,6 @@ def repeat(
             if call.group is not None:
                 return _repeat_inside(call, call.group, lambda pack: as_called(function, args, kwargs, cast, pack))
             return _output(call, as_called(function, args, kwargs, cast)).detach()
-    if cast is _NOTHING and call.random_state is None:
-        return _output(call, function(*args, **kwargs))  # to enter contexts for nothing takes as long as a kernel
     with cast, _generator(call):
         return _output(call, function(*args, **kwargs))
 

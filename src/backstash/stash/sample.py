@@ -11,6 +11,7 @@ Note: [samples]
 from __future__ import annotations
 
 import math
+import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,30 @@ from backstash.stash import compiled
 ELEMENTS = 64
 """How many elements are kept."""
 
+ROWS = 64
+"""How many samples of an accelerator lie in one allocation."""
+
 _SPREAD = 0x9E3779B1
 """Multiplied with the step's number it gives offsets that are spread evenly."""
+
+
+class Rows:
+    """Memory for samples on accelerators, many in one allocation, which is freed when all of them are."""
+
+    def __init__(self) -> None:
+        self._slabs: dict[tuple[torch.device, torch.dtype, int], tuple[weakref.ref[Tensor], int]] = {}
+
+    def take(self, like: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Returns memory for elements on the current stream, [number], and what keeps more of it to be taken."""
+        key = like.device, like.dtype, torch.accelerator.current_stream(like.device).stream_id
+        reference, used = self._slabs.get(key, (None, 0))
+        slab = None if reference is None else reference()
+        if slab is None or used == ROWS:
+            slab, used = torch.empty(ROWS * ELEMENTS, dtype=like.dtype, device=like.device), 0
+            reference = weakref.ref(slab)
+        assert reference is not None
+        self._slabs[key] = reference, used + 1
+        return slab.as_strided((number,), (1,), used * ELEMENTS), slab
 
 
 @compiled.laid_out
@@ -40,6 +63,9 @@ class Sample:
         checksum: CRC-32 of all bytes; None with elements.
         allows: whether the remade elements may be off by as much as that number from those that are given; None: they
             may not differ in a bit.
+        rows: makes memory for elements; None where they are not copied in an accelerator's memory.
+        slab: the memory that they lie in.
+        picked: the same elements of what was remade last, where the kernel that made it has copied them.
     """
 
     bits: Tensor | bytes | None
@@ -47,10 +73,18 @@ class Sample:
     step: int
     checksum: int | None = None
     allows: Callable[[float, Tensor], bool] | None = None
+    rows: Rows | None = None
+    slab: Tensor | None = None
+    picked: Tensor | None = None
 
     @classmethod
     def of(
-        cls, whole: Tensor, number: int, full: bool = False, allows: Callable[[float, Tensor], bool] | None = None
+        cls,
+        whole: Tensor,
+        number: int,
+        full: bool = False,
+        allows: Callable[[float, Tensor], bool] | None = None,
+        rows: Rows | None = None,
     ) -> Sample:
         """A sample of a dense tensor.
 
@@ -58,7 +92,7 @@ class Sample:
             whole: the value.
             number: of the step, which decides on the elements.
             full: a checksum instead; not where elements may differ.
-            allows: as in the attributes.
+            allows, rows: as in the attributes.
         """
         if full and allows is None:
             return cls(None, 0, 1, _checksum(whole))
@@ -68,8 +102,23 @@ class Sample:
         sample = cls(None, begin, step, None, allows)
         sample.bits = sample._bytes(whole) if allows is None else None
         if sample.bits is None:
-            sample.bits = sample.elements(whole).clone()
+            if rows is not None and not whole.is_cpu:
+                sample.rows = rows
+            sample.bits = sample.copied(sample.elements(whole))
         return sample
+
+    def room(self, whole: Tensor) -> Tensor | None:
+        """Where a kernel that makes the value again copies the elements to, [n]; None where that does not help."""
+        if self.rows is None or self.allows is not None or not isinstance(self.bits, Tensor):
+            return None
+        return self.rows.take(whole, self.bits.numel())[0]
+
+    def copied(self, elements: Tensor) -> Tensor:
+        """A copy of the elements of a value, [n]."""
+        if self.rows is None:
+            return elements.clone()
+        row, self.slab = self.rows.take(elements, elements.numel())
+        return row.copy_(elements)
 
     def differs(self, whole: Tensor) -> bool:
         """Whether a remade value is certainly not the one that the sample was taken of."""

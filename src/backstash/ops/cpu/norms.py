@@ -11,7 +11,8 @@ from torch import Tensor
 
 from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import check_plane, threads_for
-from backstash.ops.layout import bytes_for
+from backstash.ops.layout import Rounding, bytes_for
+from backstash.ops.reference import norms as reference
 
 _lib: Any = library.functions(
     {
@@ -40,8 +41,20 @@ def affine(
     inner: int,
     out: Tensor,
     mask: Tensor | None = None,
+    rounding: int = Rounding.SCALED,
+    picked: Tensor | None = None,
+    begin: int = 0,
+    step: int = 1,
+    residual_mean: Tensor | None = None,
+    residual_invstd: Tensor | None = None,
+    residual_weight: Tensor | None = None,
+    residual_bias: Tensor | None = None,
 ) -> None:
-    """See :func:`backstash.ops.reference.norms.affine`."""
+    """See :func:`backstash.ops.reference.norms.affine`, to which other roundings and two norms in one are left."""
+    if rounding != Rounding.SCALED or residual_mean is not None:
+        given = x, mean, invstd, weight, bias, residual, activation, lo, hi, outer, inner, out, mask, rounding
+        of_residual = residual_mean, residual_invstd, residual_weight, residual_bias
+        return reference.affine(*given, picked, begin, step, *of_residual)
     channels = x.shape[1]
     scratch = torch.empty(2 * channels, dtype=torch.float32, device="cpu")
     pointers = _pointers(x, residual, mean, invstd, weight, bias, scratch)
@@ -49,6 +62,9 @@ def affine(
         check_plane("affine", "mask", mask, bytes_for(x.numel(), 1))
     numbers = outer, channels, inner, activation, lo, hi
     _lib.bs_affine(*pointers, *numbers, *_pointers(mask, out), threads_for(x.numel() * 4))
+    if picked is not None:
+        reference.pick(out, picked, begin, step)
+    return None
 
 
 def batch_norm_channels(

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.ops.layout import Activation, images, per_channel
+from backstash.ops.layout import Activation, Rounding, images, per_channel
 from backstash.ops.reference.masks import mask_select
 from backstash.ops.table import kernel
 
-_WITHOUT = {"triton": "ATen's CUDA kernels round in another order"}
+_WITHOUT = {"triton": "ATen's CUDA kernels add up in another order"}
 _FALLBACK = "calls ATen's kernels: the same bits, in more passes but faster than plain torch"
 
 LANES = 8
@@ -65,9 +65,10 @@ def _spread(vector: Tensor, x: Tensor) -> Tensor:
 
 @kernel(
     "(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, Tensor? residual, int activation, "
-    "float lo, float hi, int outer, int inner, Tensor(a!) out, Tensor? mask=None) -> ()",
+    "float lo, float hi, int outer, int inner, Tensor(a!) out, Tensor? mask=None, int rounding=0, "
+    "Tensor(b!)? picked=None, int begin=0, int step=1, Tensor? residual_mean=None, Tensor? residual_invstd=None, "
+    "Tensor? residual_weight=None, Tensor? residual_bias=None) -> ()",
     check=check_images,
-    without=_WITHOUT,
     fallback=_FALLBACK,
 )
 def affine(
@@ -84,6 +85,14 @@ def affine(
     inner: int,
     out: Tensor,
     mask: Tensor | None = None,
+    rounding: int = Rounding.SCALED,
+    picked: Tensor | None = None,
+    begin: int = 0,
+    step: int = 1,
+    residual_mean: Tensor | None = None,
+    residual_invstd: Tensor | None = None,
+    residual_weight: Tensor | None = None,
+    residual_bias: Tensor | None = None,
 ) -> None:
     """Fills ``out`` with ``activation(batch_norm(x) [+ residual])`` from the statistics that batch norm saved.
 
@@ -97,16 +106,44 @@ def affine(
         outer, inner: what :func:`backstash.ops.layout.images` says of ``x``.
         mask: uint8, a bit for each element in memory order. Where it is clear the result is zero, elsewhere the
             smallest normal number if it would be less.
+        rounding: code of a :class:`backstash.ops.layout.Rounding`.
+        picked: float32 [n], which is filled with elements of ``out``, in memory order.
+        begin, step: which is the first of these, and how far they are apart.
+        residual_mean, residual_invstd, residual_weight, residual_bias: where ``residual`` is the input of a batch norm
+            whose result is added.
     """
-    alpha = invstd if weight is None else invstd * weight
-    beta = fused(-mean, alpha, torch.zeros_like(mean) if bias is None else bias)
-    y = fused(x, _spread(alpha, x), _spread(beta, x))
+    y = _normalized(x, mean, invstd, weight, bias, rounding)
+    if residual is not None and residual_mean is not None and residual_invstd is not None:
+        residual = _normalized(residual, residual_mean, residual_invstd, residual_weight, residual_bias, rounding)
     if residual is not None:
         y = y + residual
     out.copy_(_activated(y, activation, lo, hi))
     if mask is not None:
         elements = out.as_strided((out.numel(),), (1,))
         mask_select(elements.clamp(min=torch.finfo(out.dtype).tiny), mask, elements)
+    if picked is not None:
+        pick(out, picked, begin, step)
+
+
+def pick(out: Tensor, picked: Tensor, begin: int, step: int) -> None:
+    """Fills ``picked`` [n] with elements of ``out`` at even distances in memory."""
+    picked.copy_(out.as_strided((picked.numel(),), (step,), int(out.storage_offset()) + begin))
+
+
+def _normalized(
+    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None, rounding: int
+) -> Tensor:
+    bias = torch.zeros_like(mean) if bias is None else bias
+    scale = invstd if weight is None else invstd * weight
+    if rounding == Rounding.SCALED:
+        return fused(x, _spread(scale, x), _spread(fused(-mean, scale, bias), x))
+    centred, added = x - _spread(mean, x), _spread(bias, x)
+    if rounding == Rounding.CENTRED:
+        return fused(centred, _spread(scale, x), added)
+    invstd, weight = _spread(invstd, x), _spread(torch.ones_like(mean) if weight is None else weight, x)
+    if rounding == Rounding.WEIGHTED:
+        return fused(weight * centred, invstd, added)
+    return fused(centred * invstd, weight, added)
 
 
 def _activated(y: Tensor, activation: int, lo: float, hi: float) -> Tensor:

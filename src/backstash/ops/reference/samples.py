@@ -11,7 +11,7 @@ from backstash.ops.reference.bits import bits_of
 from backstash.ops.table import kernel
 
 
-@kernel(None, without={"triton": "the host waits for two numbers, and torch's own kernels find them"})
+@kernel(None, without={"triton": "the host waits for its numbers: sample_numbers finds them without a wait"})
 def sample_counts(x: Tensor, runs: int, run: int, step: int) -> tuple[int, int]:
     """Counts the elements of a sample that are not zero, and its different bit patterns.
 
@@ -22,11 +22,26 @@ def sample_counts(x: Tensor, runs: int, run: int, step: int) -> tuple[int, int]:
     Returns:
         (elements that have any bit set, bit patterns: 1, 2, or 3 for more).
     """
-    return counts_of(numbers_of_sample(x, runs, run, step).tolist())  # on a GPU the host waits once, for all of them
+    return counts_of(sample_numbers(x, runs, run, step).tolist())
 
 
-def numbers_of_sample(x: Tensor, runs: int, run: int, step: int) -> Tensor:
-    """Returns what :func:`sample_counts` is made of, where the tensor is: [4] of int64."""
+@kernel(
+    "(Tensor x, int runs, int run, int step) -> Tensor",
+    lambda x, runs, run, step: x.new_empty(4, dtype=torch.int64),
+    without={"native": "the host reads its own memory at once: sample_counts"},
+)
+def sample_numbers(x: Tensor, runs: int, run: int, step: int) -> Tensor:
+    """Returns what :func:`sample_counts` is made of, where the tensor is.
+
+    Args:
+        x, runs, run, step: as there; at most 4,096 elements.
+
+    Returns:
+        int64 [4]: how many bit patterns are not zero, how many lie between the least and the most, the least and the
+        most, as integers.
+    """
+    if not runs * run:
+        return x.new_zeros(4, dtype=torch.int64)
     bits = bits_of(x.as_strided((runs, run), (step, 1)).reshape(-1))
     least, most = bits.aminmax()
     between = (bits != least).logical_and_(bits != most)
@@ -34,6 +49,6 @@ def numbers_of_sample(x: Tensor, runs: int, run: int, step: int) -> Tensor:
 
 
 def counts_of(numbers: Sequence[int]) -> tuple[int, int]:
-    """Returns what :func:`sample_counts` does, given the numbers of the sample on the host."""
+    """Returns what :func:`sample_counts` does, given the numbers of :func:`sample_numbers` on the host."""
     nonzeros, between, least, most = numbers
     return nonzeros, 3 if between else 1 if least == most else 2
