@@ -205,13 +205,11 @@ class Budgeted(Following):
         self._chain.clear()
         self._is_inside = False
         self._unlisten()
-        try:
-            if error is not None and is_out_of_memory(error):
-                advise(error, str(self.budget), "")
-            self._leave_session(error)
-        finally:
-            entry.end()
-            self._entry = None
+        if error is not None and is_out_of_memory(error):
+            advise(error, str(self.budget), "")
+        self._leave_session(error)
+        entry.end()  # not before: where nothing can be called, all of this is done when something is entered next
+        self._entry = None
 
     def window(self, model: nn.Module, *inputs: Any) -> Window:
         """A forward pass whose inputs are known: inside the ``with``, its Session is open.
@@ -473,12 +471,13 @@ class Budgeted(Following):
         self._modes = below, current_function_mode()
 
     def _leave_session(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._break_off()
+        """Leaves the open Session first: what is measured may be forgotten later, but no hook may stay."""
         if self._open:
-            self._spans.end()
             self._open[-1].__exit__(None if error is None else type(error), error, None)
             self._open.clear()
+            self._spans.end()
+        if error is not None:
+            self._break_off()
 
     def _escalate(self) -> bool:
         """Has the next forward pass hold less. Returns False where nothing less is known."""
@@ -538,8 +537,6 @@ class Window:
         entry = self._entry
         if entry is None:
             return
-        try:
-            self._budgeted._leave_session(error)
-        finally:
-            entry.end()
-            self._entry = None
+        self._budgeted._leave_session(error)
+        entry.end()  # not before, as in a Budgeted
+        self._entry = None
