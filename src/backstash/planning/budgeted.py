@@ -420,6 +420,10 @@ class Budgeted(Following):
             self._nbytes = max(self._nbytes, parse_budget(self.budget, plain_nbytes + self.spared()))
         return self._nbytes
 
+    def forget_nbytes(self) -> None:
+        """The step of which the budget was a share was not like others."""
+        self._nbytes = 0
+
     def begin_cycles(self) -> None:
         """The next forward pass is the first one of a step."""
         for bucket in self.buckets:

@@ -26,7 +26,9 @@ Note: [accumulated gradients]
 Note: [freed unseen]
     The profiler sees the memory that the program's own threads free. A thread of a communication library, which may
     hold the last reference to a buffer, is not among them: what it frees seems to be alive until its address is used
-    again. Which thread is the last one differs from step to step. So a budget is refused only if several steps say so.
+    again. Which thread is the last one differs from step to step. And a step that follows an interrupted one may free
+    what that has left behind, and so take less than others do. So a budget is refused only if several steps say so, and
+    a share is one of the latest of them.
 """
 
 from __future__ import annotations
@@ -462,6 +464,7 @@ class Course:
                 if is_first and surveyed < MOST_SURVEYED:
                     surveyed += 1
                     bucket.surveys -= 1  # the next one takes the place of the one before
+                    owner.forget_nbytes()
                     bucket.found = replace(bucket.found, trouble=f"no plan yet: {error}")  # other shapes may come now
                     yield from self._survey()
                     bucket.found = replace(bucket.found, trouble="")
