@@ -73,7 +73,9 @@ def test_a_profile_is_of_the_pass_that_was_surveyed(sizes: Sequence[int], monkey
 def test_a_budget_is_a_share_of_a_step_no_smaller_than_the_first(sizes: Sequence[int], is_whole: bool) -> None:
     """A Session below a checkpoint's hooks stays open, and is that of the size before."""
     model, session = network(), Budgeted("100%", min_nbytes=0)
-    for size in sizes * 8:
+    for number, size in enumerate(sizes * 64):  # slices take as many steps as the machine needs
+        if number >= 8 * len(sizes) and any(bucket.plan is not None for bucket in session.buckets):
+            break
         x = torch.randn(size, 3, 16, 16, requires_grad=True)
         with session:
             y = checkpoint(model, x, use_reentrant=False) if is_whole else model(x)

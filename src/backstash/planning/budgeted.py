@@ -477,9 +477,9 @@ class Budgeted(Following):
     def _leave_session(self, error: BaseException | None) -> None:
         """Leaves the open Session first: what is measured may be forgotten later, but no hook may stay."""
         if self._open:
+            self._spans.end()
             self._open[-1].__exit__(None if error is None else type(error), error, None)
             self._open.clear()
-            self._spans.end()
         if error is not None:
             self._break_off()
 
