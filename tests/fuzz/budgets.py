@@ -254,7 +254,7 @@ def drawn(seed: int) -> tuple[Program, int, str]:
     """A random loop, the share of the plain peak that it may take, and its description."""
     draw = random.Random(seed)
     before, share = draw.choice(BEFORE), draw.choice((80, 85, 90, 95, 100, 110))
-    wrap = draw.choice((as_it_is, as_it_is, spectral_norm, weight_norm))
+    wrap = draw.choice((_as_it_is, _as_it_is, spectral_norm, weight_norm))
     kind = draw.randrange(4)
     names = f"{before.__name__}, {getattr(wrap, '__name__', wrap)}, {share}%"
     if kind == 0:
@@ -270,8 +270,7 @@ def drawn(seed: int) -> tuple[Program, int, str]:
     return chosen, share, f"{chosen.__name__}, {share}%"
 
 
-def as_it_is(layer: nn.Linear) -> nn.Module:
-    """The layer without a parametrization."""
+def _as_it_is(layer: nn.Linear) -> nn.Module:
     return layer
 
 

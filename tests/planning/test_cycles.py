@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from backstash.errors import BudgetError
 from backstash.planning.budgeted import Budgeted
-from backstash.planning.cycles import ENOUGH, MOST_CYCLES, MOST_SEEN, OFTEN, PATIENCE, Order, cycles_of
+from backstash.planning.cycles import MOST_SEEN, PATIENCE, cycles_of
 from backstash.report.meter import CountedPeak
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -71,46 +71,6 @@ def test_a_program_that_never_repeats_itself_ends_its_step_with_the_first_value(
     assert found_after(passes) == (1, PATIENCE)
     passes = [{f"{number}"} for number in range(99)]
     assert found_after(passes) == (MOST_SEEN + 1, MOST_SEEN + 1)
-
-
-def ordered(passes: Iterable[set[str]], period: int = 1) -> Order:
-    """An order that was taken for one of so many passes, after these."""
-    order = Order()
-    for values in passes:
-        order.add(values)
-    order.settle(period, 0)
-    return order
-
-
-@pytest.mark.parametrize("critics", [1, 2, 3, 6, 12])
-def test_passes_that_are_alike_may_have_an_order_of_their_own(critics: int) -> None:
-    step = [CRITIC] * critics + [CRITIC - {"critic 3"}]
-    order = ordered(step * OFTEN * ENOUGH)
-    assert set(order.passes) == {0}
-    assert order.hidden_period() == critics + 1
-    assert ordered(step * OFTEN * ENOUGH, critics + 1).hidden_period() == 0
-    assert ordered([*step, *step]).hidden_period() == 0  # what is drawn may come twice, too
-    assert ordered([*step, *step], critics + 1).hidden_period() == 0
-
-
-@given(st.lists(st.booleans(), min_size=ENOUGH, max_size=4 * ENOUGH))
-def test_an_order_that_is_not_there_is_not_found(are_dropped: list[bool]) -> None:
-    passes = [CRITIC - {"critic 3"} if is_dropped else CRITIC for is_dropped in are_dropped]
-    period = ordered(passes).hidden_period()
-    if period:
-        tail = passes[-max(OFTEN * period, ENOUGH) :]
-        assert tail[period:] == tail[:-period]
-        assert period > 1
-
-
-def test_it_is_known_when_no_other_pass_is_to_be_expected() -> None:
-    assert not ordered([CRITIC] * (ENOUGH - 1)).is_known
-    assert ordered([CRITIC] * ENOUGH).is_known
-    assert ordered([GENERATOR, *[CRITIC] * ENOUGH]).is_known
-    assert not ordered([*[CRITIC] * ENOUGH, GENERATOR]).is_known
-    drawn = [CRITIC - {f"critic {number * number % 11}"} for number in range(MOST_CYCLES + 1)]
-    assert not ordered(drawn[:-1]).is_known
-    assert ordered(drawn).is_known
 
 
 @given(st.lists(st.sets(st.integers(0, 5).map(str)), min_size=1, max_size=6))

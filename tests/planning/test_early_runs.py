@@ -9,27 +9,12 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from backstash.errors import BudgetError
 from backstash.planning.budgeted import Budgeted
 from backstash.planning.plan import plan
 from backstash.planning.profiling import profile
-from tests.fuzz.budgets import (
-    PROGRAMS,
-    WIDTH,
-    adversarial,
-    as_it_is,
-    assert_keeps,
-    failure,
-    find_rate,
-    loop,
-    nothing,
-    probe,
-    rows,
-    summarise,
-    tower,
-)
+from tests.fuzz.budgets import PROGRAMS, WIDTH, adversarial, assert_keeps, failure, loop, nothing, rows, tower
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -44,17 +29,6 @@ def test_no_budget_is_refused_and_each_is_kept(name: str) -> None:
 @pytest.mark.parametrize("critics", [5, 12])
 def test_any_number_of_critics(critics: int) -> None:
     assert_keeps(adversarial(critics, nothing), 80, critics + 1, 14)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("critics", "before", "wrap"),
-    [(6, probe, as_it_is), (5, find_rate, weight_norm), (4, summarise, spectral_norm)],
-    ids=["probe", "rates, weight norm", "summary, spectral norm"],
-)
-def test_passes_that_are_like_those_before_training(critics: int, before: Any, wrap: Any) -> None:
-    """The first passes are of the kind of others, or the generator's pass is like the critic's."""
-    assert_keeps(adversarial(critics, before, wrap), 80, critics + 1, 16)
 
 
 def test_passes_in_no_order_are_warned_of_and_kept_apart() -> None:

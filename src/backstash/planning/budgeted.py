@@ -32,7 +32,7 @@ from backstash.errors import PlanError, SessionError
 from backstash.planning.buckets import Alike, Bucket, Buckets, Signature, growth, signature_of
 from backstash.planning.budget import families, limit_of_errors, parse_budget
 from backstash.planning.course import Course
-from backstash.planning.cycles import MOST_CYCLES, MOST_IN_TURN, MOST_VALUES
+from backstash.planning.cycles import MOST_CYCLES, MOST_VALUES
 from backstash.planning.following import Following, Witness
 from backstash.planning.guard import Guard, in_front_of
 from backstash.planning.link import measured, require_path
@@ -366,7 +366,7 @@ class Budgeted(Following):
         most = MOST_SURVEYS if self.order.is_mixed else 2
         if plan is not None and bucket.is_done and plan.unknown and bucket.surveys < most:
             bucket.is_done = False
-            self.note_order(MOST_IN_TURN)
+            self.note_order(2 * MOST_CYCLES)
         for guard in self._guards:
             over = guard.most_excess - guard.room
             if bucket.plan is guard.plan and over > 0 and bucket.planner is not None and bucket.is_done:

@@ -280,8 +280,6 @@ class Course:
     def _first_steps(self) -> Waiting:
         owner = self._owner
         is_first = owner.buckets.largest() is None
-        while self._bucket.plan is not None and not owner.order.is_known:  # Note: [longer periods] in cycles.py
-            yield "cycle"
         firsts, passes = [], 0
         while passes < (owner.period or 1) or not owner.find_period():
             yield "cycle"

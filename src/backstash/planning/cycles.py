@@ -13,12 +13,7 @@ Note: [longer periods]
     Five critics to one generator begin like a program whose steps are single passes, and they are planned like one. So
     as long as steps are measured, and when values come that a plan does not know, the kinds of passes are compared with
     those of the step that was found. If another kind comes, a longer period is looked for that includes it. Where there
-    is none, because a branch is drawn at random, each kind of passes has to be planned for by itself. Steps are not
-    measured anew before this is known: plain steps, of which nobody knows the kind, would interrupt the search.
-
-    Passes of one kind may still differ in some values, and these may come in an order that repeats itself or at random.
-    Where a plan does not know all values, an order is looked for among the very values of the passes as well. It has to
-    come again more often, since what is drawn at random may seem to repeat itself.
+    is none, because a branch is drawn at random, each kind of passes has to be planned for by itself.
 """
 
 from __future__ import annotations
@@ -48,15 +43,6 @@ MOST_PASSES = 8 * MOST_CYCLES
 MOST_KINDS = 256
 """How many kinds of passes are remembered until they are forgotten when none of them is looked at."""
 
-MOST_IN_TURN = 2 * MOST_CYCLES
-"""After how many passes a pass that fits in no period is taken for one that is drawn at random."""
-
-ENOUGH = 16
-"""How many passes that come as expected show that no other kind of pass is a part of each step."""
-
-OFTEN = 4
-"""How often an order that shows in some values has to come."""
-
 ALIKE = 0.75
 """The share of values that two passes have in common if they are the same pass of two steps: some layers are drawn."""
 
@@ -75,13 +61,11 @@ class Order:
         self.pattern: tuple[int, ...] = ()
         self.is_mixed = False
         self._kinds: list[Set[str]] = []
-        self._exact: list[Set[str]] = []  # the values of each of the passes
         self._odd: int | None = None  # the first pass that was not the one of the pattern
 
     def clear(self) -> None:
         """Forgets the passes, but not their kinds."""
         self.passes.clear()
-        self._exact.clear()
         self._odd = None
         if len(self._kinds) > MOST_KINDS:
             self._kinds, self.pattern = [], ()
@@ -98,9 +82,8 @@ class Order:
             found = len(self._kinds)
             self._kinds.append(values)
         self.passes.append(found)
-        self._exact.append(next((known for known in reversed(self._exact) if known == values), values))
         if len(self.passes) > MOST_PASSES:
-            del self.passes[0], self._exact[0]
+            del self.passes[0]
             self._odd = None if self._odd is None else max(0, self._odd - 1)
 
     @property
@@ -160,27 +143,12 @@ class Order:
         """
         seen = len(self.passes)
         for period in range(1, min(seen // 2, MOST_CYCLES) + 1):
-            repeated = _repeated(self.passes, period)
+            repeated = seen - self._start_of(period)
             includes = self._odd is not None and seen - repeated <= self._odd
             is_longer = period > len(self.pattern) and not set(self.pattern).isdisjoint(self.passes[-period:])
-            if repeated >= 2 * period and includes and (is_longer or repeated >= MOST_IN_TURN):
+            if repeated >= 2 * period and includes and (is_longer or repeated >= 2 * MOST_CYCLES):
                 return period
         return 0
-
-    def hidden_period(self) -> int:
-        """Returns how many passes make a step, if that is more than is known and shows in some values; else 0."""
-        for period in range(1, min(len(self._exact) // OFTEN, MOST_CYCLES) + 1):
-            if _repeated(self._exact, period) >= max(OFTEN * period, ENOUGH):
-                return period if period > len(self.pattern) else 0
-        return 0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether so many passes came as before that none which did not is a part of each step."""
-        seen = len(self._exact)
-        known = range(1, min(seen, max(1, len(self.pattern))) + 1)
-        is_repeated = any(_repeated(self._exact, period) >= max(2 * period, ENOUGH) for period in known)
-        return self.is_mixed or is_repeated or seen > (MOST_IN_TURN if self.unresolved else MOST_CYCLES)
 
     def values_in(self, period: int) -> int:
         """Returns how many values the latest so many passes have."""
@@ -202,11 +170,18 @@ class Order:
                 return shift
         return None
 
+    def _start_of(self, period: int) -> int:
+        """From which pass on all of them come again after so many passes."""
+        start = len(self.passes) - period
+        while start > 0 and self.passes[start - 1] == self.passes[start - 1 + period]:
+            start -= 1
+        return start
+
     def _period_from(self, start: int) -> int:
         """The shortest period of the passes from one of them on, of which two are there; 0 if there is none."""
         seen = len(self.passes)
         for period in range(1, min((seen - start) // 2, MOST_CYCLES) + 1):
-            if seen - _repeated(self.passes, period) <= start:
+            if self._start_of(period) <= start:
                 return period
         return 0
 
@@ -221,14 +196,6 @@ def cycles_of(passes: Sequence[Set[str]]) -> int:
     for keys in passes:
         order.add(keys)
     return order.first_period()
-
-
-def _repeated(passes: Sequence[object], period: int) -> int:
-    """Returns how many of the latest passes come again after so many passes, or are the last so many."""
-    start = len(passes) - period
-    while start > 0 and passes[start - 1] == passes[start - 1 + period]:
-        start -= 1
-    return len(passes) - start
 
 
 def _are_alike(one: Set[str], other: Set[str]) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from backstash.capture import passes
 from backstash.planning.buckets import Bucket
 from backstash.planning.course import Awaited, Course, Keys
-from backstash.planning.cycles import MOST_IN_TURN, MOST_VALUES, Order
+from backstash.planning.cycles import MOST_CYCLES, MOST_VALUES, Order
 from backstash.planning.recording import Recording, Thread
 from backstash.planning.spans import Spans
 from backstash.planning.survey import Births
@@ -300,10 +300,8 @@ class Following:
         self.order.add(self.passed)
         self._begun.append(self.begun)
         self._left = max(0, self._left - 1)
-        if self.period and not self.order.is_mixed:
-            is_odd = self.order.is_odd(self.period, (self.cycles - 1) % self.period)
-            if is_odd or self._left:
-                self._resolve()
+        if self.period and not self.order.is_mixed and self.order.is_odd(self.period, (self.cycles - 1) % self.period):
+            self._resolve()
         if self._course is None:
             self._stop_ordering()
             if not self._is_ordering:
@@ -311,8 +309,8 @@ class Following:
 
     def _resolve(self) -> None:
         """Finds out why a pass was not the one of the pattern, if enough of them were seen since."""
-        shift = self.order.shift((self.cycles - 1) % self.period) if self.order.unresolved else None
-        longer = self.order.longer_period() or self.order.hidden_period()
+        shift = self.order.shift((self.cycles - 1) % self.period)
+        longer = self.order.longer_period()
         if shift is not None:
             self.cycles -= shift
         elif longer == self.period:  # its passes have changed
@@ -321,7 +319,7 @@ class Following:
             self.restart(longer, self._forwards_of(longer))
             self.order.settle(longer, self.phase)
             return
-        elif longer or self.order.unresolved > MOST_IN_TURN:
+        elif longer or self.order.unresolved > 2 * MOST_CYCLES:
             self.mix()
         else:
             return
