@@ -7,7 +7,8 @@ Note: [interrupted leaving]
     object of its own for each ``with``. When it dies and the Session was not left by then, nobody will leave it any
     more: it is left at once. Where even that is interrupted, or there is no frame left to do it in, whoever enters a
     Session on that thread next does it first. What is undone is noted before it is installed, and may be undone again
-    and again.
+    and again. ``Thread.is_alive`` is not asked: where Ctrl-C interrupts it, CPython 3.11 takes the thread, which runs,
+    for one that has ended, and whatever is entered on it for abandoned from then on.
 
 Note: [leaving in backward]
     Autograd's engine gives back to a thread, after each node, the hooks and modes that there were before, and a torch
@@ -83,9 +84,14 @@ class Entry:
         return self._thread is threading.current_thread()
 
     @property
+    def _may_go_on(self) -> bool:
+        """Whether the thread on which it was entered has not ended (Note: [interrupted leaving])."""
+        return self.is_here or self._thread in threading.enumerate()
+
+    @property
     def is_abandoned(self) -> bool:
         """Whether nobody will leave it any more, although it was not left."""
-        return self.is_over or not self._thread.is_alive() or (self._leave is not None and self._leave() is None)
+        return self.is_over or not self._may_go_on or (self._leave is not None and self._leave() is None)
 
     @property
     def is_inside_torch(self) -> bool:
@@ -98,7 +104,7 @@ class Entry:
         Raises:
             SessionError: it was entered on another thread, which still runs.
         """
-        if not self.is_here and self._thread.is_alive():
+        if not self.is_here and self._may_go_on:
             self.is_over = True
             if in_backward():
                 return False
