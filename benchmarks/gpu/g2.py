@@ -66,16 +66,22 @@ def compare(run: Run, prefix: str, training: Callable[[], Training], makers: dic
         run.part(f"{prefix}/times", lambda: steps.times({of: way(of) for of in right}, run.rounds))
 
 
-def _filling(run: Run, name: str) -> None:
+def small_training(run: Run, name: str) -> Callable[[], Training]:
+    """Returns what makes a training of a quarter of the usual size, once, from which larger ones are searched for."""
+
     @cache
     def training() -> Training:
         made = Training(NETWORKS[name], run.device, run.small)
         made.resize(max(1, made.size // 4))
         return made
 
+    return training
+
+
+def _filling(run: Run, name: str) -> None:
     makers: dict[str, Maker] = {of: WAYS[of] for of in FILLING}
     makers["budget of the memory"] = _within_the_memory
-    fill(run, f"{name}/filling", training, makers)
+    fill(run, f"{name}/filling", small_training(run, name), makers)
 
 
 def _within_the_memory(training: Training) -> Way:

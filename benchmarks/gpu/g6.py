@@ -113,14 +113,8 @@ def _network(run: Run, name: str) -> None:
 
 
 def _filling(run: Run, name: str) -> None:
-    @cache
-    def training() -> Training:
-        made = Training(NETWORKS[name], run.device, run.small)
-        made.resize(max(1, made.size // 4))
-        return made
-
     ways = {of: make for of, make in makers(run).items() if of not in (AGAIN, "reduce-overhead")}
-    g2.fill(run, f"{name}/filling", training, ways, TRIALS)
+    g2.fill(run, f"{name}/filling", g2.small_training(run, name), ways, TRIALS)
 
 
 # -- the text of the kernels -------------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ from tests.device import fake
 MIN_NBYTES = 4096
 """As small, beside these networks' values, as the usual limit beside those of large ones."""
 
+EVERY = 4
+"""Steps between two in which Comet collects, and exact steps at first."""
+
 Batch = Mapping[str, Tensor]
 
 
@@ -70,7 +73,7 @@ class Training:
     def comet(self, codec: str) -> bs.Session:
         """Returns a Session with bounds that follow the gradients. Its optimizer leaves the weights as they are."""
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=0.9)
-        return self.session(comet("conv", every=4, codec=codec, optimizer=self.optimizer))
+        return self.session(comet("conv", every=EVERY, codec=codec, optimizer=self.optimizer))
 
     def count(self, session: Any = None, steps: int = 1) -> list[fake.Counts]:
         """Returns what each of some steps asks of the device."""

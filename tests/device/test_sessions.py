@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import backstash as bs
 from backstash import policies
@@ -18,7 +19,7 @@ from backstash.codecs import Raw
 from backstash.stash import looking
 from backstash.stores import host
 from tests.device import fake
-from tests.device.networks import MIN_NBYTES, NETWORKS, Training, same_bits
+from tests.device.networks import EVERY, MIN_NBYTES, NETWORKS, Training, same_bits
 
 EXACT: dict[str, Callable[[Training], bs.Session]] = {
     name: lambda training, name=name: training.session(name)  # type: ignore[misc]
@@ -88,6 +89,23 @@ def test_a_plan_has_the_bits_of_plain_steps_and_a_lower_peak() -> None:
     assert same_bits(planned.gradients(), plain.gradients())
     (plain_counts,), (counts,) = plain.count(), planned.count(session)
     assert counts.peak < plain_counts.peak
+
+
+def test_bounds_begin_in_the_same_step_on_every_device() -> None:
+    def first_step_with_bounds(device: str) -> int:
+        torch.manual_seed(0)
+        layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        batch = {"x": torch.randn(4, 3, 8, 8)}
+        training = Training(nn.Sequential(*layers), batch, lambda model, batch: model(batch["x"]).square().sum())
+        training = training.to(device)
+        session = training.comet("szp")
+        for step in range(1, 9):
+            training.step(session)
+            if session.policy.bounds:
+                return step
+        raise AssertionError(session.policy.history)
+
+    assert first_step_with_bounds("cpu") == first_step_with_bounds("fake") == EVERY + 1
 
 
 # -- waits and launches ------------------------------------------------------------------------------------------------

@@ -305,6 +305,18 @@ def taken(refusal: str | None) -> Judged:
     return Judged(refusal, True if refusal is None else None)
 
 
+def certain(draft: Draft) -> Encoded:
+    """Returns the encoding that was drafted. The host waits to know that it is whole.
+
+    Raises:
+        CodecRefusedError: it is not.
+    """
+    refusal = draft.judge(draft.numbers.reshape(-1).tolist()).refusal
+    if refusal is not None:
+        raise CodecRefusedError(refusal)
+    return draft.encoded
+
+
 def trimmed(encoded: Encoded, sizes: Mapping[str, int]) -> Encoded:
     """The encoding, with no more than so many elements in these planes."""
     return replace(encoded, planes={**encoded.planes, **{name: encoded.planes[name][:n] for name, n in sizes.items()}})

@@ -12,6 +12,7 @@ from backstash.codecs.base import (
     Draft,
     Encoded,
     ErrorBound,
+    certain,
     check_planes,
     flat,
     like,
@@ -19,7 +20,6 @@ from backstash.codecs.base import (
     require,
     taken,
 )
-from backstash.errors import CodecRefusedError
 from backstash.ops.formats import groups
 from backstash.ops.layout import bytes_for
 from backstash.saved import Need, TensorSpec
@@ -103,11 +103,7 @@ class BlockQuant:
 
     def encode(self, x: Tensor) -> Encoded:
         """Reads each group twice, then from the caches. On CUDA the host waits to know whether all is finite."""
-        encoded, numbers, _ = self.draft(x)
-        refusal = _refusal(encoded.spec, int(numbers))
-        if refusal is not None:
-            raise CodecRefusedError(refusal)
-        return encoded
+        return certain(self.draft(x))
 
     def draft(self, x: Tensor, known: object = True) -> Draft:
         """As ``encode``, without the wait."""

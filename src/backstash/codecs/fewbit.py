@@ -16,6 +16,7 @@ from backstash.codecs.base import (
     Encoded,
     ErrorBound,
     ReadPlanes,
+    certain,
     check_planes,
     flat,
     like,
@@ -25,7 +26,6 @@ from backstash.codecs.base import (
 )
 from backstash.codecs.direct import Direct, Slopes
 from backstash.codecs.fewbit_table import TABLE
-from backstash.errors import CodecRefusedError
 from backstash.ops.layout import bytes_for
 from backstash.saved import Need, TensorSpec
 
@@ -175,11 +175,7 @@ class FewBit:
 
     def encode(self, x: Tensor) -> Encoded:
         """Compares each element with up to 15 bounds."""
-        encoded, numbers, _ = self.draft(x)
-        refusal = self._refusal(encoded.spec, int(numbers))
-        if refusal is not None:
-            raise CodecRefusedError(refusal)
-        return encoded
+        return certain(self.draft(x))
 
     def draft(self, x: Tensor, known: object = True) -> Draft:
         """As ``encode``, without a wait to know whether all is finite."""

@@ -17,6 +17,7 @@ from backstash.codecs.base import (
     ErrorBound,
     Judged,
     ReadPlanes,
+    certain,
     check_planes,
     flat,
     like,
@@ -91,14 +92,8 @@ class Narrow:
                     f"codec 'narrow' was asked to encode {spec} in at most {MAX_BITS} bits, got a range that needs "
                     f"{bits}. Use Keep()."
                 )
-            return Encoded(
-                self.id, spec, {"packed": _ops.narrow_encode(flat(x), bits, base)}, {"bits": bits, "base": base}
-            )
-        encoded, outside, _ = self.draft(x, True)
-        refusal = self._refusal(spec, int(outside))
-        if refusal is not None:
-            raise CodecRefusedError(refusal)
-        return encoded
+            return self._packed(x, spec, bits, base)
+        return certain(self.draft(x, True))
 
     def draft(self, x: Tensor, known: Any) -> Draft:
         """As ``encode``, without a wait: with the ``known`` range of integers, or positions that may be none."""
@@ -108,10 +103,11 @@ class Narrow:
             encoded = Encoded(self.id, spec, {"packed": packed}, {"bits": window_bits(self.window.kernel)})
             return Draft(encoded, outside, lambda numbers: taken(self._refusal(spec, numbers[0])))
         bits, base = known
-        encoded = Encoded(
-            self.id, spec, {"packed": _ops.narrow_encode(flat(x), bits, base)}, {"bits": bits, "base": base}
-        )
-        return Draft(encoded, torch.stack(flat(x).aminmax()), partial(_judge, bits, base))
+        return Draft(self._packed(x, spec, bits, base), torch.stack(flat(x).aminmax()), partial(_judge, bits, base))
+
+    def _packed(self, x: Tensor, spec: TensorSpec, bits: int, base: int) -> Encoded:
+        packed = _ops.narrow_encode(flat(x), bits, base)
+        return Encoded(self.id, spec, {"packed": packed}, {"bits": bits, "base": base})
 
     def known(self, encoded: Encoded) -> Any:
         """The bits and the smallest of the integers. A bool's are known without a look, and so encoding never waits."""

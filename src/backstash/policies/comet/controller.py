@@ -255,6 +255,7 @@ class Comet(Policy):
         self._sampled: frozenset[str] = frozenset()
         self._step = 0
         self._due = self._interval = every
+        self._lag = 0  # steps by which what a collection finds is evaluated later than at the next step
         self._collecting = False
         self._warned = False
 
@@ -341,6 +342,7 @@ class Comet(Policy):
         """Evaluate what the last step collected, and decide whether this step collects.
 
         What an accelerator has computed is evaluated a step later, by when the host has the numbers without a wait.
+        That step is a part of the interval, so bounds begin in the same step on every device.
         """
         collected, self._collected = self._collected, self._gather()
         if self._collected is not None and self._collected.is_on_cpu:
@@ -348,7 +350,7 @@ class Comet(Policy):
         if collected is not None:
             self._evaluate(collected)
         self._step += 1
-        self._collecting = self._step >= self._due and self._collected is None
+        self._collecting = self._step + self._lag >= self._due and self._collected is None
         bounded = sorted(self.bounds, key=lambda key: self._known[key].sampled)
         self._sampled = frozenset(bounded[: self.samples] if self._collecting else ())
         if self._collecting:
@@ -357,7 +359,10 @@ class Comet(Policy):
 
     def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
         """In a collecting step, hook the node of a layer, so that its gradients are noted when it runs."""
-        if not self._collecting or (saved.op, saved.role) not in self._readers or not x.is_floating_point():
+        if (saved.op, saved.role) not in self._readers or not x.is_floating_point():
+            return
+        self._lag = 0 if x.is_cpu else 1
+        if not self._collecting:
             return
         parameter = weight_of(node)
         if parameter is None or uses_running_statistics(node):
