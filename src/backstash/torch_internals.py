@@ -128,25 +128,51 @@ _nest_autocast: Callable[[], int] = find("autocast_increment_nesting")
 _unnest_autocast: Callable[[], int] = find("autocast_decrement_nesting")
 
 
+def undoing(begin: Callable[[], Any], function: Callable[[], _T], undo: Callable[[], Any]) -> _T:
+    """What a function returns in a state that is undone afterwards, also where Ctrl-C raises between any two calls.
+
+    A ``with`` statement does not leave what was interrupted while it was entered or left.
+
+    Args:
+        begin: changes the state.
+        function: runs in that state.
+        undo: puts the state back that there was; may be called again, and where ``begin`` has not run to its end. It
+            should need no more frames than ``begin``, because what it undoes may have met the recursion limit.
+    """
+    try:
+        begin()
+        return function()
+    finally:
+        try:
+            undo()
+        except BaseException:
+            undo()
+            raise
+
+
 def under_autocast(device_type: str, dtype: torch.dtype | None, function: Callable[[], _T]) -> _T:
     """What a function returns under autocast to a dtype, or without autocast, and without its cache.
 
     ``torch.autocast`` does the same in ten times the time.
     """
-    is_on, before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    caches = torch.is_autocast_cache_enabled()
-    _nest_autocast()
+    before = (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+
+    def switch(is_on: bool, dtype: torch.dtype, caches: bool) -> None:
+        torch.set_autocast_enabled(device_type, is_on)
+        torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_cache_enabled(caches)
+
+    inside = dtype is not None, before[1] if dtype is None else dtype, False
     try:
-        torch.set_autocast_enabled(device_type, dtype is not None)
-        torch.set_autocast_dtype(device_type, before if dtype is None else dtype)
-        torch.set_autocast_cache_enabled(False)
-        return function()
+        _nest_autocast()
+        return undoing(lambda: switch(*inside), function, lambda: switch(*before))
     finally:
         if _unnest_autocast() == 0:
             torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device_type, is_on)
-        torch.set_autocast_dtype(device_type, before)
-        torch.set_autocast_cache_enabled(caches)
 
 
 set_grad_mode: Callable[[bool], None] = find("_C._set_grad_enabled")
@@ -154,12 +180,9 @@ set_grad_mode: Callable[[bool], None] = find("_C._set_grad_enabled")
 
 
 def without_gradients(function: Callable[[], _T]) -> _T:
-    """What a function returns without grad mode.
-
-    If ``torch.no_grad()`` is interrupted by Ctrl-C while it is entered or left, grad mode stays off.
-    """
+    """What a function returns without grad mode. Where ``torch.no_grad()`` is interrupted, grad mode may stay off."""
     before = torch.is_grad_enabled()
-    try:
+    try:  # each of these calls is over before Ctrl-C can raise: see undoing(), which takes longer
         set_grad_mode(False)
         return function()
     finally:
@@ -518,6 +541,8 @@ def as_if_outermost() -> AbstractContextManager[None]:
     return _force_dispatch(*_outermost_dispatch)
 
 
+_inference_mode: Callable[[bool], AbstractContextManager[None]] = find("_C._InferenceMode")
+
 hooks_are_enabled: Callable[[], bool] = find("_C._autograd._saved_tensors_hooks_is_enabled")
 """Whether saved-tensor hooks can be installed; see ``torch.autograd.graph.disable_saved_tensors_hooks``."""
 
@@ -526,17 +551,14 @@ _disable_hooks: Callable[[str], None] = find("_C._autograd._saved_tensors_hooks_
 _why_hooks_are_disabled: Callable[[], str | None] = find("_C._autograd._saved_tensors_hooks_get_disabled_error_message")
 
 
-@contextmanager
-def can_record() -> Iterator[None]:
-    """Inside, it is not inference mode, and saved-tensor hooks can be installed, where a program has said otherwise."""
+def recording(function: Callable[[], _T]) -> _T:
+    """What a function returns where it is not inference mode, and saved-tensor hooks can be installed.
+
+    A program may have said otherwise.
+    """
     message = _why_hooks_are_disabled()
-    with torch.inference_mode(False):
-        _enable_hooks()
-        try:
-            yield
-        finally:
-            if message is not None:
-                _disable_hooks(message)
+    with _inference_mode(False):
+        return undoing(_enable_hooks, function, lambda: None if message is None else _disable_hooks(message))
 
 
 def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -568,27 +590,27 @@ _fills: Callable[[], bool] = find("_C._get_deterministic_fill_uninitialized_memo
 _set_fills: Callable[[bool], None] = find("_C._set_deterministic_fill_uninitialized_memory")
 
 
-@contextmanager
-def filled_memory(device_type: str) -> Iterator[None]:
-    """Inside, torch fills what it hands out unwritten on a CPU: with NaN, or with the largest integer.
+def in_filled_memory(device_type: str, function: Callable[[], _T]) -> _T:
+    """What a function returns where torch fills what it hands out unwritten on a CPU: with NaN, or the largest integer.
 
     So a function that returns or saves memory which it has not filled does so with other bits than outside, where the
     system hands out zeros again and again. Torch does this under its setting of determinism, which chooses no other
     kernels on a CPU. On a GPU it does, so nothing changes there. Torch's public setter would import Inductor.
     """
     if device_type != "cpu":
-        yield
-        return
-    before, fills = (deterministic(), deterministic_warns()), _fills()
-    try:
-        _set_fills(True)
-        set_deterministic(True, warn_only=True)
+        return function()
+    before = deterministic(), deterministic_warns(), _fills()
+
+    def switch(is_deterministic: bool, warns: bool, fills: bool) -> None:
+        _set_fills(fills)
+        set_deterministic(is_deterministic, warn_only=warns)
+
+    def quietly() -> _T:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of kernels that have no deterministic way
-            yield
-    finally:
-        set_deterministic(before[0], warn_only=before[1])
-        _set_fills(fills)
+            return function()
+
+    return undoing(lambda: switch(True, True, True), quietly, lambda: switch(*before))
 
 
 def has_filling(x: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from backstash.proofs import proofs
 from backstash.saved import is_odd
 from backstash.stash import fused, producers, repeating
 from backstash.stash.recipes import Recipe
-from backstash.torch_internals import filled_memory
+from backstash.torch_internals import in_filled_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -702,8 +702,7 @@ def test_filled_memory_has_no_op_compute_anything_else(op: Any, which: str) -> N
 
     for forward in part(op_forwards(op, SAMPLES), which, QUICK_SAMPLES):
         expected, error = outcome(lambda: made(forward))  # noqa: B023
-        with filled_memory("cpu"):
-            got, got_error = outcome(lambda: made(forward))  # noqa: B023
+        got, got_error = outcome(lambda: in_filled_memory("cpu", lambda: made(forward)))  # noqa: B023
         assert got_error == error
         assert not differences(expected, got)
 
@@ -712,8 +711,7 @@ def test_memory_is_filled_inside_a_proof_and_settings_are_as_before() -> None:
     for before in (False, True):
         torch.use_deterministic_algorithms(before, warn_only=before)
         try:
-            with filled_memory("cpu"):
-                assert torch.empty(1 << 20).isnan().all()
+            assert in_filled_memory("cpu", lambda: torch.empty(1 << 20)).isnan().all()
             assert torch.are_deterministic_algorithms_enabled() is before
             assert torch.is_deterministic_algorithms_warn_only_enabled() is before
         finally:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ import backstash
 from backstash import Session
 from backstash.errors import SessionError
 from backstash.planning.budgeted import Budgeted
-from backstash.stash import compiled
+from backstash.stash import compiled, repeating
+from backstash.torch_internals import in_filled_memory, recording, under_autocast, without_gradients
 from tests.fuzz import interrupts
 from tests.fuzz.interrupts import Trial, left_behind, places_of, prepare
 
@@ -472,6 +475,77 @@ def test_interrupts_of_each_loop(name: str, kind: str) -> None:
     if kind == "memory":
         pytest.importorskip("_testcapi")
     assert trials(name, kind, 40, step=None if kind == "signal" else 3) == []
+
+
+class _Interrupt:
+    """Raises as Ctrl-C may: after a function of C has returned, or when one of Python begins."""
+
+    def __init__(self, place: int) -> None:
+        self.left = place
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> None:
+        if event in ("call", "c_return"):
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+
+
+def _state() -> tuple[object, ...]:
+    nested = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return (
+        nested,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._autograd._saved_tensors_hooks_is_enabled(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.get_rng_state().sum().item(),
+    )
+
+
+def _of_called(args: dict[str, Any]) -> Callable[[], Any]:
+    x = torch.ones(2, 2, requires_grad=True)
+    return lambda: repeating.as_called(torch.mm, (x, x), {}, **args)
+
+
+_DRAWN: Any = SimpleNamespace(random_state=torch.get_rng_state(), spec=SimpleNamespace(device=torch.device("cpu")))
+
+STATES: dict[str, Callable[[], Any]] = {
+    "as called": _of_called({}),
+    "as called under autocast": _of_called({"autocast": ("cpu", torch.bfloat16)}),
+    "drawn": lambda: repeating._as_drawn(_DRAWN, lambda: torch.rand(2)),
+    "recording": lambda: recording(lambda: torch.ones(2)),
+    "autocast": lambda: under_autocast("cpu", torch.bfloat16, lambda: torch.ones(2)),
+    "no autocast": lambda: under_autocast("cpu", None, lambda: torch.ones(2)),
+    "without gradients": lambda: without_gradients(lambda: torch.ones(2)),
+    "filled memory": lambda: in_filled_memory("cpu", lambda: torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_is_undone_wherever_ctrl_c_interrupts_it(name: str) -> None:
+    run = STATES[name]
+    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks("none here")
+    with torch.inference_mode("recording" in name), no_hooks if "recording" in name else nullcontext():
+        for place in range(200):
+            before = _state()
+            sys.setprofile(_Interrupt(place))
+            try:
+                run()
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+            finally:
+                sys.setprofile(None)
+            assert _state() == before, place
+        assert 3 < place < 199
 
 
 def test_grad_mode_is_on_where_encoding_was_interrupted() -> None:

@@ -163,7 +163,10 @@ def to_the_end(function: Callable[[], None]) -> None:
         else:
             break
     if interrupted is not None:
-        raise interrupted
+        try:
+            raise interrupted
+        finally:
+            del interrupted  # its traceback holds this frame, and so whatever is left, until the collector runs
 
 
 class Leave:

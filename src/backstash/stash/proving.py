@@ -14,16 +14,19 @@ from backstash.stash.decode import fetch
 from backstash.stash.gains import gains
 from backstash.stash.recipes import Recipe
 from backstash.stash.value import holder
-from backstash.torch_internals import filled_memory
+from backstash.torch_internals import in_filled_memory
 
 
 def prove(recipe: Recipe, whole: Tensor) -> str:
     """How the recipe makes the bits of ``whole``: "fused", "plain" (call by call), or "" if it does not."""
-    with filled_memory(whole.device.type):
+
+    def ways() -> str:
         for way, candidate in (("fused", recipe), ("plain", recipe.unfused())):
             if equals(candidate.run(fetch_unguarded), whole):
                 return way
-    return ""
+        return ""
+
+    return in_filled_memory(whole.device.type, ways)
 
 
 def differing(recipe: Recipe, way: str, whole: Tensor) -> Tensor | None:
@@ -37,8 +40,8 @@ def differing(recipe: Recipe, way: str, whole: Tensor) -> Tensor | None:
     Returns:
         A bool for each element, [n]; None if what it makes is not even as large.
     """
-    with filled_memory(whole.device.type):
-        result = (recipe if way == "fused" else recipe.unfused()).run(fetch_unguarded)
+    repeated = recipe if way == "fused" else recipe.unfused()
+    result = in_filled_memory(whole.device.type, lambda: repeated.run(fetch_unguarded))
     return None if not _as_large(result, whole) else torch.ne(*(bits_of(_flat(x, whole)) for x in (result, whole)))
 
 

@@ -30,7 +30,7 @@ Note: [as called]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -41,18 +41,22 @@ from torch import Tensor
 from backstash import accelerator
 from backstash.codecs.base import flat
 from backstash.ops.reference import bits_of
-from backstash.proofs import proofs
+from backstash.proofs import Answer, proofs
 from backstash.saved import TensorSpec
 from backstash.stash.calls import INPUT, Call, Group
 from backstash.torch_internals import (
     as_if_outermost,
-    can_record,
-    filled_memory,
     has_filling,
     hooks_are_enabled,
+    in_filled_memory,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    recording,
+    saved_tensor_hooks,
     set_grad_mode,
     tree_map_only,
     under_autocast,
+    undoing,
     without_gradients,
 )
 
@@ -69,7 +73,12 @@ OVERWRITES: dict[str, Callable[..., Any]] = {
 """Functions that write over their first argument, for where that is a temporary of the recipe."""
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_Autocast = tuple[str, torch.dtype | None] | None
+"""Where what it makes is cast to which dtype, None to none; None as everywhere."""
+
+
+def _hold_nothing(x: Tensor) -> None:
+    """What is held of a tensor that is saved by a call that is repeated for its result alone."""
 
 
 def repeat(
@@ -93,26 +102,21 @@ def repeat(
     if needs_grad:
         tensors = [x.detach().requires_grad_() if each else x for x, each in zip(tensors, needs_grad, strict=True)]
     args, kwargs = _arguments(call, tensors)
-    device, autocast = call.spec.device.type, call.autocast
-    if not needs_grad and call.random_state is None:  # to enter contexts takes as long as a kernel
-        if autocast is None and not torch.is_autocast_enabled(device):
-            return _output(call, function(*args, **kwargs))
-        dtype = None if autocast is None else autocast[1]
-        return _output(call, under_autocast(device, dtype, lambda: function(*args, **kwargs)))
-    cast: AbstractContextManager[Any] = _NOTHING
-    if autocast is not None:
-        cast = torch.autocast(*autocast, cache_enabled=False)
-    elif torch.is_autocast_enabled(device):
-        cast = torch.autocast(device, enabled=False)
-    if needs_grad:
-        with _generator(call):
-            if take is not None:
-                return _output(call, as_called(function, args, kwargs, cast, _numbered(take)))
-            if call.group is not None:
-                return _repeat_inside(call, call.group, lambda pack: as_called(function, args, kwargs, cast, pack))
-            return _output(call, as_called(function, args, kwargs, cast)).detach()
-    with cast, _generator(call):
-        return _output(call, function(*args, **kwargs))
+    device = call.spec.device.type
+    autocast: _Autocast = call.autocast
+    if autocast is None and torch.is_autocast_enabled(device):
+        autocast = device, None
+    if not needs_grad:
+        return _output(call, _as_drawn(call, lambda: _under(autocast, lambda: function(*args, **kwargs))))
+
+    def run(pack: Callable[[Tensor], None] = _hold_nothing) -> Any:
+        return _as_drawn(call, lambda: as_called(function, args, kwargs, autocast, pack))
+
+    if take is not None:
+        return _output(call, run(_numbered(take)))
+    if call.group is not None:
+        return _repeat_inside(call, call.group, run)
+    return _output(call, run()).detach()
 
 
 def _arguments(call: Call, tensors: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
@@ -153,35 +157,47 @@ def _repeat_inside(call: Call, group: Group, run: Callable[[Callable[[Tensor], N
     return result.detach()
 
 
-def _hold_nothing(x: Tensor) -> None:
-    """What is held of a tensor that is saved by a call that is repeated for its result alone."""
-
-
 def as_called(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    cast: AbstractContextManager[Any] = _NOTHING,
+    autocast: _Autocast = None,
     pack: Callable[[Tensor], None] = _hold_nothing,
 ) -> Any:
     """Runs a function that autograd records (Note: [as called]).
 
     Args:
         function, args, kwargs: what is called with what.
-        cast: puts the call's autocast in the place of none.
+        autocast: the call's.
         pack: is given what the function saves, of which its graph holds nothing.
     """
     if torch.is_inference_mode_enabled() or not hooks_are_enabled():
-        with can_record():
-            args, kwargs = tree_map_only(Tensor, _recordable, (args, kwargs))
-            return as_called(function, args, kwargs, cast, pack)
-    before = torch.is_grad_enabled()
-    try:
-        set_grad_mode(True)  # to enter a context manager takes ten times as long
-        with as_if_outermost(), cast, torch.autograd.graph.saved_tensors_hooks(pack, _no_unpack):
-            return function(*args, **kwargs)
-    finally:
-        set_grad_mode(before)
+
+        def recorded() -> Any:
+            return as_called(function, *tree_map_only(Tensor, _recordable, (args, kwargs, autocast, pack)))
+
+        return recording(recorded)
+    was_on = torch.is_grad_enabled()
+
+    def begin() -> None:
+        set_grad_mode(True)
+        push_saved_tensor_hooks(pack, _no_unpack)
+
+    def call() -> Any:
+        with as_if_outermost():
+            return _under(autocast, lambda: function(*args, **kwargs))
+
+    def undo() -> None:  # calls nothing that needs more frames than begin()
+        set_grad_mode(was_on)
+        top = saved_tensor_hooks(True)
+        if top is not None and top[0] is pack:
+            pop_saved_tensor_hooks()
+
+    return undoing(begin, call, undo)
+
+
+def _under(autocast: _Autocast, function: Callable[[], Any]) -> Any:
+    return function() if autocast is None else under_autocast(*autocast, function)
 
 
 def _recordable(x: Tensor) -> Tensor:
@@ -221,22 +237,21 @@ def is_repeated(call: Call, tensors: list[Tensor], result: Tensor) -> bool:
     tensors = [x.detach() for x in tensors]  # as backward will have them
 
     def prove() -> bool:
-        with filled_memory(call.spec.device.type):
-            if not call.in_place:
-                try:
-                    again = repeat(call, call.function, tensors)
-                except RuntimeError:  # it cannot be called once more with what it was called with
-                    return False
-                return _is_same(again, result)
-            # What it has read is gone, so both ways run on other numbers.
-            numbers = torch.Generator(call.spec.device).manual_seed(0)  # the program's own generator stays as it is
-            before = [
-                torch.empty_like(x).uniform_(generator=numbers) if x.is_floating_point() else x.clone() for x in tensors
-            ]
-            beside = repeat(call, call.function, before)
-            return _equal_memory(beside, repeat(call, _in_place(call), before))
+        if not call.in_place:
+            try:
+                again = repeat(call, call.function, tensors)
+            except RuntimeError:  # it cannot be called once more with what it was called with
+                return False
+            return _is_same(again, result)
+        # What it has read is gone, so both ways run on other numbers.
+        numbers = torch.Generator(call.spec.device).manual_seed(0)  # the program's own generator stays as it is
+        before = [
+            torch.empty_like(x).uniform_(generator=numbers) if x.is_floating_point() else x.clone() for x in tensors
+        ]
+        beside = repeat(call, call.function, before)
+        return _equal_memory(beside, repeat(call, _in_place(call), before))
 
-    return proofs.ask("call", facts, lambda: without_gradients(prove), device_type=call.spec.device.type)
+    return _proven("call", facts, prove, call.spec.device.type)
 
 
 def repeats_inside(call: Call, tensors: list[Tensor], saved: Mapping[int, Tensor]) -> frozenset[int]:
@@ -268,15 +283,20 @@ def repeats_inside(call: Call, tensors: list[Tensor], saved: Mapping[int, Tensor
             if number in saved and _is_same(again.detach(), saved[number]):
                 same.append(number)
 
-        with filled_memory(call.spec.device.type):
-            try:
-                repeat(call, call.function, tensors, compare)
-            except RuntimeError:  # it cannot be called once more with what it was called with
-                return ""
+        try:
+            repeat(call, call.function, tensors, compare)
+        except RuntimeError:  # it cannot be called once more with what it was called with
+            return ""
         return " ".join(map(str, same))
 
-    answer = proofs.ask("saved inside", facts, lambda: without_gradients(prove), device_type=call.spec.device.type)
+    answer = _proven("saved inside", facts, prove, call.spec.device.type)
     return frozenset(map(int, answer.split()))
+
+
+def _proven(kind: str, facts: tuple[Any, ...], prove: Callable[[], Answer], device: str) -> Answer:
+    """What a proof has answered, which is run where nobody has asked for it before."""
+    run = partial(in_filled_memory, device, prove)
+    return proofs.ask(kind, facts, lambda: without_gradients(run), device_type=device)
 
 
 def _in_place(call: Call) -> Callable[..., Any]:
@@ -307,19 +327,15 @@ def norm_from_statistics(call: Call, tensors: list[Tensor]) -> Tensor:
     return F.batch_norm(given["input"], mean, variance, given.get("weight"), given.get("bias"), eps=eps)
 
 
-@contextmanager
-def _generator(call: Call) -> Iterator[None]:
-    """Inside, the generator is in the state that it had at the call; afterwards it is in its present state again."""
+def _as_drawn(call: Call, function: Callable[[], Any]) -> Any:
+    """What a function returns where the generator is in the state that it had at the call, and is not changed by it."""
     state, device = call.random_state, call.spec.device
     if state is None:
-        yield
-        return
+        return function()
     now = accelerator.rng_state(device)
-    try:
-        accelerator.set_rng_state(state, device)
-        yield
-    finally:
-        accelerator.set_rng_state(now, device)
+    return undoing(
+        lambda: accelerator.set_rng_state(state, device), function, lambda: accelerator.set_rng_state(now, device)
+    )
 
 
 def _with_tensors(arg: Any, tensors: Iterator[Tensor]) -> Any:
