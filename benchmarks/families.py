@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from backstash import Session, unwrap, wrap
+from backstash.bits import equal_bits
 from backstash.integrations.loop import session_of
 from backstash.report.meter import CountedPeak
 from backstash.stash.ledger import Report
 from backstash.stash.tables import mib
-from backstash.testing.bits import equal_bits
 from benchmarks.networks.families import FAMILIES, TABLE, TINY, Size, gpt2_of, make
 from benchmarks.results import Results
 from benchmarks.rounds import table

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 import backstash as bs
+from backstash.bits import equal_bits
 from backstash.errors import BudgetError
 from backstash.planning.plan import Planner
 from backstash.report.meter import CountedPeak
-from backstash.testing.bits import equal_bits
 from benchmarks import unseen
 from benchmarks.results import Results
 from benchmarks.rounds import Effort, Summary, interleave, mib, summarise, table

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 import backstash as bs
+from backstash.bits import row_major_bytes
 from backstash.planning.plan import Planner
-from backstash.testing.bits import row_major_bytes
 from benchmarks.heldout_plans import COUNTED_STEPS, Row, Trained, peak_of, plans
 from benchmarks.results import Results
 from benchmarks.rounds import mib, table

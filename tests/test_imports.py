@@ -22,6 +22,7 @@ HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
+    "bits": set(),
     "torch_internals": set(),
     "accelerator": set(),
     "saved": set(),
@@ -63,6 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "testing": {
         "accelerator",
+        "bits",
         "errors",
         "saved",
         "ops",
@@ -72,10 +74,11 @@ ALLOWED: dict[str, set[str]] = {
         "stash.ledger",
         "session",
     },
-    "rewrites": {"accelerator", "errors", "torch_internals", "saved", "arguments", "session", "testing.bits"},
+    "rewrites": {"accelerator", "bits", "errors", "torch_internals", "saved", "arguments", "session"},
     "planning": {
         "accelerator",
         "arguments",
+        "bits",
         "errors",
         "torch_internals",
         "saved",
@@ -93,7 +96,6 @@ ALLOWED: dict[str, set[str]] = {
         "ops.cpu.library",
         "ops.formats",
         "session",
-        "testing.bits",
         "rewrites.state",
     },
     "integrations": {
@@ -131,7 +133,6 @@ ALLOWED: dict[str, set[str]] = {
         "capture.passes",
         "session",
         "testing",
-        "rewrites",
         "integrations",
         "planning.trace",
         "planning.schedule",
@@ -153,7 +154,17 @@ ALLOWED: dict[str, set[str]] = {
         "integrations.compile",
         "report.meter",
     },
-    "cli": {"errors", "version", "policies", "stash.ledger", "stash.tables", "integrations", "planning", "report"},
+    "cli": {
+        "errors",
+        "version",
+        "torch_internals",
+        "policies",
+        "stash.ledger",
+        "stash.tables",
+        "integrations",
+        "planning",
+        "report",
+    },
     "__main__": {"cli"},
 }
 

@@ -435,6 +435,10 @@ def ignore_global_hooks_of_compiled_modules() -> None:
         warnings.filterwarnings("ignore", message, UserWarning)
 
 
+QUIET_LOGS = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Variables that keep lines of torch's profiler out of what a script prints. They are read when torch is imported."""
+
+
 @contextmanager
 def without_native_warnings() -> Iterator[None]:
     """Inside, torch's C++ code logs errors alone. Its profiler warns of each thousandth release that it cannot match.

@@ -99,7 +99,7 @@ def test_a_measured_process_prints_nothing_of_the_profiler(script: str, tmp_path
     code = (
         "import os; from backstash.report import compare\n"
         f"order = compare.Order({script!r}, [], 'lossless', {str(tmp_path / 'result.json')!r})\n"
-        "print(compare._in_child(order, {**compare._QUIET, **os.environ}, print))"
+        "print(compare._in_child(order, {**compare.QUIET_LOGS, **os.environ}, print))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("arguments []\n(0, '')\n")

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
+from backstash.bits import equal_bits
 from backstash.errors import BudgetError
 from backstash.planning.budgeted import Budgeted
 from backstash.report.meter import CountedPeak
-from backstash.testing.bits import equal_bits
 
 MOST_STEPS = 600
 """After how many steps a loop has settled, however long its measurements take."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
+from backstash.bits import equal_bits
 from backstash.capture import modules
-from backstash.testing.bits import equal_bits
 from backstash.torch_internals import saved_tensor_hooks
 
 FEATURES, CLASSES, ROWS = 24, 5, 64

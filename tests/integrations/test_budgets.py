@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import backstash as bs
+from backstash.bits import equal_bits
 from backstash.capture import modules
 from backstash.errors import IntegrationError, PlanError
 from backstash.integrations.attaching import figures, session_for
 from backstash.integrations.loop import session_of
 from backstash.planning.budgeted import Budgeted
-from backstash.testing.bits import equal_bits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import backstash as bs
+from backstash.bits import equal_bits
 from backstash.capture import modules
 from backstash.planning import course
 from backstash.stash.ledger import Report
-from backstash.testing.bits import equal_bits
 
 pytestmark = pytest.mark.slow
 STEPS = 3

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import backstash as bs
+from backstash.bits import equal_bits
 from backstash.errors import BudgetError, PlanError
 from backstash.planning import proven
 from backstash.planning.plan import Plan, Planner
@@ -18,7 +19,6 @@ from backstash.planning.profiling import profile
 from backstash.planning.record import record
 from backstash.planning.sealed import seal
 from backstash.proofs import proofs
-from backstash.testing.bits import equal_bits
 
 
 def convolutions() -> tuple[nn.Module, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import backstash as bs
+from backstash.bits import equal_bits
 from backstash.errors import BudgetError
 from backstash.planning import profiling
 from backstash.planning.plan import Planner
@@ -16,7 +17,6 @@ from backstash.planning.survey import RESERVE
 from backstash.planning.zeros import without_initial_zeros
 from backstash.report.meter import CountedPeak
 from backstash.rewrites.state import State
-from backstash.testing.bits import equal_bits
 
 CHANNELS, STEPS = 8, 5
 

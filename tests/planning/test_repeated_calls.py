@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from backstash import Session
+from backstash.bits import equal_bits
 from backstash.errors import BudgetError
 from backstash.planning.plan import Plan, Planner
 from backstash.planning.profiling import profile
 from backstash.planning.record import record
-from backstash.testing.bits import equal_bits
 
 BATCHES = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0))
 

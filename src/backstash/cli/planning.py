@@ -27,9 +27,7 @@ from backstash.report.meter import ResidentPeaks
 from backstash.report.plan_page import plan_page
 from backstash.stash.ledger import Report
 from backstash.stash.tables import amount
-
-QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Variables that keep the lines of torch's profiler out of the script's output."""
+from backstash.torch_internals import QUIET_LOGS
 
 Budget = Annotated[
     str,
@@ -162,7 +160,7 @@ def profiled(
         ScriptError: there is no such file or module.
     """
     require(script, is_module)
-    for name, value in QUIET.items():
+    for name, value in QUIET_LOGS.items():
         os.environ.setdefault(name, value)
     with ProfiledRun(allow=words(allow), offload_to=offload_to) as run:
         exit_code = execute(script, args, is_module=is_module)
@@ -193,7 +191,7 @@ def run_within(
     Returns:
         What has run, what became of the budget, and the resident peaks of the process before and under the plan.
     """
-    for name, value in QUIET.items():
+    for name, value in QUIET_LOGS.items():
         os.environ.setdefault(name, value)
     run = _Observed(size(budget), words(allow), error_limit=error_limit, min_nbytes=min_nbytes, offload_to=offload_to)
     with patch_compile("lossless", min_nbytes=min_nbytes) as patched:

@@ -7,8 +7,8 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from backstash.bits import equal_bits
 from backstash.rewrites.state import Generators
-from backstash.testing.bits import equal_bits
 
 LARGEST_BUFFERS = 256 << 20
 """Bytes of a model's buffers above which they are not copied before each forward pass, so it is not repeated."""

@@ -28,12 +28,10 @@ from backstash.report.machine import Machine, describe
 from backstash.report.watch import COUNTED, PLAIN, Observed, Order
 from backstash.stash.ledger import Measured, Report
 from backstash.stash.tables import amount
+from backstash.torch_internals import QUIET_LOGS
 
 TAIL = 30
 """How many lines of a failed script's stderr are shown."""
-
-_QUIET = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Settings that keep warnings of torch's profiler out of what the script prints."""
 
 Progress = Callable[[str, int, str | None], None]
 """A function that is called with a run's label, the number of the repeat, and a line that the script has printed.
@@ -267,7 +265,7 @@ def runs_of(policies: Sequence[str], allocator: Allocator | None) -> list[tuple[
 
 def _run(program: Program, policy: str, allocator: Allocator | None, printed: Callable[[str], None]) -> Observed:
     """Runs the script in a process of its own and returns what was measured of it."""
-    environment = {**_QUIET, **os.environ, "PYTHONUNBUFFERED": "1"}  # so that each printed line arrives at once
+    environment = {**QUIET_LOGS, **os.environ, "PYTHONUNBUFFERED": "1"}  # so that each printed line arrives at once
     if allocator is not None:
         environment = allocator.environment(environment)
     with tempfile.TemporaryDirectory(prefix="backstash-") as folder:

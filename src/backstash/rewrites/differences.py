@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from backstash.testing.bits import equal_bits
+from backstash.bits import equal_bits
 
 Numbers = dict[str, Tensor | None]
 """Copies of tensors and numbers by what they are, such as ``"the gradient of 0.weight"``; None for a missing one."""

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from backstash.bits import equal_bits
 from backstash.saved import PLAIN
-from backstash.testing.bits import equal_bits
 from backstash.torch_internals import no_torch_function
 
 SMALL = 4096

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from backstash import accelerator
+from backstash.bits import equal_bits
 from backstash.rewrites.reached import Reached, restore_memory
 from backstash.saved import PLAIN
-from backstash.testing.bits import equal_bits
 from backstash.torch_internals import no_torch_function
 
 

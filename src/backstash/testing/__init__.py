@@ -9,7 +9,7 @@ Example:
     True
 """
 
-from backstash.testing.bits import equal_bits
+from backstash.bits import equal_bits
 from backstash.testing.codec import CodecCheck, check_codec
 from backstash.testing.gradients import GradientsEqual, gradients_equal
 from backstash.testing.store import check_store

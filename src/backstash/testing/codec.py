@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from backstash import codecs
+from backstash.bits import equal_bits
 from backstash.codecs.base import EXACT, Codec, Encoded, ErrorBound
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.saved import Need, TensorSpec
-from backstash.testing.bits import MARGIN, copy, describe, equal_bits, poisoned
-from backstash.testing.bits import memory as memory_of
 from backstash.testing.comparison import compare, mask_of
 from backstash.testing.failures import fail, only
+from backstash.testing.layouts import MARGIN, copy, describe, poisoned
+from backstash.testing.layouts import memory as memory_of
 from backstash.testing.tensors import probes
 
 _NAMES = {"inf": math.inf, "nan": math.nan, "torch": torch, **{name: getattr(codecs, name) for name in codecs.__all__}}

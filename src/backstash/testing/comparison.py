@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from backstash.bits import equal_bits, row_major_bytes
 from backstash.codecs.base import Codec, ErrorBound, flat
 from backstash.ops.reference.masks import passes
 from backstash.saved import Mask, Need, Test
-from backstash.testing.bits import equal_bits, row_major_bytes
 from backstash.testing.failures import fail
 
 

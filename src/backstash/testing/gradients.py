@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from backstash import accelerator
+from backstash.bits import equal_bits
 from backstash.policies.base import Policy
 from backstash.saved import TensorSpec
 from backstash.session import Session
 from backstash.stash.ledger import Report
-from backstash.testing.bits import equal_bits
 from backstash.testing.failures import fail
 
 

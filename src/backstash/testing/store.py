@@ -10,12 +10,13 @@ from threading import Thread
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from backstash.bits import equal_bits
 from backstash.codecs.base import Encoded
 from backstash.errors import BackstashError
 from backstash.saved import TensorSpec
 from backstash.stores import Store, Ticket
-from backstash.testing.bits import describe, equal_bits
 from backstash.testing.failures import fail
+from backstash.testing.layouts import describe
 from backstash.testing.tensors import special_floats
 
 _PATIENCE_SECONDS = 10.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backstash.ops.reference import bits_of
-from backstash.testing.bits import span
+from backstash.testing.layouts import span
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

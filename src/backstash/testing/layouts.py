@@ -1,4 +1,4 @@
-"""Tensors as bits in memory: whether they are equal, what lies behind them, copies that keep the layout."""
+"""Tensors in memory: what lies behind them, copies that keep the layout, poisoned memory around them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,6 @@ from backstash.saved import TensorSpec
 
 MARGIN = 3
 """Elements before and after a poisoned tensor. It is odd, so that the tensor is aligned to its elements and no more."""
-
-
-def equal_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether shapes, dtypes and every bit are equal: -0.0 is not 0.0, and a NaN equals itself. Strides may differ."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(row_major_bytes(a), row_major_bytes(b).to(a.device))
-
-
-def row_major_bytes(x: Tensor) -> Tensor:
-    """The elements of ``x`` in row-major order, as uint8 [numel * itemsize]."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def memory(x: Tensor) -> Tensor:

@@ -1,0 +1,18 @@
+"""Tensors compared as bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether shapes, dtypes and every bit are equal: -0.0 is not 0.0, and a NaN equals itself. Strides may differ."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(row_major_bytes(a), row_major_bytes(b).to(a.device))
+
+
+def row_major_bytes(x: Tensor) -> Tensor:
+    """The elements of ``x`` in row-major order, as uint8 [numel * itemsize]."""
+    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
