@@ -28,7 +28,9 @@ from typing import Any
 FORMAT = 1
 WARMUP = 6
 STEPS = 3
-NETWORKS = ("resnet50", "gpt2")
+NETWORKS = ("resnet50", "gpt2", "resnet50+bfloat16", "gpt2+bfloat16")
+"""Networks of tests/device/networks.py, and under autocast to which dtype they run."""
+
 WAYS = ("plain", "keep", "lossless", "lossless_stored", "offload", "cdma", "quantized, 8 bits", "quantized, 4 bits")
 
 CLIENT = """
@@ -118,13 +120,17 @@ def inside(client: str, pairs: Sequence[str]) -> None:
     from tests.device.networks import NETWORKS as BUILT
 
     # isort: split
+    import torch
+
     from benchmarks import device_counts
 
     callgrind = ctypes.CDLL(client)
     makers: dict[str, Callable[[Any], Any]] = {"keep": lambda training: training.session("keep"), **device_counts.WAYS}
     for pair in pairs:
         network, way = pair.split("/", 1)
+        network, _, dtype = network.partition("+")
         training = BUILT[network]().to("fake")
+        training.autocast = getattr(torch, dtype) if dtype else training.autocast
         training.step()
         session = makers[way](training)
         for _ in range(WARMUP):

@@ -87,6 +87,8 @@ _NETWORKS = {
     "resnet50": "ResNet-50's graph, float32",
     "gpt2": "GPT-2 of 2 layers, float32",
     "llama": "a Llama of 2 layers, autocast to bfloat16",
+    "resnet50+bfloat16": "ResNet-50's graph, autocast to bfloat16",
+    "gpt2+bfloat16": "GPT-2 of 2 layers, autocast to bfloat16",
 }
 
 
@@ -130,6 +132,23 @@ def instructions() -> str:
     return "\n\n".join(parts)
 
 
+def autocast() -> str:
+    """What a policy adds to plain's instructions under autocast, as a multiple of what it adds without."""
+    networks = load("device-instructions")["networks"] if "device-instructions" in kinds() else {}
+    pairs = {name: f"{name}+bfloat16" for name in networks if f"{name}+bfloat16" in networks}
+    if not pairs:
+        return "Not counted."
+    added = {
+        network: {row["way"]: row["instructions"] - rows[0]["instructions"] for row in rows[1:]}
+        for network, rows in networks.items()
+    }
+    ways = list(added[next(iter(pairs))])
+    cells = [
+        (f"`{way}`", *(f"{added[cast][way] / added[name][way]:.2f}" for name, cast in pairs.items())) for way in ways
+    ]
+    return table(("", *(_NETWORKS[cast] for cast in pairs.values())), cells)
+
+
 PROGRAMS = ("g1", "g2", "g3", "g4", "g5", "g6")
 
 
@@ -150,5 +169,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gpu-choices": choices,
     "device": counts,
     "device-instructions": instructions,
+    "device-instructions-autocast": autocast,
     **{f"gpu-{name}": partial(program, name) for name in PROGRAMS},
 }
