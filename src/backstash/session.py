@@ -383,7 +383,7 @@ class Session:
 
     def _compare(self) -> None:
         """A step begins: say so if it was found that what is done is not worth its time."""
-        if self._names.learned.worth.begin_step():
+        if not self._names.learned.assigns_data and self._names.learned.worth.begin_step():
             warnings.warn(f"the policy {self.policy!r}: {self._names.learned.worth.notice}.", stacklevel=2)
 
     def _begin_step(self) -> None:

@@ -242,6 +242,7 @@ class Forward:
                 self._assigned.append(x)  # what is held as it is follows when it is read, so ``x`` has to live
             value = self._pending.get(storage._cdata)
             saved = [] if value is None else [each for each in value.saved() if each.is_of(x)]
+            self._names.learned.assigns_data |= bool(saved or self._assigned)
         result = assign()
         with no_torch_function(), self._lock:
             for each in saved:

@@ -69,6 +69,8 @@ class Learned:
     """What is known of the steps of one model under one policy.
 
     Attributes:
+        assigns_data: whether a step has assigned the ``.data`` of a tensor that autograd had saved. An idle Session
+            does not see that (Note: [assigned data] in docs/understand/hazards.md).
         nodes: what is known of the tensors that nodes save, by module path, type of node and number.
         limit: of the nodes.
         noting: what is known of the calls of functions.
@@ -86,6 +88,7 @@ class Learned:
         "_needed",
         "_quiet_steps",
         "_until_look",
+        "assigns_data",
         "counted",
         "limit",
         "min_nbytes",
@@ -98,6 +101,7 @@ class Learned:
     )
 
     def __init__(self) -> None:
+        self.assigns_data = False
         self.nodes: dict[tuple[str, type, int], tuple[KnownNode, ...]] = {}
         self.limit = Limit(MANY_NODES, MOST_NODES)
         self.noting = Noting()
@@ -115,7 +119,7 @@ class Learned:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do (Note: [idle Sessions]), or nothing that is worth its time (worth.py)."""
-        return self._quiet_steps >= self._needed or self.worth.is_idle
+        return not self.assigns_data and (self._quiet_steps >= self._needed or self.worth.is_idle)
 
     def end_step(self, counted: tuple[int, int], does_nothing: bool, saved_nbytes: int, freed_nbytes: int) -> None:
         """A step is over that was not idle.
