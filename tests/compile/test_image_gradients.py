@@ -44,6 +44,9 @@ def operands(seed: int) -> tuple[tuple[Tensor, Tensor, Tensor], list[Any]]:
     images, weight = torch.randn(batch, inner, size, size, dtype=dtype), layer.weight.detach()
     gradient = torch.randn_like(layer(images))
     orders = [dice.choice([torch.contiguous_format, torch.channels_last]) for _ in range(3)]
+    if layer.kernel_size == (1, 1) and step == 2 and min(inner, outer) // groups < 16:
+        # oneDNN 3.12 writes past the end of its workspace there, in plain PyTorch too: see docs/understand/hazards.md.
+        orders = [torch.contiguous_format] * 3
     found = (gradient, images, weight)
     gradient, images, weight = (x.contiguous(memory_format=order) for x, order in zip(found, orders, strict=True))
     settings = [list(each) for each in (layer.stride, layer.padding, layer.dilation)]
