@@ -50,11 +50,11 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.bench
-	$(BIN)/python -m benchmarks.run --device cpu
+	$(BIN)/python -m bench.run --device cpu
 
 # The tables of README and docs, from docs/results. Needs no package.
 figures:
-	$(PYTHON) -m benchmarks.published
+	$(PYTHON) -m studies.published
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(BIN)/mkdocs build --strict --site-dir build/site

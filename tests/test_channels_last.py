@@ -16,7 +16,7 @@ from backstash.errors import RewriteError
 from backstash.rewrites import channels_last
 from backstash.rewrites.differences import largest_distance
 from backstash.testing import equal_bits
-from benchmarks import networks
+from tests import networks
 
 Layouts = dict[str, tuple[tuple[int, ...], Tensor, Tensor | None]]
 

@@ -73,14 +73,14 @@ def test_no_path_of_one_machine(page: Path) -> None:
 
 def test_files_that_the_source_names_are_there() -> None:
     for path in SOURCE.rglob("*.py"):
-        for name in re.findall(r"\b(?:docs|tests|benchmarks|native)/[\w/]+\.(?:md|py|cpp|h)\b", path.read_text()):
+        for name in re.findall(r"\b(?:docs|tests|bench|studies|native)/[\w/]+\.(?:md|py|cpp|h)\b", path.read_text()):
             assert (ROOT / name).exists(), f"{path.name} names {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
     for name in re.findall(
-        r"\b(?:src/backstash|docs|tests|benchmarks|native)/[\w/]+\.(?:md|py|cpp|h|txt)\b", page.read_text()
+        r"\b(?:src/backstash|docs|tests|bench|studies|native)/[\w/]+\.(?:md|py|cpp|h|txt)\b", page.read_text()
     ):
         assert (ROOT / name).exists(), name
 
@@ -107,7 +107,7 @@ def test_the_table_of_rooms_names_every_file_of_the_package() -> None:
 
 
 def test_published_figures_are_those_of_the_results() -> None:
-    command = [sys.executable, "-m", "benchmarks.published", "--check"]
+    command = [sys.executable, "-m", "studies.published", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"run `make figures`:\n{result.stdout}{result.stderr}"
 

@@ -315,6 +315,18 @@ def test_private_names_of_torch_are_in_one_file(path: Path) -> None:
             assert first != "torch" or not private, f"{path} line {getattr(node, 'lineno', '?')}: {name}"
 
 
+def test_studies_stand_on_benchmarks_and_these_on_the_package() -> None:
+    root = SOURCE.parents[1]
+    below = {"bench": {"studies"}, "tests/networks": {"studies", "bench"}, "src": {"studies", "bench", "tests"}}
+    for folder, forbidden in below.items():
+        for path in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+                names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                found = {name.split(".")[0] for name in names} & forbidden
+                assert not found, f"{path} imports {found}"
+
+
 def test_a_codec_knows_of_no_store_session_or_policy() -> None:
     for path in (SOURCE / "codecs").glob("*.py"):
         assert not {name.split(".")[0] for name in imports(path)} & {

@@ -14,7 +14,7 @@ from backstash import Session, measure
 from backstash.report.meter import CountedPeak
 from backstash.rewrites import COPYING, OVERWRITING, inplace
 from backstash.testing import equal_bits
-from benchmarks import networks
+from tests import networks
 
 # ---- what is legal -------------------------------------------------------------------------------
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
-
 from backstash import effects
 from backstash.saved import Effect, Mask, Need, PoolWindow, TensorSpec, Test
 from backstash.torch_internals import clamp_passes_bounds
@@ -97,17 +95,10 @@ def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec]
 def _apply(row: Row, node: Any, spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> Reading:
     if row.mask is not None:
         mask = row.mask(node) if spec.dtype.is_floating_point else None
-        return Reading(Need.SIGN, mask) if mask is not None and _representable(mask, spec.dtype) else VALUE
+        return Reading(Need.SIGN, mask) if mask is not None and mask.fits(spec.dtype) else VALUE
     if row.window is not None and "self" in specs:
         return Reading(Need.INDEX, window=row.window(node, specs["self"], spec))
     return Reading(row.need)
-
-
-@cache
-def _representable(mask: Mask, dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` can represent every bound exactly. Kernels differ in how they round other bounds."""
-    bounds = [bound for bound in (mask.lo, mask.hi, mask.if_set, mask.if_clear) if math.isfinite(bound)]
-    return torch.tensor(bounds, dtype=dtype, device="cpu").tolist() == bounds
 
 
 def _scalar(value: Any, default: float) -> float | None:

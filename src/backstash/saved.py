@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -91,6 +93,36 @@ class Mask:
     if_clear: float = 0.0
     ternary: bool = False
     nan: bool = False
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Whether the dtype can represent every bound exactly. Kernels differ in how they round other bounds."""
+        return _fits(self, dtype)
+
+
+@cache
+def _fits(mask: Mask, dtype: torch.dtype) -> bool:
+    bounds = [bound for bound in (mask.lo, mask.hi, mask.if_set, mask.if_clear) if math.isfinite(bound)]
+    return dtype in _FORMATS and all(truncated(bound, dtype) == bound for bound in bounds)
+
+
+_FORMATS = {torch.float64: "d", torch.float32: "f", torch.bfloat16: "f", torch.float16: "e"}
+"""By floating dtype, the format of the module struct that its numbers are packed in."""
+
+
+def truncated(number: float, dtype: torch.dtype) -> float:
+    """A number that is cut to a dtype's precision: it is the number itself if and only if the dtype can hold it.
+
+    No tensor is asked, because some callers run where every tensor is fake.
+    """
+    form = _FORMATS[dtype]
+    try:
+        packed = struct.pack("<" + form, number)
+    except OverflowError:
+        return math.inf
+    if dtype == torch.bfloat16:
+        packed = b"\0\0" + packed[2:]
+    found: float = struct.unpack("<" + form, packed)[0]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from backstash.codecs.fewbit import ACTIVATIONS, BITS, grid
 from backstash.codecs.fewbit_table import TABLE
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.saved import TensorSpec
-from benchmarks import fewbit_table
+from studies import fewbit_table
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

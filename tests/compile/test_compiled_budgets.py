@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from backstash import compile_backend, policies
 from backstash.integrations.compile.joint import Joint
 from backstash.report.meter import CountedPeak
-from benchmarks import networks
+from tests import networks
 from tests.compile.compiled_steps import Bottleneck, Forward, differences, gradients
 
 

@@ -22,7 +22,7 @@ from backstash.integrations.compile.effect import repeats
 from backstash.policies import Keep, Policy, Rules
 from backstash.report.meter import CountedPeak
 from backstash.saved import Effect, Need, SavedTensor
-from benchmarks import networks
+from tests import networks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 import backstash as bs
 from backstash.policies.comet import comet
-from benchmarks.networks import families
-from benchmarks.networks.resnet import resnet
 from tests.device import fake
+from tests.networks import families
+from tests.networks.resnet import resnet
 
 MIN_NBYTES = 4096
 """As small, beside these networks' values, as the usual limit beside those of large ones."""

@@ -1,4 +1,4 @@
-"""The programs of benchmarks/gpu on the fake accelerator: that they run, survive a full memory, and go on."""
+"""The programs of bench/gpu on the fake accelerator: that they run, survive a full memory, and go on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import device, filling, steps
-from benchmarks.gpu.networks import NETWORKS, Training
-from benchmarks.gpu.ways import PLANS, WAYS, Way, budgeted
+from bench.gpu import __main__ as command
+from bench.gpu import device, filling, steps
+from bench.gpu.networks import NETWORKS, Training
+from bench.gpu.ways import PLANS, WAYS, Way, budgeted
 from tests.device import fake
 
 LITTLE = 32 << 20
@@ -128,7 +128,7 @@ def test_a_lost_device_ends_the_process_before_other_parts_fail(
     def lost(*_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr("benchmarks.gpu.g1._calls", lost)
+    monkeypatch.setattr("bench.gpu.g1._calls", lost)
     monkeypatch.setattr(device.Device, "wait", lost)
     with pytest.raises(SystemExit, match="--resume goes on"):
         _run("g1", tmp_path, "calls", "link")

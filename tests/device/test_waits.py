@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.device_counts import WAYS
+from bench.device_counts import WAYS
 from tests.device import fake
 from tests.device.networks import NETWORKS
 

@@ -9,7 +9,7 @@ import pytest
 from session_checks import hooks_installed
 
 from backstash.stores import DiskStore, HostStore, Store
-from benchmarks.link import LinkStore
+from bench.link import LinkStore
 
 
 @pytest.fixture(autouse=True)

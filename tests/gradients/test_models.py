@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from backstash import Policy, Session
 from backstash.session import MIN_NBYTES
-from benchmarks.networks import NETWORKS, build
+from tests.networks import NETWORKS, build
 
 BATCH = 4
 CLASSES = 10
@@ -175,7 +175,7 @@ LONGEST = {
 """Networks that only ``make test-slow`` trains: their layers are like those of smaller networks."""
 
 HUGE = {"resnet1517"}
-"""A network that no test trains: it has 505 blocks like ResNet-152's and 2 GB of weights. ``benchmarks.deep`` does."""
+"""A network that no test trains: it has 505 blocks like ResNet-152's and 2 GB of weights. ``studies.deep`` does."""
 
 
 def classify(size: int) -> Loss:

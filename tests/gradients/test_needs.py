@@ -26,7 +26,7 @@ from torch import Tensor
 
 from backstash import Need, Policy, Session, Stash, needs
 from backstash.backward import unpack as unpack_module
-from backstash.saved import TensorSpec
+from backstash.saved import Mask, TensorSpec, Test
 from backstash.stash import decode
 from backstash.stash.ledger import Entry
 from backstash.torch_internals import clamp_passes_bounds
@@ -334,3 +334,25 @@ def test_documentation_lists_exactly_the_rows() -> None:
 
 def test_documentation_says_what_is_proven() -> None:
     assert {key: text for key, (_, text) in documented().items()} == {key: proven(key) for key in needs.TABLE}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_mask_fits_where_torch_changes_no_bound(dtype: torch.dtype) -> None:
+    numbers = torch.randn(200, dtype=torch.float64) * 10.0 ** torch.randint(-9, 9, (200,))
+    bounds = [
+        *numbers.tolist(),
+        *numbers.to(dtype).tolist(),
+        0.0,
+        -0.0,
+        1.0,
+        6.0,
+        0.1,
+        65504.0,
+        65505.0,
+        1e300,
+        math.inf,
+    ]
+    for bound in bounds:
+        fits = torch.tensor(bound, dtype=dtype).item() == bound
+        assert Mask(Test.NOT_LE, lo=bound).fits(dtype) == fits or math.isinf(bound), bound
+    assert not Mask(Test.NOT_LE).fits(torch.float8_e4m3fn)  # which no kernel of a mask takes

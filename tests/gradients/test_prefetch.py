@@ -18,7 +18,7 @@ from backstash import Encoded, Policy, Session, policies
 from backstash.saved import TensorSpec
 from backstash.stash.prefetch import WINDOW, Prefetcher
 from backstash.stores import HostStore, Store, Ticket, Usage
-from benchmarks.link import LinkStore
+from bench.link import LinkStore
 
 
 class Recorder(HostStore):

@@ -15,7 +15,7 @@ import torch
 from backstash.errors import AllocatorError
 from backstash.integrations import allocator
 from backstash.integrations.allocator import Allocator, Usage
-from benchmarks.allocator import environments
+from studies.allocator import environments
 
 SCRIPT = """
 import json, sys, torch

@@ -22,7 +22,7 @@ from backstash.planning.problem import Choice, PlannedValue, Position, StepProfi
 from backstash.planning.sealed import seal
 from backstash.policies import Keep, Recompute, Stash
 from backstash.saved import Mask, Need, SavedTensor, TensorSpec, Test
-from benchmarks.profiles import resnet
+from bench.profiles import resnet
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from backstash.planning.trace import Role, Trace
 from backstash.report.meter import CountedPeak
 from backstash.stores import DeviceStore, HostStore, Store
 from backstash.torch_internals import profiler_event
-from benchmarks.link import FarStore
+from bench.link import FarStore
 
 ALLOCATED: tuple[Role, ...] = ("stashed", "encoded", "decoded", "recomputed", "immediate", "workspace")
 CODECS = bs.policies.lossless(recompute=False)

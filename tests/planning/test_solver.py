@@ -23,8 +23,8 @@ from backstash.planning.greedy import frontier
 from backstash.planning.peak import PeakModel
 from backstash.planning.plan import Planner
 from backstash.planning.problem import Choice, StepProfile
-from benchmarks import networks
-from benchmarks.profiles import mobilenet, random_network, resnet, transformer, unet
+from bench.profiles import mobilenet, random_network, resnet, transformer, unet
+from tests import networks
 
 EXACT = ("lossless", "recompute")
 
@@ -153,7 +153,7 @@ def test_the_frontier_is_that_of_the_allowed_choices() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_values_are_searched() -> None:
-    """How long that takes is measured by benchmarks/planner.py. Here the work is bounded, and the plans are right."""
+    """How long that takes is measured by bench/planner.py. Here the work is bounded, and the plans are right."""
     profile = restrict(transformer(840, 64, 32), EXACT)
     model = PeakModel(profile)
     assert len(profile.values) > 10_000

@@ -17,7 +17,7 @@ from backstash.planning.problem import Choice, PlannedValue, Position, StepProfi
 from backstash.planning.profiling import profile
 from backstash.planning.timings import NOISE
 from backstash.planning.usual import like_lossless
-from benchmarks.profiles import resnet
+from bench.profiles import resnet
 
 FACTORS = {90: 1.05, 80: 1.2, 70: 1.1, 60: 1.3}
 """How long steps within shares of plain's peak are said to take; the second and third are out of order."""

@@ -20,7 +20,7 @@ from backstash.planning.profiling import profile
 from backstash.report.plan_charts import COLUMNS, Course, byte_ticks, memory_chart
 from backstash.report.plan_layers import layers, parts, total
 from backstash.report.plan_page import POINTS, plan_page
-from benchmarks.profiles import random_network, transformer
+from bench.profiles import random_network, transformer
 
 EXACT = ("lossless", "recompute")
 STEP = transformer(3, width=64, tokens=256, words=256)

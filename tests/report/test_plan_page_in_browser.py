@@ -16,7 +16,7 @@ import pytest
 from backstash.planning.plan import Plan, plan
 from backstash.planning.problem import StepProfile
 from backstash.report.plan_page import plan_page
-from benchmarks.profiles import transformer
+from bench.profiles import transformer
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

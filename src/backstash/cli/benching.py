@@ -37,7 +37,9 @@ BENCHES = {
     "sz_table": "ratio and speed of the error-bounded coder, beside others",
     "zoo": "models of torchvision and timm: bits, plans and compiled steps beside plain PyTorch",
 }
-"""The programs in the repository's folder benchmarks, by module, and what each measures."""
+"""The programs in the repository's folders bench and studies, by module, and what each measures."""
+
+FOLDERS = ("bench", "studies")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -55,28 +57,30 @@ def bench(
     repository.
     """
     with exits():
-        root = _repository(name)
+        root, folder = _repository(name)
         paths = [str(root), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        command = [sys.executable, "-P", "-m", f"benchmarks.{name}", *(args or ())]  # -P: no other folder benchmarks
+        command = [sys.executable, "-P", "-m", f"{folder}.{name}", *(args or ())]  # -P: no other folder bench
         exit_code = subprocess.run(command, env=environment, check=False).returncode
     raise typer.Exit(exit_code)
 
 
-def _clone(name: str) -> Path | None:
-    """The clone of the repository that has this benchmark: above the package, or the current folder."""
-    folders = (Path(__file__).resolve().parents[3], Path.cwd())
-    programs = (f"{name}.py", f"{name}/__main__.py")
-    return next((f for f in folders if any(f.joinpath("benchmarks", path).is_file() for path in programs)), None)
+def _clone(name: str) -> tuple[Path, str] | None:
+    """The clone of the repository that has this benchmark, above the package or the current folder, and its folder."""
+    for root in (Path(__file__).resolve().parents[3], Path.cwd()):
+        for folder in FOLDERS:
+            if any((root / folder / path).is_file() for path in (f"{name}.py", f"{name}/__main__.py")):
+                return root, folder
+    return None
 
 
-def _repository(name: str) -> Path:
+def _repository(name: str) -> tuple[Path, str]:
     if name not in BENCHES:
         raise UnknownNameError(f"benchmark {name!r} was asked for, but there are {', '.join(BENCHES)}.")
     found = _clone(name)
     if found is None:
         raise ScriptError(
-            f"benchmark {name!r} was asked for, but there is no benchmarks/{name}.py in "
+            f"benchmark {name!r} was asked for, but there is no bench/{name}.py or studies/{name}.py in "
             f"{Path(__file__).resolve().parents[3]} or {Path.cwd()}. Benchmarks are not installed with the package: "
             f"clone the repository and run this in it."
         )

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.base import (
-    EXACT,
     Draft,
     Encoded,
-    ErrorBound,
     Judged,
     flat,
     like,
@@ -22,12 +20,10 @@ from backstash.codecs.base import (
     room_for,
     trimmed,
 )
-from backstash.codecs.minifloat import Minifloat
-from backstash.codecs.sample import look
-from backstash.codecs.zvc import Zvc
+from backstash.codecs.sparse import Sparse
 from backstash.errors import DamagedPlanesError
 from backstash.ops.layout import CSR_ROW, ZVC_CHUNK, csr_rows
-from backstash.saved import Mask, Need, TensorSpec
+from backstash.saved import TensorSpec
 
 MAX_NUMEL = 2**31 - 1
 """The most elements that row pointers of int32 can count: 8 GiB of float32."""
@@ -39,7 +35,7 @@ _ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
-class Csr:
+class Csr(Sparse):
     """Stores the elements that have any bit set, and of each its place in a row of 256; on request in a smaller format.
 
     Smaller than zvc where fewer than one element in nine is not zero (see `smaller_sparse`).
@@ -71,59 +67,13 @@ class Csr:
         (25, True)
     """
 
-    min_saving: float = 0.02
-    values: Minifloat | None = None
-
     id: ClassVar[str] = "csr"
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.min_saving < 1.0:
-            raise ValueError(f"Csr asked for min_saving={self.min_saving}, but it is a share: 0 <= min_saving < 1.")
-        if self.values is not None and self.values.group_size:
-            raise ValueError(
-                f"Csr was asked for values={self.values!r}, but what it stores has no groups of neighbours. Use "
-                f"Minifloat({self.values.format!r}, group_size=0)."
-            )
-
-    @property
-    def label(self) -> str:
-        """``"csr"``, or ``"csr+fp8"`` and the like."""
-        return self.id if self.values is None else f"{self.id}+{self.values.label}"
-
-    @property
-    def preserves(self) -> frozenset[Need]:
-        """Every need; with ``values``, the needs that it preserves."""
-        return EXACT if self.values is None else self.values.preserves
-
-    @property
-    def bound(self) -> ErrorBound | None:
-        """The bound of ``values``; None without them."""
-        return None if self.values is None else self.values.bound
-
-    @property
-    def repeats(self) -> bool:
-        """Whether ``values`` does (base.repeats)."""
-        return self.values is None or self.values.repeats
-
-    def keeps(self, mask: Mask) -> bool:
-        """Keeps the masks that Zvc keeps, which reduces values in the same way."""
-        return Zvc(values=self.values).keeps(mask)
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Accepts dense floating tensors of 16, 32 or 64 bits and up to 2**31 - 1 elements that ``values`` accepts."""
         if spec.numel > MAX_NUMEL:
             return f"it takes at most {MAX_NUMEL:,} elements"
-        return Zvc(values=self.values).accepts(spec)
-
-    def declines(self, x: Tensor) -> str | None:
-        """Declines where a sample has too few zeros (see codecs.sample). On CUDA the host waits for it."""
-        elements, nonzeros, _ = look(flat(x))
-        if elements == 0:
-            return "it is empty"
-        density, width = nonzeros / elements, 8 * x.element_size()
-        bits = width if self.values is None else self.values.bits
-        saving = 1.0 - (density * (8 + bits) + 32 / CSR_ROW) / width
-        return None if saving >= self.min_saving else f"{density:.0%} of a sample is not zero"
+        return super().accepts(spec)
 
     def encode(self, x: Tensor) -> Encoded:
         """Counts in one pass over ``x`` and gathers in another; ``values`` then reads what was gathered."""
@@ -177,6 +127,9 @@ class Csr:
         """The size that a tensor without a zero takes."""
         values = spec.nbytes if self.values is None else self.values.codes_nbytes(spec.numel)
         return spec.numel + values + 4 * (csr_rows(spec.numel) + 1)
+
+    def _bits_per_element(self, density: float, dtype: torch.dtype) -> float:
+        return density * (8 + self._bits_per_value(dtype)) + 32 / CSR_ROW
 
 
 def smaller_sparse(density: float, dtype: torch.dtype) -> Literal["csr", "zvc"]:

@@ -1,4 +1,4 @@
-"""Intervals for ``codecs.fewbit``, made by benchmarks/fewbit_table.py: do not edit."""
+"""Intervals for ``codecs.fewbit``, made by studies/fewbit_table.py: do not edit."""
 
 # fmt: off
 TABLE: dict[tuple[str, int], tuple[tuple[float, ...], tuple[float, ...]]] = {

@@ -10,32 +10,26 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.base import (
-    EXACT,
     Draft,
     Encoded,
-    ErrorBound,
     Judged,
-    asks_for_sign,
     check_planes,
     flat,
     like,
     no_room,
-    refuses_layout,
     require,
     room_for,
     trimmed,
 )
-from backstash.codecs.bitmask import FLOATS
-from backstash.codecs.minifloat import Minifloat
-from backstash.codecs.sample import look
+from backstash.codecs.sparse import Sparse
 from backstash.ops.layout import bytes_for, zvc_chunks
-from backstash.saved import Mask, Need, TensorSpec, Test
+from backstash.saved import TensorSpec
 
 _ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
-class Zvc:
+class Zvc(Sparse):
     """Stores the elements that have any bit set, and where they are; on request in a smaller format.
 
     Preserves: SHAPE, SIGN, INDEX, VALUE - every bit: -0.0 and NaN payloads are not zero. With ``values`` SHAPE and
@@ -67,64 +61,7 @@ class Zvc:
         134
     """
 
-    min_saving: float = 0.02
-    values: Minifloat | None = None
-
     id: ClassVar[str] = "zvc"
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.min_saving < 1.0:
-            raise ValueError(f"Zvc asked for min_saving={self.min_saving}, but it is a share: 0 <= min_saving < 1.")
-        if self.values is not None and self.values.group_size:
-            raise ValueError(
-                f"Zvc was asked for values={self.values!r}, but what it stores has no groups of neighbours. Use "
-                f"Minifloat({self.values.format!r}, group_size=0)."
-            )
-
-    @property
-    def label(self) -> str:
-        """``"zvc"``, or ``"zvc+fp8"`` and the like."""
-        return self.id if self.values is None else f"{self.id}+{self.values.label}"
-
-    @property
-    def preserves(self) -> frozenset[Need]:
-        """Every need; with ``values``, the needs that it preserves."""
-        return EXACT if self.values is None else self.values.preserves
-
-    @property
-    def bound(self) -> ErrorBound | None:
-        """The bound of ``values``; None without them."""
-        return None if self.values is None else self.values.bound
-
-    @property
-    def repeats(self) -> bool:
-        """Whether ``values`` does (base.repeats)."""
-        return self.values is None or self.values.repeats
-
-    def keeps(self, mask: Mask) -> bool:
-        """Whether the mask's test, and whether an element is negative or NaN, comes out as for the original.
-
-        Always without ``values``. With it zero, the sign, infinities and NaN are kept, but no other number is: so for
-        tests against zero, whatever stands in.
-        """
-        return self.values is None or mask.test is Test.NONZERO or asks_for_sign(mask)
-
-    def accepts(self, spec: TensorSpec) -> str | None:
-        """Accepts dense floating tensors of 16, 32 or 64 bits, and of them those that ``values`` accepts."""
-        if self.values is not None:
-            return self.values.accepts(spec)
-        if spec.dtype not in FLOATS:
-            return "it takes float32, bfloat16, float16 and float64 only"
-        return refuses_layout(spec)
-
-    def declines(self, x: Tensor) -> str | None:
-        """Declines where a sample has too few zeros (see codecs.sample). On CUDA the host waits for it."""
-        elements, nonzeros, _ = look(flat(x))
-        if elements == 0:
-            return "it is empty"
-        density = nonzeros / elements
-        saving = 1.0 - density * self._bits(x.dtype) / (8 * x.element_size()) - 1.0 / (8 * x.element_size())
-        return None if saving >= self.min_saving else f"{density:.0%} of a sample is not zero"
 
     def encode(self, x: Tensor) -> Encoded:
         """Two passes over ``x``: one counts and makes the mask, one gathers.
@@ -182,6 +119,5 @@ class Zvc:
         values = spec.nbytes if self.values is None else self.values.codes_nbytes(spec.numel)
         return bytes_for(spec.numel, 1) + 8 * zvc_chunks(spec.numel) + values
 
-    def _bits(self, dtype: torch.dtype) -> float:
-        """Bits that a stored value takes."""
-        return 8 * dtype.itemsize if self.values is None else self.values.bits
+    def _bits_per_element(self, density: float, dtype: torch.dtype) -> float:
+        return density * self._bits_per_value(dtype) + 1.0

@@ -1,1 +1,1 @@
-"""Traces of training steps: which buffers are alive when, and the least memory that a static allocator needs."""
+"""One training step measured, what each choice would take of it, the best choices, and a program kept to them."""

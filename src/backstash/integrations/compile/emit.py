@@ -7,8 +7,6 @@ same function with the codec that it stands for.
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,22 +42,6 @@ def sizes_of(value: Value) -> list[Any]:
 def is_multiple(size: Any, of: int) -> bool:
     """Whether a size is known to be a multiple, whatever the symbols in it stand for."""
     return bool(size % of == 0) if isinstance(size, int) else bool(statically_known_true(size % of == 0))
-
-
-def rounded(number: float, dtype: torch.dtype) -> float:
-    """A number that is cut to a dtype's precision: it is the number itself if and only if the dtype can hold it.
-
-    Partitioners run where every tensor is fake, so that no tensor can be asked.
-    """
-    form = {torch.float64: "d", torch.float16: "e"}.get(dtype, "f")
-    try:
-        packed = struct.pack("<" + form, number)
-    except OverflowError:
-        return math.inf
-    if dtype == torch.bfloat16:
-        packed = b"\0\0" + packed[2:]
-    found: float = struct.unpack("<" + form, packed)[0]
-    return found
 
 
 class GraphEmitter:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from backstash.codecs.fewbit_table import TABLE
-from backstash.integrations.compile.emit import Emitter, Value, product, rounded, sizes_of, tensor_of
+from backstash.integrations.compile.emit import Emitter, Value, product, sizes_of, tensor_of
 from backstash.integrations.compile.layout import (
     cast,
     clamp,
@@ -26,6 +26,7 @@ from backstash.integrations.compile.layout import (
     unpack,
 )
 from backstash.ops.formats import FORMATS, LEAST_SCALE, Format, groups, scale_ceiling
+from backstash.saved import truncated
 
 _aten = torch.ops.aten
 _WORD = 0xFFFFFFFF
@@ -180,7 +181,7 @@ class GraphBlockQuant:
         """Every element at the step that it was rounded to."""
         low, high = (emit(_aten.unsqueeze.default, cast(emit, plane, torch.float32), 1) for plane in planes[1:])
         codes = unpack(emit, planes[0], self.bits, [sizes_of(low)[0], self.group_size])
-        unit = rounded(1 / (2**self.bits - 1), torch.float32)
+        unit = truncated(1 / (2**self.bits - 1), torch.float32)
         share = emit(_aten.mul.Scalar, cast(emit, codes, torch.float32), unit)
         rows = emit(_aten.mul.Tensor, share, emit(_aten.sub.Tensor, high, low))
         rows = emit(_aten.add.Tensor, rows, low)

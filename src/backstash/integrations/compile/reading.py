@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from backstash.integrations.compile.emit import rounded
 from backstash.saved import Mask, Need, Test
 
 RANDOM = frozenset({"prims::inductor_random", "prims::inductor_randint"})
@@ -242,7 +241,7 @@ def _read(node: fx.Node, through: fx.Node, argument: str, named: dict[str, Any])
     dtype = through.meta["val"].dtype
     if entry in SIGNS and dtype.is_floating_point:
         mask = SIGNS[entry](lambda name: named[name])
-        if mask is not None and _representable(mask, dtype):
+        if mask is not None and mask.fits(dtype):
             return Reader(node, through, argument, Need.SIGN, mask)
     if entry in FUNCTIONS:
         return Reader(node, through, argument, Need.VALUE, function=FUNCTIONS[entry](lambda name: named[name]))
@@ -253,9 +252,3 @@ def _mentions(argument: Any, value: fx.Node) -> bool:
     if isinstance(argument, (list, tuple)):
         return any(_mentions(item, value) for item in argument)
     return argument is value
-
-
-def _representable(mask: Mask, dtype: torch.dtype) -> bool:
-    """Whether the dtype can represent every bound exactly. Kernels differ in how they round other bounds."""
-    bounds = [bound for bound in (mask.lo, mask.hi, mask.if_set, mask.if_clear) if math.isfinite(bound)]
-    return all(rounded(bound, dtype) == bound for bound in bounds)

@@ -1,0 +1,95 @@
+"""What codecs of tensors with many zeros have in common, whichever way they note where the other elements are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.base import EXACT, ErrorBound, asks_for_sign, flat, refuses_layout
+from backstash.codecs.bitmask import FLOATS
+from backstash.codecs.minifloat import Minifloat
+from backstash.codecs.sample import look
+from backstash.saved import Mask, Need, TensorSpec, Test
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Stores the elements that have any bit set, on request in a smaller format.
+
+    Args:
+        min_saving: the smallest share of the dense bytes worth a pass over them; declined below it.
+        values: the smaller format of the values, one without scales; None keeps every bit.
+
+    Raises:
+        ValueError: ``min_saving`` is no share, or ``values`` has scales.
+    """
+
+    min_saving: float = 0.02
+    values: Minifloat | None = None
+
+    id: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not 0.0 <= self.min_saving < 1.0:
+            raise ValueError(f"{name} asked for min_saving={self.min_saving}, but it is a share: 0 <= min_saving < 1.")
+        if self.values is not None and self.values.group_size:
+            raise ValueError(
+                f"{name} was asked for values={self.values!r}, but what it stores has no groups of neighbours. Use "
+                f"Minifloat({self.values.format!r}, group_size=0)."
+            )
+
+    @property
+    def label(self) -> str:
+        """The codec's id, or ``"zvc+fp8"`` and the like."""
+        return self.id if self.values is None else f"{self.id}+{self.values.label}"
+
+    @property
+    def preserves(self) -> frozenset[Need]:
+        """Every need; with ``values``, the needs that it preserves."""
+        return EXACT if self.values is None else self.values.preserves
+
+    @property
+    def bound(self) -> ErrorBound | None:
+        """The bound of ``values``; None without them."""
+        return None if self.values is None else self.values.bound
+
+    @property
+    def repeats(self) -> bool:
+        """Whether ``values`` does (base.repeats)."""
+        return self.values is None or self.values.repeats
+
+    def keeps(self, mask: Mask) -> bool:
+        """Whether the mask's test, and whether an element is negative or NaN, comes out as for the original.
+
+        Always without ``values``. With it zero, the sign, infinities and NaN are kept, but no other number is: so for
+        tests against zero, whatever stands in.
+        """
+        return self.values is None or mask.test is Test.NONZERO or asks_for_sign(mask)
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        """Accepts dense floating tensors of 16, 32 or 64 bits, and of them those that ``values`` accepts."""
+        if self.values is not None:
+            return self.values.accepts(spec)
+        if spec.dtype not in FLOATS:
+            return "it takes float32, bfloat16, float16 and float64 only"
+        return refuses_layout(spec)
+
+    def declines(self, x: Tensor) -> str | None:
+        """Declines where a sample has too few zeros (see codecs.sample). On CUDA the host waits for it."""
+        elements, nonzeros, _ = look(flat(x))
+        if elements == 0:
+            return "it is empty"
+        density = nonzeros / elements
+        saving = 1.0 - self._bits_per_element(density, x.dtype) / (8 * x.element_size())
+        return None if saving >= self.min_saving else f"{density:.0%} of a sample is not zero"
+
+    def _bits_per_element(self, density: float, dtype: torch.dtype) -> float:
+        """Bits that an element takes on average, where that share of them is not zero."""
+        raise NotImplementedError
+
+    def _bits_per_value(self, dtype: torch.dtype) -> float:
+        return 8 * dtype.itemsize if self.values is None else self.values.bits
