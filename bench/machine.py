@@ -73,7 +73,7 @@ def describe(device: str) -> Machine:
         device: ``"cpu"``, or the accelerator's type.
     """
     cuda = device == "cuda"
-    here = vars(machine.describe())
+    here = vars(machine.describe_machine())
     return Machine(
         **here | {"gpu": None if device == "cpu" else here["gpu"]},
         memory_nbytes=_memory(),

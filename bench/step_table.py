@@ -259,7 +259,7 @@ def _observe(workload: Workload, forward: Forward) -> tuple[dict[str, Tensor], i
 
     In its first step a Session proves that what it recomputes has the right bits, and holds both for a moment.
     """
-    buffers.release()  # another candidate's
+    buffers.release_buffers()  # another candidate's
     _prepare(workload)
     _step(forward)
     _prepare(workload)

@@ -58,7 +58,7 @@ def environments(asked: str | None) -> dict[str, dict[str, str]]:
     """
     found = allocator.installed()
     if asked is not None:
-        chosen = (allocator.choose(name) for name in asked.split(",") if name)
+        chosen = (allocator.choose_allocator(name) for name in asked.split(",") if name)
         found = {one.name: one for one in chosen if one is not None}
     return {**SETTINGS, **{name: one.environment({}) for name, one in found.items()}}
 

@@ -274,7 +274,7 @@ def peak(workload: Workload, candidate: Candidate) -> int:
 
 def resident(workload: Workload, candidate: Candidate) -> int | None:
     """Growth of the resident high-water mark in a step."""
-    buffers.release()
+    buffers.release_buffers()
     gc.collect()
     give_back()
     before = meter.resident_nbytes()

@@ -16,6 +16,13 @@ PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("understand/arch
 HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning"}
 """Units that may install hooks: the Session's own, and those that observe somebody's program from outside."""
 
+SAID_WITH_THEIR_MODULE = {
+    *("attach", "get", "names"),  # of a framework, of a registry
+    *("compare", "plan", "profile", "main", "add_to"),  # of the command line, beside what a command calls
+    *("listen", "unlisten", "admit", "dismiss"),  # to modules, passes, regions; of transforms, of checkpoints
+}
+"""Names that several modules define, all of which are only ever said together with the module's name."""
+
 # A unit is a module or a package right below backstash; "backstash" is the package itself. Its row names what it may
 # import of the others. A row names units of rows above it only, so that no unit is reached again from below. The page
 # of the architecture shows the same table.
@@ -349,6 +356,17 @@ def test_hooks_are_installed_by_the_session_and_capture_alone() -> None:
     for path in MODULES:
         if unit(path) not in HOOKS and module(path) != "stash.repeating":  # which counts what a function saves
             assert not [text for text in texts if text in path.read_text()], path
+
+
+def test_no_two_public_definitions_share_a_name() -> None:
+    found: dict[str, list[str]] = {}
+    for path in MODULES:
+        if not {"reference", "cpu", "triton"} & set(path.relative_to(SOURCE).parts):  # which have the same kernels
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+                    found.setdefault(node.name, []).append(module(path))
+    shared = {name: places for name, places in found.items() if len(places) > 1}
+    assert shared.keys() == SAID_WITH_THEIR_MODULE, shared
 
 
 @pytest.mark.parametrize("path", MODULES, ids=identifier)

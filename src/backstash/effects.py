@@ -26,7 +26,7 @@ from torch import Tensor
 
 from backstash.saved import Effect, TensorSpec
 
-Kind = Callable[[Any, TensorSpec], tuple[Effect, int]]
+EffectRule = Callable[[Any, TensorSpec], tuple[Effect, int]]
 
 
 def of(node: Any, op: str, role: str, spec: TensorSpec) -> tuple[Effect, int]:
@@ -107,7 +107,7 @@ def _fastest(spec: TensorSpec) -> int:
     return next((size for size, stride in zip(spec.shape, spec.stride, strict=True) if stride == 1 and size != 1), 0)
 
 
-def _rows() -> dict[tuple[str, str], Kind]:
+def _rows() -> dict[tuple[str, str], EffectRule]:
     linear = {
         "Convolution": ("input",),
         "Addmm": ("mat1", "mat2"),
@@ -137,7 +137,7 @@ def _rows() -> dict[tuple[str, str], Kind]:
         **dict.fromkeys(("NativeLayerNorm", "FusedRmsNorm"), _layers),
         "NativeGroupNorm": _groups,
     }
-    tables: tuple[tuple[Mapping[str, tuple[str, ...]], Kind], ...] = (
+    tables: tuple[tuple[Mapping[str, tuple[str, ...]], EffectRule], ...] = (
         (linear, _linear),
         (sensitive, _sensitive),
         (factors, _factor),
@@ -155,5 +155,5 @@ ATTENTIONS = (
 )
 """Attentions whose backward pass computes the softmax again."""
 
-EFFECTS: dict[tuple[str, str], Kind] = _rows()
+EFFECTS: dict[tuple[str, str], EffectRule] = _rows()
 """The whole table, by (op, role)."""

@@ -30,7 +30,7 @@ from backstash.torch_internals import backward_engine, functorch_level, in_backw
 if TYPE_CHECKING:
     from backstash.stash.value import Saved
 
-Root = Tensor | GradientEdge
+GraphRoot = Tensor | GradientEdge
 """A tensor, or an edge of the graph, that a backward pass begins with or ends in."""
 
 Engine = Callable[..., Any]
@@ -102,10 +102,10 @@ class Monitor:
     def before_backward(
         self,
         engine: Engine,
-        roots: Sequence[Root],
+        roots: Sequence[GraphRoot],
         gradients: Sequence[Tensor | None],
         create_graph: bool,
-        inputs: Sequence[Root],
+        inputs: Sequence[GraphRoot],
     ) -> None:
         """Measures the error if the graph has tensors of this Session, or notes why the error cannot be measured.
 
@@ -121,7 +121,7 @@ class Monitor:
         own: list[Saved] = [saved for saved in packed if self._is_own(saved)]
         if not own:
             return
-        leaves: list[Root] = list(inputs) if inputs else list(graph.leaves)
+        leaves: list[GraphRoot] = list(inputs) if inputs else list(graph.leaves)
         reason = obstacle(graph, packed, create_graph)
         if reason:
             self.found.append(GradientError(self.step, reason=reason))
@@ -148,9 +148,9 @@ class Monitor:
     def _gradients(
         self,
         engine: Engine,
-        roots: Sequence[Root],
+        roots: Sequence[GraphRoot],
         gradients: Sequence[Tensor | None],
-        leaves: list[Root],
+        leaves: list[GraphRoot],
         is_exact: bool,
     ) -> tuple[Tensor | None, ...]:
         """The gradients of ``leaves``, from exact or from stored values. Restores the generators' states."""
@@ -165,7 +165,7 @@ class Monitor:
             self.is_exact = self.is_measuring = False
             restore_generators()
 
-    def _name(self, leaf: Root, place: int) -> str:
+    def _name(self, leaf: GraphRoot, place: int) -> str:
         name = self.name_of(leaf) if isinstance(leaf, Tensor) else None
         return name or f"(input {place}, {list(leaf.shape) if isinstance(leaf, Tensor) else 'no tensor'})"
 
@@ -186,13 +186,13 @@ class Monitor:
 class Graph:
     """The nodes that a backward pass from these roots may reach, and the leaves whose gradients it accumulates."""
 
-    def __init__(self, roots: Iterable[Root]) -> None:
+    def __init__(self, roots: Iterable[GraphRoot]) -> None:
         self.nodes = list(_reached(roots))
         accumulating: list[Any] = [node for node in self.nodes if type(node).__name__ == "AccumulateGrad"]
         self.leaves: list[Tensor] = [node.variable for node in accumulating]
 
 
-def _reached(roots: Iterable[Root]) -> Iterator[Node]:
+def _reached(roots: Iterable[GraphRoot]) -> Iterator[Node]:
     nodes = [root.grad_fn if isinstance(root, Tensor) else root[0] for root in roots]
     seen: set[Node] = set()
     while nodes:
@@ -248,11 +248,11 @@ def _compared(
 
 
 def _start(
-    roots: Sequence[Root],
+    roots: Sequence[GraphRoot],
     gradients: Sequence[Tensor | None],
     retain_graph: bool,
     create_graph: bool,
-    inputs: Sequence[Root],
+    inputs: Sequence[GraphRoot],
     *more: Any,
     **rest: Any,
 ) -> Any:

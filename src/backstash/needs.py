@@ -24,7 +24,7 @@ WindowBuilder = Callable[[Any, TensorSpec, TensorSpec], PoolWindow | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class NeedRow:
     """One row of the table.
 
     Args:
@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Requirement:
     """A row applied to one saved tensor. All attributes are those of SavedTensor."""
 
     need: Need
@@ -52,7 +52,7 @@ class Reading:
     row: int = 0
 
 
-VALUE = Reading(Need.VALUE)
+VALUE = Requirement(Need.VALUE)
 
 _NODE = re.compile(r"(.+?)Backward\d*$")
 
@@ -68,7 +68,9 @@ def _op_of_name(name: str) -> str:
     return match.group(1) if match else name
 
 
-def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec], op: str | None = None) -> Reading:
+def requirement_of(
+    node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec], op: str | None = None
+) -> Requirement:
     """How much the backward formula of ``node`` reads of the tensor that it saved as ``role``.
 
     Args:
@@ -85,20 +87,20 @@ def read(node: Any, role: str, spec: TensorSpec, specs: Mapping[str, TensorSpec]
         functions = FUNCTIONS.get((op, role))
         function = None if functions is None else _function(functions, node)
         effect, values = effects.of(node, op, role, spec)
-        return Reading(Need.VALUE, function=function, effect=effect, row=values)
+        return Requirement(Need.VALUE, function=function, effect=effect, row=values)
     try:
         return _apply(row, node, spec, specs)
     except AttributeError:  # this torch version's node does not save the scalar that the row reads
         return VALUE
 
 
-def _apply(row: Row, node: Any, spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> Reading:
+def _apply(row: NeedRow, node: Any, spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> Requirement:
     if row.mask is not None:
         mask = row.mask(node) if spec.dtype.is_floating_point else None
-        return Reading(Need.SIGN, mask) if mask is not None and mask.fits(spec.dtype) else VALUE
+        return Requirement(Need.SIGN, mask) if mask is not None and mask.fits(spec.dtype) else VALUE
     if row.window is not None and "self" in specs:
-        return Reading(Need.INDEX, window=row.window(node, specs["self"], spec))
-    return Reading(row.need)
+        return Requirement(Need.INDEX, window=row.window(node, specs["self"], spec))
+    return Requirement(row.need)
 
 
 def _scalar(value: Any, default: float) -> float | None:
@@ -208,7 +210,7 @@ def _window(node: Any, source: TensorSpec, indices: TensorSpec) -> PoolWindow | 
     )
 
 
-def _shape_rows() -> dict[tuple[str, str], Row]:
+def _shape_rows() -> dict[tuple[str, str], NeedRow]:
     pool = "{}_backward(grad, self, ...): zeros of self's sizes, then a scatter of grad"
     formulas = {
         **{f"MaxPool{d}DWithIndices": pool.format(f"max_pool{d}d_with_indices") for d in (2, 3)},
@@ -226,10 +228,10 @@ def _shape_rows() -> dict[tuple[str, str], Row]:
         "NllLoss": "nll_loss_backward(grad, self, target, ...): zeros of self's sizes, filled by target",
         "NllLoss2D": "nll_loss2d_backward(grad, self, target, ...): zeros of self's sizes, filled by target",
     }
-    return {(op, "self"): Row(Need.SHAPE, formula) for op, formula in formulas.items()}
+    return {(op, "self"): NeedRow(Need.SHAPE, formula) for op, formula in formulas.items()}
 
 
-def _sign_rows() -> dict[tuple[str, str], Row]:
+def _sign_rows() -> dict[tuple[str, str], NeedRow]:
     rows: list[tuple[str, tuple[str, ...], str, MaskBuilder]] = [
         ("Relu", ("result",), "threshold_backward(grad, result, 0): not (result <= 0)", _relu),
         ("Threshold", ("self",), "threshold_backward(grad, self, threshold): not (self <= t)", _threshold),
@@ -250,12 +252,12 @@ def _sign_rows() -> dict[tuple[str, str], Row]:
         ("NanToNum", ("self",), "grad * isfinite(self)", _nan_to_num),
         ("Nansum", ("self",), "nansum_backward(grad, self, dim, keepdim): not isnan(self)", _nansum),
     ]
-    return {(op, role): Row(Need.SIGN, text, mask=mask) for op, roles, text, mask in rows for role in roles}
+    return {(op, role): NeedRow(Need.SIGN, text, mask=mask) for op, roles, text, mask in rows for role in roles}
 
 
-def _index_rows() -> dict[tuple[str, str], Row]:
+def _index_rows() -> dict[tuple[str, str], NeedRow]:
     pooled = "the positions that grad is scattered to"
-    rows = {(f"MaxPool{d}DWithIndices", "result1"): Row(Need.INDEX, pooled, window=_window) for d in (2, 3)}
+    rows = {(f"MaxPool{d}DWithIndices", "result1"): NeedRow(Need.INDEX, pooled, window=_window) for d in (2, 3)}
     plain = {
         **{(f"AdaptiveMaxPool{d}D", "result1"): pooled for d in (2, 3)},
         **{(f"FractionalMaxPool{d}D", "result1"): pooled for d in (2, 3)},
@@ -268,7 +270,7 @@ def _index_rows() -> dict[tuple[str, str], Row]:
         ("Sort", "indices"): "value_selecting_reduction_backward(grad, dim, indices, ...)",
         ("Topk", "indices"): "value_selecting_reduction_backward(grad, dim, indices, ...)",
     }
-    return rows | {key: Row(Need.INDEX, formula) for key, formula in plain.items()}
+    return rows | {key: NeedRow(Need.INDEX, formula) for key, formula in plain.items()}
 
 
 def _function(functions: Mapping[str, Mapping[str, Any]], node: Any) -> str | None:
@@ -293,5 +295,5 @@ FUNCTIONS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
 """Values that backward reads for the derivative of one function only: the function's name, and its node's scalars."""
 
 
-TABLE: dict[tuple[str, str], Row] = _shape_rows() | _sign_rows() | _index_rows()
+TABLE: dict[tuple[str, str], NeedRow] = _shape_rows() | _sign_rows() | _index_rows()
 """The whole table, by (op, role)."""

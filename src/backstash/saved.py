@@ -102,14 +102,14 @@ class Mask:
 @cache
 def _fits(mask: Mask, dtype: torch.dtype) -> bool:
     bounds = [bound for bound in (mask.lo, mask.hi, mask.if_set, mask.if_clear) if math.isfinite(bound)]
-    return dtype in _FORMATS and all(truncated(bound, dtype) == bound for bound in bounds)
+    return dtype in _FORMATS and all(cut_to(bound, dtype) == bound for bound in bounds)
 
 
 _FORMATS = {torch.float64: "d", torch.float32: "f", torch.bfloat16: "f", torch.float16: "e"}
 """By floating dtype, the format of the module struct that its numbers are packed in."""
 
 
-def truncated(number: float, dtype: torch.dtype) -> float:
+def cut_to(number: float, dtype: torch.dtype) -> float:
     """A number that is cut to a dtype's precision: it is the number itself if and only if the dtype can hold it.
 
     No tensor is asked, because some callers run where every tensor is fake.

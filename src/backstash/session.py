@@ -155,7 +155,7 @@ class Session:
         self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check} {self._stops_if_useless}"
         self._is_bound = False  # to what was learned of the model
         self._hooks: hooks.Hooks | None = None
-        self._entry: leaving.Entry | None = None
+        self._entry: leaving.Entrance | None = None
         self._peak: tuple[PeakRow, ...] = ()
         given = {"model": model, "stores": stores, "check": check, "overwrite_gradients": overwrite_gradients}
         self._replanned = replanned(self.policy, replan, min_nbytes=self.min_nbytes, check_limit=check_limit, **given)
@@ -182,7 +182,7 @@ class Session:
                 "a Session was entered that is in use already, by another thread. Make a Session for each thread."
             )
         self._live.comparisons.check(waits=True)
-        self._entry = entry = leaving.Entry(self)
+        self._entry = entry = leaving.Entrance(self)
         try:
             self._elsewhere = False
             self._live.read_with_graph = self._forward.read_with_graph

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from backstash.cli.commands import app
 from backstash.report import compare as comparing
 from backstash.report import watch
-from backstash.report.watch import Order
+from backstash.report.watch import MeasureRequest
 
 TRAINING = """
 import sys
@@ -60,11 +60,13 @@ def invoke() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Order, Mapping[str, str]]]:
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MeasureRequest, Mapping[str, str]]]:
     """Runs are made in the process of the tests, because a new one takes seconds. Returns what was asked for."""
     asked = []
 
-    def carry_out(order: Order, environment: Mapping[str, str], printed: Callable[[str], None]) -> tuple[int, str]:
+    def carry_out(
+        order: MeasureRequest, environment: Mapping[str, str], printed: Callable[[str], None]
+    ) -> tuple[int, str]:
         asked.append((order, environment))
         output, errors = io.StringIO(), io.StringIO()
         with redirect_stdout(output), redirect_stderr(errors):

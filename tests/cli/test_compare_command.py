@@ -20,7 +20,7 @@ from backstash.report import compare as comparing
 from backstash.report import machine, plot
 from backstash.report.choose import recommend
 from backstash.report.compare import Comparison
-from backstash.report.watch import Observed, Order
+from backstash.report.watch import MeasureRequest, Observed
 from backstash.stash.ledger import Entry, Report
 
 Invoke = Callable[..., Any]
@@ -51,7 +51,7 @@ def test_compare_measures_every_policy_and_writes_its_results(script: str, tmp_p
 
 
 def test_compare_of_a_policy_that_is_not_exact_tells_by_how_much(
-    script: str, tmp_path: Path, invoke: Invoke, in_this_process: list[tuple[Order, Mapping[str, str]]]
+    script: str, tmp_path: Path, invoke: Invoke, in_this_process: list[tuple[MeasureRequest, Mapping[str, str]]]
 ) -> None:
     result = invoke(
         *("compare", "--policies", "plain,gist_fp8", "--quiet", "--min-nbytes", "1KiB", "--out", str(tmp_path), script)
@@ -98,7 +98,7 @@ def test_compare_needs_steps(tmp_path: Path, invoke: Invoke) -> None:
 def test_a_measured_process_prints_nothing_of_the_profiler(script: str, tmp_path: Path) -> None:
     code = (
         "import os; from backstash.report import compare\n"
-        f"order = compare.Order({script!r}, [], 'lossless', {str(tmp_path / 'result.json')!r})\n"
+        f"order = compare.MeasureRequest({script!r}, [], 'lossless', {str(tmp_path / 'result.json')!r})\n"
         "print(compare._in_child(order, {**compare.QUIET_LOGS, **os.environ}, print))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -110,10 +110,10 @@ def test_plain_runs_under_the_same_allocator_and_under_its_own(
     tmp_path: Path,
     invoke: Invoke,
     monkeypatch: pytest.MonkeyPatch,
-    in_this_process: list[tuple[Order, Mapping[str, str]]],
+    in_this_process: list[tuple[MeasureRequest, Mapping[str, str]]],
 ) -> None:
     fast = Allocator("fastalloc", "/opt/libfastalloc.so", {"FAST": "1"})
-    monkeypatch.setattr(allocators, "choose", lambda asked: fast)
+    monkeypatch.setattr(allocators, "choose_allocator", lambda asked: fast)
     monkeypatch.setenv("FAST", "2")
     result = invoke("compare", "--out", str(tmp_path), script)
     assert result.exit_code == 0, result.stderr
@@ -132,7 +132,7 @@ def test_plain_runs_under_the_same_allocator_and_under_its_own(
 
 
 def test_choose_tries_the_policies_on_a_few_steps(
-    script: str, tmp_path: Path, invoke: Invoke, in_this_process: list[tuple[Order, Mapping[str, str]]]
+    script: str, tmp_path: Path, invoke: Invoke, in_this_process: list[tuple[MeasureRequest, Mapping[str, str]]]
 ) -> None:
     text = Path(script).read_text()
     Path(script).write_text(text.replace("range(5)", "range(1000)"))
@@ -144,7 +144,9 @@ def test_choose_tries_the_policies_on_a_few_steps(
 
 
 def test_choose_goes_on_where_a_policy_fails(script: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_child(order: Order, environment: Mapping[str, str], printed: Callable[[str], None]) -> tuple[int, str]:
+    def in_child(
+        order: MeasureRequest, environment: Mapping[str, str], printed: Callable[[str], None]
+    ) -> tuple[int, str]:
         if order.policy in ("plain", "sliced"):
             return -9, ""
         assert order.steps == 3
@@ -216,7 +218,7 @@ def observed(policy: str, **changes: Any) -> Observed:
 
 
 def compared(*runs: Observed) -> Comparison:
-    return Comparison("train.py", ("--batch", "[/8]"), machine.describe(), runs)
+    return Comparison("train.py", ("--batch", "[/8]"), machine.describe_machine(), runs)
 
 
 def test_rows_are_medians_over_the_runs() -> None:

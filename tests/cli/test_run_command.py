@@ -178,7 +178,7 @@ def test_only_a_process_of_its_own_is_started_again(
     script: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(allocators, "choose", lambda asked: Allocator("fast", "/opt/libfast.so"))
+    monkeypatch.setattr(allocators, "choose_allocator", lambda asked: Allocator("fast", "/opt/libfast.so"))
     monkeypatch.setattr(os, "execve", lambda *asked: started.append(asked))
     assert invoke("run", script).exit_code == 0 and not started
     for program in ("/usr/bin/backstash", "/usr/lib/python/backstash/__main__.py"):

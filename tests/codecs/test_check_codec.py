@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Codec, Encoded, ErrorBound, like, refuses_layout, require
+from backstash.codecs.base import EXACT, Codec, Encoded, ErrorBound, like, refuses_layout, require_accepted
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.saved import Need, TensorSpec
 from backstash.testing import FLOATS, check_codec, probes
@@ -34,7 +34,7 @@ class Copy:
         return None
 
     def encode(self, x: Tensor) -> Encoded:
-        return Encoded(self.id, require(self, x), {"values": x.detach().reshape(-1).clone()})
+        return Encoded(self.id, require_accepted(self, x), {"values": x.detach().reshape(-1).clone()})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         values = encoded.planes["values"]
@@ -57,20 +57,20 @@ class Mutates(Copy):
 @dataclass(frozen=True)
 class KeepsAView(Copy):
     def encode(self, x: Tensor) -> Encoded:
-        return Encoded(self.id, require(self, x), {"values": x.detach().reshape(-1)})
+        return Encoded(self.id, require_accepted(self, x), {"values": x.detach().reshape(-1)})
 
 
 @dataclass(frozen=True)
 class KeepsTheGraph(Copy):
     def encode(self, x: Tensor) -> Encoded:
-        return Encoded(self.id, require(self, x), {"values": x.reshape(-1).clone()})
+        return Encoded(self.id, require_accepted(self, x), {"values": x.reshape(-1).clone()})
 
 
 @dataclass(frozen=True)
 class LosesNegativeZero(Copy):
     def encode(self, x: Tensor) -> Encoded:
         flat = x.detach().reshape(-1)
-        return Encoded(self.id, require(self, x), {"values": torch.where(flat == 0, 0, flat)})
+        return Encoded(self.id, require_accepted(self, x), {"values": torch.where(flat == 0, 0, flat)})
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Rounded(Copy):
     bound: ClassVar[ErrorBound | None] = ErrorBound(abs=0.125)
 
     def encode(self, x: Tensor) -> Encoded:
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         flat = x.detach().reshape(-1).double()
         if not bool((flat.abs() < 1e6).all()):
             raise CodecRefusedError("asked, got, do")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backstash import Session, codecs
 from backstash.codecs import Binary, Bitmask, Codec, Encoded, ErrorBound, FewBit, Narrow, Zvc, base
-from backstash.codecs.base import ReadPlanes, flat, refuses_layout, require
+from backstash.codecs.base import ReadPlanes, flat, refuses_layout, require_accepted
 from backstash.codecs.direct import Direct, Factors, MaskBits, Slices, Slopes, WindowOffsets
 from backstash.codecs.raw import Raw
 from backstash.codecs.shape import Shape
@@ -137,7 +137,7 @@ class Outcomes:
         padded = torch.zeros(-(-x.numel() // 8), 8, dtype=torch.uint8)
         padded.view(-1)[: x.numel()] = outcomes
         bits = (padded << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
-        return Encoded(self.id, require(self, x), {"outcomes": bits})
+        return Encoded(self.id, require_accepted(self, x), {"outcomes": bits})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         raise ZeroDivisionError("decoded")
@@ -221,8 +221,8 @@ def test_what_counts_for_a_codec_without_optional_members() -> None:
     assert base.label(codec) == "bare"
     assert base.mask_of(codec) is None
     assert not base.keeps(codec, Mask(Test.NOT_LE))
-    assert base.serves(codec, None)
-    assert base.serves(codec, "gelu")
+    assert base.serves_function(codec, None)
+    assert base.serves_function(codec, "gelu")
     assert all(base.direct(codec, form) is None for form in FORMS)
     assert base.view(codec) is None
     encoded = base.adopt(codec, x)
@@ -234,8 +234,8 @@ def test_what_counts_for_codecs_that_have_them() -> None:
     assert base.label(codecs.get("zvc", values=codecs.Minifloat("fp8"))) == "zvc+fp8"
     assert base.mask_of(Bitmask(Mask(Test.GT))) == Mask(Test.GT)
     assert base.keeps(codecs.Szp(), Mask(Test.NOT_LE))
-    assert not base.serves(FewBit("gelu"), None)
-    assert base.serves(FewBit("gelu"), "gelu")
+    assert not base.serves_function(FewBit("gelu"), None)
+    assert base.serves_function(FewBit("gelu"), "gelu")
     x = torch.randn(3, 4)
     encoded = base.adopt(Raw(), x)
     view = base.view(Raw())

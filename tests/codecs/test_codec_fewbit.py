@@ -163,7 +163,7 @@ def functions_of(y: Tensor) -> set[str | None]:
     node = y.grad_fn
     roles = [name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_")]
     spec = TensorSpec.of(y)
-    return {needs.read(node, role, spec, {role: spec}).function for role in roles}
+    return {needs.requirement_of(node, role, spec, {role: spec}).function for role in roles}
 
 
 @pytest.mark.parametrize("function", ACTIVATIONS)

@@ -12,8 +12,8 @@ from backstash import compile_backend, compile_options, policies
 from backstash.integrations.compile import budget
 from backstash.integrations.compile.joint import Joint
 from backstash.integrations.compile.lifetimes import Lifetimes
-from backstash.integrations.compile.reading import name_of
-from backstash.integrations.compile.search import Search
+from backstash.integrations.compile.reading import operator_name
+from backstash.integrations.compile.search import GraphSearch
 from backstash.report.meter import CountedPeak
 from tests.compile.compiled_steps import Bottleneck, differences, gradients
 
@@ -81,13 +81,13 @@ def searched(model: nn.Module, x: Tensor, policy: Any, monkeypatch: pytest.Monke
 
 def test_everything_rounded_is_where_a_search_may_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     joint, options, start = searched(*blocks(6), policies.quantized(4), monkeypatch)
-    first = Search(joint, options, 1000, start, is_rounded=True)
+    first = GraphSearch(joint, options, 1000, start, is_rounded=True)
     assert first._current.rounded == set(options.rounded) & set(start)
     found = first.run()
     assert found.estimate.peak <= first._current.estimate.peak
-    assert found.estimate.peak <= Search(joint, options, 1000, start).run().estimate.peak
+    assert found.estimate.peak <= GraphSearch(joint, options, 1000, start).run().estimate.peak
     # As little is rounded as the budget needs.
-    assert not Search(joint, options, 1 << 40, start, is_rounded=True).run().rounded
+    assert not GraphSearch(joint, options, 1 << 40, start, is_rounded=True).run().rounded
 
 
 def test_nothing_is_computed_again_from_what_a_search_has_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_nothing_is_computed_again_from_what_a_search_has_rounded(monkeypatch: p
     always = Lifetimes(joint).estimate({number: options.held[number] for number in start}).again
     for share in (1000, 1 << 20, 2 << 20, 3 << 20):
         for is_rounded in (False, True):
-            found = Search(joint, options, share, start, is_rounded).run()
+            found = GraphSearch(joint, options, share, start, is_rounded).run()
             waiting, seen = list(found.estimate.again - always), set()
             while waiting:
                 for source in joint.reads[waiting.pop()]:
@@ -121,7 +121,7 @@ def test_under_a_budget_a_value_is_decoded_for_each_product_that_reads_it() -> N
         ours.treatment.carry_out = noted
         net(x).backward()
         nodes = graphs[0].graph.nodes
-        decodings = [node for node in nodes if name_of(node) == "backstash_graph::values_of_groups"]
+        decodings = [node for node in nodes if operator_name(node) == "backstash_graph::values_of_groups"]
         assert all(len(node.users) == 1 for node in decodings)
         counts.append(len(decodings))
     assert counts[0] == 0
@@ -159,8 +159,8 @@ def graph_of_a_comparison() -> fx.Graph:
 
 def test_a_comparison_beside_a_rounded_value_reads_its_bits_alone() -> None:
     joint = Joint(graph_of_a_comparison(), 1, True)
-    value = next(number for number, node in enumerate(joint.nodes) if name_of(node) == "aten::mm")
-    test = next(number for number, node in enumerate(joint.nodes) if name_of(node) == "aten::le")
+    value = next(number for number, node in enumerate(joint.nodes) if operator_name(node) == "aten::mm")
+    test = next(number for number, node in enumerate(joint.nodes) if operator_name(node) == "aten::le")
     saved = {value: 200}
     apart = Lifetimes(joint, saved).estimate(saved)
     together = Lifetimes(joint, saved, {test: value}).estimate(saved)
@@ -186,7 +186,7 @@ def test_a_sum_of_gradients_that_several_read_is_stored_where_values_may_be_roun
 
         ours.treatment.carry_out = noted
         net(x).square().mean().backward()
-        stored = [node for node in graphs[0].graph.nodes if name_of(node) == "backstash_graph::stored"]
+        stored = [node for node in graphs[0].graph.nodes if operator_name(node) == "backstash_graph::stored"]
         assert len(stored) == expected
         for node in stored:
             assert list(node.args[0].users) == [node]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from backstash import compile_backend, compile_options, policies
 from backstash.codecs import Szp
-from backstash.integrations.compile.bounds import BLOCK, Facts, Place, loop_of
+from backstash.integrations.compile.bounds import BLOCK, BoundedValue, ValueFacts, loop_of
 from backstash.integrations.compile.emit import run_now
 from backstash.integrations.compile.graph_bounded import GraphSzp
 from backstash.policies import Policy, Stash
@@ -64,7 +64,7 @@ def coded(codec: Szp | None, x: Tensor, bits: int) -> tuple[Tensor, float]:
     policy = Within(codec)
     loop = loop_of(policy, f"test {id(policy)}")
     saved = SavedTensor("key", "Mm", "self", "", TensorSpec.of(x), Need.VALUE)
-    form = GraphSzp(bits, Place(loop.name, "graph", Facts(saved, (saved,)).text()))
+    form = GraphSzp(bits, BoundedValue(loop.name, "graph", ValueFacts(saved, (saved,)).text()))
     planes = form.encode(run_now, x)
     assert sum(plane.nbytes for plane in planes) <= form.nbytes(tuple(x.shape), x.dtype)
     (bounded,) = loop.values.values()
@@ -138,7 +138,7 @@ def test_inductor_has_a_lowering_for_every_operator() -> None:
     loop = loop_of(policy, "lowerings")
     x = values((7, 37), torch.bfloat16)
     saved = SavedTensor("key", "Mm", "self", "", TensorSpec.of(x), Need.VALUE)
-    form = GraphSzp(4, Place(loop.name, "graph", Facts(saved, (saved,)).text()))
+    form = GraphSzp(4, BoundedValue(loop.name, "graph", ValueFacts(saved, (saved,)).text()))
 
     def note(op: Any, *args: Any, **kwargs: Any) -> Any:
         used.add(op)

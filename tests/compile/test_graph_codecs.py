@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backstash.codecs import Bitmask, BlockQuant, Codec, FewBit, Minifloat
 from backstash.integrations.compile.emit import run_now
-from backstash.integrations.compile.graph_codecs import Bits, Facts, GraphCodec, Integers, form_of
+from backstash.integrations.compile.graph_codecs import Bits, GraphCodec, GraphFacts, Integers, form_of
 from backstash.integrations.compile.layout import in_memory_order, like_original
 from backstash.saved import Mask, TensorSpec, Test
 
@@ -77,7 +77,7 @@ def test_a_rounding_codec_decodes_the_bits_of_the_eager_one(codec: Codec, dtype:
         x = values(shape, dtype, 1.0 if dtype == torch.float16 else 3.0)
         if codec.accepts(TensorSpec.of(x)) is not None:
             continue
-        form = form_of(codec, Facts(dtype))
+        form = form_of(codec, GraphFacts(dtype))
         assert not isinstance(form, str)
         assert torch.equal(bits(round_trip(form, x)), bits(codec.decode(codec.encode(x)))), shape
 
@@ -86,7 +86,7 @@ def test_a_rounding_codec_decodes_the_bits_of_the_eager_one(codec: Codec, dtype:
 def test_infinities_and_nan_are_rounded_as_the_eager_codec_rounds_them(name: str) -> None:
     x = torch.tensor([float("inf"), -float("inf"), float("nan"), 3e38, -3e38, 1e-40, -1e-45, 2.0**-9, 0.0, -0.0] * 60)
     for codec in (Minifloat(name), Minifloat(name, group_size=0)):
-        form = form_of(codec, Facts(x.dtype))
+        form = form_of(codec, GraphFacts(x.dtype))
         assert not isinstance(form, str)
         assert torch.equal(bits(round_trip(form, x)), bits(codec.decode(codec.encode(x))))
 
@@ -96,14 +96,14 @@ def test_the_memory_order_decides_what_a_group_is(channels_last: bool) -> None:
     x = values((3, 16, 6, 6), torch.float32)
     x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
     codec = BlockQuant(2, 16)
-    form = form_of(codec, Facts(x.dtype))
+    form = form_of(codec, GraphFacts(x.dtype))
     assert not isinstance(form, str)
     assert torch.equal(round_trip(form, x), codec.decode(codec.encode(x)))
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
 def test_few_bits_of_an_element_that_is_not_finite_are_decoded_to_nothing_finite(broken: float) -> None:
-    form = form_of(FewBit("gelu", 2), Facts(torch.float32))
+    form = form_of(FewBit("gelu", 2), GraphFacts(torch.float32))
     assert not isinstance(form, str)
     x = torch.linspace(-2, 2, 512)
     assert round_trip(form, x).isfinite().all()
@@ -112,7 +112,7 @@ def test_few_bits_of_an_element_that_is_not_finite_are_decoded_to_nothing_finite
 
 
 def test_a_group_with_an_element_that_is_not_finite_is_not_decoded_to_numbers() -> None:
-    form = form_of(BlockQuant(4), Facts(torch.float32))
+    form = form_of(BlockQuant(4), GraphFacts(torch.float32))
     assert not isinstance(form, str)
     for broken in (float("nan"), float("inf"), -float("inf")):
         x = torch.ones(512)
@@ -129,7 +129,7 @@ def test_a_mask_decodes_to_the_stand_ins_of_the_eager_codec(mask: Mask, dtype: t
         x = values(shape, dtype)
         x.view(-1)[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
         codec = Bitmask(mask)
-        form = form_of(codec, Facts(dtype))
+        form = form_of(codec, GraphFacts(dtype))
         assert not isinstance(form, str)
         expected = codec.decode(codec.encode(x), torch.empty_like(x))
         assert torch.equal(bits(round_trip(form, x)), bits(expected))
@@ -167,7 +167,7 @@ def test_inductor_has_a_lowering_for_every_operator() -> None:
 
     x = values((7, 37), torch.float32)
     for codec in [*LOSSY, *map(Bitmask, MASKS)]:
-        form = form_of(codec, Facts(x.dtype))
+        form = form_of(codec, GraphFacts(x.dtype))
         assert not isinstance(form, str)
         form.decode(note, form.encode(note, x), x)
     for limit in (2, 16, 257, 1 << 20):

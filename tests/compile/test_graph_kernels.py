@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from backstash import compile_backend, policies
 from backstash.codecs import BlockQuant, Codec, FewBit, Minifloat
 from backstash.integrations.compile.emit import GraphEmitter, run_now
-from backstash.integrations.compile.graph_codecs import Facts, GraphCodec, form_of
+from backstash.integrations.compile.graph_codecs import GraphCodec, GraphFacts, form_of
 from backstash.integrations.compile.graph_kernels import decode_by_kernel, encode_by_kernel, is_for_backward_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -37,7 +37,7 @@ SHAPES = [(8, 3, 5), (7, 37), (1000,), (3, 16, 6, 6), (2, 256), (512, 1), (1,)]
 
 
 def form(codec: Codec, dtype: torch.dtype = torch.float32) -> GraphCodec:
-    found = form_of(codec, Facts(dtype))
+    found = form_of(codec, GraphFacts(dtype))
     assert not isinstance(found, str)
     return found
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from backstash import Session, compile_backend, policies
 from backstash.errors import UnknownNameError
 from backstash.integrations.compile import patch_compile
-from backstash.integrations.compile.budget import parse_budget
-from backstash.integrations.compile.effect import repeats
+from backstash.integrations.compile.budget import parse_graph_budget
+from backstash.integrations.compile.effect import effect_repeats
 from backstash.policies import Keep, Policy, Rules
 from backstash.report.meter import CountedPeak
 from backstash.saved import Effect, Need, SavedTensor
@@ -214,8 +214,8 @@ def test_a_comparison_behind_random_numbers_is_not_computed_again() -> None:
     random = graph.call_function(torch.ops.aten.rand_like.default, (x,))
     sure = graph.call_function(torch.ops.aten.gt.Scalar, (graph.call_function(torch.ops.aten.neg.default, (x,)), 0))
     unsure = graph.call_function(torch.ops.aten.gt.Tensor, (x, random))
-    assert repeats(sure)
-    assert not repeats(unsure)
+    assert effect_repeats(sure)
+    assert not effect_repeats(unsure)
 
 
 def test_a_value_that_the_program_holds_is_kept() -> None:
@@ -412,7 +412,7 @@ def test_a_budget_that_is_none(budget: Any) -> None:
 def test_budgets_are_read_as_people_write_them() -> None:
     texts = {"600MiB": 600 << 20, "1.5 GiB": 3 << 29, "4096": 4096, "1 kB": 1000, 5: 5, ".5kib": 512, "2.MB": 2 * 10**6}
     shares = {"50%": 500, " 12.5 % ": 125, "120%": 1200, "0.001%": 1}
-    assert {text: parse_budget(text, 1000) for text in texts | shares} == texts | shares
+    assert {text: parse_graph_budget(text, 1000) for text in texts | shares} == texts | shares
 
 
 def test_a_share_is_one_of_what_is_estimated_for_compiled_plain() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from backstash import Session, compile_backend, policies
 from backstash.integrations.compile.account import GraphAccount, report_of
 from backstash.stash.ledger import Entry
-from backstash.stash.regions import Call, Region, Saved
+from backstash.stash.regions import GraphOutput, Region, RegionCall
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -191,8 +191,8 @@ def test_a_compiled_module_does_not_warn_of_the_hooks_of_a_session() -> None:
 
 
 def test_tensors_of_somebody_else_end_a_call() -> None:
-    region = Region("graph 0", (), (Saved(torch.float32, (2, None), 0), Saved(torch.uint8, (4,), 1)), "")
-    call = Call(region)
+    region = Region("graph 0", (), (GraphOutput(torch.float32, (2, None), 0), GraphOutput(torch.uint8, (4,), 1)), "")
+    call = RegionCall(region)
     assert call.next_row(torch.ones(2, 9), "path") == 0
     assert not call.is_over
     assert call.next_row(torch.ones(7), "path") is None

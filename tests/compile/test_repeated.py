@@ -15,7 +15,7 @@ from backstash.integrations.compile import image_calls, partitioner
 from backstash.integrations.compile.image_calls import call_twice
 from backstash.integrations.compile.joint import Joint
 from backstash.integrations.compile.lifetimes import Lifetimes
-from backstash.integrations.compile.reading import name_of
+from backstash.integrations.compile.reading import operator_name
 from backstash.integrations.compile.repeated import repeat_for_readers
 from backstash.report.meter import CountedPeak
 from backstash.torch_internals import format_of
@@ -49,8 +49,8 @@ def test_a_later_reader_computes_the_value_for_itself() -> None:
     graph.graph.lint()
     graph.recompile()
     assert len(graph.graph.nodes) == before + 2  # the difference and its double
-    (test,) = (node for node in graph.graph.nodes if name_of(node) == "aten::le")
-    (product,) = (node for node in graph.graph.nodes if name_of(node) == "aten::t")
+    (test,) = (node for node in graph.graph.nodes if operator_name(node) == "aten::le")
+    (product,) = (node for node in graph.graph.nodes if operator_name(node) == "aten::t")
     assert test.args[0] is not product.args[0]
     assert all(torch.equal(one, other) for one, other in zip(graph(*inputs), expected, strict=True))
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from backstash import compile_backend
 from backstash.integrations.compile import convolutions, partitioner
-from backstash.integrations.compile.reading import name_of
+from backstash.integrations.compile.reading import operator_name
 from backstash.integrations.compile.saved_inputs import copied_inputs
 from backstash.integrations.compile.values import Split
 from tests.compile.compiled_steps import Forward, differences, gradients
@@ -128,7 +128,7 @@ def test_inductors_bits_of_convolutions_with_groups(groups: int, monkeypatch: py
 
     def keep_formats(split: Split) -> None:
         convolutions.keep_formats(split)
-        called.extend(map(name_of, split.backward.graph.nodes))
+        called.extend(map(operator_name, split.backward.graph.nodes))
 
     monkeypatch.setattr(partitioner, "keep_formats", keep_formats)
     with functorch.patch(enable_autograd_cache=False):  # a graph from the cache is not split again

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import Bitmask, Encoded, ErrorBound, Narrow, Shape, Zvc
-from backstash.codecs.base import EXACT, flat, like, refuses_layout, require
+from backstash.codecs.base import EXACT, flat, like, refuses_layout, require_accepted
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.narrow import INTEGERS
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Stash
@@ -89,7 +89,7 @@ class Copy:
         return None
 
     def encode(self, x: Tensor) -> Encoded:
-        return Encoded(self.id, require(self, x), {"copy": flat(x).clone()})
+        return Encoded(self.id, require_accepted(self, x), {"copy": flat(x).clone()})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         out = like(encoded.spec, out)

@@ -170,7 +170,7 @@ def test_the_same_nodes_are_found_for_the_same_tensors(name: str) -> None:
         result = results()[name](torch.randn(3, 4, 8, requires_grad=True))
     packed.append(Saved(torch.ones(3), live))  # which no node has saved
     packed.append(Saved(torch.eye(3).to_sparse(), live))  # which is not looked for
-    answer, rest = naming.find(result, packed)
+    answer, rest = naming.find_saved(result, packed)
     wanted = {id(each): each for each in packed if each.is_plain}
     nodes = [x.grad_fn for x in naming._tensors(result)]
     assert naming.find_reference(nodes, wanted) == answer

@@ -150,7 +150,7 @@ def perceptron() -> nn.Module:
 def test_a_linear_layers_input_is_gone_before_its_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = perceptron(), torch.randn(8192, 64)
     products: list[tuple[int, int]] = []
-    original = accumulation.mm
+    original = accumulation.deferring_mm
     session = Session(policies.lossless(recompute=False), min_nbytes=0)
 
     def mm(aten: Any, a: Tensor, b: Tensor) -> Tensor:

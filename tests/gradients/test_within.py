@@ -111,7 +111,7 @@ def test_values_are_off_by_no_more_than_the_gains_allow_and_zeros_are_zeros(
     kind: str, depth: int, inplace: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels == "none":
-        monkeypatch.setattr(backends, "serves", lambda kernel, device: False)
+        monkeypatch.setattr(backends, "has_own_kernel", lambda kernel, device: False)
         plain = backends.kernels("reference").mask_select
         monkeypatch.setattr(backends.serving("cpu"), "mask_select", plain)
     model, x, policy = Network(kind, inplace), inputs(), Within(NORMS)

@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType
 
 import backstash as bs
 from backstash.errors import IntegrationError
-from backstash.integrations.accelerate import Attachment, attach
+from backstash.integrations.accelerate import AcceleratorAttachment, attach
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_figures_go_to_the_trackers_and_the_report_is_printed(
 def test_nothing_is_logged_before_the_first_step() -> None:
     accelerator = Accelerator(cpu=True)
     attachment = attach(accelerator, accelerator.prepare(network()))
-    assert isinstance(attachment, Attachment)
+    assert isinstance(attachment, AcceleratorAttachment)
     assert attachment.log() == {}
 
 

@@ -14,18 +14,18 @@ import torch
 
 from backstash.errors import AllocatorError
 from backstash.integrations import allocator
-from backstash.integrations.allocator import Allocator, Usage
+from backstash.integrations.allocator import Allocator, ProcessorTime
 from studies.allocator import environments
 
 SCRIPT = """
 import json, sys, torch
-from backstash.integrations.allocator import Usage, keep_memory
+from backstash.integrations.allocator import ProcessorTime, keep_memory
 kept = sys.argv[1] == "keep" and keep_memory()
 torch.ones(48 << 20, dtype=torch.uint8)
-before = Usage.now()
+before = ProcessorTime.now()
 for _ in range(20):
     torch.ones(48 << 20, dtype=torch.uint8)
-print(json.dumps([kept, Usage.now().since(before).page_faults]))
+print(json.dumps([kept, ProcessorTime.now().since(before).page_faults]))
 """
 
 
@@ -41,9 +41,9 @@ def test_kept_memory_is_not_paged_in_again() -> None:
 
 
 def test_advice() -> None:
-    assert Usage(9.5, 0.5, 1000).advice() is None
-    assert Usage(0.0, 0.0, 0).advice() is None
-    advice = Usage(8.0, 2.0, 123_456).advice()
+    assert ProcessorTime(9.5, 0.5, 1000).advice() is None
+    assert ProcessorTime(0.0, 0.0, 0).advice() is None
+    advice = ProcessorTime(8.0, 2.0, 123_456).advice()
     assert advice is not None
     assert advice.startswith("20% of the processor time went to the system, with 123,456 page faults")
 
@@ -70,25 +70,25 @@ def no_allocators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_the_best_allocator_that_is_installed_is_chosen(no_allocators: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = no_allocators
-    assert allocator.choose("auto") is None and "libtcmalloc-minimal4" in str(allocator.advice())
+    assert allocator.choose_allocator("auto") is None and "libtcmalloc-minimal4" in str(allocator.allocator_advice())
     library(folder, "libmimalloc.so.2")
-    assert allocator.choose("auto") is None  # it would page every large block in again
-    assert allocator.choose("mimalloc") == Allocator("mimalloc", str(folder / "libmimalloc.so.2"))
+    assert allocator.choose_allocator("auto") is None  # it would page every large block in again
+    assert allocator.choose_allocator("mimalloc") == Allocator("mimalloc", str(folder / "libmimalloc.so.2"))
     jemalloc = library(folder, "libjemalloc.so.2")
-    found = allocator.choose("auto")
+    found = allocator.choose_allocator("auto")
     assert found is not None and (found.name, found.path) == ("jemalloc", jemalloc)
     (folder / "libtcmalloc_minimal.so.4").write_text("no library")
-    assert allocator.choose("auto") == found
+    assert allocator.choose_allocator("auto") == found
     tcmalloc = library(folder, "libtcmalloc.so.4")
-    found = allocator.choose("auto")
+    found = allocator.choose_allocator("auto")
     assert found is not None and (found.name, found.path) == ("tcmalloc", tcmalloc)
     assert list(allocator.installed()) == ["tcmalloc", "jemalloc", "mimalloc"]
-    assert allocator.choose("system") is None and allocator.advice() is None
+    assert allocator.choose_allocator("system") is None and allocator.allocator_advice() is None
     monkeypatch.setenv("LD_PRELOAD", "/opt/libjemalloc.so.2")
-    assert allocator.preloaded() == "jemalloc" and allocator.choose("auto") is None
+    assert allocator.preloaded() == "jemalloc" and allocator.choose_allocator("auto") is None
     monkeypatch.delenv("LD_PRELOAD")
     monkeypatch.setattr(allocator, "_has_gpu", lambda: True)
-    assert allocator.choose("auto") is None
+    assert allocator.choose_allocator("auto") is None
 
 
 def test_the_linker_s_list_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,16 +103,16 @@ def test_the_linker_s_list_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_an_allocator_that_is_not_there_is_refused(no_allocators: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AllocatorError, match="this system has no libjemalloc.so.2. Install it .*apt install libjem"):
-        allocator.choose("jemalloc")
+        allocator.choose_allocator("jemalloc")
     with pytest.raises(AllocatorError, match="that file does not exist. Give one of auto, system, tcmalloc"):
-        allocator.choose("/opt/none.so")
+        allocator.choose_allocator("/opt/none.so")
     with pytest.raises(AllocatorError, match="that file is no shared library"):
-        allocator.choose(__file__)
+        allocator.choose_allocator(__file__)
 
 
 def test_a_library_is_taken_by_its_path(tmp_path: Path) -> None:
     path = library(tmp_path, "libjemalloc-5.so")
-    found = allocator.choose(path)
+    found = allocator.choose_allocator(path)
     assert found is not None and "dirty_decay_ms" in found.settings["MALLOC_CONF"]
     environment = found.environment({"LD_PRELOAD": "/opt/a.so", "MALLOC_CONF": "narenas:1"})
     assert environment == {"LD_PRELOAD": f"{path} /opt/a.so", "MALLOC_CONF": "narenas:1"}

@@ -19,7 +19,7 @@ pytest.importorskip("accelerate")
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
-from backstash.integrations.huggingface import Attachment, TrainerMixin, attach, detach  # noqa: E402
+from backstash.integrations.huggingface import TrainerAttachment, TrainerMixin, attach, detach  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
@@ -91,7 +91,7 @@ def outcome(trained: Trainer) -> list[Tensor]:
     return [torch.tensor(logged, dtype=torch.float64), *parameters_of(trained.model)]
 
 
-def assert_same_bits(folder: Path, policy: str | bs.Policy = "lossless", **settings: Any) -> Attachment:
+def assert_same_bits(folder: Path, policy: str | bs.Policy = "lossless", **settings: Any) -> TrainerAttachment:
     """Trains without and with a Session, and compares."""
     plain, attached = trainer(folder, **settings), trainer(folder, **settings)
     attachment = attach(attached, policy, min_nbytes=0, print_report=False)
@@ -279,7 +279,7 @@ def test_wrong_arguments_change_nothing(tmp_path: Path) -> None:
     with pytest.raises(IntegrationError, match="budget='6GiB' was asked for"):
         attach(attached, "keep", budget="6GiB")
     assert "compute_loss_context_manager" not in attached.__dict__
-    assert not [found for found in attached.callback_handler.callbacks if isinstance(found, Attachment)]
+    assert not [found for found in attached.callback_handler.callbacks if isinstance(found, TrainerAttachment)]
 
 
 @pytest.mark.slow

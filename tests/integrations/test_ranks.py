@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from backstash.integrations.ranks import Rank, gather
+from backstash.integrations.ranks import Rank, gather_ranks
 
 
 @pytest.fixture
@@ -38,22 +38,22 @@ def test_the_rank_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("store")
 def test_rank_0_hears_the_others() -> None:
-    other = threading.Thread(target=gather, args=(Rank(1, 2), {"peak": 7}))
+    other = threading.Thread(target=gather_ranks, args=(Rank(1, 2), {"peak": 7}))
     other.start()
-    assert gather(Rank(0, 2), {"peak": 5}, 10.0) == {0: {"peak": 5}, 1: {"peak": 7}}
+    assert gather_ranks(Rank(0, 2), {"peak": 5}, 10.0) == {0: {"peak": 5}, 1: {"peak": 7}}
     other.join()
 
 
 @pytest.mark.usefixtures("store")
 def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_allowed() -> None:
-    assert gather(Rank(0, 3), {"peak": 5}, 0.1) == {0: {"peak": 5}}
+    assert gather_ranks(Rank(0, 3), {"peak": 5}, 0.1) == {0: {"peak": 5}}
 
 
 def test_without_a_store_a_rank_has_its_own_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    assert gather(Rank(0, 2), {"peak": 5}) == {0: {"peak": 5}}
+    assert gather_ranks(Rank(0, 2), {"peak": 5}) == {0: {"peak": 5}}
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert gather(Rank(0, 1), {"peak": 5}) == {0: {"peak": 5}}
+    assert gather_ranks(Rank(0, 1), {"peak": 5}) == {0: {"peak": 5}}
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")  # nobody listens there
-    assert gather(Rank(0, 2), {"peak": 5}, 0.2) == {0: {"peak": 5}}
+    assert gather_ranks(Rank(0, 2), {"peak": 5}, 0.2) == {0: {"peak": 5}}

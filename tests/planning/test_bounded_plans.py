@@ -20,7 +20,7 @@ from backstash.planning.plan import Planner
 from backstash.planning.probing import PASSES, Probe
 from backstash.planning.problem import StepProfile
 from backstash.planning.profiling import profile
-from backstash.planning.rounding import candidates, codec_named, name_of
+from backstash.planning.rounding import candidates, codec_name, codec_named
 from backstash.saved import Effect, Need, SavedTensor, TensorSpec
 
 EVERYTHING = ("lossless", "recompute", "bounded")
@@ -173,9 +173,9 @@ def test_candidates_suit_the_value_and_their_names_find_them(effect: Effect, dty
     saved = SavedTensor("a", "Convolution", "input", "", spec, Need.VALUE, effect=effect, row=512)
     found = candidates(saved, (saved,))
     assert bool(found) == (effect is not Effect.UNKNOWN and dtype is not torch.float64)
-    assert all(codec_named(name_of(codec)) == codec and codec.bound is not None for codec in found)
+    assert all(codec_named(codec_name(codec)) == codec and codec.bound is not None for codec in found)
     if effect is Effect.SENSITIVE:
-        assert not {"blockquant4", "blockquant2"} & {name_of(codec) for codec in found}
+        assert not {"blockquant4", "blockquant2"} & {codec_name(codec) for codec in found}
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from backstash.capture import modules
 from backstash.errors import BudgetError, PlanError
 from backstash.planning import course, retry
-from backstash.planning.buckets import growth, signature_of
+from backstash.planning.buckets import signature_of, size_ratio
 from backstash.planning.budgeted import Budgeted
 from backstash.planning.plan import Plan
 from backstash.planning.problem import StepProfile
@@ -173,9 +173,9 @@ def test_signatures_are_of_nested_inputs() -> None:
     x, ids = torch.ones(4, 3), torch.ones(4, 7, dtype=torch.int64)
     assert signature_of({"a": [x], "b": (ids, None, 3)}) == (((4, 3), "float32"), ((4, 7), "int64"))
     assert signature_of([1, None]) == ()
-    assert growth(signature_of([x]), signature_of([torch.ones(8, 3)])) == 2
-    assert growth(signature_of([ids]), signature_of([torch.ones(4, 14, dtype=torch.int64)])) == 4
-    assert growth(signature_of([ids]), signature_of([ids[:, :3]])) < 1
+    assert size_ratio(signature_of([x]), signature_of([torch.ones(8, 3)])) == 2
+    assert size_ratio(signature_of([ids]), signature_of([torch.ones(4, 14, dtype=torch.int64)])) == 4
+    assert size_ratio(signature_of([ids]), signature_of([ids[:, :3]])) < 1
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

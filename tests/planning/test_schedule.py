@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstash.planning.schedule import Sharing, footprint, groups, memory_footprint_ratio, offsets
+from backstash.planning.schedule import Sharing, footprint, groups_in_turn, memory_footprint_ratio, offsets
 from backstash.planning.trace import ROLES, Buffer, Role, Trace
 
 SHARINGS: tuple[Sharing, ...] = ("groups", "offsets", "dynamic", "none")
@@ -87,7 +87,7 @@ def test_no_two_buffers_are_in_one_place_at_one_time(found: list[Buffer]) -> Non
 
 @given(some_buffers())
 def test_groups_hold_every_buffer_once_and_none_at_the_same_time(found: list[Buffer]) -> None:
-    shared = groups(found)
+    shared = groups_in_turn(found)
     assert sorted(number for members in shared for number in members) == list(range(len(found)))
     for members in shared:
         assert found[members[0]].nbytes == max(found[number].nbytes for number in members)
@@ -159,5 +159,5 @@ def test_a_way_to_share_that_is_none() -> None:
 
 
 def test_nothing_takes_nothing() -> None:
-    assert (groups([]), offsets([])) == ((), ())
+    assert (groups_in_turn([]), offsets([])) == ((), ())
     assert [footprint(trace([]), sharing) for sharing in SHARINGS] == [0, 0, 0, 0]

@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from backstash.policies.comet.allotment import Allotment, Value, allot
+from backstash.policies.comet.allotment import Allotment, CollectedValue, allot
 
 
-def norm(bound: float | None = 0.1, numel: int = 1000) -> Value:
-    return Value(numel, 1.0, 1.0, bound)
+def norm(bound: float | None = 0.1, numel: int = 1000) -> CollectedValue:
+    return CollectedValue(numel, 1.0, 1.0, bound)
 
 
-def convolution(gains: dict[str, float], bound: float | None = 0.1, numel: int = 1000) -> Value:
-    return Value(numel, 0.5, 4.0, bound, gains)
+def convolution(gains: dict[str, float], bound: float | None = 0.1, numel: int = 1000) -> CollectedValue:
+    return CollectedValue(numel, 0.5, 4.0, bound, gains)
 
 
 def test_a_single_bound_serves_both_values() -> None:

@@ -17,7 +17,7 @@ from backstash.planning.peak import evaluate
 from backstash.planning.plan import Plan, Planner, plan
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.planning.profiling import profile
-from backstash.report.plan_charts import COLUMNS, Course, byte_ticks, memory_chart
+from backstash.report.plan_charts import COLUMNS, Curve, byte_ticks, memory_chart
 from backstash.report.plan_layers import layers, parts, total
 from backstash.report.plan_page import POINTS, plan_page
 from bench.profiles import random_network, transformer
@@ -102,7 +102,7 @@ def test_the_figures_are_those_of_the_plan() -> None:
         repr(HALF.seconds),
         str(len(HALF.decisions)),
     ]
-    course = Course.of(STEP, HALF)
+    course = Curve.of(STEP, HALF)
     assert max(course.planned) == HALF.peak_nbytes and max(course.plain) == HALF.plain_peak_nbytes
     assert page.values.count(str(HALF.peak_nbytes)) == 2, "the tile and the bar"
     assert column(page, "values", "saved") == [str(each.nbytes) for each in HALF.decisions]
@@ -199,9 +199,9 @@ def test_an_empty_plan() -> None:
 
 
 def test_a_budget_far_above_is_not_drawn() -> None:
-    chart, _ = memory_chart(Course.of(STEP, HALF), replace(HALF, budget=1 << 50))
+    chart, _ = memory_chart(Curve.of(STEP, HALF), replace(HALF, budget=1 << 50))
     assert "budget" not in chart
-    chart, _ = memory_chart(Course.of(STEP, HALF), HALF)
+    chart, _ = memory_chart(Curve.of(STEP, HALF), HALF)
     assert chart.count('class="budget"') == 2
 
 
@@ -215,7 +215,7 @@ def test_a_step_of_many_positions_keeps_its_peak() -> None:
     positions = tuple(Position(f"op{number}", "", number >= 3000, 0.1) for number in range(count))
     base = tuple(1000 if number == 4321 else number % 7 for number in range(count))
     step = StepProfile(positions, base, (), 1000)
-    chart, under = memory_chart(Course.of(step, plan(step, 2000)), plan(step, 2000))
+    chart, under = memory_chart(Curve.of(step, plan(step, 2000)), plan(step, 2000))
     assert len(under) <= COLUMNS + 2 and len(chart) < 60_000
     (peak,) = [text for _, text in under if "op4321" in text]
     assert "plain 1000 bytes" in peak and peak.startswith("backward")

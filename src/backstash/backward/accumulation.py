@@ -162,7 +162,7 @@ def _computed(arg: Any) -> Any:
     return arg
 
 
-def mm(aten: Mm, a: Tensor, b: Tensor) -> Tensor:
+def deferring_mm(aten: Mm, a: Tensor, b: Tensor) -> Tensor:
     """``aten::mm``, put off where it is the gradient of a large weight and is only going to be added."""
     product, held = a.shape[0] * b.shape[1], a.numel() + b.numel()
     # A gradient that waits for that of another use of the weight holds both factors, so these have to be small.

@@ -86,7 +86,10 @@ class Unstashed:
 Result = Any
 """What an op returns: a tensor, or a tuple of tensors and None."""
 
-Kernel = Callable[["Claim", Callable[..., Any], tuple[Any, ...], Mapping[str, Any], bool], Result]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of input, weight and bias."""
+
+ClaimKernel = Callable[["Claim", Callable[..., Any], tuple[Any, ...], Mapping[str, Any], bool], Result]
 """Runs an op for a claim: the claim, the op, its arguments, and whether nobody else holds the first of these."""
 
 
@@ -165,7 +168,7 @@ class _Entry:
         call: how the formula calls the op, one of :data:`exclusive.CALLS`; None where the kernel overwrites nothing.
     """
 
-    kernel: Kernel
+    kernel: ClaimKernel
     position: int | None
     call: str | None
 
@@ -173,10 +176,12 @@ class _Entry:
 _kernels: dict[Callable[..., Any], _Entry] = {}
 
 
-def redeems(op: Callable[..., Any], position: int | None = 1, call: str | None = "relu") -> Callable[[Kernel], Kernel]:
+def redeems(
+    op: Callable[..., Any], position: int | None = 1, call: str | None = "relu"
+) -> Callable[[ClaimKernel], ClaimKernel]:
     """Registers the decorated kernel for an op's overload; ``position`` and ``call`` as in :class:`_Entry`."""
 
-    def register(kernel: Kernel) -> Kernel:
+    def register(kernel: ClaimKernel) -> ClaimKernel:
         _kernels[op] = _Entry(kernel, position, call)
         return kernel
 

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.backward.claims import Claim, redeems
+from backstash.backward.claims import Claim, Gradients, redeems
 from backstash.codecs.direct import Slices
 from backstash.codecs.shape import stand_in
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @redeems(torch.ops.aten.convolution_backward.default)

@@ -29,7 +29,7 @@ from torch import Tensor
 from backstash.codecs.base import is_dense
 from backstash.torch_internals import storage_use_count
 
-Counts = tuple[int, ...]
+UseCounts = tuple[int, ...]
 """References to a tensor's Python object, to the tensor, to its storage and to the storage's Python object; of a view
 then those to its base's Python object and to its base."""
 
@@ -37,16 +37,16 @@ MEASUREMENTS = 3
 """How often the counts are measured in a process: when each of that many Sessions is made."""
 
 _lock = threading.Lock()
-_alone: dict[tuple[str, bool], Counts] = {}
-_held: dict[str, set[Counts]] = {}
+_alone: dict[tuple[str, bool], UseCounts] = {}
+_held: dict[str, set[UseCounts]] = {}
 _measured = 0
 _probing = threading.local()  # .counts, on the thread that runs the tiny steps while others train
 
 
-def count(grad: Tensor) -> Counts:
+def count(grad: Tensor) -> UseCounts:
     """References to ``grad``, which every caller holds equally often: it asks first, about its first argument."""
     storage = grad.untyped_storage()
-    counts: Counts = (
+    counts: UseCounts = (
         sys.getrefcount(grad),
         grad._use_count(),  # type: ignore[attr-defined]
         storage_use_count(storage._cdata),
@@ -55,13 +55,13 @@ def count(grad: Tensor) -> Counts:
     base = grad._base
     if base is not None:
         counts += (sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
-    probe: list[Counts] | None = getattr(_probing, "counts", None)
+    probe: list[UseCounts] | None = getattr(_probing, "counts", None)
     if probe is not None:
         probe.append(counts)
     return counts
 
 
-def is_alone(grad: Tensor, counts: Counts, call: str) -> bool:
+def is_alone(grad: Tensor, counts: UseCounts, call: str) -> bool:
     """Whether nobody but the node that runs holds ``grad``, which is dense and fills memory that torch allocated.
 
     Args:
@@ -84,11 +84,11 @@ CALLS = ("relu", "silu", "group_norm", "product")
 
 
 def is_measured() -> bool:
-    """Whether :func:`measure` has nothing to do: it has measured often enough, or would measure a tracer."""
+    """Whether :func:`measure_uses` has nothing to do: it has measured often enough, or would measure a tracer."""
     return _measured >= MEASUREMENTS or _is_traced()
 
 
-def measure(x: Tensor, functions: dict[str, Callable[[Tensor], Tensor]]) -> None:
+def measure_uses(x: Tensor, functions: dict[str, Callable[[Tensor], Tensor]]) -> None:
     """Measures the counts of a gradient that nobody else holds, unless they are known well enough.
 
     Args:
@@ -116,8 +116,8 @@ def _is_traced() -> bool:
 
 
 @contextmanager
-def _collecting() -> Iterator[list[Counts]]:
-    counts: list[Counts] = []
+def _collecting() -> Iterator[list[UseCounts]]:
+    counts: list[UseCounts] = []
     _probing.counts = counts
     try:
         yield counts
@@ -125,14 +125,14 @@ def _collecting() -> Iterator[list[Counts]]:
         del _probing.counts
 
 
-def _counts(step: Callable[[Tensor], Tensor], x: Tensor) -> Counts:
+def _counts(step: Callable[[Tensor], Tensor], x: Tensor) -> UseCounts:
     """The counts that the first kernel of the step's backward takes; ``x.grad`` is untouched."""
     with _collecting() as counts:
         torch.autograd.grad((step(x) * 2.0).sum(), x)
     return counts[0]
 
 
-def _counts_of_held(function: Callable[[Tensor], Tensor], x: Tensor) -> Iterator[Counts]:
+def _counts_of_held(function: Callable[[Tensor], Tensor], x: Tensor) -> Iterator[UseCounts]:
     """The same where somebody else holds the gradient, in every way that we know.
 
     The function is called last, so that its kernel is the first of backward: a later kernel may be the last that holds

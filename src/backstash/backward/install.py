@@ -26,7 +26,7 @@ def prepare() -> None:
     with no_torch_function(), torch.inference_mode(False), torch.enable_grad(), no_autocast:
         x = torch.tensor([[[[0.5, -1.0], [2.0, 7.0]]]], device="cpu", requires_grad=True)
         factor = (x.detach() > 0) * 1.25
-        exclusive.measure(
+        exclusive.measure_uses(
             x,
             {
                 "relu": _claiming(torch.relu, "result"),

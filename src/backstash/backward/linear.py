@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,6 @@ from backstash.backward import accumulation, claims, table
 from backstash.backward.claims import Claim, Stashed, Unstashed, redeems
 from backstash.saved import PLAIN, TensorSpec
 from backstash.torch_internals import running_node
-
-Mm = Callable[[Tensor, Tensor], Tensor]
-"""``aten::mm``."""
 
 
 @dataclass(slots=True)
@@ -97,7 +94,7 @@ def claim_weight(weight: Tensor) -> Tensor:
 
 
 @redeems(torch.ops.aten.mm.default, position=None, call=None)
-def mm(claim: Claim, aten: Mm, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Tensor:
+def mm(claim: Claim, aten: accumulation.Mm, args: tuple[Any, ...], kwargs: Mapping[str, Any], alone: bool) -> Tensor:
     """A product with the layer's input or with its weight."""
     layer: _Layer | None = getattr(_running, "layer", None)
     a, b = args
@@ -107,20 +104,20 @@ def mm(claim: Claim, aten: Mm, args: tuple[Any, ...], kwargs: Mapping[str, Any],
         else:
             b = claim.whole()
             _compute_weight_grad(aten, layer, a, b)
-        return accumulation.mm(aten, a, b)
+        return accumulation.deferring_mm(aten, a, b)
     _running.layer = None
     known = layer if layer is not None and layer.stashed() is claim.stashed and b is claim else None
     if known is not None and known.grad is not None and _is_transposed(a, known.grad):
         assert known.weight_grad is not None
         return known.weight_grad
     whole = claim.whole()
-    product = accumulation.mm(aten, whole, b) if a is claim else accumulation.mm(aten, a, whole)
+    product = accumulation.deferring_mm(aten, whole, b) if a is claim else accumulation.deferring_mm(aten, a, whole)
     del whole
     claim.stashed.release()
     return product
 
 
-def _compute_weight_grad(aten: Mm, layer: _Layer | None, grad: Tensor, weight: Tensor) -> None:
+def _compute_weight_grad(aten: accumulation.Mm, layer: _Layer | None, grad: Tensor, weight: Tensor) -> None:
     """Computes the product that the formula will ask for next, and frees the layer's input."""
     if layer is None or layer.weight_grad is not None:
         return
@@ -130,7 +127,7 @@ def _compute_weight_grad(aten: Mm, layer: _Layer | None, grad: Tensor, weight: T
     elif weight.is_contiguous() and accumulation.will_run(node.next_functions[-1][0]):
         whole = stashed.whole()
         if whole.shape == (grad.shape[0], weight.shape[1]):
-            layer.weight_grad, layer.grad = accumulation.mm(aten, grad.t(), whole), grad
+            layer.weight_grad, layer.grad = accumulation.deferring_mm(aten, grad.t(), whole), grad
             del whole
             stashed.release()
 

@@ -23,14 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.backward.claims import Claim, redeems
-from backstash.ops.backends import advise_huge, serves, serving
+from backstash.backward.claims import Claim, Gradients, redeems
+from backstash.ops.backends import advise_huge, has_own_kernel, serving
 from backstash.ops.layout import images, per_channel
 from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of input, weight and bias."""
 
 Aten = Callable[..., Gradients]
 
@@ -101,7 +98,7 @@ def batch_norm(
     Returns:
         None, with ``grad`` untouched, where the kernels here do not take these tensors.
     """
-    if not (train and mask[0] and serves("batch_norm_channels", "cpu")) or mean is None or invstd is None:
+    if not (train and mask[0] and has_own_kernel("batch_norm_channels", "cpu")) or mean is None or invstd is None:
         return None
     shape, stride = tuple(x.shape), x.stride()
     if grad.dtype is not torch.float32 or grad.shape != shape or grad.stride() != stride:

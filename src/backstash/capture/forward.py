@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.capture import naming
 from backstash.capture.names import Names, scalar_of
-from backstash.capture.naming import find, weight_copies
+from backstash.capture.naming import find_saved, weight_copies
 from backstash.capture.side_effects import SideEffect, affected
 from backstash.needs import op_of
 from backstash.policies.base import Policy, is_watching
@@ -149,8 +149,8 @@ class Forward:
         self._packed: list[tuple[int, Saved]] = []  # in the function in progress, with their order
         self._packed_before = 0
         self._call_place: CallPlace | None = None  # of the function in progress
-        self._call: regions.Call | None = None  # of a compiled region, whose tensors autograd saves now
-        self._rows: dict[int, tuple[regions.Call, int]] = {}  # of its tensors that are not named yet
+        self._call: regions.RegionCall | None = None  # of a compiled region, whose tensors autograd saves now
+        self._rows: dict[int, tuple[regions.RegionCall, int]] = {}  # of its tensors that are not named yet
 
     def begin_step(self, step: Step) -> None:
         """The accounts of the step that begins."""
@@ -175,7 +175,7 @@ class Forward:
         """A compiled region has run, and hands its tensors to autograd."""
         with self._lock:
             self._before_save()
-            self._call = regions.Call(region, len(self.step.accounts))
+            self._call = regions.RegionCall(region, len(self.step.accounts))
             self.step.calls.append(self._call)
 
     # -- what the observer tells ---------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class Forward:
         value.storage, value.cdata, value.place = storage, storage._cdata, None
         self._pending.add(value)
 
-    def _pack_large(self, x: Tensor, inner: Tensor | None, row: tuple[regions.Call, int] | None) -> Saved:
+    def _pack_large(self, x: Tensor, inner: Tensor | None, row: tuple[regions.RegionCall, int] | None) -> Saved:
         with self._lock:
             if not self.step.accounts or self._live.saved == 0:  # else no step can begin
                 self._before_save()
@@ -366,7 +366,7 @@ class Forward:
             unnamed, self.unnamed = self.unnamed, []
             if not unnamed:
                 return
-            named, others = find(result, unnamed)
+            named, others = find_saved(result, unnamed)
             for node, found in named:
                 self._take_of_node(node, found)
             for saved in others:
@@ -382,7 +382,7 @@ class Forward:
             unnamed, self.unnamed = self.unnamed, []
             if not unnamed:
                 return
-            named, others = find(results, unnamed)
+            named, others = find_saved(results, unnamed)
             for node, found in named:
                 self._take_of_node(node, found)
             for saved in others:  # which the next operation has saved, if none of those before it

@@ -37,8 +37,8 @@ class Hooks:
         self,
         pack: Callable[[Tensor], Any],
         unpack: Callable[[Any], Tensor],
-        of_modules: modules.Listener | None = None,
-        of_functions: observer.Listener | None = None,
+        of_modules: modules.ModuleListener | None = None,
+        of_functions: observer.CallListener | None = None,
     ) -> None:
         self._pack, self._unpack = pack, unpack
         self._observer = None if of_functions is None else observer.Observer(of_functions)

@@ -50,7 +50,7 @@ class _Here(threading.local):
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[Entrance] = []
         self.begun: weakref.ref[Leave] | None = None
 
 
@@ -58,7 +58,7 @@ _here = _Here()
 _TRIES = 3
 
 
-class Entry:
+class Entrance:
     """One time that something was entered.
 
     Attributes:
@@ -218,5 +218,5 @@ def _at_end_of_torch(function: Callable[[], None]) -> None:
         outermost.f_locals["kwargs"]["backstash"] = _AtEnd(function)
 
 
-for _function in (Leave.__call__, Exit.__get__, Entry.__init__, leave_abandoned):
+for _function in (Leave.__call__, Exit.__get__, Entrance.__init__, leave_abandoned):
     hide_from_dynamo(_function, and_all_below=True)

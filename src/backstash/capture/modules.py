@@ -34,7 +34,7 @@ from backstash.torch_internals import (
 )
 
 
-class Listener(Protocol):
+class ModuleListener(Protocol):
     """Whoever wants to know which module is running."""
 
     def enter_module(self, module: nn.Module) -> None:
@@ -75,7 +75,7 @@ def comes_after(number: int) -> bool:
     return _numbers is not None and number in order and _numbers[0] in order[order.index(number) :]
 
 
-def listen(listener: Listener | None) -> None:
+def listen(listener: ModuleListener | None) -> None:
     """Tell the listener, if any, about modules that run on this thread."""
     _active.is_open = True
     if listener is None:
@@ -90,7 +90,7 @@ def listen(listener: Listener | None) -> None:
         _active.leave = partial(compiled.functions.leave_module, listener)
 
 
-def unlisten(listener: Listener | None, is_here: bool) -> None:
+def unlisten(listener: ModuleListener | None, is_here: bool) -> None:
     """End that; nothing happens if nobody was told.
 
     Args:

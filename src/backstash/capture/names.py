@@ -292,7 +292,7 @@ class Names:
         builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
         for role, saved in found:
             assert saved.spec is not None
-            reading = needs.read(asked, role, saved.spec, specs, op) if builtin else needs.VALUE
+            reading = needs.requirement_of(asked, role, saved.spec, specs, op) if builtin else needs.VALUE
             if saved.wrapping is not None:
                 reading = saved.wrapping.reading(reading)
             claimable = builtin and saved.wrapping is None and self._can_claim(op, role, saved.spec)
@@ -326,7 +326,7 @@ class Names:
         nodes[index] = (node, *nodes.get(index, ())[: MOST_VARIANTS - 1])
 
 
-def _facts(frame: Frame, op: str, number: int, role: str, spec: TensorSpec, reading: needs.Reading) -> SavedTensor:
+def _facts(frame: Frame, op: str, number: int, role: str, spec: TensorSpec, reading: needs.Requirement) -> SavedTensor:
     return SavedTensor(
         f"{frame.label}/{op}#{number}:{role}",
         op,

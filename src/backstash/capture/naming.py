@@ -11,11 +11,11 @@ from backstash.saved import is_tensor
 from backstash.stash import compiled, wrapped
 from backstash.stash.value import Saved
 
-Found = list[tuple[Any, list[tuple[str, Saved]]]]
+NamedTensors = list[tuple[Any, list[tuple[str, Saved]]]]
 """Autograd nodes, and what each of them has saved under which role."""
 
 
-def find(result: Any, unnamed: list[Saved]) -> tuple[Found, list[Saved]]:
+def find_saved(result: Any, unnamed: list[Saved]) -> tuple[NamedTensors, list[Saved]]:
     """The autograd nodes behind ``result`` that saved what has no name yet, and what under which role.
 
     Returns:
@@ -23,18 +23,18 @@ def find(result: Any, unnamed: list[Saved]) -> tuple[Found, list[Saved]]:
     """
     nodes: list[Any] = [result.grad_fn] if type(result) is Tensor else [x.grad_fn for x in _tensors(result)]
     if compiled.functions is not None:
-        known: tuple[Found, list[Saved]] = compiled.functions.find(nodes, unnamed, attributes, saved_attributes)
+        known: tuple[NamedTensors, list[Saved]] = compiled.functions.find(nodes, unnamed, attributes, saved_attributes)
         return known
     wanted = {id(saved): saved for saved in unnamed if saved.is_plain}
     return find_reference(nodes, wanted), list(wanted.values())
 
 
-def find_reference(nodes: list[Any], wanted: dict[int, Saved]) -> Found:
-    """As :func:`find`. Found tensors are removed from ``wanted``.
+def find_reference(nodes: list[Any], wanted: dict[int, Saved]) -> NamedTensors:
+    """As :func:`find_saved`. Found tensors are removed from ``wanted``.
 
     The walk is bounded: what a function returns may hang on a long graph although the node that saved is not in it.
     """
-    answer: Found = []
+    answer: NamedTensors = []
     most = 16 + 8 * len(wanted)
     for node in nodes:  # which grows on the way
         if node is None:

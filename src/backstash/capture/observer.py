@@ -28,7 +28,7 @@ from backstash.torch_internals import (
 )
 
 
-class Listener(Protocol):
+class CallListener(Protocol):
     """Whoever wants to know."""
 
     recomputes: bool
@@ -100,7 +100,7 @@ class Observer(TorchFunctionMode):
 
     only_observes = True
 
-    def __init__(self, listener: Listener | None) -> None:
+    def __init__(self, listener: CallListener | None) -> None:
         """Begins with whom it tells; with nobody, it is what a compiler finds installed (Note: [recomputed alike])."""
         super().__init__()
         self.is_over = False
@@ -177,7 +177,9 @@ class Observer(TorchFunctionMode):
         return result
 
 
-def _differentiated(listener: Listener, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _differentiated(
+    listener: CallListener, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Runs a backward pass with a graph, of whose operations the listener is told."""
     if has_replacing_mode():  # Note: [modes that replace]
         return func(*args, **kwargs)
@@ -198,7 +200,7 @@ class _Operations(TorchDispatchMode):
         operation has made what. It runs below autograd: what an operation has saved is known when the next one begins.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: CallListener) -> None:
         super().__init__()
         self._listener = listener
         self._results: list[weakref.ref[Tensor]] = []

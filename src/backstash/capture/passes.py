@@ -19,7 +19,7 @@ import torch
 from backstash.torch_internals import in_backward, is_traced
 
 
-class Listener(Protocol):
+class PassListener(Protocol):
     """Whoever wants to know of backward passes."""
 
     def begin_backward(self, tensors: Any) -> None:
@@ -32,13 +32,13 @@ class Listener(Protocol):
         """It has raised."""
 
 
-_listeners: list[tuple[weakref.ref[Listener], bool]] = []  # and whether it hears of torch.autograd.grad
+_listeners: list[tuple[weakref.ref[PassListener], bool]] = []  # and whether it hears of torch.autograd.grad
 _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # by name: ours, and what was there before
 _lock = threading.Lock()
 _inside = threading.local()
 
 
-def listen(listener: Listener, of_grad: bool = False) -> Callable[[], None]:
+def listen(listener: PassListener, of_grad: bool = False) -> Callable[[], None]:
     """Tells the listener of all backward passes, as long as somebody else holds it. Returns what ends that.
 
     Args:
@@ -58,14 +58,14 @@ def listen(listener: Listener, of_grad: bool = False) -> Callable[[], None]:
     return lambda: unlisten(listener)
 
 
-def unlisten(listener: Listener) -> None:
+def unlisten(listener: PassListener) -> None:
     """The listener is told no more, if it was."""
     for reference, _ in list(_listeners):
         if reference() is listener:
             _forget(reference)
 
 
-def _forget(reference: weakref.ref[Listener]) -> None:
+def _forget(reference: weakref.ref[PassListener]) -> None:
     with _lock:
         _listeners[:] = [each for each in _listeners if each[0] is not reference]
         if _listeners:

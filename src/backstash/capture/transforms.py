@@ -18,7 +18,7 @@ from typing import Protocol
 from backstash.torch_internals import replace_switches_of_hooks, switches_of_hooks
 
 
-class Hooks(Protocol):
+class InstalledHooks(Protocol):
     """What a Session has installed on a thread."""
 
     def step_aside(self) -> bool:
@@ -31,10 +31,10 @@ class Hooks(Protocol):
 _switch_off, _switch_on = switches_of_hooks()
 _active = threading.local()  # .hooks, and .aside while they are away
 _lock = threading.Lock()
-_open: set[Hooks] = set()
+_open: set[InstalledHooks] = set()
 
 
-def admit(hooks: Hooks) -> None:
+def admit(hooks: InstalledHooks) -> None:
     """Have the hooks of this thread step aside for transforms."""
     _active.hooks, _active.aside = hooks, False
     with _lock:
@@ -42,7 +42,7 @@ def admit(hooks: Hooks) -> None:
         replace_switches_of_hooks(switch_off, switch_on)
 
 
-def dismiss(hooks: Hooks) -> None:
+def dismiss(hooks: InstalledHooks) -> None:
     """End that; nothing happens if they were not admitted."""
     if getattr(_active, "hooks", None) is hooks:
         _active.hooks = None
@@ -54,7 +54,7 @@ def dismiss(hooks: Hooks) -> None:
 
 def switch_off(error_message: str) -> None:
     """Have saved-tensor hooks raise that error on this thread; raises it now if there are any but a Session's."""
-    hooks: Hooks | None = getattr(_active, "hooks", None)
+    hooks: InstalledHooks | None = getattr(_active, "hooks", None)
     if hooks is not None and hooks.step_aside():
         _active.aside = True
     _switch_off(error_message)
@@ -63,7 +63,7 @@ def switch_off(error_message: str) -> None:
 def switch_on() -> None:
     """Allow saved-tensor hooks on this thread again."""
     _switch_on()
-    hooks: Hooks | None = getattr(_active, "hooks", None)
+    hooks: InstalledHooks | None = getattr(_active, "hooks", None)
     if hooks is not None and _active.aside:
         _active.aside = False
         hooks.step_back()

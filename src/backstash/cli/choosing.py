@@ -9,7 +9,7 @@ import typer
 
 from backstash import policies as registry
 from backstash.cli.endings import exits
-from backstash.cli.options import Allocator, Arguments, IsModule, MinNbytes, Quiet, Script, ScriptCommand
+from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, Quiet, Script, ScriptCommand
 from backstash.cli.tables import progress, show
 from backstash.integrations import allocator as allocators
 from backstash.report.choose import recommend
@@ -33,7 +33,7 @@ def choose(
         bool, typer.Option("--exact", envvar="BACKSTASH_EXACT", help="Only try policies that change no gradient.")
     ] = False,
     min_nbytes: MinNbytes = None,
-    allocator: Allocator = "auto",
+    allocator: AllocatorName = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Try the policies on a few steps of a training script, and recommend one.
@@ -45,7 +45,7 @@ def choose(
     names = [PLAIN, *(one.name for one in registry.descriptions() if one.is_candidate and (one.is_exact or not exact))]
     program = Program(script, tuple(args or ()), is_module, min_nbytes, steps)
     with exits():
-        chosen = allocators.choose(allocator)
+        chosen = allocators.choose_allocator(allocator)
         with progress(len(runs_of(names, chosen)), quiet) as update:
             comparison = compare(program, names, 1, chosen, update, is_tolerant=True)
         found = recommend(comparison)

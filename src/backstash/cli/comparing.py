@@ -12,7 +12,7 @@ import typer
 from backstash import policies as registry
 from backstash.cli.endings import exits
 from backstash.cli.options import (
-    Allocator,
+    AllocatorName,
     Arguments,
     IsModule,
     MinNbytes,
@@ -49,7 +49,7 @@ def compare(
         int, typer.Option(min=1, envvar="BACKSTASH_REPEATS", help="Runs of each policy, taking turns.")
     ] = 1,
     min_nbytes: MinNbytes = None,
-    allocator: Allocator = "auto",
+    allocator: AllocatorName = "auto",
     out: Annotated[Path, typer.Option(envvar="BACKSTASH_OUT", help="Folder of the results.", file_okay=False)] = Path(
         "backstash-compare"
     ),
@@ -73,7 +73,7 @@ def compare(
     names = names_of(policies)
     program = Program(script, tuple(args or ()), is_module, min_nbytes)
     with exits():
-        chosen = allocators.choose(allocator)
+        chosen = allocators.choose_allocator(allocator)
         if chosen is not None and not quiet:
             typer.echo(f"backstash: measuring under {chosen.name} ({chosen.path}), plain under the system's as well")
         with progress(len(runs_of(names, chosen)) * repeats, quiet) as update:

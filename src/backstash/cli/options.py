@@ -84,7 +84,7 @@ Script = Annotated[
 ]
 Arguments = Annotated[list[str] | None, typer.Argument(help="The script's own arguments.", show_default=False)]
 IsModule = Annotated[bool, typer.Option("--module", "-m", help="Run a module, as python -m does.", show_default=False)]
-Policy = Annotated[
+PolicyName = Annotated[
     str,
     typer.Option(
         envvar="BACKSTASH_POLICY",
@@ -102,7 +102,7 @@ MinNbytes = Annotated[
         show_default=False,
     ),
 ]
-Allocator = Annotated[
+AllocatorName = Annotated[
     str,
     typer.Option(
         envvar="BACKSTASH_ALLOCATOR",

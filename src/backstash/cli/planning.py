@@ -14,7 +14,7 @@ from backstash.cli.endings import exits
 from backstash.cli.options import Arguments, IsModule, Quiet, Script
 from backstash.errors import PlanError
 from backstash.integrations.compile import patch_compile
-from backstash.integrations.launcher import Launched, execute, launch_under, require
+from backstash.integrations.launcher import Launched, execute, launch_under, require_script
 from backstash.planning.budget import limit_of_errors, parse_budget
 from backstash.planning.budgeted import Budgeted
 from backstash.planning.growth import Growth, growth
@@ -111,10 +111,10 @@ def plan(
     """
     out, page = (file and file.absolute() for file in (out, page))  # a script may change the current folder
     with exits():
-        parse_budget(size(budget), 1 << 30)
+        parse_budget(as_budget(budget), 1 << 30)
         limit_of_errors(error_limit, words(allow))
         step = profiled(script, args or (), is_module, allow, offload_to)
-        found = Planner(step, words(allow), error_limit).plan(size(budget))
+        found = Planner(step, words(allow), error_limit).plan(as_budget(budget))
     if out is not None:
         out.write_text(found.to_json() + "\n")
     if page is not None:
@@ -137,10 +137,10 @@ def estimate(
     All that a step allocates is taken to grow with the batch, but for the gradients of weights.
     """
     with exits():
-        parse_budget(size(budget), 1 << 30)
+        parse_budget(as_budget(budget), 1 << 30)
         limit_of_errors(error_limit, words(allow))
         found = profiled(script, args or (), is_module, allow, offload_to)
-        nbytes = parse_budget(size(budget), found.plain_peak_nbytes)
+        nbytes = parse_budget(as_budget(budget), found.plain_peak_nbytes)
         times = growth(found, nbytes, words(allow), error_limit)
     for line in _said(times, found, nbytes):
         typer.echo(line)
@@ -159,7 +159,7 @@ def profiled(
         PlanError: the script ended before, or there is nowhere to move values to.
         ScriptError: there is no such file or module.
     """
-    require(script, is_module)
+    require_script(script, is_module)
     for name, value in QUIET_LOGS.items():
         os.environ.setdefault(name, value)
     with ProfiledRun(allow=words(allow), offload_to=offload_to) as run:
@@ -193,7 +193,9 @@ def run_within(
     """
     for name, value in QUIET_LOGS.items():
         os.environ.setdefault(name, value)
-    run = _Observed(size(budget), words(allow), error_limit=error_limit, min_nbytes=min_nbytes, offload_to=offload_to)
+    run = _Observed(
+        as_budget(budget), words(allow), error_limit=error_limit, min_nbytes=min_nbytes, offload_to=offload_to
+    )
     with patch_compile("lossless", min_nbytes=min_nbytes) as patched:
         run.spared = lambda: 0 if (found := patched.report()) is None else found.saved_nbytes - found.stash_nbytes
         launched = launch_under(run, script, args, is_module=is_module, failed=failed)
@@ -218,7 +220,7 @@ def words(allow: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in allow.split(",") if word.strip())
 
 
-def size(budget: str) -> int | str:
+def as_budget(budget: str) -> int | str:
     """A budget without a unit is a number of bytes."""
     return int(budget) if budget.isdigit() else budget
 

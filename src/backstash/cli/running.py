@@ -13,12 +13,12 @@ import typer
 
 from backstash import policies
 from backstash.cli.endings import exits
-from backstash.cli.options import Allocator, Arguments, IsModule, MinNbytes, Policy, Quiet, Script
-from backstash.cli.planning import Allow, ErrorLimit, OffloadTo, run_within, size
+from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, PolicyName, Quiet, Script
+from backstash.cli.planning import Allow, ErrorLimit, OffloadTo, as_budget, run_within
 from backstash.errors import PlanError
 from backstash.integrations import allocator as allocators
 from backstash.integrations import ranks
-from backstash.integrations.launcher import Launched, is_own_process, launch, require
+from backstash.integrations.launcher import Launched, is_own_process, launch, require_script
 from backstash.integrations.ranks import Rank
 from backstash.planning.budget import parse_budget
 from backstash.planning.plan import Plan
@@ -39,7 +39,7 @@ def run(
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
-    policy: Policy = "lossless",
+    policy: PolicyName = "lossless",
     min_nbytes: MinNbytes = None,
     budget: Annotated[
         str | None,
@@ -56,7 +56,7 @@ def run(
     plan: Annotated[
         Path | None, typer.Option(envvar="BACKSTASH_PLAN", help="Run under the plan in this file.", show_default=False)
     ] = None,
-    allocator: Allocator = "auto",
+    allocator: AllocatorName = "auto",
     report_json: Annotated[
         Path | None, typer.Option(envvar="BACKSTASH_REPORT_JSON", help="Also write the report to this file.")
     ] = None,
@@ -81,13 +81,13 @@ def run(
     report_json, report_html = (file and file.absolute() for file in (report_json, report_html))
     rank = Rank.here()
     with exits():
-        require(script, is_module)
+        require_script(script, is_module)
         policies.require(policy)
         _require_one(budget, plan)
         _start_under(allocator if not keep_memory else allocators.SYSTEM, quiet or not rank.is_first)
     if keep_memory and not allocators.keep_memory():
         typer.echo("backstash: --keep-memory needs glibc, and does nothing here", err=True)
-    before = allocators.Usage.now()
+    before = allocators.ProcessorTime.now()
     process = os.getpid()
 
     def failed(error: BaseException, report: Report) -> None:
@@ -113,7 +113,7 @@ def run(
     for file, text in ((report_json, report.to_json()), (report_html, report.to_html())):
         if file is not None:
             rank.own(file).write_text(text + "\n")
-    heard = ranks.gather(rank, _own_peaks(report, resident))
+    heard = ranks.gather_ranks(rank, _own_peaks(report, resident))
     if not quiet and rank.is_first and launched.error is None:
         _show(script, launched, full)
         if budget is not None:
@@ -124,7 +124,7 @@ def run(
             typer.echo(f"backstash: {planned.notice()}", err=True)
         for line in _peaks(rank, heard):
             typer.echo(f"backstash: {line}")
-        advice = None if keep_memory else allocators.Usage.now().since(before).advice()
+        advice = None if keep_memory else allocators.ProcessorTime.now().since(before).advice()
         if advice is not None:
             typer.echo(f"backstash: {advice}", err=True)
     raise typer.Exit(launched.exit_code)
@@ -164,7 +164,7 @@ def _show(script: str, launched: Launched, full: bool) -> None:
 def _require_one(budget: str | None, plan: Path | None) -> None:
     """Refuses a budget that means nothing, a plan that is not there, and both together."""
     if budget is not None:
-        parse_budget(size(budget), 1 << 30)
+        parse_budget(as_budget(budget), 1 << 30)
     if plan is not None and not plan.is_file():
         raise typer.BadParameter(f"there is no file {plan}", param_hint="--plan")
     if plan is not None and budget is not None:
@@ -179,7 +179,7 @@ def _start_under(asked: str, quiet: bool) -> None:
     """Starts this process again under an allocator, if it is to have one that it has not."""
     if not is_own_process():
         return  # somebody else's process, such as that of the tests, which runs the command by calling it
-    chosen = allocators.choose(asked)
+    chosen = allocators.choose_allocator(asked)
     if chosen is None or chosen.is_loaded or os.environ.get(_STARTED_AGAIN) == chosen.path:
         return
     if not quiet:

@@ -201,7 +201,7 @@ def keeps(codec: Codec, mask: Mask) -> bool:
     return method is not None and method(mask)
 
 
-def serves(codec: Codec, function: str | None) -> bool:
+def serves_function(codec: Codec, function: str | None) -> bool:
     """Whether a reader of the derivative of that function, None for any other reader, may have the codec."""
     functions: frozenset[str] | None = getattr(codec, "serves", None)
     return functions is None or function in functions
@@ -337,7 +337,7 @@ def check_planes(encoded: Encoded, sizes: Mapping[str, int]) -> None:
             )
 
 
-def require(codec: Codec, x: Tensor) -> TensorSpec:
+def require_accepted(codec: Codec, x: Tensor) -> TensorSpec:
     """The spec of ``x``.
 
     Raises:

@@ -17,7 +17,7 @@ from backstash.codecs.base import (
     flat,
     like,
     refuses_layout,
-    require,
+    require_accepted,
 )
 from backstash.codecs.direct import Direct, Factors, MaskBits, Slopes
 from backstash.codecs.sample import look, sample
@@ -84,7 +84,7 @@ class Bitmask:
 
     def encode(self, x: Tensor) -> Encoded:
         """Tests each element, and packs the outcomes."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         test = self.mask
         planes = {"mask": _ops.bitmask_encode(flat(x), test.test.code, test.lo, test.hi)}
         if test.ternary:
@@ -172,7 +172,7 @@ class Binary:
         Raises:
             CodecRefusedError: the full pass found a third bit pattern.
         """
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         pair = _first_two(sample(flat(x)))
         mask, mismatches = _ops.binary_encode(flat(x), pair)
         if int(mismatches):

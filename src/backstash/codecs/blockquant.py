@@ -17,7 +17,7 @@ from backstash.codecs.base import (
     flat,
     like,
     refuses_singles,
-    require,
+    require_accepted,
     taken,
 )
 from backstash.ops.formats import groups
@@ -107,7 +107,7 @@ class BlockQuant:
 
     def draft(self, x: Tensor, known: object = True) -> Draft:
         """As ``encode``, without the wait."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         stochastic = self.rounding == "stochastic"
         codes, ranges, refused = _ops.blockquant_encode(flat(x), self.bits, self.group_size, stochastic, self.seed)
         encoded = Encoded(self.id, spec, {"codes": codes, "ranges": ranges})

@@ -16,7 +16,7 @@ from backstash.codecs.base import (
     flat,
     like,
     no_room,
-    require,
+    require_accepted,
     room_for,
     trimmed,
 )
@@ -77,7 +77,7 @@ class Csr(Sparse):
 
     def encode(self, x: Tensor) -> Encoded:
         """Counts in one pass over ``x`` and gathers in another; ``values`` then reads what was gathered."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         columns, rows, values = _ops.csr_encode(flat(x))
         if self.values is not None:
             values = _ops.minifloat_encode(values, self.values.format, True)
@@ -85,7 +85,7 @@ class Csr(Sparse):
 
     def draft(self, x: Tensor, known: int) -> Draft:
         """As ``encode``, with room for some more values than the ``known`` number of them."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         room = room_for(known, spec.numel)
         columns, rows, values, count = _ops.csr_encode_within(flat(x), room)
         if self.values is not None:

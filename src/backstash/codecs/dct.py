@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require
+from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require_accepted
 from backstash.errors import CodecRefusedError
 from backstash.ops.reference.dct import dct_blocks
 from backstash.saved import Need, TensorSpec
@@ -93,7 +93,7 @@ class Dct:
 
     def encode(self, x: Tensor) -> Encoded:
         """Transforms every block. The host waits to know whether all is finite and how many codes are not zero."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         *planes, strange = _ops.dct_encode(flat(x), *_sizes(spec), self._shifts)
         if int(strange):
             raise CodecRefusedError(

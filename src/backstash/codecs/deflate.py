@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, flat, like, refuses_layout, require
+from backstash.codecs.base import EXACT, Encoded, flat, like, refuses_layout, require_accepted
 from backstash.codecs.sample import sample
 from backstash.errors import DamagedPlanesError
 from backstash.saved import Need, TensorSpec
@@ -69,7 +69,7 @@ class _Chunked(ABC):
 
     def encode(self, x: Tensor) -> Encoded:
         """Compress each chunk."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         data = _bytes(flat(x))
         parts = _each(lambda at: self._compress(data[at : at + CHUNK]), range(0, data.nbytes, CHUNK))
         stream = torch.empty(sum(map(len, parts)), dtype=torch.uint8)

@@ -21,7 +21,7 @@ from backstash.codecs.base import (
     flat,
     like,
     refuses_singles,
-    require,
+    require_accepted,
     taken,
 )
 from backstash.codecs.direct import Direct, Slopes
@@ -34,7 +34,7 @@ _ops = torch.ops.backstash
 
 
 @dataclass(frozen=True, slots=True)
-class Activation:
+class SlopedFunction:
     """A function, and what its backward reads (needs.FUNCTIONS tells which node that is).
 
     Attributes:
@@ -68,14 +68,14 @@ def _silu_slope(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS = {
-    "gelu": Activation(_itself, _gelu_slope),
-    "gelu_tanh": Activation(_itself, _gelu_tanh_slope),
-    "silu": Activation(_itself, _silu_slope),
-    "elu": Activation(_itself, lambda x: torch.exp(x.clamp(max=0))),
-    "elu_": Activation(torch.nn.functional.elu, lambda y: y.clamp(max=0) + 1),
-    "tanh": Activation(torch.tanh, lambda y: 1 - y * y),
-    "sigmoid": Activation(torch.sigmoid, lambda y: y * (1 - y)),
-    "softplus": Activation(_itself, torch.sigmoid),
+    "gelu": SlopedFunction(_itself, _gelu_slope),
+    "gelu_tanh": SlopedFunction(_itself, _gelu_tanh_slope),
+    "silu": SlopedFunction(_itself, _silu_slope),
+    "elu": SlopedFunction(_itself, lambda x: torch.exp(x.clamp(max=0))),
+    "elu_": SlopedFunction(torch.nn.functional.elu, lambda y: y.clamp(max=0) + 1),
+    "tanh": SlopedFunction(torch.tanh, lambda y: 1 - y * y),
+    "sigmoid": SlopedFunction(torch.sigmoid, lambda y: y * (1 - y)),
+    "softplus": SlopedFunction(_itself, torch.sigmoid),
 }
 """The functions that there are tables for. ``elu_`` is elu in place, whose node saves the result."""
 
@@ -179,7 +179,7 @@ class FewBit:
 
     def draft(self, x: Tensor, known: object = True) -> Draft:
         """As ``encode``, without a wait to know whether all is finite."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         packed, nonfinite = _ops.fewbit_encode(flat(x), list(TABLE[self.function, self.bits][0]), self.bits)
         encoded = Encoded(self.id, spec, {"packed": packed})
         return Draft(encoded, nonfinite, lambda numbers: taken(self._refusal(spec, numbers[0])))

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require
+from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require_accepted
 from backstash.ops.formats import FORMATS, LEAST_SCALE, SCALED, Format, groups
 from backstash.saved import Need, TensorSpec
 
@@ -123,7 +123,7 @@ class Minifloat:
 
     def encode(self, x: Tensor) -> Encoded:
         """Rounds each element."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         if self.group_size:
             codes, scales = _ops.minifloat_scaled_encode(flat(x), self.format, self.group_size)
             return Encoded(self.id, spec, {"codes": codes, "scales": scales})

@@ -22,7 +22,7 @@ from backstash.codecs.base import (
     flat,
     like,
     refuses_layout,
-    require,
+    require_accepted,
     taken,
 )
 from backstash.codecs.direct import Direct, Geometry, WindowOffsets
@@ -84,7 +84,7 @@ class Narrow:
 
     def encode(self, x: Tensor) -> Encoded:
         """Packs the fields."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         if self.window is None:
             bits, base = _range(flat(x))
             if bits > MAX_BITS:
@@ -97,7 +97,7 @@ class Narrow:
 
     def draft(self, x: Tensor, known: Any) -> Draft:
         """As ``encode``, without a wait: with the ``known`` range of integers, or positions that may be none."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         if self.window is not None:
             packed, outside = _ops.window_encode(flat(x), *self.geometry(spec))
             encoded = Encoded(self.id, spec, {"packed": packed}, {"bits": window_bits(self.window.kernel)})

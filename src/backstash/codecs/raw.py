@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, flat, like, refuses_layout, require
+from backstash.codecs.base import EXACT, Encoded, flat, like, refuses_layout, require_accepted
 from backstash.errors import DamagedPlanesError
 from backstash.saved import Need, TensorSpec
 
@@ -44,11 +44,11 @@ class Raw:
 
     def encode(self, x: Tensor) -> Encoded:
         """Copies the elements once."""
-        return Encoded(self.id, require(self, x), {"values": flat(x).clone()})
+        return Encoded(self.id, require_accepted(self, x), {"values": flat(x).clone()})
 
     def adopt(self, x: Tensor) -> Encoded:
         """Makes the memory of ``x`` the plane, without a copy: nobody else may hold it or write to it."""
-        return Encoded(self.id, require(self, x), {"values": flat(x)})
+        return Encoded(self.id, require_accepted(self, x), {"values": flat(x)})
 
     def view(self, encoded: Encoded) -> Tensor:
         """As ``decode`` without a copy: a view of the plane, which nobody may write to.

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, check_planes, flat, like, refuses_layout, require
+from backstash.codecs.base import EXACT, Encoded, check_planes, flat, like, refuses_layout, require_accepted
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.sample import sample
 from backstash.ops.layout import zvc_chunks
@@ -74,7 +74,7 @@ class Rle:
 
     def encode(self, x: Tensor) -> Encoded:
         """Makes the passes that zvc makes, and one over its mask."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         tokens, starts, values = _ops.rle_encode(flat(x))
         return Encoded(self.id, spec, {"tokens": tokens, "starts": starts, "values": values})
 

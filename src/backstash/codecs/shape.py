@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import Encoded, ErrorBound, like, require
+from backstash.codecs.base import Encoded, ErrorBound, like, require_accepted
 from backstash.saved import Need, TensorSpec
 
 
@@ -44,7 +44,7 @@ class Shape:
 
     def encode(self, x: Tensor) -> Encoded:
         """Forgets the data of ``x``."""
-        return Encoded(self.id, require(self, x), {})
+        return Encoded(self.id, require_accepted(self, x), {})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Returns zeros in the original layout, without memory of their own on the CPU (see stand_in)."""

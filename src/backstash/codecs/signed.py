@@ -22,7 +22,7 @@ from backstash.codecs.base import (
     flat,
     like,
     no_room,
-    require,
+    require_accepted,
     room_for,
     trimmed,
 )
@@ -79,7 +79,7 @@ class Signed:
 
     def __post_init__(self) -> None:
         bound = getattr(self.values, "bound", None)
-        if bound is None or bound.each is not None or not base.serves(self.values, None):
+        if bound is None or bound.each is not None or not base.serves_function(self.values, None):
             raise ValueError(
                 f"Signed was asked for values={self.values!r}, but it takes a codec such as Sz() or BlockQuant(), that "
                 f"stores VALUE to within a bound which is not each element's own. For exact values, or a smaller "
@@ -119,7 +119,7 @@ class Signed:
 
     def encode(self, x: Tensor) -> Encoded:
         """Gathers the non-zeros, finds their signs, and encodes them. On CUDA the host waits."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         mask, offsets, values = _ops.zvc_encode(flat(x))
         low, high = _extremes(values)
         if not (low > 0 or high < 0) and bool((values == 0).any()):  # some are -0.0, which has a bit set
@@ -139,7 +139,7 @@ class Signed:
 
     def draft(self, x: Tensor, known: _Known) -> Draft:
         """As ``encode``, with room for some more values than are ``known``, and signs as they are expected."""
-        spec, values = require(self, x), self.values
+        spec, values = require_accepted(self, x), self.values
         assert isinstance(values, BlockQuant)
         room = room_for(known.nonzeros, spec.numel)
         # A sum with 0.0 is 0.0 for -0.0, which has a bit set.

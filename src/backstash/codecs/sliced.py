@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import base
-from backstash.codecs.base import Codec, Encoded, ErrorBound, ReadPlanes, like, require
+from backstash.codecs.base import Codec, Encoded, ErrorBound, ReadPlanes, like, require_accepted
 from backstash.codecs.direct import Direct, Slices
 from backstash.saved import Mask, Need, TensorSpec
 
@@ -88,7 +88,7 @@ class Sliced:
 
     def encode(self, x: Tensor) -> Encoded:
         """Encodes each slice."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         parts = [self.codec.encode(x[begin:end]) for begin, end in self.ranges(spec)]
         planes = {f"{number}.{name}": plane for number, one in enumerate(parts) for name, plane in one.planes.items()}
         meta = {f"{number}.{name}": value for number, one in enumerate(parts) for name, value in one.meta.items()}

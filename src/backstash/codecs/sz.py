@@ -21,7 +21,7 @@ from backstash.codecs.base import (
     like,
     no_room,
     refuses_singles,
-    require,
+    require_accepted,
     room_for,
     trimmed,
 )
@@ -51,23 +51,23 @@ class KeptModel:
     def __init__(self) -> None:
         self._about: object = None
         self._error = 0.0
-        self._model: sz.Model | None = None
+        self._model: sz.CodeModel | None = None
         self._bits = 0.0
         self._table: Tensor | None = None
 
-    def get(self, about: object, error: float) -> sz.Model | None:
+    def get(self, about: object, error: float) -> sz.CodeModel | None:
         """Returns the model if it was kept for tensors that are equal in what ``about`` says, and for such a bound."""
         model = self._model
         if model is None or self._about != about or not self._error / _NEAR <= error <= self._error * _NEAR:
             return None
         return model if error == self._error else replace(model, step=sz.single(min(2 * error, _MAX)))
 
-    def keep(self, about: object, error: float, model: sz.Model, bits: float, table: Tensor | None = None) -> None:
+    def keep(self, about: object, error: float, model: sz.CodeModel, bits: float, table: Tensor | None = None) -> None:
         """Keeps a model, and the bits that an element took with it, and its table where that is on a device."""
         self._about, self._error, self._model, self._bits = about, error, model, bits
         self._table = table
 
-    def table(self, model: sz.Model, device: torch.device) -> Tensor:
+    def table(self, model: sz.CodeModel, device: torch.device) -> Tensor:
         """Returns a kept model's table on a device, without a wait if it was there already."""
         if self._table is None or self._table.device != device:
             self._table = torch.from_numpy(model.table).to(device)
@@ -189,7 +189,7 @@ class Sz:
 
         On CUDA the host waits for the range, for each survey, from which it makes the table, and for the planes' sizes.
         """
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         x, blocks = flat(x), _blocks(spec)
         kept = self.kept if self.mode == "abs" and spec.numel else None
         if kept is None:
@@ -207,7 +207,7 @@ class Sz:
 
     def draft(self, x: Tensor, known: tuple[tuple[int, ...], float]) -> Draft:
         """As ``encode``, with room for some more than an earlier tensor took. The host waits for surveys alone."""
-        spec, kept = require(self, x), self.kept
+        spec, kept = require_accepted(self, x), self.kept
         assert kept is not None
         x, blocks, about = flat(x), _blocks(spec), self._about(spec)
         model, error = kept.get(about, self.error), self.error
@@ -259,7 +259,7 @@ class Sz:
         # Of a small dtype the step is chosen for one bound alone.
         return None if spec.dtype == torch.float32 else self.error, self.nonzero, spec.dtype, neighbours
 
-    def _encode(self, x: Tensor, spec: TensorSpec, blocks: list[int], model: sz.Model, error: float) -> Encoded:
+    def _encode(self, x: Tensor, spec: TensorSpec, blocks: list[int], model: sz.CodeModel, error: float) -> Encoded:
         table = torch.from_numpy(model.table).to(x.device)
         parameters = model.base, model.low, model.axes
         stream, index, places, values = _ops.sz_encode(x, table, model.step, error, *parameters, blocks, self._offset)
@@ -295,7 +295,7 @@ class Sz:
         steps = float(high - low) / (2 * self.error)
         return steps < sz.WINDOW // 4 and math.log2(steps + 2.0) + 1.0 < (1.0 - self.min_saving) * 8 * some.itemsize
 
-    def _model(self, x: Tensor, blocks: list[int]) -> tuple[sz.Model, float]:
+    def _model(self, x: Tensor, blocks: list[int]) -> tuple[sz.CodeModel, float]:
         """How the elements of the flat tensor ``x`` are coded, and the largest error."""
         error, only = self.error, 1.0
         if self.mode == "rel":
@@ -312,9 +312,9 @@ class Sz:
         return min(models, key=lambda model: model.bits), error
 
 
-def _surveyed(x: Tensor, step: float, error: float, blocks: list[int], offset: float) -> sz.Model:
+def _surveyed(x: Tensor, step: float, error: float, blocks: list[int], offset: float) -> sz.CodeModel:
     """The best model with this step: with as many low bits left out as pays."""
-    best: sz.Model | None = None
+    best: sz.CodeModel | None = None
     for low in range(0, sz.MAX_LOW + 1, 2):
         counts = _ops.sz_survey(x, step, error, low, blocks, offset).cpu().numpy().reshape(-1, sz.BINS)
         model = sz.model(counts.astype(np.int64, copy=False), step, low, 8 * x.element_size())

@@ -21,7 +21,7 @@ from backstash.codecs.base import (
     like,
     no_room,
     refuses_singles,
-    require,
+    require_accepted,
     room_for,
     trimmed,
 )
@@ -113,14 +113,14 @@ class Szp:
 
     def encode(self, x: Tensor) -> Encoded:
         """Two passes over ``x``: one finds the sizes, one writes; before them one for the range, in mode ``"rel"``."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         grid = self.grid(flat(x))
         mask, offsets, words = _ops.szp_encode(flat(x), grid)
         return Encoded(self.id, spec, {"mask": mask, "offsets": offsets, "words": words, "step": grid[1:2].clone()})
 
     def draft(self, x: Tensor, known: tuple[int, float]) -> Draft:
         """As ``encode``, with room for some more words than were ``known`` to be enough with a bound."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         before, error = known
         # Where the bound is halved, an element takes a bit more.
         more = max(0.0, math.log2(error / self.error)) * spec.numel / SZP_BLOCK

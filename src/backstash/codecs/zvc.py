@@ -17,7 +17,7 @@ from backstash.codecs.base import (
     flat,
     like,
     no_room,
-    require,
+    require_accepted,
     room_for,
     trimmed,
 )
@@ -69,7 +69,7 @@ class Zvc(Sparse):
         With ``values`` the first one makes codes as well, and on CPU up to 31 MiB of them are put aside until their
         number is known: of smaller tensors ``x`` is read once.
         """
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         if self.values is None:
             mask, offsets, values = _ops.zvc_encode(flat(x))
         else:
@@ -78,7 +78,7 @@ class Zvc(Sparse):
 
     def draft(self, x: Tensor, known: int) -> Draft:
         """As ``encode``, with room for some more values than the ``known`` number of them."""
-        spec = require(self, x)
+        spec = require_accepted(self, x)
         room = room_for(known, spec.numel)
         if self.values is None:
             mask, offsets, values, count = _ops.zvc_encode_within(flat(x), room)

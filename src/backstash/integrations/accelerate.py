@@ -29,7 +29,7 @@ _UNSEEN = {
 }
 
 
-class Attachment:
+class AcceleratorAttachment:
     """What connects a prepared model with a Session; :func:`attach` makes it.
 
     Attributes:
@@ -79,7 +79,7 @@ def attach(
     policy: str | Policy = "lossless",
     budget: int | str | None = None,
     **options: Any,
-) -> Attachment:
+) -> AcceleratorAttachment:
     """Has a prepared model run each training call under a Session.
 
     Evaluation and ``torch.no_grad()`` run without one. Gradient accumulation, clipping and mixed precision stay what
@@ -123,4 +123,4 @@ def attach(
             stacklevel=2,
         )
     loop.wrap(model, policy, budget=budget, **options)
-    return Attachment(accelerator, model)
+    return AcceleratorAttachment(accelerator, model)

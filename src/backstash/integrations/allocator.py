@@ -22,7 +22,7 @@ from backstash.errors import AllocatorError
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, malloc.h
 
 WORTH_SAYING = 0.1
-"""Share of the processor's time in the system above which :meth:`Usage.advice` gives advice."""
+"""Share of the processor's time in the system above which :meth:`ProcessorTime.advice` gives advice."""
 
 SYSTEM = "system"
 """The name of the C library's own allocator."""
@@ -107,7 +107,7 @@ def installed() -> dict[str, Allocator]:
     return found
 
 
-def choose(asked: str) -> Allocator | None:
+def choose_allocator(asked: str) -> Allocator | None:
     """Returns the allocator that a process should be started with, or None for the C library's own.
 
     Args:
@@ -154,9 +154,9 @@ def preloaded() -> str | None:
     return None
 
 
-def advice() -> str | None:
+def allocator_advice() -> str | None:
     """Returns what to install for an allocator that keeps memory; None if there is one, or if it would not help."""
-    if sys.platform != "linux" or choose("auto") is not None or preloaded() or _has_gpu():
+    if sys.platform != "linux" or choose_allocator("auto") is not None or preloaded() or _has_gpu():
         return None
     return (
         f"no tcmalloc or jemalloc is installed: the resident memory of training on CPU shrinks less than its tensors "
@@ -217,7 +217,7 @@ def keep_memory() -> bool:
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessorTime:
     """The processor time that this process has used.
 
     Attributes:
@@ -231,16 +231,16 @@ class Usage:
     page_faults: int
 
     @classmethod
-    def now(cls) -> Usage:
+    def now(cls) -> ProcessorTime:
         """The usage from the start of the process until now."""
         import resource
 
         used = resource.getrusage(resource.RUSAGE_SELF)
         return cls(used.ru_utime, used.ru_stime, used.ru_minflt)
 
-    def since(self, before: Usage) -> Usage:
+    def since(self, before: ProcessorTime) -> ProcessorTime:
         """The usage between ``before`` and this one."""
-        return Usage(
+        return ProcessorTime(
             self.program_seconds - before.program_seconds,
             self.system_seconds - before.system_seconds,
             self.page_faults - before.page_faults,

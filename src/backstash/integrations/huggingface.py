@@ -27,7 +27,7 @@ _METHOD = "compute_loss_context_manager"
 _METHOD_WITHIN = "compute_loss"
 
 
-class Attachment(TrainerCallback):  # type: ignore[misc]
+class TrainerAttachment(TrainerCallback):  # type: ignore[misc]
     """What connects a trainer with a Session; :func:`attach` makes it.
 
     Attributes:
@@ -123,7 +123,7 @@ def attach(
     *,
     print_report: bool = True,
     **options: Any,
-) -> Attachment:
+) -> TrainerAttachment:
     """Has a trainer run the forward pass and the loss of each training step under a Session.
 
     Evaluation, prediction and generation run without one. ``backstash/stash_mib``, ``backstash/peak_mib`` and
@@ -167,7 +167,7 @@ def attach(
             "either leave it at that, or call model.compile(options=backstash.compile_options()) in place of attach.",
             stacklevel=2,
         )
-    attachment = Attachment(trainer, session_for(policy, budget, **options), asked, print_report)
+    attachment = TrainerAttachment(trainer, session_for(policy, budget, **options), asked, print_report)
     attachment.install()
     return attachment
 
@@ -195,15 +195,15 @@ class TrainerMixin:
 
     backstash_policy: str | Policy = "lossless"
     backstash_options: dict[str, Any] = {}  # noqa: RUF012 - it is only read
-    backstash: Attachment
+    backstash: TrainerAttachment
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.backstash = attach(self, self.backstash_policy, **self.backstash_options)
 
 
-def _attachment(trainer: Trainer) -> Attachment | None:
-    found = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Attachment)]
+def _attachment(trainer: Trainer) -> TrainerAttachment | None:
+    found = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainerAttachment)]
     return found[0] if found else None
 
 

@@ -67,7 +67,7 @@ def launch(
         ScriptError: there is no such file or module.
         UnknownNameError: no policy has that name.
     """
-    require(script, is_module)
+    require_script(script, is_module)
     session = Session(policy, min_nbytes=min_nbytes)
     with patch_compile(policy) as patched:
         launched = launch_under(session, script, args, is_module=is_module, failed=failed)
@@ -98,7 +98,7 @@ def launch_under(
     Raises:
         ScriptError: there is no such file or module.
     """
-    require(script, is_module)
+    require_script(script, is_module)
     ended_by: list[BaseException] = []
 
     def note(error: BaseException) -> None:
@@ -132,7 +132,7 @@ def execute(
     Raises:
         ScriptError: there is no such file or module.
     """
-    require(script, is_module)
+    require_script(script, is_module)
     streams = sys.stdout, sys.stderr
     with _as_main(str(script), args, is_module) as namespace:
         try:
@@ -155,7 +155,7 @@ def is_own_process() -> bool:
     return program.stem == "backstash" or program.parent.name == "backstash"
 
 
-def require(script: str | Path, is_module: bool = False) -> None:
+def require_script(script: str | Path, is_module: bool = False) -> None:
     """Checks that a script is a file, or that Python finds a module.
 
     Raises:

@@ -43,7 +43,7 @@ from backstash.torch_internals import COMPILED_CALL, MODULE_CALL, REPLICA, hide_
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class Window:
+class TrainingWindow:
     """Stands for a model's ``_call_impl`` and opens a Session around the outermost training call.
 
     Args:
@@ -64,11 +64,11 @@ class Window:
         """The wrapped model; None if it is gone, and only a copy that shares this object is there."""
         return None if self._model is None else self._model()
 
-    def of(self, model: nn.Module) -> Window:
+    def of(self, model: nn.Module) -> TrainingWindow:
         """The wrapping of a model in whose dictionary this one is (Note: [copies that share])."""
         if self.model is model:
             return self
-        own = Window(model, *copy.deepcopy(self._arguments))
+        own = TrainingWindow(model, *copy.deepcopy(self._arguments))
         model.__dict__[MODULE_CALL] = own
         return own
 
@@ -101,18 +101,18 @@ class Window:
         if isinstance(self._session, Budgeted):
             self._session.close()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Window:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingWindow:
         copied = None if self.model is None else memo.get(id(self.model))  # None: it is not the model that is copied
-        return Window(copied, *copy.deepcopy(self._arguments, memo))
+        return TrainingWindow(copied, *copy.deepcopy(self._arguments, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         model = self.model
         # A class that says by itself how it is made again, as that of torch.fx does, is not there when this is read.
         is_there = type(model).__reduce__ is object.__reduce__ and type(model).__reduce_ex__ is object.__reduce_ex__
-        return Window, (model if is_there else None, *self._arguments)
+        return TrainingWindow, (model if is_there else None, *self._arguments)
 
 
-hide_from_dynamo(Window.__call__)
+hide_from_dynamo(TrainingWindow.__call__)
 
 
 def wrap(model: Model, policy: str | Policy = "lossless", *, budget: int | str | None = None, **options: Any) -> Model:
@@ -169,7 +169,7 @@ def wrap(model: Model, policy: str | Policy = "lossless", *, budget: int | str |
             f"wrap was asked for a {type(model).__name__} that is {changed}, so its calls would not pass through the "
             f"wrapping. Wrap the model first, or put a Session around the forward pass."
         )
-    window = Window(model, policy, budget, options)
+    window = TrainingWindow(model, policy, budget, options)
     _ = window.session  # so that wrong arguments raise here and not in the first step
     # Past __setattr__, which Fabric's modules pass on to the module inside.
     model.__dict__[MODULE_CALL] = window
@@ -204,12 +204,12 @@ def session_of(model: nn.Module) -> Session | Budgeted:
     return _require_window(model, "session_of").session
 
 
-def _window(model: nn.Module) -> Window | None:
+def _window(model: nn.Module) -> TrainingWindow | None:
     found = model.__dict__.get(MODULE_CALL)
-    return found.of(model) if isinstance(found, Window) else None
+    return found.of(model) if isinstance(found, TrainingWindow) else None
 
 
-def _require_window(model: nn.Module, asked_by: str) -> Window:
+def _require_window(model: nn.Module, asked_by: str) -> TrainingWindow:
     check_model(model, asked_by)
     window = _window(model)
     if window is None:

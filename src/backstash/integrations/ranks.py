@@ -48,7 +48,7 @@ class Rank:
         return path if self.is_first else path.with_name(f"{path.stem}.rank{self.number}{path.suffix}")
 
 
-def gather(rank: Rank, mine: Mapping[str, Any], seconds: float = WAIT_SECONDS) -> dict[int, dict[str, Any]]:
+def gather_ranks(rank: Rank, mine: Mapping[str, Any], seconds: float = WAIT_SECONDS) -> dict[int, dict[str, Any]]:
     """Tells rank 0 what this rank has to say.
 
     Args:

@@ -113,7 +113,7 @@ def name(device_type: str) -> str:
     return serving(device_type).backend
 
 
-def serves(kernel: str, device_type: str) -> bool:
+def has_own_kernel(kernel: str, device_type: str) -> bool:
     """Whether the kernel is more than its reference on ``device_type``: what a row's ``fallback`` is decided by."""
     served = serving(device_type)
     return served.backend != "reference" and kernel in served.own

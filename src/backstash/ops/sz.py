@@ -80,7 +80,7 @@ def blocks(sizes: Sequence[int]) -> list[int]:
     return [row, plane, tile, tile * (CHUNK // tile)]
 
 
-def fits(symbols: int, low: int) -> bool:
+def fits_in_table(symbols: int, low: int) -> bool:
     """Whether a table may have ``symbols`` symbols, and a code ``low`` low bits."""
     return 2 <= symbols <= SYMBOLS and 0 <= low <= MAX_LOW
 
@@ -101,7 +101,7 @@ def starts(numel: int) -> tuple[list[int], int]:
 
 
 @dataclass(frozen=True)
-class Model:
+class CodeModel:
     """How codes are coded.
 
     Attributes:
@@ -125,7 +125,7 @@ _CHARGES: npt.NDArray[np.float64] = np.array([[4.0**k] for k in range(9)])
 """Bits that a bucket is charged, until there are few enough. With the last one all buckets are as wide as can be."""
 
 
-def model(survey: npt.NDArray[np.int64], step: float, low: int, width: int) -> Model:
+def model(survey: npt.NDArray[np.int64], step: float, low: int, width: int) -> CodeModel:
     """Returns the model under which the surveyed elements take the fewest bits.
 
     Args:
@@ -163,7 +163,7 @@ def model(survey: npt.NDArray[np.int64], step: float, low: int, width: int) -> M
     exact = float(taken.sum() + 32 * counts[best, 1] + low * inside.sum() + (16 + width) * outliers[best])
     base = begin + int(begins[first]) - WINDOW // 2 if len(occurring) else 0
     table = (frequencies | widths << WIDTH_SHIFT).astype(np.int16)
-    return Model(step, AXES[best], low, base, table, exact)
+    return CodeModel(step, AXES[best], low, base, table, exact)
 
 
 def _cost(counts: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:

@@ -42,7 +42,7 @@ class Kernel:
             sure of what it checks, and are spared it.
         without: the backends that lack the kernel (``native``, ``triton``), and why.
         fallback: what a caller does where only the reference would serve, if that is better than calling it. Such a
-            caller asks :func:`backstash.ops.backends.serves` first.
+            caller asks :func:`backstash.ops.backends.has_own_kernel` first.
     """
 
     name: str

@@ -44,7 +44,7 @@ def action_of(decision: Decision, saved: SavedTensor, store: str, is_empty: bool
     return Keep("the plan says so: the plain step fits" if is_empty else "the plan says so")
 
 
-def serves(decision: Decision, saved: SavedTensor) -> bool:
+def serves_decision(decision: Decision, saved: SavedTensor) -> bool:
     """Whether what was decided of a value may be done with one of another shape in its place, such as a last batch.
 
     An error was predicted for the profiled numbers only, a codec of another dtype may refuse the value, and what is

@@ -47,7 +47,7 @@ def signature_of(inputs: Any) -> Signature:
     while waiting and len(found) < MOST_TENSORS:
         item = waiting.pop()
         if isinstance(item, Tensor):
-            found.append((sizes_of(item), str(item.dtype).removeprefix("torch.")))
+            found.append((call_sizes(item), str(item.dtype).removeprefix("torch.")))
         elif isinstance(item, Mapping):
             waiting += reversed([item[key] for key in item])
         elif isinstance(item, (list, tuple)):
@@ -58,12 +58,12 @@ def signature_of(inputs: Any) -> Signature:
     return tuple(found)
 
 
-def sizes_of(x: Tensor) -> tuple[int, ...]:
+def call_sizes(x: Tensor) -> tuple[int, ...]:
     """The tensor's sizes; of a nested one how many elements it has in all, since its sizes are no numbers."""
     return (x.numel(),) if x.is_nested else tuple(map(int, x.shape))
 
 
-def growth(small: Signature, large: Signature) -> float:
+def size_ratio(small: Signature, large: Signature) -> float:
     """How many times as much a step of the one signature may take as a step of the other, at most."""
     if len(small) != len(large):
         return math.inf if len(large) > len(small) else 1.0

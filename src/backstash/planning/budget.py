@@ -10,7 +10,7 @@ from backstash import codecs
 from backstash.arguments import are_words
 from backstash.errors import PlanError
 from backstash.planning.problem import Choice, StepProfile
-from backstash.planning.rounding import codec_named, has_error, is_named, nearest
+from backstash.planning.rounding import codec_named, is_named, nearest, word_has_error
 from backstash.planning.sealed import LARGEST
 
 ALLOW = ("lossless", "recompute", "offload", "bounded")
@@ -86,7 +86,7 @@ def families(allow: str | Sequence[str]) -> tuple[str, ...]:
                 f"{nearest(str(word), ALLOW)} Pass any of {', '.join(ALLOW)}, or names of codecs: "
                 f"{', '.join(codecs.names())}, or with their bits, such as blockquant4."
             )
-    needed = {word if word in ALLOW else "bounded" if has_error(word) else "lossless" for word in words}
+    needed = {word if word in ALLOW else "bounded" if word_has_error(word) else "lossless" for word in words}
     return tuple(word for word in ALLOW if word in needed)
 
 

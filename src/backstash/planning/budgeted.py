@@ -29,7 +29,7 @@ from torch import nn
 from backstash import accelerator
 from backstash.capture import leaving, modules
 from backstash.errors import PlanError, SessionError
-from backstash.planning.buckets import Alike, Bucket, Buckets, Signature, growth, signature_of
+from backstash.planning.buckets import Alike, Bucket, Buckets, Signature, signature_of, size_ratio
 from backstash.planning.budget import families, limit_of_errors, parse_budget
 from backstash.planning.course import Course
 from backstash.planning.cycles import MOST_CYCLES, MOST_VALUES
@@ -44,7 +44,7 @@ from backstash.planning.unhooked import Unhooked
 from backstash.planning.within import Within
 from backstash.policies import Policy, get
 from backstash.session import Session
-from backstash.stash.buffers import release
+from backstash.stash.buffers import release_buffers
 from backstash.stash.ledger import Report
 from backstash.torch_internals import current_function_mode, in_backward
 
@@ -139,7 +139,7 @@ class Budgeted(Following):
         self._spare: Session | None = self._session  # for the first kind of steps
         self._open: list[Session] = []  # the Session that is open now, if any
         self._hook: int | None = None  # the number of the module hook, where there is one
-        self._entry: leaving.Entry | None = None
+        self._entry: leaving.Entrance | None = None
         self._chain: list[nn.Module] = []
         self._thread = self._retried = self._nbytes = 0
         self._modes: tuple[Any, Any] = (None, None)
@@ -160,7 +160,7 @@ class Budgeted(Following):
                 "a Budgeted was entered inside itself, or while another thread uses it. Enter it once around the whole "
                 "forward pass, and make one for each thread."
             )
-        self._entry = entry = leaving.Entry(self)
+        self._entry = entry = leaving.Entrance(self)
         try:
             self._hear_modules()
             self._thread = threading.get_ident()
@@ -246,7 +246,7 @@ class Budgeted(Following):
                     raise
                 error.__traceback__ = None  # which holds what the forward pass has made
             self._retried += 1
-            release()
+            release_buffers()
             gc.collect()
             if accelerator.kind_in_use():
                 torch.accelerator.empty_cache()
@@ -381,7 +381,7 @@ class Budgeted(Following):
             if self.given is None:
                 return KeepForSurvey(cycles=1)
             return self._guarded(self.given) if len(self.buckets) == 1 else Alike(self.given)
-        times = growth(known.signature, bucket.signature)
+        times = size_ratio(known.signature, bucket.signature)
         if times <= 1 and known.plan is not None:
             return Alike(known.plan)
         return Alike(known.planner.at_most(int(self.nbytes_of(known.plain_nbytes) / times)))
@@ -515,11 +515,11 @@ class Window:
 
     def __init__(self, budgeted: Budgeted, model: nn.Module, signature: Signature) -> None:
         self._budgeted, self._model, self._signature = budgeted, model, signature
-        self._entry: leaving.Entry | None = None
+        self._entry: leaving.Entrance | None = None
 
     def __enter__(self) -> None:
         leaving.leave_abandoned()
-        self._entry = entry = leaving.Entry(self)
+        self._entry = entry = leaving.Entrance(self)
         try:
             self._budgeted._begin(self._model, self._signature)
             self._budgeted._enter(self._budgeted._session)

@@ -49,12 +49,12 @@ from torch import Tensor
 
 from backstash.codecs.base import Encoded
 from backstash.errors import BudgetError
-from backstash.planning.buckets import Bucket, growth
+from backstash.planning.buckets import Bucket, size_ratio
 from backstash.planning.events import Event
 from backstash.planning.plan import Plan, Planner
 from backstash.planning.probing import Probe
 from backstash.planning.profiling import profile_of
-from backstash.planning.survey import Births, KeepForSurvey, KeepForTiming, Measured, Silent, Stopwatch, Survey
+from backstash.planning.survey import Births, KeepForSurvey, KeepForTiming, KindMeasurements, Silent, Stopwatch, Survey
 from backstash.planning.timeline import Timeline
 from backstash.policies import Policy, get
 from backstash.saved import without_cycle
@@ -310,7 +310,7 @@ class Course:
     def _may_survey(self) -> bool:
         """Whether a plain step of this bucket takes no more than one that has run already."""
         largest = self._owner.buckets.largest()
-        return largest is None or growth(largest.signature, self._bucket.signature) <= 1
+        return largest is None or size_ratio(largest.signature, self._bucket.signature) <= 1
 
     def _survey(self) -> Waiting:
         """Profiles a step."""
@@ -323,7 +323,7 @@ class Course:
             surveys.append(Survey(owner.tries, watch, measured))
             return surveys[-1]
 
-        measured = Measured()
+        measured = KindMeasurements()
 
         is_first = owner.buckets.largest() is None
         before = bucket.session
@@ -417,7 +417,7 @@ class Course:
 
     def _is_as_large(self, other: Bucket | None) -> bool:
         """Whether a step of another kind takes no less than one of this bucket, of which a budget may be a share."""
-        return other is not None and growth(self._bucket.signature, other.signature) >= 1
+        return other is not None and size_ratio(self._bucket.signature, other.signature) >= 1
 
     def _probe(self, survey: Survey, squares: dict[str, float]) -> Waiting:
         """Measures in a step what rounding does to the gradients, and adds it to ``squares``, by key (see Probe)."""
@@ -507,7 +507,7 @@ class Course:
         largest = owner.buckets.largest()
         assert largest is not None and largest.planner is not None
         budget = owner.nbytes_of(largest.plain_nbytes)
-        times = growth(largest.signature, bucket.signature)
+        times = size_ratio(largest.signature, bucket.signature)
         for _ in range(MOST_PLANS):
             plan = largest.planner.at_most(int((budget - bucket.margin) / times))
             found = replace(bucket.found, budget_nbytes=budget, planned_nbytes=int(plan.peak_nbytes * times), plan=plan)

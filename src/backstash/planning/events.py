@@ -207,7 +207,7 @@ def _addresses(encoded: Encoded) -> list[int]:
 
 
 @dataclass(eq=False)
-class Memory:
+class RecordedBuffer:
     """A buffer while the record is read.
 
     Attributes:
@@ -258,11 +258,11 @@ class Decoding:
     nbytes: int
     start: int
     end: int
-    memory: Memory | None
-    planes: list[Memory] = field(default_factory=list)
+    memory: RecordedBuffer | None
+    planes: list[RecordedBuffer] = field(default_factory=list)
 
 
-class Record:
+class StepRecord:
     """Everything that the profiler's record says of one step, in the order of time.
 
     Args:
@@ -278,14 +278,14 @@ class Record:
     """
 
     def __init__(self, roots: list[Event], device: str) -> None:
-        self.memory: list[Memory] = []
+        self.memory: list[RecordedBuffer] = []
         self.ops: list[Op] = []
         self.decodings: list[Decoding] = []
         self.backward: int | None = None
         self.ticks = 0
         self._device = device
-        self._alive: dict[int, Memory] = {}  # by address
-        self._latest: dict[Memory, Decoding] = {}  # what each memory was filled with last
+        self._alive: dict[int, RecordedBuffer] = {}  # by address
+        self._latest: dict[RecordedBuffer, Decoding] = {}  # what each memory was filled with last
         self._reading: set[Decoding] = set()  # what the running node reads
         self._awaits_planes = False  # whether memory was taken whose planes have not been fetched yet
         self._doing = ""  # the operation that runs, or ran last
@@ -355,7 +355,7 @@ class Record:
         if facts.device.type != self._device or not facts.alloc_size:
             return
         if facts.alloc_size > 0:
-            memory = Memory(self._doing, facts.ptr, facts.alloc_size, self.ticks, len(self.ops))
+            memory = RecordedBuffer(self._doing, facts.ptr, facts.alloc_size, self.ticks, len(self.ops))
             self._alive[facts.ptr] = memory
             self.memory.append(memory)
         else:
@@ -417,7 +417,7 @@ class Record:
         if self._doing in _HALVED:
             self.ops.append(Op(f"{self._doing} (input)", self.ticks))
 
-    def _at(self, addresses: list[int]) -> list[Memory]:
+    def _at(self, addresses: list[int]) -> list[RecordedBuffer]:
         """The memory at these addresses that was allocated in the step."""
         return [self._alive[address] for address in addresses if address in self._alive]
 

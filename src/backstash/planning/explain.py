@@ -36,7 +36,7 @@ def share(error: float) -> str:
     return f"{error:.1g}" if error else "-"
 
 
-def summary(plan: Plan) -> str:
+def plan_summary(plan: Plan) -> str:
     """Returns the plan in a sentence or two."""
     added = plan.seconds - plan.plain_seconds
     share = f", {added / plan.plain_seconds:.1%} more than plain" if plan.plain_seconds else ""
@@ -64,7 +64,7 @@ def explain(plan: Plan) -> str:
     head = ("value", "tensor", "what", "saved", "held", "adds", "error", "why")
     rows = [_row(decision) for decision in plan.decisions]
     totals = ("modules", "values", "what", "saved", "held", "adds")
-    return "\n".join((summary(plan), "", *table(head, rows), "", *table(totals, _modules(plan.decisions))))
+    return "\n".join((plan_summary(plan), "", *table(head, rows), "", *table(totals, _modules(plan.decisions))))
 
 
 def diff(plan: Plan, other: Plan) -> str:
@@ -92,7 +92,7 @@ def html(plan: Plan) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("modules", "values", "what", "saved", "held", "adds"))
     rows = (("".join(f"<td>{escape(cell)}</td>" for cell in row)) for row in _modules(plan.decisions))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f"<p>{escape(summary(plan))}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<p>{escape(plan_summary(plan))}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _row(decision: Decision) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ PRICES = (0.3, 0.05, 0.01)
 
 
 @dataclass(frozen=True)
-class Found:
+class Interim:
     """A solution on the way: peak, time, and the row of each value."""
 
     peak_nbytes: int
@@ -68,7 +68,7 @@ class Found:
     rows: Bytes
 
 
-_T = TypeVar("_T", Solution, Found)
+_T = TypeVar("_T", Solution, Interim)
 
 
 def frontier(model: PeakModel, error_limit: float | None = None) -> list[Solution]:
@@ -146,7 +146,7 @@ class _Climb:
         self.price = 0.0  # seconds that the whole of the limit counts as (Note: [price of an error])
         self.offers = Offers(model)
         self.search = search_from_kept(model)
-        self.pool: list[Found] = []
+        self.pool: list[Interim] = []
         self.work = self.end = 0.0
         self.turn = 0
         count = len(model.base)
@@ -183,7 +183,7 @@ class _Climb:
                     step //= 2
                 yield
 
-    def take_over(self, pool: list[Found]) -> Iterator[None]:
+    def take_over(self, pool: list[Interim]) -> Iterator[None]:
         """Adds solutions that were found with other times."""
         for found in pool:
             self.search.load(found.rows)
@@ -254,7 +254,7 @@ class _Climb:
             self._faster(fast.peak_nbytes - 1, slow)
             yield
 
-    def _faster(self, level: int, known: Found) -> Found:
+    def _faster(self, level: int, known: Interim) -> Interim:
         """Draws a stretch anew, and returns the solution if it fits into the level and is faster than a known one."""
         self._shake()
         self.turn += 1
@@ -265,8 +265,8 @@ class _Climb:
                 return self._note()
         return known
 
-    def _note(self) -> Found:
-        found = Found(int(self.search.live.max()), self.search.seconds, self.search.rows.copy())
+    def _note(self) -> Interim:
+        found = Interim(int(self.search.live.max()), self.search.seconds, self.search.rows.copy())
         self.pool.append(found)
         return found
 

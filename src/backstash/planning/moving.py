@@ -14,12 +14,12 @@ from itertools import accumulate
 
 from backstash.planning.link import SMALLEST, Link
 from backstash.planning.problem import Choice
-from backstash.planning.survey import Found
+from backstash.planning.survey import SurveyedValue
 from backstash.planning.timeline import Timeline
 
 
 def moved(
-    link: Link, found: Mapping[str, Found], line: Timeline, seconds: Sequence[float], first: int
+    link: Link, found: Mapping[str, SurveyedValue], line: Timeline, seconds: Sequence[float], first: int
 ) -> dict[str, tuple[Choice, ...]]:
     """Returns, by key, the choice to move each value, for those that it pays for.
 

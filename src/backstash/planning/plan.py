@@ -12,18 +12,18 @@ from functools import cached_property
 from typing import Any, Literal
 
 from backstash.errors import BudgetError, PlanError
-from backstash.planning.acting import LOSSLESS, action_of, fetches_of, serves
+from backstash.planning.acting import LOSSLESS, action_of, fetches_of, serves_decision
 from backstash.planning.budget import limit_of_errors, parse_budget, restrict, with_choices
 from backstash.planning.decision import Decision
 from backstash.planning.exact import Solution, solution
-from backstash.planning.explain import diff, explain, html, size, summary
+from backstash.planning.explain import diff, explain, html, plan_summary, size
 from backstash.planning.greedy import Frontier
 from backstash.planning.link import open_store
 from backstash.planning.peak import PeakModel, own_seconds
 from backstash.planning.problem import StepProfile
 from backstash.planning.proven import with_proofs, without_proofs
 from backstash.planning.rehearsing import Rehearsing
-from backstash.planning.rounding import codec_named, has_error
+from backstash.planning.rounding import codec_named, word_has_error
 from backstash.planning.sealed import plain, restore, seal, shown, unseal
 from backstash.planning.spare import spare_ways
 from backstash.planning.usual import like_lossless
@@ -122,7 +122,7 @@ class Plan(Policy):
         flaws = ((decision.key, decision.flaw()) for decision in self.decisions)
         if found := next((f"that of {key!r} does not fit: {flaw}" for key, flaw in flaws if flaw), None):
             return found
-        rounded = [each for each in self.decisions if each.kind == "encode" and has_error(each.choice)]
+        rounded = [each for each in self.decisions if each.kind == "encode" and word_has_error(each.choice)]
         return f"it is exact, and rounds {rounded[0].key!r}" if rounded and not self.error_limit > 0 else None
 
     @cached_property
@@ -203,7 +203,7 @@ class Plan(Policy):
                     stacklevel=2,
                 )
             self._unknown.setdefault(saved.key)
-        if decision is not None and saved.need is not Need.SHAPE and serves(decision, saved):
+        if decision is not None and saved.need is not Need.SHAPE and serves_decision(decision, saved):
             return action_of(decision, saved, self.store, False)
         return LOSSLESS.decide(saved)
 
@@ -280,7 +280,7 @@ class Plan(Policy):
         return restore(cls, without_proofs(unseal("Plan", text)), "Plan")
 
     def __repr__(self) -> str:
-        return f"Plan({self.fingerprint}, {summary(self)})"
+        return f"Plan({self.fingerprint}, {plan_summary(self)})"
 
     def _repr_html_(self) -> str:
         return html(self)

@@ -32,10 +32,10 @@ from torch.autograd.graph import Node
 
 from backstash.capture.naming import packed_by
 from backstash.errors import CodecRefusedError
-from backstash.gradient_error import Engine, Graph, Monitor, Root, obstacle
+from backstash.gradient_error import Engine, Graph, GraphRoot, Monitor, obstacle
 from backstash.planning.problem import Choice
 from backstash.planning.rounding import codec_named
-from backstash.planning.survey import Births, Found, Rounded
+from backstash.planning.survey import Births, Rounded, SurveyedValue
 from backstash.saved import Need
 from backstash.stash.encode import whole_of
 from backstash.stash.recipes import Recipe
@@ -68,7 +68,7 @@ class Probe(Monitor):
         watcher: is to watch the Session of the step.
     """
 
-    def __init__(self, found: Mapping[str, Found]) -> None:
+    def __init__(self, found: Mapping[str, SurveyedValue]) -> None:
         super().__init__(1, math.inf, "", packed_by, lambda leaf: None)
         self.squares: dict[str, float] = {}
         self.watcher = _Values()
@@ -95,17 +95,17 @@ class Probe(Monitor):
     def before_backward(
         self,
         engine: Engine,
-        roots: Sequence[Root],
+        roots: Sequence[GraphRoot],
         gradients: Sequence[Tensor | None],
         create_graph: bool,
-        inputs: Sequence[Root],
+        inputs: Sequence[GraphRoot],
     ) -> None:
         """Measures what can be measured in this backward pass."""
         graph = Graph(roots)
         packed = [saved for node in graph.nodes for saved in packed_by(node)]
         if not graph.leaves or obstacle(graph, packed, create_graph):
             return
-        leaves: list[Root] = list(graph.leaves)
+        leaves: list[GraphRoot] = list(graph.leaves)
 
         def compute() -> tuple[Tensor | None, ...]:
             return self._gradients(engine, roots, gradients, leaves, is_exact=False)
@@ -212,7 +212,7 @@ def reference(rounded: Sequence[Rounded]) -> Rounded:
     return min(rounded, key=lambda each: abs(math.log((each.noise or 1e-30) / REFERENCE)))
 
 
-def with_errors(found: Found, square: float | None) -> list[Choice]:
+def with_errors(found: SurveyedValue, square: float | None) -> list[Choice]:
     """Returns the rounded choices of a value with the errors that they cause; none if these could not be measured.
 
     A choice that another one beats in bytes, time and error is left out.

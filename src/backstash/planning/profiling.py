@@ -32,14 +32,14 @@ from backstash.planning.moving import moved
 from backstash.planning.probing import Probe, with_errors
 from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.planning.record import record
-from backstash.planning.survey import Births, Found, KeepForSurvey, KeepForTiming, Silent, Survey
+from backstash.planning.survey import Births, KeepForSurvey, KeepForTiming, Silent, Survey, SurveyedValue
 from backstash.planning.timeline import Timeline
 from backstash.planning.zeros import without_initial_zeros
 from backstash.policies import Policy
 from backstash.rewrites.state import State, StepState
 from backstash.saved import cycle_of
 from backstash.session import MIN_NBYTES, Session
-from backstash.stash.buffers import release
+from backstash.stash.buffers import release_buffers
 
 FEWEST, ROUNDS, SECONDS = 3, 8, 2.0
 """Plain steps and steps under a Session are timed in turns: at least FEWEST of each, and then until there are ROUNDS of
@@ -291,7 +291,7 @@ def _recorded(step: Callable[[], None], session: Session, watcher: Births) -> li
     """The profiler's record of a step under a Session, the second one: the first has proven what it has to."""
     with session:
         step()
-    release()
+    release_buffers()
     gc.collect()
     with session.watched_by(watcher), memory_profiler() as profiled, session:
         step()
@@ -380,7 +380,7 @@ def profile_of(
 
 
 def _remade(
-    value: Found, survey: Survey, index: dict[str, int], line: Timeline, together: int, first_read: int
+    value: SurveyedValue, survey: Survey, index: dict[str, int], line: Timeline, together: int, first_read: int
 ) -> list[Choice]:
     """The choice to remake a value, where all that it is remade from is planned as well or held anyway.
 

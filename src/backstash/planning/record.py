@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from backstash import accelerator
 from backstash.errors import MeasureError
-from backstash.planning.events import Notes, Record, memory_profiler, roots_of
+from backstash.planning.events import Notes, StepRecord, memory_profiler, roots_of
 from backstash.planning.trace import Buffer, Role, Trace
 from backstash.policies.base import Policy
 from backstash.session import MIN_NBYTES, Session
-from backstash.stash.buffers import release
+from backstash.stash.buffers import release_buffers
 from backstash.stores import Store
 
 
@@ -76,11 +76,11 @@ def record(
     with nullcontext() if session is None else session.watched_by(Notes()):
         for _ in range(warmup):
             once()
-        release()  # so that the decode buffers are allocated inside the trace
+        release_buffers()  # so that the decode buffers are allocated inside the trace
         resident = [] if model is None else list(_resident(model))
         with memory_profiler() as profiled:
             once()
-    found = Record(roots_of(profiled), device)
+    found = StepRecord(roots_of(profiled), device)
     if found.backward is None:
         raise MeasureError(
             "record was asked for the trace of a training step, but no autograd node ran in it. Call backward() in it."

@@ -51,7 +51,7 @@ def candidates(saved: SavedTensor, readers: Sequence[SavedTensor]) -> tuple[Code
     return (Minifloat(HALF), *(BlockQuant(each, group or GROUP) for each in bits), *small)
 
 
-def name_of(codec: Codec) -> str:
+def codec_name(codec: Codec) -> str:
     """Returns the name by which :func:`codec_named` finds the codec again, such as ``"blockquant4/64"``.
 
     Example:
@@ -66,7 +66,7 @@ def name_of(codec: Codec) -> str:
 
 
 def codec_named(name: str) -> Codec | None:
-    """Returns the codec of a name: an id, or what :func:`name_of` has returned. None if there is none.
+    """Returns the codec of a name: an id, or what :func:`codec_name` has returned. None if there is none.
 
     Example:
         >>> codec_named("blockquant4/64")
@@ -105,7 +105,7 @@ def is_named(word: str, name: str) -> bool:
     return codec is not None and codec.id == word
 
 
-def has_error(word: str) -> bool:
+def word_has_error(word: str) -> bool:
     """Whether a user's word names a codec with an error."""
     codec = codec_named(word)
     return codec is not None and codec.bound is not None

@@ -19,7 +19,7 @@ from backstash.planning.trace import ROLES, Buffer, Role, Trace
 Sharing = Literal["groups", "offsets", "dynamic", "none"]
 
 
-def groups(buffers: Sequence[Buffer]) -> tuple[tuple[int, ...], ...]:
+def groups_in_turn(buffers: Sequence[Buffer]) -> tuple[tuple[int, ...], ...]:
     """Groups of buffers that use one block of memory in turn, as numbers of the buffers.
 
     The buffers are taken from the largest to the smallest. Each joins the first group that has no member alive at the
@@ -171,7 +171,7 @@ def _peak(buffers: Sequence[Buffer]) -> int:
 
 
 def _grouped(buffers: Sequence[Buffer]) -> int:
-    return sum(buffers[members[0]].nbytes for members in groups(buffers))
+    return sum(buffers[members[0]].nbytes for members in groups_in_turn(buffers))
 
 
 _FOOTPRINTS: dict[Sharing, Callable[[Sequence[Buffer]], int]] = {

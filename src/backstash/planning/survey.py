@@ -34,7 +34,7 @@ from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError
 from backstash.planning.events import note
 from backstash.planning.problem import Choice
-from backstash.planning.rounding import candidates, name_of, reason_of
+from backstash.planning.rounding import candidates, codec_name, reason_of
 from backstash.policies import Action, Keep, Policy, Stash, get
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.calls import Group
@@ -63,11 +63,11 @@ which that is done."""
 SMALL = 4 << 10
 """Values of fewer bytes are not timed one by one: what is done with them takes as long as to call a kernel."""
 
-Kind = tuple[object, ...]
+ValueKind = tuple[object, ...]
 """What tells whether two values are alike (Note: [kinds of values])."""
 
 
-class Measured:
+class KindMeasurements:
     """What was measured of kinds of values (Note: [kinds of values]).
 
     Attributes:
@@ -78,9 +78,9 @@ class Measured:
     """
 
     def __init__(self) -> None:
-        self.codecs: dict[Kind, tuple[float, float]] = {}
-        self.fixed: dict[Kind, Rounded] = {}
-        self.recipes: dict[Kind, tuple[float, float, bool]] = {}
+        self.codecs: dict[ValueKind, tuple[float, float]] = {}
+        self.fixed: dict[ValueKind, Rounded] = {}
+        self.recipes: dict[ValueKind, tuple[float, float, bool]] = {}
         self.keys: set[str] = set()
 
 
@@ -182,7 +182,7 @@ class Movable:
 
 
 @dataclass
-class Found:
+class SurveyedValue:
     """What was found out about one value.
 
     Attributes:
@@ -267,16 +267,16 @@ class Survey(Births):
         self,
         tries: Collection[str] = (),
         watch: Stopwatch | None = None,
-        measured: Measured | None = None,
+        measured: KindMeasurements | None = None,
         seconds: float = math.inf,
     ) -> None:
         self.tries = frozenset(tries)
-        self.found: dict[str, Found] = {}
+        self.found: dict[str, SurveyedValue] = {}
         self.keys: dict[int, list[str]] = {}
         self._alive: list[Value] = []  # so that ids stay their own
         self._calls: dict[Group, tuple[float, int]] = {}  # seconds and trial sections of calls that save inside
-        self._sections: dict[Kind, int] = {}  # trial sections of recipes
-        self._measured = measured or Measured()
+        self._sections: dict[ValueKind, int] = {}  # trial sections of recipes
+        self._measured = measured or KindMeasurements()
         self._seconds = seconds
         self.is_complete, self.spent = True, 0.0
         self._exact = get("lossless_stored")
@@ -292,7 +292,7 @@ class Survey(Births):
             return
         if self._seconds < math.inf and (value.key in self._measured.keys or not self._may_try()):
             return
-        found = Found(facts, whole.untyped_storage().nbytes(), [Choice.keep(whole.untyped_storage().nbytes())])
+        found = SurveyedValue(facts, whole.untyped_storage().nbytes(), [Choice.keep(whole.untyped_storage().nbytes())])
         self.found[value.key] = found
         self.keys.setdefault(id(value), []).append(value.key)
         self._alive.append(value)
@@ -318,7 +318,7 @@ class Survey(Births):
         self.is_complete = self.is_complete and may_try
         return may_try
 
-    def _try_codecs(self, value: Value, facts: SavedTensor, whole: Tensor, found: Found) -> None:
+    def _try_codecs(self, value: Value, facts: SavedTensor, whole: Tensor, found: SurveyedValue) -> None:
         action = self._exact.decide(facts)
         members = [saved for saved in value.saved() if saved.tensor is not None]
         for codec in action.codecs if isinstance(action, Stash) else ():
@@ -328,7 +328,7 @@ class Survey(Births):
                     found.choices.append(tried.choice)
                     return  # a Stash takes the first codec that accepts
 
-    def _try_rounding(self, value: Value, facts: SavedTensor, whole: Tensor, found: Found) -> None:
+    def _try_rounding(self, value: Value, facts: SavedTensor, whole: Tensor, found: SurveyedValue) -> None:
         members = [saved for saved in value.saved() if saved.tensor is not None]
         readers = [saved.tensor for saved in members if saved.tensor is not None]
         for codec in candidates(facts, readers):
@@ -363,7 +363,7 @@ class Survey(Births):
         is_direct = all(form is not None and base.direct(codec, form) is not None for form in forms)
         nbytes, most = whole.untyped_storage().nbytes(), codec.nbytes_bound(encoded.spec)
         choice = Choice(
-            base.label(codec) if codec.bound is None else name_of(codec),
+            base.label(codec) if codec.bound is None else codec_name(codec),
             "encode",
             encoded.nbytes,
             encode_nbytes=nbytes,
@@ -377,7 +377,9 @@ class Survey(Births):
             measured.fixed[kind] = Rounded(choice, noise)
         return Rounded(choice, noise)
 
-    def _try_recipe(self, recipe: Recipe, find_recipe: Callable[[], Recipe | str], whole: Tensor, found: Found) -> None:
+    def _try_recipe(
+        self, recipe: Recipe, find_recipe: Callable[[], Recipe | str], whole: Tensor, found: SurveyedValue
+    ) -> None:
         found.parents = tuple(dict.fromkeys(recipe.leaves))
         self._alive += found.parents
         group = recipe.call.group if recipe.call.saved is not None else None
@@ -385,7 +387,7 @@ class Survey(Births):
         if group is not None and group in self._calls:  # which has made this value with the others
             found.remake_seconds, found.section = self._calls[group]
             return
-        kind: Kind = (repr(recipe.likeness()), recipe.call.saved, whole.untyped_storage().nbytes())
+        kind: ValueKind = (repr(recipe.likeness()), recipe.call.saved, whole.untyped_storage().nbytes())
         measured = self._measured.recipes
         if kind not in measured:
             started = time.perf_counter()
@@ -433,7 +435,7 @@ def _noise(whole: Tensor, rounded: Tensor) -> float:
     return float(torch.linalg.vector_norm(off - exact)) / length if length else 0.0
 
 
-def _movable(value: Value, found: Found) -> Movable:
+def _movable(value: Value, found: SurveyedValue) -> Movable:
     """Returns what it takes to move a value in the smallest exact form that was found."""
     exact = found.choices[1] if len(found.choices) > 1 else None
     if exact is not None:

@@ -23,9 +23,9 @@ from backstash import policies as registry
 from backstash.errors import BackstashError, MeasureError, ScriptFailedError
 from backstash.integrations import allocator as allocators
 from backstash.integrations.allocator import Allocator
-from backstash.integrations.launcher import require
-from backstash.report.machine import Machine, describe
-from backstash.report.watch import COUNTED, PLAIN, Observed, Order
+from backstash.integrations.launcher import require_script
+from backstash.report.machine import Machine, describe_machine
+from backstash.report.watch import COUNTED, PLAIN, MeasureRequest, Observed
 from backstash.stash.ledger import Measured, Report
 from backstash.stash.tables import amount
 from backstash.torch_internals import QUIET_LOGS
@@ -232,7 +232,7 @@ def compare(
         ScriptFailedError: a run ended with an error.
         MeasureError: the script ran too few steps to be measured, or they could not be told apart.
     """
-    require(program.script, program.is_module)
+    require_script(program.script, program.is_module)
     for name in policies:
         registry.require(name, PLAIN)
     if not policies or repeats < 1:
@@ -254,7 +254,7 @@ def compare(
                 failures[label], last = str(error), error
     if not runs and last is not None:
         raise last
-    return Comparison(program.script, program.args, describe(), tuple(runs), tuple(failures.items()))
+    return Comparison(program.script, program.args, describe_machine(), tuple(runs), tuple(failures.items()))
 
 
 def runs_of(policies: Sequence[str], allocator: Allocator | None) -> list[tuple[str, Allocator | None]]:
@@ -270,7 +270,7 @@ def _run(program: Program, policy: str, allocator: Allocator | None, printed: Ca
         environment = allocator.environment(environment)
     with tempfile.TemporaryDirectory(prefix="backstash-") as folder:
         result = Path(folder, "result.json")
-        order = Order(
+        order = MeasureRequest(
             program.script,
             list(program.args),
             policy,
@@ -288,7 +288,7 @@ def _run(program: Program, policy: str, allocator: Allocator | None, printed: Ca
     return observed
 
 
-def _in_child(order: Order, environment: Mapping[str, str], printed: Callable[[str], None]) -> tuple[int, str]:
+def _in_child(order: MeasureRequest, environment: Mapping[str, str], printed: Callable[[str], None]) -> tuple[int, str]:
     """Carries out an order in a process that never outlives this function. Returns its exit code and its stderr."""
     command = [sys.executable, "-m", "backstash.report.watch", json.dumps(asdict(order))]
     with (

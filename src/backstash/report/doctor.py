@@ -22,7 +22,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One finding, which is one line of output.
 
     Attributes:
@@ -36,46 +36,46 @@ class Finding:
     ok: bool = True
 
 
-def examine() -> Iterator[Finding]:
+def examine() -> Iterator[Diagnosis]:
     """Yields all findings. The checks of the codecs take a few seconds."""
-    here = machine.describe()
-    yield Finding("machine", f"{here.cpu}, {here.cores} cores, {here.threads} torch threads, {platform.system()}")
+    here = machine.describe_machine()
+    yield Diagnosis("machine", f"{here.cpu}, {here.cores} cores, {here.threads} torch threads, {platform.system()}")
     commit = f" ({here.commit})" if here.commit else ""
-    yield Finding("versions", f"backstash {here.backstash}{commit}, torch {here.torch}, Python {here.python}")
+    yield Diagnosis("versions", f"backstash {here.backstash}{commit}, torch {here.torch}, Python {here.python}")
     yield _kernels("cpu")
     kind = accelerator.kind()
     if kind is not None:
-        yield Finding("GPU", here.gpu or kind)
+        yield Diagnosis("GPU", here.gpu or kind)
         yield _kernels(kind)
     else:
-        yield Finding("GPU", f"no accelerator; Triton is {'' if _installed('triton') else 'not '}installed")
-    yield Finding("compiler", _compiler())
-    yield Finding("huge pages", _huge_pages())
-    yield Finding("allocator", _allocator())
-    yield Finding("resident peak", _resident_peak())
+        yield Diagnosis("GPU", f"no accelerator; Triton is {'' if _installed('triton') else 'not '}installed")
+    yield Diagnosis("compiler", _compiler())
+    yield Diagnosis("huge pages", _huge_pages())
+    yield Diagnosis("allocator", _allocator())
+    yield Diagnosis("resident peak", _resident_peak())
     for device in ("cpu", *(() if kind is None else (kind,))):
         for name in codecs.names():
             yield _codec(name, device)
 
 
-def _kernels(device: str) -> Finding:
+def _kernels(device: str) -> Diagnosis:
     subject = f"kernels on {device}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning of slow kernels, which has a finding of its own
         try:
             serving = backends.name(device)
         except (ValueError, OSError) as error:  # a wrong setting, or a library that does not load
-            return Finding(subject, str(error), ok=False)
+            return Diagnosis(subject, str(error), ok=False)
     if serving == "native":
         from backstash.ops import cpu
 
         built = cpu.build_info()
-        return Finding(subject, f"native C++, {built['isa']}, {'with' if built['openmp'] else 'without'} OpenMP")
+        return Diagnosis(subject, f"native C++, {built['isa']}, {'with' if built['openmp'] else 'without'} OpenMP")
     if serving == "reference":
         asked = os.environ.get("BACKSTASH_KERNELS") == "reference"
         why = "BACKSTASH_KERNELS asks for it" if asked else "no faster ones are built"
-        return Finding(subject, f"reference: plain torch, exact but slow ({why})")
-    return Finding(subject, serving)
+        return Diagnosis(subject, f"reference: plain torch, exact but slow ({why})")
+    return Diagnosis(subject, serving)
 
 
 def _compiler() -> str:
@@ -99,7 +99,7 @@ def _allocator() -> str:
     if started_with is not None:
         return f"{started_with}, which this process was started with"
     found = [f"{one.name} ({one.path})" for one in allocator.installed().values()]
-    advice = allocator.advice()
+    advice = allocator.allocator_advice()
     if not found:
         return advice or "the system's"
     return f"{', '.join(found)}; backstash run uses the first on CPU" if advice is None else f"{found[0]}; {advice}"
@@ -113,17 +113,17 @@ def _resident_peak() -> str:
     return "can be measured"
 
 
-def _codec(name: str, device: str) -> Finding:
+def _codec(name: str, device: str) -> Diagnosis:
     subject = f"codec {name} on {device}"
     codec = codecs.get(name)
     refusals = [codec.accepts(TensorSpec.of(x)) for x in testing.probes(device)]
     if all(refusals):
-        return Finding(subject, f"takes nothing here: {refusals[0]}")
+        return Diagnosis(subject, f"takes nothing here: {refusals[0]}")
     try:
         checked = testing.check_codec(codec, testing.probes(device))
     except Exception as error:  # a broken kernel may raise anything, and the finding says so
-        return Finding(subject, f"{type(error).__name__}: {error}", ok=False)
-    return Finding(subject, f"{checked.encoded} tensors encoded and decoded as promised")
+        return Diagnosis(subject, f"{type(error).__name__}: {error}", ok=False)
+    return Diagnosis(subject, f"{checked.encoded} tensors encoded and decoded as promised")
 
 
 def _installed(module: str) -> bool:

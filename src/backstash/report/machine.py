@@ -51,7 +51,7 @@ class Machine:
         )
 
 
-def describe() -> Machine:
+def describe_machine() -> Machine:
     """Describes the machine that this process runs on."""
     return Machine(
         cpu=_cpu(),

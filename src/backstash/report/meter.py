@@ -82,7 +82,7 @@ def measure(step: Callable[[], object], *, repeats: int = 3, warmup: int = 1, de
             f"measure was asked for device={device!r}, but it measures 'cpu', and an accelerator where one is "
             f"({accelerator.kind() or 'none'} here)."
         )
-    buffers.release()
+    buffers.release_buffers()
     for _ in range(warmup):
         step()
     seconds, resident, counted = [], [], []

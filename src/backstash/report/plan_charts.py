@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from backstash.planning.problem import StepProfile
-from backstash.report.plan_layers import LAYERS, Layer, chosen, kept, layers, total
+from backstash.report.plan_layers import LAYERS, ChartLayer, chosen, kept, layers, total
 from backstash.stash.tables import amount, ms
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ Hover = list[tuple[float, str]]
 
 
 @dataclass(frozen=True)
-class Course:
+class Curve:
     """The bytes over a step, plain and planned.
 
     Attributes:
@@ -47,10 +47,10 @@ class Course:
     profile: StepProfile
     plain: list[int]
     planned: list[int]
-    by_layer: dict[Layer, list[int]]
+    by_layer: dict[ChartLayer, list[int]]
 
     @classmethod
-    def of(cls, profile: StepProfile, plan: Plan) -> Course:
+    def of(cls, profile: StepProfile, plan: Plan) -> Curve:
         """Returns the course of a plan.
 
         Raises:
@@ -67,7 +67,7 @@ class Course:
         return next((number for number, position in positions if position.is_backward), len(self.plain))
 
 
-def memory_chart(course: Course, plan: Plan) -> tuple[str, Hover]:
+def memory_chart(course: Curve, plan: Plan) -> tuple[str, Hover]:
     """Returns the chart of the bytes alive over the step, and what is shown under the pointer."""
     count, first = len(course.plain), course.first_backward
     most = max(*course.plain, *course.planned, 1)
@@ -112,7 +112,7 @@ def memory_chart(course: Course, plan: Plan) -> tuple[str, Hover]:
     return _frame("memory", label, size, "".join(drawn), "".join(labels), ticks, "".join(below)), texts
 
 
-def peak_bars(course: Course) -> str:
+def peak_bars(course: Curve) -> str:
     """Returns what is alive at the peaks of the plain and the planned step, as two bars of the same scale."""
     most = max(*course.plain, *course.planned, 1)
     rows = []
@@ -138,7 +138,7 @@ def peak_bars(course: Course) -> str:
     return "".join(rows)
 
 
-def legend(course: Course) -> str:
+def legend(course: Curve) -> str:
     """Returns the key to the colours of the memory chart."""
     found = [f'<span><i class="key {name}"></i>{words}</span>' for name, words in LAYERS if name in course.by_layer]
     return f'<p class="legend"><span><i class="key plain"></i>the plain step</span>{"".join(found)}</p>'
@@ -245,7 +245,7 @@ def _y(nbytes: float, top: float) -> str:
     return f"{HEIGHT * (1 - nbytes / top):.1f}"
 
 
-def _under_pointer(course: Course, begin: int, end: int, at: int) -> str:
+def _under_pointer(course: Curve, begin: int, end: int, at: int) -> str:
     position = course.profile.positions[at]
     place = f" in {position.module}" if position.module else ""
     passing = "backward" if position.is_backward else "forward"

@@ -16,8 +16,8 @@ from backstash.planning.problem import Choice, PlannedValue, StepProfile, childr
 if TYPE_CHECKING:
     from backstash.planning.plan import Plan
 
-Layer = Literal["rest", "keep", "encode", "recompute", "offload", "passing"]
-LAYERS: tuple[tuple[Layer, str], ...] = (
+ChartLayer = Literal["rest", "keep", "encode", "recompute", "offload", "passing"]
+LAYERS: tuple[tuple[ChartLayer, str], ...] = (
     ("rest", "everything else"),
     ("keep", "kept"),
     ("encode", "encoded"),
@@ -42,7 +42,7 @@ class Part:
     """
 
     value: int
-    layer: Layer
+    layer: ChartLayer
     nbytes: int
     start: int
     last: int
@@ -102,7 +102,7 @@ def _parts_of(index: int, value: PlannedValue, choice: Choice, first: int, needs
         yield Part(index, "passing", choice.decode_nbytes, position, position)
 
 
-def layers(profile: StepProfile, choices: Sequence[Choice]) -> dict[Layer, list[int]]:
+def layers(profile: StepProfile, choices: Sequence[Choice]) -> dict[ChartLayer, list[int]]:
     """Returns the bytes of each layer at each position, without layers that are empty throughout.
 
     Example:
@@ -114,7 +114,7 @@ def layers(profile: StepProfile, choices: Sequence[Choice]) -> dict[Layer, list[
         {'rest': [200, 300], 'encode': [4, 4], 'passing': [100, 0]}
     """
     count = len(profile.positions)
-    changes: dict[Layer, list[int]] = {name: [0] * (count + 1) for name, _ in LAYERS}
+    changes: dict[ChartLayer, list[int]] = {name: [0] * (count + 1) for name, _ in LAYERS}
     for part in parts(profile, choices):
         changes[part.layer][part.start] += part.nbytes
         changes[part.layer][part.last + 1] -= part.nbytes
@@ -123,6 +123,6 @@ def layers(profile: StepProfile, choices: Sequence[Choice]) -> dict[Layer, list[
     return {name: nbytes for name, nbytes in found.items() if any(nbytes)}
 
 
-def total(found: dict[Layer, list[int]], count: int) -> list[int]:
+def total(found: dict[ChartLayer, list[int]], count: int) -> list[int]:
     """Returns the sum of all layers at each of ``count`` positions."""
     return [sum(nbytes) for nbytes in zip(*found.values(), strict=True)] if found else [0] * count

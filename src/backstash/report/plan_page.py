@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from backstash.planning.problem import Kind, StepProfile
-from backstash.report.plan_charts import Course, Hover, frontier_chart, legend, memory_chart, peak_bars
+from backstash.report.plan_charts import Curve, Hover, frontier_chart, legend, memory_chart, peak_bars
 from backstash.report.plan_layers import chosen, parts
 from backstash.report.plan_style import SCRIPT, STYLE
 from backstash.stash.tables import amount, folded, ms
@@ -54,7 +54,7 @@ def plan_page(profile: StepProfile, plan: Plan, title: str = "A plan for a train
     Raises:
         PlanError: the plan was made of another profile.
     """
-    course = Course.of(profile, plan)
+    course = Curve.of(profile, plan)
     memory, under_memory = memory_chart(course, plan)
     frontier, under_frontier = _frontier(plan)
     under: dict[str, Hover] = {"memory": under_memory, "frontier": under_frontier}
@@ -105,7 +105,7 @@ def _tiles(plan: Plan) -> str:
     return f'<dl class="tiles">{found}</dl>'
 
 
-def _caption(course: Course, plan: Plan) -> str:
+def _caption(course: Curve, plan: Plan) -> str:
     text = "The functions of the forward pass and the nodes of the backward pass in their order, equally wide."
     if plan.is_empty:
         text += " The plain step fits into the budget, so nothing is done."
@@ -115,7 +115,7 @@ def _caption(course: Course, plan: Plan) -> str:
     return f'<p class="small">{text}</p>'
 
 
-def _largest(profile: StepProfile, plan: Plan, course: Course) -> str:
+def _largest(profile: StepProfile, plan: Plan, course: Curve) -> str:
     """Returns a table of the values that hold the most at the planned peak."""
     at = course.planned.index(max(course.planned))
     held: Counter[int] = Counter()

@@ -300,7 +300,7 @@ def _digest(parameters: Iterable[Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Order:
+class MeasureRequest:
     """What a child process is asked to measure.
 
     Attributes:
@@ -322,7 +322,7 @@ class Order:
     steps: int | None = None
 
 
-def carry_out(order: Order) -> int:
+def carry_out(order: MeasureRequest) -> int:
     """Runs a program, writes what was measured of it, and returns its exit code."""
     session = None
     if order.policy != PLAIN:
@@ -345,4 +345,4 @@ if __name__ == "__main__":
     # As a module of its own name, so that what it hands out is what others import.
     from backstash.report import watch
 
-    sys.exit(watch.carry_out(watch.Order(**json.loads(sys.argv[1]))))
+    sys.exit(watch.carry_out(watch.MeasureRequest(**json.loads(sys.argv[1]))))

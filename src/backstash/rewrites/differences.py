@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backstash.bits import equal_bits
 
-Numbers = dict[str, Tensor | None]
+StepNumbers = dict[str, Tensor | None]
 """Copies of tensors and numbers by what they are, such as ``"the gradient of 0.weight"``; None for a missing one."""
 
 
@@ -26,9 +26,9 @@ def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
         yield name, value
 
 
-def numbers_in(name: str, value: object) -> Numbers:
+def numbers_in(name: str, value: object) -> StepNumbers:
     """Copies of every tensor and number in nested tuples, lists and mappings, by the path to it."""
-    numbers: Numbers = {}
+    numbers: StepNumbers = {}
     for path, leaf in leaves(name, value):
         if isinstance(leaf, Tensor):
             numbers[path] = dense_copy(leaf)
@@ -43,7 +43,7 @@ def dense_copy(x: Tensor) -> Tensor:
     return x.clone() if x.layout is torch.strided else x.to_dense()
 
 
-def first_difference(plain: Numbers, other: Numbers) -> str | None:
+def first_difference(plain: StepNumbers, other: StepNumbers) -> str | None:
     """Returns the first difference between the bits of two steps in words, or None if there is none."""
     if plain.keys() != other.keys():
         return f"the step gives other results: {some_of(sorted(plain.keys() ^ other.keys()))}"
@@ -56,7 +56,7 @@ def first_difference(plain: Numbers, other: Numbers) -> str | None:
     return None
 
 
-def largest_distance(plain: Numbers, other: Numbers) -> tuple[float, str]:
+def largest_distance(plain: StepNumbers, other: StepNumbers) -> tuple[float, str]:
     """Returns the largest relative distance between the numbers of two steps, and where it is.
 
     A distance is the length of the difference over the plain tensor's own length. A gradient that is small beside the

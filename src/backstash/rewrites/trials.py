@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import RewriteError
-from backstash.rewrites.differences import Numbers, dense_copy, first_difference, leaves, numbers_in, some_of
+from backstash.rewrites.differences import StepNumbers, dense_copy, first_difference, leaves, numbers_in, some_of
 from backstash.rewrites.state import StepState
 from backstash.saved import PLAIN
 from backstash.session import Session
@@ -50,7 +50,7 @@ class Trials:
         self._all = StepState(step, [model], moves_weights=True)
         self.state = self._all.states[0]
         self._all.__enter__()
-        self.plain: Numbers = {}
+        self.plain: StepNumbers = {}
         self.steps = 0
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class Trials:
         except RuntimeError as error:  # autograd refuses it; the report quotes an error of any other cause as well
             return f"the step raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
-    def run(self, beside: Sequence[nn.Module] = ()) -> Numbers:
+    def run(self, beside: Sequence[nn.Module] = ()) -> StepNumbers:
         """Runs one step from the original state. The modules ``beside`` overwrite copies of their inputs."""
         self.steps += 1
         self.state.restore()

@@ -6,7 +6,7 @@ from backstash.proofs import Counts
 from backstash.saved import Effect, SavedTensor
 from backstash.stash.compiled import laid_out
 from backstash.stash.ledger import Entry
-from backstash.stash.regions import Call, region_names
+from backstash.stash.regions import RegionCall, region_names
 
 
 @laid_out
@@ -113,7 +113,7 @@ class Step:
 
     def __init__(self) -> None:
         self.accounts: list[Account] = []
-        self.calls: list[Call] = []
+        self.calls: list[RegionCall] = []
         self.small: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
         self.counts = Counts()

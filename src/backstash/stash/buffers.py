@@ -197,7 +197,7 @@ def held_nbytes() -> int:
     return sum(pool.nbytes for pool in _pools)
 
 
-def release() -> None:
+def release_buffers() -> None:
     """Give back every buffer that nobody reads, of all pools of this process."""
     for pool in list(_pools):
         pool.clear()

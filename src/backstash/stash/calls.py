@@ -287,7 +287,7 @@ def call_of(
         return None
     if not all(map(_can_be_repeated, (*args, *kwargs.values()))):
         return None  # Note: [other people's classes]
-    name, in_place = producers.name_of(function), function in producers.IN_PLACE
+    name, in_place = producers.function_name(function), function in producers.IN_PLACE
     if kwargs:
         if kwargs.get("inplace"):
             in_place, kwargs = True, {**kwargs, "inplace": False}

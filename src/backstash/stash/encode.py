@@ -442,7 +442,7 @@ def misreads(codec: Codec, readers: list[Saved]) -> str | None:
     for reader in readers:
         facts = reader.tensor
         assert facts is not None
-        if not base.serves(codec, facts.function):
+        if not base.serves_function(codec, facts.function):
             return f"backward of {facts.op} reads more of it than that derivative"
         if facts.need is Need.SIGN and (facts.mask is None or not base.keeps(codec, facts.mask)):
             return f"backward of {facts.op} reads on which side of a threshold it is"

@@ -154,7 +154,11 @@ def _parts(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tup
         return None
     norm, residual = _norm_and_residual(inner)
     spec = recipe.call.spec
-    if norm.call.statistics is None or isinstance(residual, Held) or not backends.serves("affine", spec.device.type):
+    if (
+        norm.call.statistics is None
+        or isinstance(residual, Held)
+        or not backends.has_own_kernel("affine", spec.device.type)
+    ):
         return None
     source = norm.inputs[0]
     if any(each.call.settings is not recipe.call.settings for each in (inner, norm)):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from backstash.stash.summary import LARGEST, headline, holdings, label
+from backstash.stash.summary import LARGEST, headline, holdings, row_label
 from backstash.stash.tables import amount, ms
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _overview(report: Report) -> str:
         return ""
     groups: dict[str, list[Entry]] = {}
     for row in report.rows:
-        groups.setdefault(label(row), []).append(row)
+        groups.setdefault(row_label(row), []).append(row)
     forms = [
         (
             escape(name),
@@ -142,5 +142,5 @@ def _value(row: Entry) -> str:
     )
     return (
         f"<td class=name>{escape(row.key)}</td><td>{escape(row.need)}</td><td>{escape(row.spec)}</td>"
-        f"{amounts}<td>{escape(label(row))}</td>{times}<td>{escape(note)}</td>"
+        f"{amounts}<td>{escape(row_label(row))}</td>{times}<td>{escape(note)}</td>"
     )

@@ -54,7 +54,7 @@ def find_leaf(view: View, root: Value, max_depth: int, within: frozenset[str] | 
     return Leaf(value, view.spec, view.offset) if dtype is view.spec.dtype else "its storage is seen as different types"
 
 
-def guard(value: Value) -> None:
+def guard_leaf(value: Value) -> None:
     """Make sure that a value that is held dense stays as long as a recipe begins from it."""
     if value.guard is not None or value.form is not None or value.recipe is not None:
         return
@@ -66,7 +66,7 @@ def guard(value: Value) -> None:
 
 
 if compiled.functions is not None:
-    compiled.functions.configure(guard_leaf=guard)
+    compiled.functions.configure(guard=guard_leaf)
 
 
 def guard_with(value: Value, dense: Tensor) -> None:

@@ -106,7 +106,7 @@ def is_repeatable_operation(operation: Any) -> bool:
     return not any(part in name for part in (*_UNREPEATABLE_PARTS, "empty", "resize", "batch_norm", "bernoulli"))
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def function_name(function: Callable[..., Any]) -> str:
     """The name under which reports show a function."""
     known = CHEAP.get(function)
     return known if known is not None else str(getattr(function, "__name__", function)).strip("_")
@@ -116,7 +116,7 @@ def draws(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     """Whether a call draws from the generator of its first argument's device."""
     if not may_draw(function):
         return False
-    name = name_of(function)
+    name = function_name(function)
     if name in _DROPOUTS or name in _NOISE:
         return True
     if name == "scaled_dot_product_attention":
@@ -128,7 +128,7 @@ def draws(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 @functools.lru_cache(maxsize=4096)
 def may_draw(function: Callable[..., Any]) -> bool:
     """Whether any call of a function draws: most never do, which is asked of every call."""
-    name = name_of(function)
+    name = function_name(function)
     return name in _DROPOUTS or name in _NOISE or name in _RECURRENT or name == "scaled_dot_product_attention"
 
 
@@ -142,7 +142,10 @@ def may_change_state(function: Callable[..., Any], args: Sequence[Any], kwargs: 
             kwargs.get(name, args[at] if len(args) > at else None) is not None
             for at, name in ((1, "running_mean"), (2, "running_var"))
         )
-    return name_of(function) == "embedding" and kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None
+    return (
+        function_name(function) == "embedding"
+        and kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None
+    )
 
 
 @functools.cache

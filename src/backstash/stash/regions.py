@@ -20,7 +20,7 @@ from backstash.stash.ledger import Entry
 
 
 @dataclass(frozen=True)
-class Saved:
+class GraphOutput:
     """A tensor that a graph hands to autograd.
 
     Attributes:
@@ -55,11 +55,11 @@ class Region:
 
     name: str
     rows: tuple[Entry, ...]
-    saved: tuple[Saved, ...]
+    saved: tuple[GraphOutput, ...]
     note: str
 
 
-class Held(Protocol):
+class HasRow(Protocol):
     """What a Session holds for one storage: stash.accounts.Account."""
 
     def row(self) -> Entry:
@@ -67,7 +67,7 @@ class Held(Protocol):
 
 
 @dataclass
-class Call:
+class RegionCall:
     """One call of a region in a step.
 
     Attributes:
@@ -80,7 +80,7 @@ class Call:
     place: int = 0
     path: str = ""
     _next: int = 0
-    _held: dict[int, list[Held]] = field(default_factory=dict)
+    _held: dict[int, list[HasRow]] = field(default_factory=dict)
 
     def next_row(self, x: Tensor, path: str) -> int | None:
         """The row of the tensor that autograd saves next; None for an input, and for a tensor of somebody else.
@@ -102,7 +102,7 @@ class Call:
         """Whether autograd has saved all of it."""
         return self._next >= len(self.region.saved)
 
-    def holds(self, row: int, account: Held) -> None:
+    def holds(self, row: int, account: HasRow) -> None:
         """An account is of a tensor that belongs to this row."""
         self._held.setdefault(row, []).append(account)
 
@@ -114,7 +114,7 @@ class Call:
         """
         return [self._row(name, entry, self._held.get(number, ())) for number, entry in enumerate(self.region.rows)]
 
-    def _row(self, name: str, entry: Entry, held: Sequence[Held]) -> Entry:
+    def _row(self, name: str, entry: Entry, held: Sequence[HasRow]) -> Entry:
         _, path, node = entry.key.split("/", 2)
         key = f"{'.'.join(filter(None, (self.path, path)))}/{name}/{node}"
         found = [account.row() for account in held]
@@ -145,28 +145,28 @@ def distinct_names(names: Iterable[str]) -> list[str]:
     return found
 
 
-def region_names(calls: Iterable[Call]) -> dict[int, str]:
+def region_names(calls: Iterable[RegionCall]) -> dict[int, str]:
     """A name for each region that was called, by its id."""
     regions = {id(call.region): call.region.name for call in calls}
     return dict(zip(regions, distinct_names(regions.values()), strict=True))
 
 
-Listener = Callable[[Region], None]
+OnRegion = Callable[[Region], None]
 
 
 class _Listening(threading.local):
-    listener: Listener | None = None
+    listener: OnRegion | None = None
 
 
 _listening = _Listening()
 
 
-def listen(listener: Listener | None) -> None:
+def listen(listener: OnRegion | None) -> None:
     """From now on the listener is told of regions that run on this thread."""
     _listening.listener = listener
 
 
-def unlisten(listener: Listener | None) -> None:
+def unlisten(listener: OnRegion | None) -> None:
     """The listener is told no more, if it was."""
     if _listening.listener == listener:
         _listening.listener = None

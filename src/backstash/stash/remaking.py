@@ -123,7 +123,7 @@ class Remaking:
         if not way:
             return f"{recipe} does not repeat itself {'within its bounds' if bounded else 'bit for bit'}"
         for leaf in begins_from:
-            leaves.guard(leaf)
+            leaves.guard_leaf(leaf)
         text = recipe.text
         recipe = recipe.using_statistics() if bounded else recipe if way == "fused" else recipe.unfused()
         recipe.text, recipe.first_use = text, first_use

@@ -31,7 +31,7 @@ _QUANTIZED_BITS = 8 + 64 / 256
 
 
 @dataclass(frozen=True)
-class Holding:
+class HeldValues:
     """Values of one kind that are still held on the device.
 
     Attributes:
@@ -111,7 +111,7 @@ def _stored_as(report: Report) -> list[str]:
     """A table of the forms in which values are stored."""
     groups: dict[str, list[Entry]] = defaultdict(list)
     for row in report.rows:
-        groups[label(row)].append(row)
+        groups[row_label(row)].append(row)
     stalled = report.stall_seconds >= 0.5e-4
     lines = []
     for name, rows in sorted(groups.items(), key=lambda pair: sum(r.stash_nbytes - r.saved_nbytes for r in pair[1])):
@@ -146,22 +146,22 @@ def _largest(report: Report, width: int) -> list[str]:
     return ["", *(line[:width].rstrip() for line in lines)]
 
 
-def holdings(report: Report) -> list[Holding]:
-    """The values that the device holds, largest first. Values of repeated blocks are one Holding."""
+def holdings(report: Report) -> list[HeldValues]:
+    """The values that the device holds, largest first. Values of repeated blocks are one row."""
     was_remaking = not any(NOTHING_REMADE in note for note in report.notes)
     groups: dict[tuple[str, str, str, str], list[Entry]] = defaultdict(list)
     for row in report.rows:
         if row.device_nbytes:
-            groups[_folded(row.key), row.spec, label(row), why(row, was_remaking)].append(row)
+            groups[_folded(row.key), row.spec, row_label(row), why(row, was_remaking)].append(row)
     found = []
     for (name, _, _, reason), alike in groups.items():
         shown = name if len(alike) > 1 else alike[0].key.replace("#0:", ":")
         nbytes = sum(row.device_nbytes for row in alike)
-        found.append(Holding(shown.lstrip("/") or "?", len(alike), nbytes, reason, advice(alike, reason)))
+        found.append(HeldValues(shown.lstrip("/") or "?", len(alike), nbytes, reason, advice(alike, reason)))
     return sorted(found, key=lambda one: -one.nbytes)
 
 
-def label(row: Entry) -> str:
+def row_label(row: Entry) -> str:
     """The form in which a value is stored, and where, if that is not the device."""
     return row.codec if row.store == "device" else f"{row.codec} in {row.store}"
 

@@ -90,7 +90,7 @@ class Wrapping:
         self._dtype = inner.dtype
         self._is_elementwise = _is_elementwise(x)
 
-    def reading(self, reading: needs.Reading) -> needs.Reading:
+    def reading(self, reading: needs.Requirement) -> needs.Requirement:
         """What backward reads of the inner tensor if it reads ``reading`` of the wrapper.
 
         Note: [needs of a wrapper] says why that may be more.

@@ -18,7 +18,7 @@ _LINE = 64
 """Planes begin at multiples of this many bytes, as planes that torch allocates do."""
 
 
-class Reading:
+class ReadTransfers:
     """The transfers of a value that is being read, and the memory that they fill."""
 
     __slots__ = ("blocks", "memory")
@@ -27,7 +27,7 @@ class Reading:
         self.memory, self.blocks = memory, blocks
 
 
-class Place:
+class PlaneExtent:
     """A plane's name, dtype, shape and device, and where its bytes lie among the bytes of its value."""
 
     __slots__ = ("begin", "device", "dtype", "end", "name", "shape")
@@ -62,10 +62,10 @@ class BlockedValue:
 
     def __init__(self, encoded: Encoded, number: int) -> None:
         self.codec, self.spec, self.meta = encoded.codec, encoded.spec, encoded.meta
-        self.places: list[Place] = []
+        self.places: list[PlaneExtent] = []
         end = 0
         for name, plane in encoded.planes.items():
-            self.places.append(Place(name, plane, end))
+            self.places.append(PlaneExtent(name, plane, end))
             end = round_up(self.places[-1].end, _LINE)
         self.nbytes = round_up(end, PAGE)
         self.blocks = -(-self.nbytes // BLOCK)
@@ -73,7 +73,7 @@ class BlockedValue:
         self.start = 0
         self.checksums = [0] * self.blocks
         self.writes: list[Future[None]] = []
-        self.reading: Reading | None = None
+        self.reading: ReadTransfers | None = None
         self.failure: OSError | None = None
         self.users = 1
         self.dropped = False
@@ -99,7 +99,7 @@ def plane_bytes(plane: Tensor) -> Tensor:
     return plane.contiguous().reshape(-1).view(torch.uint8)
 
 
-def gather(places: list[Place], views: list[Tensor], first: int, block: Tensor) -> None:
+def gather_planes(places: list[PlaneExtent], views: list[Tensor], first: int, block: Tensor) -> None:
     """Copies into ``block`` those bytes of a value that begin at byte ``first``.
 
     NumPy copies planes on CPU. torch would copy with all its threads, and would wait for the threads that the writers

@@ -16,7 +16,7 @@ from backstash.codecs.base import Encoded
 from backstash.errors import DamagedPlanesError, StoreError, StoreFullError
 from backstash.stores.aligned import PAGE, MemoryPool, aligned_memory
 from backstash.stores.base import DropLock, Holdings, Ticket, Usage
-from backstash.stores.blocks import BLOCK, BlockedValue, Reading, gather, plane_bytes
+from backstash.stores.blocks import BLOCK, BlockedValue, ReadTransfers, gather_planes, plane_bytes
 from backstash.stores.file import UnnamedFile
 from backstash.stores.space import Space
 
@@ -105,7 +105,7 @@ class DiskStore:
             views = [plane_bytes(plane) for plane in encoded.planes.values()]
             for block in range(value.blocks):
                 staging = self._free_staging()
-                gather(value.places, views, block * BLOCK, staging)
+                gather_planes(value.places, views, block * BLOCK, staging)
                 with self._lock.held:
                     self._check_open(value)
                     value.writes.append(self._writers.submit(self._write, value, block, staging))
@@ -214,13 +214,13 @@ class DiskStore:
         if self._closed:
             raise StoreError(f"{self!r} was asked for {value}, but it is closed. Close it after the last backward.")
 
-    def _begin_reading(self, value: BlockedValue) -> Reading:
+    def _begin_reading(self, value: BlockedValue) -> ReadTransfers:
         memory = self._memory.take(value.nbytes)
         value.users += value.blocks
         blocks = [self._readers.submit(self._read, value, block, memory) for block in range(value.blocks)]
-        return Reading(memory, blocks)
+        return ReadTransfers(memory, blocks)
 
-    def _take_reading(self, value: BlockedValue) -> Reading | None:
+    def _take_reading(self, value: BlockedValue) -> ReadTransfers | None:
         """Returns the value's prefetched reading, which belongs to the caller from now on, or None."""
         reading, value.reading = value.reading, None
         if reading is not None:

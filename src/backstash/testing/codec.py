@@ -17,9 +17,9 @@ from backstash.bits import equal_bits
 from backstash.codecs.base import EXACT, Codec, Encoded, ErrorBound
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.saved import Need, TensorSpec
-from backstash.testing.comparison import compare, mask_of
+from backstash.testing.comparison import compare_tensors, tested_mask
 from backstash.testing.failures import fail, only
-from backstash.testing.layouts import MARGIN, copy, describe, poisoned
+from backstash.testing.layouts import MARGIN, copy, describe_layout, poisoned
 from backstash.testing.layouts import memory as memory_of
 from backstash.testing.tensors import probes
 
@@ -127,7 +127,7 @@ def _parameters(codec: Any) -> list[str]:
 def _check_tensor(codec: Codec, twin: Codec, given: Tensor) -> Encoded | None:
     """Checks the codec on a copy of ``given``. Returns the encoded copy, or None if the codec refused it."""
     x, original = copy(given), copy(given).detach()
-    where = f"check_codec({codec!r}) on {describe(x)}"
+    where = f"check_codec({codec!r}) on {describe_layout(x)}"
     spec = TensorSpec.of(x)
     reason = codec.accepts(spec)
     if not (reason is None or (isinstance(reason, str) and reason)):
@@ -187,10 +187,10 @@ def _check_encoded(where: str, codec: Codec, encoded: Encoded, x: Tensor) -> Non
 
 def _check_decode(codec: Codec, original: Tensor, encoded: Encoded) -> None:
     """Decodes into poisoned memory and into fresh memory, and compares each result with ``original``."""
-    where = f"check_codec({codec!r}) on {describe(original)}"
+    where = f"check_codec({codec!r}) on {describe_layout(original)}"
     planes = {name: plane.clone() for name, plane in encoded.planes.items()}
     sign_only = Need.SIGN in codec.preserves and Need.VALUE not in codec.preserves
-    ternary = sign_only and mask_of(codec).ternary
+    ternary = sign_only and tested_mask(codec).ternary
     for poison in _POISONS:
         for dtype in (encoded.spec.dtype, torch.bool) if sign_only and not ternary else (encoded.spec.dtype,):
             memory, out = poisoned(encoded.spec, dtype, poison)
@@ -201,7 +201,7 @@ def _check_decode(codec: Codec, original: Tensor, encoded: Encoded) -> None:
             margin = MARGIN * dtype.itemsize
             if not bool((memory[:margin] == poison).all() and (memory[memory.numel() - margin :] == poison).all()):
                 fail(f"{where}: decode was asked to fill out", "bytes written beside it", "Mind the last elements")
-            compare(where, codec, original, got)
+            compare_tensors(where, codec, original, got)
     with only(where, "decode without out"):
         fresh = codec.decode(encoded)
     if fresh.stride() != original.stride() or fresh.device != original.device:
@@ -210,7 +210,7 @@ def _check_decode(codec: Codec, original: Tensor, encoded: Encoded) -> None:
             f"{list(fresh.stride())} on {fresh.device}",
             "Allocate with codecs.base.like(encoded.spec, out)",
         )
-    compare(where, codec, original, fresh)
+    compare_tensors(where, codec, original, fresh)
     if not all(equal_bits(plane, planes[name]) for name, plane in encoded.planes.items()):
         fail(f"{where}: decode was asked to leave the planes alone", "other bits", "Decode may run again: only read")
 

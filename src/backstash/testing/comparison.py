@@ -15,7 +15,7 @@ from backstash.saved import Mask, Need, Test
 from backstash.testing.failures import fail
 
 
-def compare(where: str, codec: Codec, original: Tensor, got: Tensor) -> None:
+def compare_tensors(where: str, codec: Codec, original: Tensor, got: Tensor) -> None:
     """Compares ``got`` with ``original`` in all that the codec preserves, and in the masks that it keeps.
 
     Args:
@@ -38,7 +38,7 @@ def compare(where: str, codec: Codec, original: Tensor, got: Tensor) -> None:
     elif Need.SIGN in codec.preserves:
         if got.dtype != torch.bool:
             _same_dtype(where, original, got)
-        _compare_bits(where, _stand_ins(mask_of(codec), original, got.dtype), got)
+        _compare_bits(where, _stand_ins(tested_mask(codec), original, got.dtype), got)
     else:
         _same_dtype(where, original, got)
         if Need.INDEX in codec.preserves and not original.dtype.is_floating_point:
@@ -167,7 +167,7 @@ def _compare_each(where: str, bound: ErrorBound, each: float, original: Tensor, 
         )
 
 
-def mask_of(codec: Codec) -> Mask:
+def tested_mask(codec: Codec) -> Mask:
     """The mask of a codec that preserves SIGN and not VALUE.
 
     Raises:

@@ -35,6 +35,6 @@ def poisoned(spec: TensorSpec, dtype: torch.dtype, poison: int) -> tuple[Tensor,
     return whole, whole.view(dtype).as_strided(spec.shape, spec.stride, MARGIN)
 
 
-def describe(x: Tensor) -> str:
+def describe_layout(x: Tensor) -> str:
     """Spec, strides and storage offset of a tensor, for messages."""
     return f"{TensorSpec.of(x)} with strides {list(x.stride())} at offset {x.storage_offset()}"

@@ -16,7 +16,7 @@ from backstash.errors import BackstashError
 from backstash.saved import TensorSpec
 from backstash.stores import Store, Ticket
 from backstash.testing.failures import fail
-from backstash.testing.layouts import describe
+from backstash.testing.layouts import describe_layout
 from backstash.testing.tensors import special_floats
 
 _PATIENCE_SECONDS = 10.0
@@ -68,8 +68,8 @@ def _same(store: Store, expected: Encoded, got: Encoded) -> None:
     for name, plane in expected.planes.items():
         if got.planes[name].device != plane.device or not equal_bits(got.planes[name], plane):
             fail(
-                f"check_store asked {store!r} for plane {name!r} as it was put: {describe(plane)}",
-                f"{describe(got.planes[name])} with other bits, shape, dtype or device",
+                f"check_store asked {store!r} for plane {name!r} as it was put: {describe_layout(plane)}",
+                f"{describe_layout(got.planes[name])} with other bits, shape, dtype or device",
                 "Bring back every plane where it was, bit for bit",
             )
 

@@ -17,9 +17,9 @@ from backstash.integrations.compile.account import GraphAccount
 from backstash.integrations.compile.emit import GraphEmitter
 from backstash.integrations.compile.rewrite import UNCHECKED
 from backstash.integrations.compile.texts import from_text, to_text
-from backstash.integrations.compile.values import SavedValue, Split, is_tensor
+from backstash.integrations.compile.values import SavedValue, Split, is_tensor_node
 from backstash.stash.ledger import Entry
-from backstash.stash.regions import Region, Saved, announce, is_listened_to
+from backstash.stash.regions import GraphOutput, Region, announce, is_listened_to
 from backstash.torch_internals import hide_from_dynamo
 
 _LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
@@ -48,7 +48,7 @@ def emit_account(split: Split, account: GraphAccount, of_row: dict[fx.Node, int]
     Returns:
         The account's own name; empty if nothing was added.
     """
-    results = [node for node in split.results[split.outputs :] if is_tensor(node)]
+    results = [node for node in split.results[split.outputs :] if is_tensor_node(node)]
     own = [node for node in results if node.op != "placeholder"]
     if not own:
         return ""
@@ -87,7 +87,7 @@ def read_account(text: str) -> tuple[str, GraphAccount, Region]:
     identity, name, rows, saved, input_nbytes, note = from_text(text)
     entries = tuple(Entry(**dict(zip(_FIELDS, row, strict=True))) for row in rows)
     account = GraphAccount(name, entries, input_nbytes, note)
-    tensors = tuple(Saved(getattr(torch, dtype), tuple(sizes), row) for dtype, sizes, row in saved)
+    tensors = tuple(GraphOutput(getattr(torch, dtype), tuple(sizes), row) for dtype, sizes, row in saved)
     return identity, account, Region(name, entries, tensors, account.outcome)
 
 

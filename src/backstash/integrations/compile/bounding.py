@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from backstash.integrations.compile.bounds import Place, as_layer, facts_of
+from backstash.integrations.compile.bounds import BoundedValue, as_layer, facts_of
 from backstash.integrations.compile.graph_bounded import GraphSzp
-from backstash.integrations.compile.layers import Layer, layer_of
+from backstash.integrations.compile.layers import Layer, layer_of_split
 from backstash.integrations.compile.layout import memory_order
 from backstash.integrations.compile.reading import TESTS, Reader
 from backstash.integrations.compile.values import SavedValue, Split
@@ -45,7 +45,7 @@ class Bounding:
             readers: those of one value.
             facts: what each of them reads, named by the operators of the backward graph.
         """
-        found = {number: layer_of(self.split, reader) for number, reader in enumerate(readers)}
+        found = {number: layer_of_split(self.split, reader) for number, reader in enumerate(readers)}
         layers = {number: layer for number, layer in found.items() if layer is not None}
         # The outcome of a comparison is stored beside a rounded value, so it reads no more than a bit of each element.
         tests = [reader.node.target in TESTS for reader in readers]
@@ -68,4 +68,4 @@ class Bounding:
         order = memory_order(value.tensor) or ()
         facts = facts_of(saved, readers, list(layers.items()), order, self.bits, comparisons)
         weights = tuple(layer.weight for layer in layers.values())
-        return GraphSzp(self.bits, Place(self.loop, self.graph, facts.text(), weights))
+        return GraphSzp(self.bits, BoundedValue(self.loop, self.graph, facts.text(), weights))

@@ -21,8 +21,8 @@ from torch import Tensor, fx
 
 from backstash.codecs import Szp
 from backstash.codecs.base import flat
-from backstash.integrations.compile.emit import Emitter, Value
-from backstash.integrations.compile.layers import KINDS, ROLES, Hook, Layer
+from backstash.integrations.compile.emit import Emitter, GraphValue
+from backstash.integrations.compile.layers import KINDS, ROLES, ForwardHook, Layer
 from backstash.integrations.compile.layout import inverse
 from backstash.integrations.compile.texts import from_text, to_text
 from backstash.ops.formats import groups
@@ -43,13 +43,13 @@ BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Place:
+class BoundedValue:
     """A value of a graph that is held within a bound.
 
     Attributes:
         policy: the name of the Loop that is asked.
         graph: a name for the graph.
-        value: the Facts, as text.
+        value: the ValueFacts, as text.
         weights: the inputs of the forward graph that are the weights of the layers that read the value.
     """
 
@@ -65,7 +65,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ValueFacts:
     """What a policy is told of a value when the graph runs.
 
     Attributes:
@@ -97,7 +97,7 @@ class Facts:
         return to_text([texts, self.order, self.layers, self.bits, self.comparisons])
 
     @classmethod
-    def read(cls, text: str, spec: TensorSpec) -> Facts:
+    def read(cls, text: str, spec: TensorSpec) -> ValueFacts:
         """The facts of a value with that spec."""
         texts, order, layers, bits, comparisons = from_text(text)
         saved = [
@@ -135,13 +135,13 @@ def facts_of(
     order: Sequence[int],
     bits: int = 8,
     comparisons: int = 0,
-) -> Facts:
+) -> ValueFacts:
     """The facts of a value.
 
     Args:
         saved, readers: as a policy is asked.
         layers: the layers that read the value, each with the number of its reader.
-        order, bits, comparisons: see Facts.
+        order, bits, comparisons: see ValueFacts.
     """
     found = []
     for number, layer in layers:
@@ -149,7 +149,7 @@ def facts_of(
         features = 0 if layer.settings else int(sizes[1 if layer.is_transposed else 0])
         settings = tuple((name, _frozen(value)) for name, value in layer.settings)
         found.append((layer.kind, number, settings, features, layer.is_transposed))
-    return Facts(saved, tuple(readers), tuple(order), tuple(found), bits, comparisons)
+    return ValueFacts(saved, tuple(readers), tuple(order), tuple(found), bits, comparisons)
 
 
 def as_layer(saved: SavedTensor, layer: Layer, number: int) -> SavedTensor:
@@ -178,11 +178,11 @@ class Bounded:
         parameters: by the number of a layer, its weight, where that was found in the optimizer.
     """
 
-    facts: Facts
+    facts: ValueFacts
     revision: object | None = None
     codec: Szp | None = None
     coarsest: Tensor | None = None
-    hooks: dict[int, list[Hook]] = field(default_factory=dict)
+    hooks: dict[int, list[ForwardHook]] = field(default_factory=dict)
     parameters: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
 
     @property
@@ -213,12 +213,12 @@ class Loop:
         Args:
             x: the value, contiguous in memory order.
             weights: the weights of the layers that read it.
-            graph, value: see Place.
+            graph, value: see BoundedValue.
         """
         place = graph, _name(value)
         bounded = self.values.get(place)
         if bounded is None:
-            bounded = self.values[place] = Bounded(Facts.read(value, TensorSpec.of(x)))
+            bounded = self.values[place] = Bounded(ValueFacts.read(value, TensorSpec.of(x)))
         if place in self._met or not self._met:
             self._met.clear()
             self.policy.begin_step()
@@ -337,17 +337,17 @@ def szp_of(action: Any) -> Szp | None:
     return next((codec for codec in codecs if isinstance(codec, Szp)), None)
 
 
-def emit_step(emit: Emitter, x: Value, place: Place) -> Value:
+def emit_step(emit: Emitter, x: GraphValue, place: BoundedValue) -> GraphValue:
     """A call that returns the step for a value: float32 [1]."""
     return emit(_ops.step.default, x, list(place.weights), place.policy, place.graph, place.value)
 
 
-def emit_coarsest(emit: Emitter, step: Value, found: Value, place: Place) -> None:
+def emit_coarsest(emit: Emitter, step: GraphValue, found: GraphValue, place: BoundedValue) -> None:
     """A call that notes the largest step of the value's blocks."""
     emit(_ops.coarsest.default, step, found, place.policy, place.graph, place.name)
 
 
-def emit_gradients(emit: Emitter, layer: Layer, number: int, place: Place) -> None:
+def emit_gradients(emit: Emitter, layer: Layer, number: int, place: BoundedValue) -> None:
     """A call that hands over a layer's gradients."""
     where = place.policy, place.graph, place.name, number
     emit(_ops.gradients.default, layer.weight_gradient, layer.gradient, *where)

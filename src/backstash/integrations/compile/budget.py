@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from backstash.integrations.compile.choose import Choice
+from backstash.integrations.compile.choose import FormChoice
 from backstash.integrations.compile.convolutions import convolves
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.joint import Joint
 from backstash.integrations.compile.lifetimes import Estimate, Lifetimes
-from backstash.integrations.compile.search import Found, Options, Search
-from backstash.integrations.compile.values import SavedValue, Split, depends_on_data, is_tensor, spec_of
+from backstash.integrations.compile.search import GraphSearch, Options, SearchResult
+from backstash.integrations.compile.values import SavedValue, Split, depends_on_data, is_tensor_node, spec_of
 from backstash.planning.budget import bytes_in
 from backstash.stash.tables import amount
 from backstash.torch_internals import SavedValues, asks_what_to_save
@@ -31,8 +31,8 @@ STARTS: tuple[dict[str, Any], ...] = (
 )
 """Settings of torch's partitioner whose choices a search starts from, from little to much recomputation."""
 
-Plan = list[tuple[SavedValue, Choice]]
-Planner = Callable[[Split], Plan]
+GraphPlan = list[tuple[SavedValue, FormChoice]]
+GraphPlanner = Callable[[Split], GraphPlan]
 Partition = Callable[[dict[str, Any], SavedValues | None], tuple[fx.GraphModule, fx.GraphModule, int]]
 """Splits the joint graph under settings of AOTAutograd, and asks what to save."""
 
@@ -53,7 +53,7 @@ class Chosen:
     """
 
     split: Split
-    plan: Plan
+    plan: GraphPlan
     estimate: Estimate
     saves_copies: bool = True
     keeps_formats: bool = False
@@ -83,7 +83,7 @@ class _Start:
     convolves: bool
 
 
-def parse_budget(budget: int | str, plain_peak_nbytes: int) -> int:
+def parse_graph_budget(budget: int | str, plain_peak_nbytes: int) -> int:
     """A budget in bytes.
 
     Args:
@@ -113,7 +113,7 @@ def parse_budget(budget: int | str, plain_peak_nbytes: int) -> int:
 
 
 def cheapest(
-    partition: Partition, planned: Planner, budget: int | str, fuses: bool, lasting: Collection[int] = ()
+    partition: Partition, planned: GraphPlanner, budget: int | str, fuses: bool, lasting: Collection[int] = ()
 ) -> tuple[Chosen, str]:
     """The cheapest way to stay below a budget, or the one with the lowest peak if none was found; and a note on it.
 
@@ -131,7 +131,7 @@ def cheapest(
         note = "budget: not kept, because torch's partitioner does not say what it saves in this graph"
         return Chosen(split, planned(split), Estimate.nothing()), note
     options = _options(joint, starts, lasting)
-    nbytes = parse_budget(budget, _plain_peak(joint, starts[0]))
+    nbytes = parse_graph_budget(budget, _plain_peak(joint, starts[0]))
     best = _searched(joint, starts, options, nbytes)
     if best.estimate.peak > nbytes and options.rounded and joint.early:
         # Bits are not kept anyway, so a product need not be added by the call that computes it.
@@ -146,7 +146,7 @@ def cheapest(
     again = sum(node.op == "call_function" for node in chosen.split.twins)
     late = f" and {len(joint.early)} products added later than they are computed" if joint.is_apart else ""
     note = f"budget: {text}, with {again} operators computed again{late}"
-    unknown = sum(is_tensor(node) and depends_on_data(node.meta["val"]) for node in joint.nodes)
+    unknown = sum(is_tensor_node(node) and depends_on_data(node.meta["val"]) for node in joint.nodes)
     if unknown:
         note += f". {unknown} values whose sizes depend on the data are not counted"
     return chosen, note if peak <= nbytes else f"{note}. No way was found to stay below the budget"
@@ -160,7 +160,7 @@ def _plain_peak(joint: Joint, start: _Start) -> int:
     return Lifetimes(plain).estimate(saved).peak
 
 
-def _searched(joint: Joint, starts: list[_Start], options: Options, budget: int) -> Found:
+def _searched(joint: Joint, starts: list[_Start], options: Options, budget: int) -> SearchResult:
     """The cheapest of what searches from every start find, or what has the lowest peak."""
     named = [{joint.number(node) for node in joint.graph.nodes if node.name in start.names} for start in starts]
     saved = [[number for number in options.held if number in numbers] for numbers in named]
@@ -170,22 +170,22 @@ def _searched(joint: Joint, starts: list[_Start], options: Options, budget: int)
     again = [estimate.again for estimate in alone]
     options = replace(options, starts=list(zip(saved, again, strict=True)))
     exact = replace(options, rounded={}, tests={})
-    found = [Search(joint, exact, budget, each).run() for each in saved]
+    found = [GraphSearch(joint, exact, budget, each).run() for each in saved]
     if options.rounded:
         # Nothing is computed from what is rounded, so a search that may round can end where one that may not goes on.
         for start, each in list(zip(starts, saved, strict=True))[:: max(len(starts) - 1, 1)]:
             # How many bytes a value takes depends on what reads it, and that on what else is saved.
             rounded = {n: start.rounded.get(joint.nodes[n].name, nbytes) for n, nbytes in options.rounded.items()}
             way = replace(options, rounded=rounded)
-            found.append(Search(joint, way, budget, each, is_rounded=True).run())
-        found.append(Search(joint, way, budget, each).run())
+            found.append(GraphSearch(joint, way, budget, each, is_rounded=True).run())
+        found.append(GraphSearch(joint, way, budget, each).run())
     within = [each for each in found if each.estimate.peak <= budget]
     if within:
         return min(within, key=lambda each: each.estimate.seconds)
     return min(found, key=lambda each: each.estimate.peak)
 
 
-def held_nbytes(value: SavedValue, choice: Choice) -> int:
+def choice_nbytes(value: SavedValue, choice: FormChoice) -> int:
     """Bytes between forward and backward, by the numbers that symbolic sizes stood for."""
     spec = value.spec()
     if choice.is_kept:
@@ -194,7 +194,7 @@ def held_nbytes(value: SavedValue, choice: Choice) -> int:
     return tests + (0 if choice.codec is None else choice.codec.nbytes(spec.shape, spec.dtype))
 
 
-def _starts(partition: Partition, planned: Planner, fuses: bool) -> tuple[list[_Start], Joint | None, int]:
+def _starts(partition: Partition, planned: GraphPlanner, fuses: bool) -> tuple[list[_Start], Joint | None, int]:
     """What torch saves under each of several settings, the graph, and how many results are the forward pass's.
 
     There is no graph if torch does not say what it saves.
@@ -220,9 +220,9 @@ def _starts(partition: Partition, planned: Planner, fuses: bool) -> tuple[list[_
         tests: dict[str, str] = {}
         for value, choice in planned(split):
             name = value.base.name
-            held[name] = held_nbytes(value, choice if is_exact(choice) else _kept(choice))
-            if not is_exact(choice):
-                rounded[name] = held_nbytes(value, choice)
+            held[name] = choice_nbytes(value, choice if is_exact_choice(choice) else _kept(choice))
+            if not is_exact_choice(choice):
+                rounded[name] = choice_nbytes(value, choice)
                 tests |= {test.name: name for test in choice.tests}
         starts.append(_Start(settings, names, held, rounded, tests, convolves(split.backward.graph)))
     # Where nothing is rounded, the peak lies elsewhere, and stored sums only raise it.
@@ -257,7 +257,7 @@ def _readable(joint: Joint, saved: Iterable[fx.Node], lasting: Collection[int]) 
     return found
 
 
-def _names_of(joint: Joint, starts: list[_Start], found: Found) -> set[str]:
+def _names_of(joint: Joint, starts: list[_Start], found: SearchResult) -> set[str]:
     """The names of the nodes of the joint graph to be saved: every one at which a walk from the gradients may stop."""
     graph, used = joint.graph, found.estimate.saved
     names = {name for start in starts for name in start.names}
@@ -289,7 +289,9 @@ def _is_stop(joint: Joint, node: fx.Node, used: Iterable[int]) -> bool:
     return number is None or number in used or joint.is_input[number]
 
 
-def _carried_out(joint: Joint, found: Found, starts: list[_Start], partition: Partition, planned: Planner) -> Chosen:
+def _carried_out(
+    joint: Joint, found: SearchResult, starts: list[_Start], partition: Partition, planned: GraphPlanner
+) -> Chosen:
     """Splits the graph as a search has found, and gives the values their forms."""
     wanted = _names_of(joint, starts, found)
 
@@ -302,11 +304,11 @@ def _carried_out(joint: Joint, found: Found, starts: list[_Start], partition: Pa
     plan, saved = [], {}
     tests: dict[int, int] = {}
     for value, choice in planned(split):
-        is_wanted = is_exact(choice) or value.base.name in rounded
+        is_wanted = is_exact_choice(choice) or value.base.name in rounded
         plan.append((value, choice if is_wanted else _kept(choice)))
         number = numbers.get(value.base.name)
         if number is not None:
-            saved[number] = held_nbytes(*plan[-1])
+            saved[number] = choice_nbytes(*plan[-1])
             tests |= {numbers[test.name]: number for test in plan[-1][1].tests if test.name in numbers}
     lifetimes = Lifetimes(joint, {number: saved[number] for number in found.rounded if number in saved}, tests)
     keeps_formats = joint.compiler_fuses and joint.is_on_cpu and not starts[0].convolves
@@ -323,10 +325,10 @@ def _carried_out(joint: Joint, found: Found, starts: list[_Start], partition: Pa
     )
 
 
-def is_exact(choice: Choice) -> bool:
+def is_exact_choice(choice: FormChoice) -> bool:
     """Whether the form of a value keeps gradients' bits."""
     return choice.codec is None or choice.codec.is_exact
 
 
-def _kept(choice: Choice) -> Choice:
+def _kept(choice: FormChoice) -> FormChoice:
     return replace(choice, codec=None, tests=(), reason="it fits into the budget as it is")

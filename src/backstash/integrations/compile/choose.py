@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from backstash.codecs import Szp
-from backstash.codecs.base import Codec, keeps, mask_of, serves
+from backstash.codecs.base import Codec, keeps, mask_of, serves_function
 from backstash.effects import neighbours
 from backstash.integrations.compile.bounding import Bounding
 from backstash.integrations.compile.bounds import szp_of
-from backstash.integrations.compile.effect import Found, effect_of
+from backstash.integrations.compile.effect import Influence, effect_of
 from backstash.integrations.compile.graph_bounded import GraphSzp
-from backstash.integrations.compile.graph_codecs import Facts, GraphCodec, form_of
+from backstash.integrations.compile.graph_codecs import GraphCodec, GraphFacts, form_of
 from backstash.integrations.compile.graph_offload import offloaded
 from backstash.integrations.compile.layers import Layer
 from backstash.integrations.compile.ranges import limit_of
-from backstash.integrations.compile.reading import TESTS, Reader, name_of
+from backstash.integrations.compile.reading import TESTS, Reader, operator_name
 from backstash.integrations.compile.values import SavedValue, spec_of
 from backstash.policies.base import Keep, Policy, Recompute
 from backstash.saved import Effect, Mask, Need, SavedTensor, TensorSpec
@@ -27,7 +27,7 @@ STRENGTH = {Need.SHAPE: 0, Need.SIGN: 1, Need.INDEX: 2, Need.VALUE: 3}
 
 
 @dataclass(frozen=True)
-class Choice:
+class FormChoice:
     """The form of one value.
 
     Attributes:
@@ -57,9 +57,9 @@ class Choice:
         return f"{self.codec.label}+bits" if self.tests else self.codec.label
 
 
-def choose(
+def choose_forms(
     value: SavedValue, key: str, policy: Policy, min_nbytes: int, gradients: set[fx.Node], bounding: Bounding
-) -> Choice:
+) -> FormChoice:
     """The form that a policy gives a value, as far as there is one in a graph.
 
     Args:
@@ -72,12 +72,12 @@ def choose(
     """
     spec = value.spec()
     if value.refused:
-        return Choice(None, reason=value.refused)
+        return FormChoice(None, reason=value.refused)
     if spec.nbytes < max(min_nbytes, 1):
-        return Choice(None, reason=f"it is smaller than min_nbytes={min_nbytes}")
+        return FormChoice(None, reason=f"it is smaller than min_nbytes={min_nbytes}")
     found = value.readers()
     if not found:
-        return Choice(None, reason="nothing reads it")
+        return FormChoice(None, reason="nothing reads it")
     effects = {reader: effect_of(reader, gradients) for reader in found if reader.need is Need.VALUE}
     if _is_probability(value):
         effects = {reader: replace(each, effect=_sensitive(each.effect)) for reader, each in effects.items()}
@@ -90,10 +90,14 @@ def choose(
     if isinstance(action, Recompute):
         action = action.otherwise
     if isinstance(action, Keep):
-        return Choice(None, reason=action.reason, saved=strongest)
+        return FormChoice(None, reason=action.reason, saved=strongest)
     if action.store != "device":
         moved = offloaded(action.store, spec.device)
-        return Choice(None, reason=moved, saved=strongest) if isinstance(moved, str) else Choice(moved, saved=strongest)
+        return (
+            FormChoice(None, reason=moved, saved=strongest)
+            if isinstance(moved, str)
+            else FormChoice(moved, saved=strongest)
+        )
     reasons: dict[str, list[str]] = {}
     # A policy that will name a bound later needs the place for it now.
     codecs = action.codecs if not layers or szp_of(action) else (Szp(), *action.codecs)
@@ -104,10 +108,10 @@ def choose(
         if not isinstance(form, str):
             tests = () if form.is_exact else tests
             seen = tuple(layers.values()) if isinstance(form, GraphSzp) else ()
-            return Choice(form, tests, saved=strongest, layers=seen)
+            return FormChoice(form, tests, saved=strongest, layers=seen)
         reasons.setdefault(form, []).append(codec.id)
     text = "; ".join(f"{', '.join(dict.fromkeys(ids))}: {why}" for why, ids in reasons.items())
-    return Choice(None, reason=text or "the policy names no codec", saved=strongest)
+    return FormChoice(None, reason=text or "the policy names no codec", saved=strongest)
 
 
 def _is_probability(value: SavedValue) -> bool:
@@ -116,7 +120,7 @@ def _is_probability(value: SavedValue) -> bool:
     Of a cross entropy these are the probabilities. One is subtracted from that of the right class, so an error counts
     against a difference that gets small as the model gets sure.
     """
-    return name_of(value.base) == "aten::exp" and all(user.op == "output" for user in value.base.users)
+    return operator_name(value.base) == "aten::exp" and all(user.op == "output" for user in value.base.users)
 
 
 def _sensitive(effect: Effect) -> Effect:
@@ -131,7 +135,7 @@ def _form(
     refused = codec.accepts(strongest.spec)
     if refused is not None:
         return refused
-    form = bounded if isinstance(codec, Szp) else form_of(codec, Facts(strongest.spec.dtype, limit_of(value.base)))
+    form = bounded if isinstance(codec, Szp) else form_of(codec, GraphFacts(strongest.spec.dtype, limit_of(value.base)))
     if isinstance(form, str):
         return form
     if form.nbytes(strongest.spec.shape, strongest.spec.dtype) >= strongest.spec.nbytes:
@@ -144,23 +148,23 @@ def _form(
         elif saved.need not in codec.preserves:
             return f"it does not preserve the {saved.need.name} that {saved.op} reads"
         elif saved.need is Need.VALUE and not form.is_exact:
-            if not serves(codec, saved.function):
+            if not serves_function(codec, saved.function):
                 return f"{saved.op} reads more than that function's derivative"
             if saved.effect is Effect.UNKNOWN:
                 return f"it is not known what an error does to what {saved.op} computes"
     return form
 
 
-def _of_tests(found: Sequence[Reader], spec: TensorSpec) -> Choice:
+def _of_tests(found: Sequence[Reader], spec: TensorSpec) -> FormChoice:
     """The form of a value that only comparisons read."""
     tests = tuple(dict.fromkeys(reader.node for reader in found))
     nbytes = sum(-(-spec_of(node.meta["val"]).numel // 8) for node in tests)
     if nbytes < spec.nbytes:
-        return Choice(None, tests)
-    return Choice(None, reason="the outcomes of the comparisons that read it would take as many bytes")
+        return FormChoice(None, tests)
+    return FormChoice(None, reason="the outcomes of the comparisons that read it would take as many bytes")
 
 
-def _ordered(found: Iterable[Found]) -> tuple[fx.Node, ...]:
+def _ordered(found: Iterable[Influence]) -> tuple[fx.Node, ...]:
     """The comparisons behind all readers, in the order of the backward graph."""
     tests = {node for each in found for node in each.tests}
     if not tests:
@@ -179,7 +183,7 @@ def _strongest(facts: Sequence[SavedTensor]) -> SavedTensor:
     return strongest
 
 
-def _saved(value: SavedValue, reader: Reader, key: str, spec: TensorSpec, found: Found | None) -> SavedTensor:
+def _saved(value: SavedValue, reader: Reader, key: str, spec: TensorSpec, found: Influence | None) -> SavedTensor:
     effect, row = Effect.UNKNOWN, 0
     if found is not None:
         seen = spec_of(reader.through.meta["val"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from backstash.integrations.compile.reading import TESTS, Reader, arguments_of, is_view, name_of
+from backstash.integrations.compile.reading import TESTS, Reader, arguments_of, is_view, operator_name
 from backstash.saved import Effect
 
 _MOST_NODES = 64
@@ -86,7 +86,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class Found:
+class Influence:
     """What is found behind a reader.
 
     Attributes:
@@ -101,10 +101,10 @@ class Found:
     tests: frozenset[fx.Node] = frozenset()
 
 
-UNKNOWN, NONE = Found(Effect.UNKNOWN), Found(Effect.LINEAR)
+UNKNOWN, NONE = Influence(Effect.UNKNOWN), Influence(Effect.LINEAR)
 
 
-def effect_of(reader: Reader, gradients: set[fx.Node]) -> Found:
+def effect_of(reader: Reader, gradients: set[fx.Node]) -> Influence:
     """How an error in what a reader reads changes the gradients.
 
     Args:
@@ -122,12 +122,12 @@ class _Walk:
         self._visited = 0
         self.tests: set[fx.Node] = set()
 
-    def follow(self, value: fx.Node, state: _State) -> Found:
+    def follow(self, value: fx.Node, state: _State) -> Influence:
         """The worst effect over all that reads a value which was computed."""
         self._visited += 1
         if self._visited > _MOST_NODES:
             return UNKNOWN
-        found: Found | None = None
+        found: Influence | None = None
         for node in value.users:
             if node.op == "output":
                 return UNKNOWN
@@ -136,23 +136,25 @@ class _Walk:
                 found = worse(found, self.follow(node, state) if is_view(node) else self.read(node, value, name, state))
         return found or UNKNOWN
 
-    def read(self, node: fx.Node, value: fx.Node, argument: str, state: _State) -> Found:
+    def read(self, node: fx.Node, value: fx.Node, argument: str, state: _State) -> Influence:
         """The effect of an error in ``value``, which ``node`` reads as ``argument``."""
-        name, named = name_of(node), arguments_of(node)
+        name, named = operator_name(node), arguments_of(node)
         entry = name, argument
         if node.target in TESTS and node not in self._gradients:
-            if not repeats(node):
+            if not effect_repeats(node):
                 return UNKNOWN
             self.tests.add(node)
             return NONE
         if entry in NORMS:
-            return Found(Effect.NORMALISED if not state.is_curved else Effect.SENSITIVE, _row_dimensions(node, named))
+            return Influence(
+                Effect.NORMALISED if not state.is_curved else Effect.SENSITIVE, _row_dimensions(node, named)
+            )
         if entry in SENSITIVE or ("attention" in name and argument in ("query", "key", "value", "out")):
-            return Found(Effect.SENSITIVE)
+            return Influence(Effect.SENSITIVE)
         if entry in LINEAR:
             others = [other for other in node.all_input_nodes if other is not value]
             if any(other in self._gradients for other in others):
-                return Found(state.effect, state.statistics)
+                return Influence(state.effect, state.statistics)
             return self.follow(node, _State(True, True))
         if name in COPIES or (name == "aten::where" and argument != "condition"):
             return UNKNOWN if node in self._gradients else self.follow(node, state)
@@ -168,7 +170,7 @@ class _Walk:
             return self.follow(node, _State(True, True))
         return UNKNOWN
 
-    def _product(self, node: fx.Node, value: fx.Node, named: dict[str, Any], state: _State) -> Found:
+    def _product(self, node: fx.Node, value: fx.Node, named: dict[str, Any], state: _State) -> Influence:
         other = named["other"] if named["self"] is value else named["self"]
         if other is value:
             return self.follow(node, _State(True, True, True))
@@ -180,19 +182,23 @@ class _Walk:
         if other in self._gradients:
             # A factor that is broadcast would have the same error in every term of a sum.
             is_whole = value.meta["val"].numel() == node.meta["val"].numel()
-            return Found(state.effect, state.statistics) if is_whole else UNKNOWN
+            return Influence(state.effect, state.statistics) if is_whole else UNKNOWN
         return self._affine(node, value, named, state)
 
-    def _multiply_add(self, node: fx.Node, value: fx.Node, state: _State) -> Found:
+    def _multiply_add(self, node: fx.Node, value: fx.Node, state: _State) -> Influence:
         """A product of the first two arguments plus the third one."""
         first, second, added = node.args
         if value is added:
             return UNKNOWN if node in self._gradients else self.follow(node, _State(True, True))
         found = self._product(node, value, {"self": first, "other": second}, state)
         # Of what is added to a product without a gradient it is not known whether it has the same error.
-        return found if second in self._gradients or first in self._gradients else worse(found, Found(Effect.SENSITIVE))
+        return (
+            found
+            if second in self._gradients or first in self._gradients
+            else worse(found, Influence(Effect.SENSITIVE))
+        )
 
-    def _affine(self, node: fx.Node, value: fx.Node, named: dict[str, Any], state: _State) -> Found:
+    def _affine(self, node: fx.Node, value: fx.Node, named: dict[str, Any], state: _State) -> Influence:
         other = named.get("other") if named.get("self") is value else named.get("self")
         if isinstance(other, fx.Node) and isinstance(other.meta.get("val"), torch.Tensor):
             if other in self._gradients:
@@ -208,7 +214,7 @@ class _Walk:
         return self.follow(node, state)
 
 
-def repeats(node: fx.Node) -> bool:
+def effect_repeats(node: fx.Node) -> bool:
     """Whether the forward graph can compute what a node of the backward graph has, from what it hands over."""
     waiting, seen = [node], set[fx.Node]()
     while waiting:
@@ -228,7 +234,7 @@ def callable_tags(node: fx.Node) -> Any:
     return getattr(node.target, "tags", None) if hasattr(node.target, "_schema") else None
 
 
-def worse(first: Found | None, second: Found) -> Found:
+def worse(first: Influence | None, second: Influence) -> Influence:
     """The effect that asks for more care."""
     order = [Effect.LINEAR, Effect.NORMALISED, Effect.SENSITIVE, Effect.UNKNOWN]
     if first is None or order.index(second.effect) > order.index(first.effect):

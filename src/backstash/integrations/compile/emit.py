@@ -16,10 +16,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from backstash.torch_internals import size_nodes
 
-Value = Any
+GraphValue = Any
 """A node of a graph, or a tensor."""
 
-Emitter = Callable[..., Value]
+Emitter = Callable[..., GraphValue]
 """``emitter(op, *arguments, **keywords)`` returns the value of a call."""
 
 
@@ -28,13 +28,13 @@ def run_now(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs)
 
 
-def tensor_of(value: Value) -> torch.Tensor:
+def tensor_of(value: GraphValue) -> torch.Tensor:
     """The tensor itself, or the fake tensor that tells a node's shape, strides, dtype and device."""
     found: torch.Tensor = value.meta["val"] if isinstance(value, fx.Node) else value
     return found
 
 
-def sizes_of(value: Value) -> list[Any]:
+def sizes_of(value: GraphValue) -> list[Any]:
     """Sizes of a value, as integers or symbolic integers."""
     return list(tensor_of(value).shape)
 

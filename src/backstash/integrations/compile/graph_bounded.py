@@ -18,7 +18,7 @@ import torch
 
 from backstash.integrations.compile import bounds
 from backstash.integrations.compile.bounds import BLOCK
-from backstash.integrations.compile.emit import Emitter, Value, product, sizes_of, tensor_of
+from backstash.integrations.compile.emit import Emitter, GraphValue, product, sizes_of, tensor_of
 from backstash.integrations.compile.layout import (
     cast,
     clamp,
@@ -26,7 +26,7 @@ from backstash.integrations.compile.layout import (
     in_groups,
     out_of_groups,
     pack,
-    unpack,
+    unpack_bits,
 )
 
 _aten = torch.ops.aten
@@ -55,7 +55,7 @@ class GraphSzp:
     """
 
     bits: int
-    place: bounds.Place
+    place: bounds.BoundedValue
     is_exact: bool = False
 
     @property
@@ -63,7 +63,7 @@ class GraphSzp:
         """With the bits."""
         return f"szp{self.bits}"
 
-    def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
+    def encode(self, emit: Emitter, x: GraphValue) -> tuple[GraphValue, ...]:
         """The codes, and each block's offset and step."""
         wanted = bounds.emit_step(emit, x, self.place)
         single = cast(emit, x, torch.float32)
@@ -78,11 +78,11 @@ class GraphSzp:
         planes = pack(emit, cast(emit, codes, torch.uint8), self.bits), cast(emit, offset, torch.int16), step
         return planes[0], *(emit(_aten.view.default, plane, [count]) for plane in planes[1:])
 
-    def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
+    def decode(self, emit: Emitter, planes: Sequence[GraphValue], like: torch.Tensor) -> GraphValue:
         """Every element at its multiple."""
         count = sizes_of(planes[1])[0]
         offset, step = (emit(_aten.unsqueeze.default, plane, 1) for plane in planes[1:])
-        codes = cast(emit, unpack(emit, planes[0], self.bits, [count, BLOCK]), torch.float32)
+        codes = cast(emit, unpack_bits(emit, planes[0], self.bits, [count, BLOCK]), torch.float32)
         codes = emit(_aten.add.Tensor, codes, cast(emit, offset, torch.float32))
         magnitude = emit(_aten.sub.Scalar, emit(_aten.abs.default, codes), 1.0)
         near = emit(_aten.eq.Scalar, magnitude, 0.0)
@@ -99,7 +99,9 @@ class GraphSzp:
         """The codes of whole blocks, and six bytes for each block."""
         return bounds.blocks_nbytes(int(product(sizes)), self.bits)
 
-    def _steps(self, emit: Emitter, low: Value, high: Value, wanted: Value, dtype: torch.dtype) -> Value:
+    def _steps(
+        self, emit: Emitter, low: GraphValue, high: GraphValue, wanted: GraphValue, dtype: torch.dtype
+    ) -> GraphValue:
         """The step of each block [blocks, 1]."""
         span = emit(_aten.mul.Scalar, emit(_aten.sub.Tensor, high, low), 1.0 / (2**self.bits - _SPARE))
         largest = emit(_aten.maximum.default, emit(_aten.abs.default, low), emit(_aten.abs.default, high))
@@ -113,7 +115,7 @@ class GraphSzp:
         power = emit(_aten.view.dtype, emit(_aten.bitwise_and.Scalar, bits, 0x7F800000), torch.float32)
         return emit(_aten.where.self, emit(_aten.lt.Scalar, step, math.inf), power, step)
 
-    def _codes(self, emit: Emitter, x: Value, step: Value) -> Value:
+    def _codes(self, emit: Emitter, x: GraphValue, step: GraphValue) -> GraphValue:
         """Steps of each element, one more away from zero than Szp has, so that 0 is left for zero; float32."""
         steps = emit(_aten.round.default, emit(_aten.div.Tensor, emit(_aten.abs.default, x), step))
         magnitude = emit(_aten.add.Scalar, steps, 1.0)

@@ -15,7 +15,7 @@ import torch
 
 from backstash.codecs import Bitmask, BlockQuant, Codec, FewBit, Minifloat, Narrow, Shape
 from backstash.codecs.base import SINGLES
-from backstash.integrations.compile.emit import Emitter, Value, tensor_of
+from backstash.integrations.compile.emit import Emitter, GraphValue, tensor_of
 from backstash.integrations.compile.graph_rounding import GraphBlockQuant, GraphFewBit, GraphMinifloat
 from backstash.integrations.compile.layout import (
     cast,
@@ -23,7 +23,7 @@ from backstash.integrations.compile.layout import (
     pack,
     pack_bools,
     packed_nbytes,
-    unpack,
+    unpack_bits,
     unpack_bools,
 )
 from backstash.saved import Mask, Test
@@ -47,10 +47,10 @@ class GraphCodec(Protocol):
     def is_exact(self) -> bool:
         """See above."""
 
-    def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
+    def encode(self, emit: Emitter, x: GraphValue) -> tuple[GraphValue, ...]:
         """Returns the planes of a contiguous value."""
 
-    def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
+    def decode(self, emit: Emitter, planes: Sequence[GraphValue], like: torch.Tensor) -> GraphValue:
         """Returns a contiguous value, given a (fake) tensor that has its sizes, dtype and device."""
 
     def nbytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
@@ -64,11 +64,11 @@ class Bits:
     label: str = "bits"
     is_exact: bool = True
 
-    def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
+    def encode(self, emit: Emitter, x: GraphValue) -> tuple[GraphValue, ...]:
         """One plane."""
         return (pack_bools(emit, x),)
 
-    def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
+    def decode(self, emit: Emitter, planes: Sequence[GraphValue], like: torch.Tensor) -> GraphValue:
         """A bool."""
         return unpack_bools(emit, planes[0], list(like.shape))
 
@@ -94,18 +94,18 @@ class Integers:
         """With the width."""
         return f"integers of {self.width} bits"
 
-    def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
+    def encode(self, emit: Emitter, x: GraphValue) -> tuple[GraphValue, ...]:
         """One plane. 16 and 32 bits are signed types, whose bit patterns stand for numbers without a sign."""
         if self.width >= 16:
             return (cast(emit, x, torch.int16 if self.width == 16 else torch.int32),)
         return (pack(emit, cast(emit, x, torch.uint8), self.width),)
 
-    def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
+    def decode(self, emit: Emitter, planes: Sequence[GraphValue], like: torch.Tensor) -> GraphValue:
         """The integers in their own dtype."""
         if self.width >= 16:
             wide = cast(emit, planes[0], like.dtype)
             return emit(_aten.bitwise_and.Scalar, wide, 0xFFFF) if self.width == 16 else wide
-        return cast(emit, unpack(emit, planes[0], self.width, list(like.shape)), like.dtype)
+        return cast(emit, unpack_bits(emit, planes[0], self.width, list(like.shape)), like.dtype)
 
     def nbytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
         """The integers' bits."""
@@ -123,7 +123,7 @@ class Sides:
     label: str = "bitmask"
     is_exact: bool = True
 
-    def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
+    def encode(self, emit: Emitter, x: GraphValue) -> tuple[GraphValue, ...]:
         """One plane, or two."""
         planes = [outcome(emit, x, self.mask.test, self.mask.lo, self.mask.hi)]
         if self.mask.ternary:
@@ -132,11 +132,11 @@ class Sides:
             planes.append(emit(_aten.ne.Tensor, x, x))
         return tuple(pack_bools(emit, plane) for plane in planes)
 
-    def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
+    def decode(self, emit: Emitter, planes: Sequence[GraphValue], like: torch.Tensor) -> GraphValue:
         """The stand-ins of codecs.Bitmask in the value's dtype."""
         mask = self.mask
 
-        def where(plane: Value, number: float, otherwise: Value) -> Value:
+        def where(plane: GraphValue, number: float, otherwise: GraphValue) -> GraphValue:
             bits = unpack_bools(emit, plane, list(like.shape))
             return emit(_aten.where.self, bits, constant(emit, number, plane, like.dtype), otherwise)
 
@@ -153,10 +153,10 @@ class Sides:
         return packed_nbytes(sizes, 1) * (1 + self.mask.ternary + self.mask.nan)
 
 
-def outcome(emit: Emitter, x: Value, test: Test, low: float, high: float) -> Value:
+def outcome(emit: Emitter, x: GraphValue, test: Test, low: float, high: float) -> GraphValue:
     """The outcome of an elementwise test, a bool."""
 
-    def both(first: Value, second: Value) -> Value:
+    def both(first: GraphValue, second: GraphValue) -> GraphValue:
         return emit(_aten.logical_and.default, first, second)
 
     if test is Test.NOT_LE:
@@ -175,7 +175,7 @@ def outcome(emit: Emitter, x: Value, test: Test, low: float, high: float) -> Val
 
 
 @dataclass(frozen=True)
-class Facts:
+class GraphFacts:
     """What a graph's form of a codec may rest on.
 
     Attributes:
@@ -190,7 +190,7 @@ class Facts:
 NO_FORM = "the codec's size depends on the data"
 
 
-def _narrow(codec: Any, facts: Facts) -> GraphCodec | str:
+def _narrow(codec: Any, facts: GraphFacts) -> GraphCodec | str:
     if facts.dtype == torch.bool:
         return Bits()
     if facts.limit is None:
@@ -200,14 +200,14 @@ def _narrow(codec: Any, facts: Facts) -> GraphCodec | str:
     return integers if saves else f"its range needs {integers.width} of {8 * facts.dtype.itemsize} bits"
 
 
-def _singles(form: Callable[[Any], GraphCodec]) -> Callable[[Any, Facts], GraphCodec | str]:
-    def of(codec: Any, facts: Facts) -> GraphCodec | str:
+def _singles(form: Callable[[Any], GraphCodec]) -> Callable[[Any, GraphFacts], GraphCodec | str]:
+    def of(codec: Any, facts: GraphFacts) -> GraphCodec | str:
         return form(codec) if facts.dtype in SINGLES else f"it takes no {facts.dtype}"
 
     return of
 
 
-FORMS: dict[type[Any], Callable[[Any, Facts], GraphCodec | str]] = {
+FORMS: dict[type[Any], Callable[[Any, GraphFacts], GraphCodec | str]] = {
     Bitmask: lambda codec, facts: Sides(codec.mask),
     Narrow: _narrow,
     Minifloat: _singles(lambda codec: GraphMinifloat(codec.format, codec.group_size)),
@@ -219,7 +219,7 @@ FORMS: dict[type[Any], Callable[[Any, Facts], GraphCodec | str]] = {
 """The codecs that have a graph's form."""
 
 
-def form_of(codec: Codec, facts: Facts) -> GraphCodec | str:
+def form_of(codec: Codec, facts: GraphFacts) -> GraphCodec | str:
     """The form of a codec in a graph, or the reason why there is none."""
     make = FORMS.get(type(codec))
     return NO_FORM if make is None else make(codec, facts)
@@ -232,11 +232,11 @@ class Nothing:
     label: str = "shape"
     is_exact: bool = True
 
-    def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
+    def encode(self, emit: Emitter, x: GraphValue) -> tuple[GraphValue, ...]:
         """No plane."""
         return ()
 
-    def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
+    def decode(self, emit: Emitter, planes: Sequence[GraphValue], like: torch.Tensor) -> GraphValue:
         """A tensor of the same sizes, whose elements nobody has set."""
         return emit(_aten.empty.memory_format, list(like.shape), dtype=like.dtype, device=like.device, pin_memory=False)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from backstash.codecs.fewbit_table import TABLE
-from backstash.integrations.compile.emit import Emitter, Value, product, run_now, sizes_of, tensor_of
+from backstash.integrations.compile.emit import Emitter, GraphValue, product, run_now, sizes_of, tensor_of
 from backstash.integrations.compile.graph_codecs import GraphCodec
 from backstash.integrations.compile.graph_rounding import GraphBlockQuant, GraphFewBit, GraphMinifloat
 from backstash.integrations.compile.layout import pack_along, packed_dimension
@@ -33,7 +33,7 @@ _kernels: Any = torch.ops.backstash
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 
-def encode_by_kernel(emit: Emitter, codec: GraphCodec, x: Value) -> tuple[Value, ...] | None:
+def encode_by_kernel(emit: Emitter, codec: GraphCodec, x: GraphValue) -> tuple[GraphValue, ...] | None:
     """The planes that ``codec.encode(emit, x)`` returns, by a call of a kernel; None if there is none for it."""
     if tensor_of(x).device.type != "cpu" or is_for_backward_alone(x):
         return None
@@ -54,8 +54,8 @@ def encode_by_kernel(emit: Emitter, codec: GraphCodec, x: Value) -> tuple[Value,
 
 
 def decode_by_kernel(
-    emit: Emitter, codec: GraphCodec, planes: Sequence[Value], like: Tensor, channels_last: bool
-) -> Value | None:
+    emit: Emitter, codec: GraphCodec, planes: Sequence[GraphValue], like: Tensor, channels_last: bool
+) -> GraphValue | None:
     """What ``codec.decode(emit, planes, like)`` returns, by a call of a kernel; None if there is none for it.
 
     Args:
@@ -76,7 +76,7 @@ def decode_by_kernel(
     return None
 
 
-def is_for_backward_alone(x: Value) -> bool:
+def is_for_backward_alone(x: GraphValue) -> bool:
     """Whether a compiler need not store a value of the forward graph: nothing of that graph but its results reads it.
 
     A kernel would have it stored. Of a cross entropy that are the probabilities, as large as anything in a step.
@@ -92,7 +92,7 @@ def is_for_backward_alone(x: Value) -> bool:
     return is_elementwise(x) and all(user.op == "output" for user in readers)
 
 
-def _all(emit: Emitter, results: Value, count: int) -> tuple[Value, ...]:
+def _all(emit: Emitter, results: GraphValue, count: int) -> tuple[GraphValue, ...]:
     return tuple(emit(operator.getitem, results, position) for position in range(count))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from backstash.integrations.compile.emit import Emitter, Value, sizes_of, tensor_of
+from backstash.integrations.compile.emit import Emitter, GraphValue, sizes_of, tensor_of
 from backstash.torch_internals import offload_operators
 
 HOST = "host"
@@ -26,14 +26,14 @@ class Offloaded:
     label: str = "raw in host"
     is_exact: bool = True
 
-    def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
+    def encode(self, emit: Emitter, x: GraphValue) -> tuple[GraphValue, ...]:
         """A copy on the host. The value's own memory is freed."""
         operators = offload_operators()
         assert operators is not None
         moved = emit(operators.offload.default, x)
         return (emit(operators.wait_tensor.default, moved, x),)
 
-    def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
+    def decode(self, emit: Emitter, planes: Sequence[GraphValue], like: torch.Tensor) -> GraphValue:
         """A copy on the device."""
         operators = offload_operators()
         assert operators is not None

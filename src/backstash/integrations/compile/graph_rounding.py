@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from backstash.codecs.fewbit_table import TABLE
-from backstash.integrations.compile.emit import Emitter, Value, product, sizes_of, tensor_of
+from backstash.integrations.compile.emit import Emitter, GraphValue, product, sizes_of, tensor_of
 from backstash.integrations.compile.layout import (
     cast,
     clamp,
@@ -23,10 +23,10 @@ from backstash.integrations.compile.layout import (
     out_of_groups,
     pack,
     packed_nbytes,
-    unpack,
+    unpack_bits,
 )
 from backstash.ops.formats import FORMATS, LEAST_SCALE, Format, groups, scale_ceiling
-from backstash.saved import truncated
+from backstash.saved import cut_to
 
 _aten = torch.ops.aten
 _WORD = 0xFFFFFFFF
@@ -49,7 +49,7 @@ class GraphMinifloat:
         """The format's name."""
         return self.format
 
-    def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
+    def encode(self, emit: Emitter, x: GraphValue) -> tuple[GraphValue, ...]:
         """The codes, and the scales if there are any."""
         form = FORMATS[self.format]
         negative = emit(_aten.lt.Scalar, emit(_aten.view.dtype, x, _signed(x)), 0)
@@ -70,7 +70,7 @@ class GraphMinifloat:
         codes = self._codes(emit, scaled, negative, form)
         return codes, emit(_aten.view.default, scales, [sizes_of(scales)[0]])
 
-    def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
+    def decode(self, emit: Emitter, planes: Sequence[GraphValue], like: torch.Tensor) -> GraphValue:
         """The rounded numbers. A NaN is the quiet NaN without a payload."""
         form = FORMATS[self.format]
         codes = emit(_aten.bitwise_and.Scalar, cast(emit, planes[0], torch.int32), (1 << form.bits) - 1)
@@ -100,7 +100,7 @@ class GraphMinifloat:
         total, wide = int(product(sizes)), 1 if FORMATS[self.format].bits == 8 else 2
         return total * wide + (4 * groups(total, self.group_size) if self.group_size else 0)
 
-    def _codes(self, emit: Emitter, single: Value, negative: Value, form: Format) -> Value:
+    def _codes(self, emit: Emitter, single: GraphValue, negative: GraphValue, form: Format) -> GraphValue:
         """Rounds float32 to codes."""
         bits = emit(_aten.bitwise_and.Scalar, emit(_aten.view.dtype, single, torch.int32), 0x7FFFFFFF)
         magnitude, drop = clamp(emit, bits, None, _EXPONENT), 23 - form.mantissa
@@ -121,7 +121,7 @@ class GraphMinifloat:
         sign = emit(_aten.bitwise_left_shift.Tensor_Scalar, cast(emit, negative, torch.int32), form.bits - 1)
         return cast(emit, emit(_aten.bitwise_or.Tensor, code, sign), torch.uint8 if form.bits == 8 else torch.int16)
 
-    def _scales(self, emit: Emitter, most: Value, form: Format) -> Value:
+    def _scales(self, emit: Emitter, most: GraphValue, form: Format) -> GraphValue:
         """The least power of two that makes ``most`` fit the format, but LEAST_SCALE at least."""
         # most / largest = f * 2**e with f in [0.5, 1) has the scale 2**e, or 2**(e - 1) where f is 0.5. With largest
         # = m * 2**k, that is the exponent of ``most`` less k, one more where its mantissa is above m.
@@ -154,7 +154,7 @@ class GraphBlockQuant:
         """With the bits."""
         return f"blockquant{self.bits}"
 
-    def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
+    def encode(self, emit: Emitter, x: GraphValue) -> tuple[GraphValue, ...]:
         """The codes, each group's smallest element, and its largest."""
         single = cast(emit, x, torch.float32)
         # A NaN is an extreme of its group, and an infinity makes the range infinite.
@@ -177,11 +177,11 @@ class GraphBlockQuant:
         dtype = tensor_of(x).dtype
         return codes, *(cast(emit, emit(_aten.view.default, row, [sizes_of(row)[0]]), dtype) for row in (low, high))
 
-    def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
+    def decode(self, emit: Emitter, planes: Sequence[GraphValue], like: torch.Tensor) -> GraphValue:
         """Every element at the step that it was rounded to."""
         low, high = (emit(_aten.unsqueeze.default, cast(emit, plane, torch.float32), 1) for plane in planes[1:])
-        codes = unpack(emit, planes[0], self.bits, [sizes_of(low)[0], self.group_size])
-        unit = truncated(1 / (2**self.bits - 1), torch.float32)
+        codes = unpack_bits(emit, planes[0], self.bits, [sizes_of(low)[0], self.group_size])
+        unit = cut_to(1 / (2**self.bits - 1), torch.float32)
         share = emit(_aten.mul.Scalar, cast(emit, codes, torch.float32), unit)
         rows = emit(_aten.mul.Tensor, share, emit(_aten.sub.Tensor, high, low))
         rows = emit(_aten.add.Tensor, rows, low)
@@ -192,24 +192,24 @@ class GraphBlockQuant:
         count = groups(int(product(sizes)), self.group_size)
         return count * (self.group_size * self.bits // 8 + 2 * dtype.itemsize)
 
-    def _extreme(self, emit: Emitter, single: Value, fill: float, of: Any) -> Value:
+    def _extreme(self, emit: Emitter, single: GraphValue, fill: float, of: Any) -> GraphValue:
         """Each group's extreme [groups, 1], in which -0.0 is 0.0."""
         return emit(_aten.add.Scalar, emit(of, in_groups(emit, single, self.group_size, fill), [1], True), 0.0)
 
-    def _uniform(self, emit: Emitter, low: Value, high: Value, rows: Value) -> Value:
+    def _uniform(self, emit: Emitter, low: GraphValue, high: GraphValue, rows: GraphValue) -> GraphValue:
         """A number from 0 up to 1 for each element, from a hash of the seed, the extremes and the index."""
 
-        def word(x: Value) -> Value:
+        def word(x: GraphValue) -> GraphValue:
             wide = cast(emit, emit(_aten.view.dtype, x, torch.int32), torch.int64)
             return emit(_aten.bitwise_and.Scalar, wide, _WORD)
 
-        def folded(x: Value, shift: int) -> Value:
+        def folded(x: GraphValue, shift: int) -> GraphValue:
             return emit(_aten.bitwise_xor.Tensor, x, emit(_aten.bitwise_right_shift.Tensor_Scalar, x, shift))
 
-        def times(x: Value, factor: int) -> Value:
+        def times(x: GraphValue, factor: int) -> GraphValue:
             return emit(_aten.bitwise_and.Scalar, emit(_aten.mul.Scalar, x, factor), _WORD)
 
-        def mixed(x: Value) -> Value:
+        def mixed(x: GraphValue) -> GraphValue:
             return folded(times(folded(times(folded(x, 16), 0x7FEB352D), 15), 0x846CA68B), 16)
 
         count, group_size = sizes_of(rows)
@@ -247,7 +247,7 @@ class GraphFewBit:
         """Bits that a code takes: three take four."""
         return 4 if self.bits == 3 else self.bits
 
-    def encode(self, emit: Emitter, x: Value) -> tuple[Value, ...]:
+    def encode(self, emit: Emitter, x: GraphValue) -> tuple[GraphValue, ...]:
         """The codes, and whether all elements are finite, a float32."""
         single = cast(emit, x, torch.float32)
         code = constant(emit, 0, single, torch.uint8)
@@ -258,9 +258,9 @@ class GraphFewBit:
         all_finite = emit(_aten.amin.default, cast(emit, finite, torch.float32), [], False)
         return pack(emit, code, self.width), all_finite
 
-    def decode(self, emit: Emitter, planes: Sequence[Value], like: torch.Tensor) -> Value:
+    def decode(self, emit: Emitter, planes: Sequence[GraphValue], like: torch.Tensor) -> GraphValue:
         """The number that stands for each interval, or NaN."""
-        codes = unpack(emit, planes[0], self.width, list(like.shape))
+        codes = unpack_bits(emit, planes[0], self.width, list(like.shape))
         points = TABLE[self.function, self.bits][1]
         found = constant(emit, points[0], codes, like.dtype)
         for code, point in enumerate(points[1:], 1):
@@ -274,6 +274,6 @@ class GraphFewBit:
         return packed_nbytes(sizes, self.width) + 4
 
 
-def _signed(x: Value) -> torch.dtype:
+def _signed(x: GraphValue) -> torch.dtype:
     """The signed integers of an element's size, whose sign is the element's."""
     return {2: torch.int16, 4: torch.int32}[tensor_of(x).element_size()]

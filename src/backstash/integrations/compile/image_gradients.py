@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from backstash.integrations.compile.emit import GraphEmitter
 from backstash.integrations.compile.reading import arguments_of
-from backstash.integrations.compile.values import is_tensor, spec_of
+from backstash.integrations.compile.values import is_tensor_node, spec_of
 from backstash.torch_internals import hide_from_dynamo
 
 _aten = torch.ops.aten
@@ -60,7 +60,11 @@ def split_convolutions(graph: fx.Graph) -> int:
 
 def is_split(node: fx.Node) -> bool:
     """Whether a call is split: images on a CPU of which both gradients are asked for."""
-    if node.target is not _aten.convolution_backward.default or len(node.args) != 11 or not is_tensor(node.args[0]):
+    if (
+        node.target is not _aten.convolution_backward.default
+        or len(node.args) != 11
+        or not is_tensor_node(node.args[0])
+    ):
         return False
     named = arguments_of(node)
     parts = all(reader.target is operator.getitem for reader in node.users)

@@ -23,14 +23,14 @@ from backstash.integrations.compile.reading import (
     is_elementwise,
     is_view,
     is_write,
-    name_of,
+    operator_name,
     reads_fused,
     written_inputs,
 )
 from backstash.integrations.compile.repeated import is_light
 from backstash.integrations.compile.saved_inputs import copied_inputs
 from backstash.integrations.compile.sums import added_product, early_products, reused_summand, stored_sums
-from backstash.integrations.compile.values import hint, is_tensor, spec_of
+from backstash.integrations.compile.values import hint, is_tensor_node, spec_of
 
 BYTES_PER_SECOND, FLOPS_PER_SECOND = 10e9, 100e9
 """Of two cores with AVX-512. Only their ratio matters: it says how many bytes a recomputed product is worth."""
@@ -138,7 +138,8 @@ class Joint:
         # A constant is filled in by the kernel that reads it, or is the memory that an index_put writes to.
         constants = {"aten::full"} if fuses else set()
         self.nbytes = [
-            0 if name_of(node) in constants else nbytes for node, nbytes in zip(self.nodes, self.nbytes, strict=True)
+            0 if operator_name(node) in constants else nbytes
+            for node, nbytes in zip(self.nodes, self.nbytes, strict=True)
         ]
         splits = fuses and (stores_sums or can_call_twice())
         self.scratch = [scratch_nbytes(node) if splits else 0 for node in self.nodes]
@@ -148,7 +149,7 @@ class Joint:
         copied = copied_inputs(graph) if fuses else set()
         self.copied = {self._numbers[node]: spec_of(node.meta["val"]).nbytes for node in copied}
         self.saves_copies = True
-        self.is_on_cpu = all(node.meta["val"].device.type == "cpu" for node in self.nodes if is_tensor(node))
+        self.is_on_cpu = all(node.meta["val"].device.type == "cpu" for node in self.nodes if is_tensor_node(node))
         # Where values are rounded, neither repeating them nor seeing results early lowers a peak, but for a depthwise
         # convolution's: ResNet-50's four-bit peak is 225 MiB with both, 199 without. And repeated values end somewhat
         # later than a search would like to believe: its exact peak is 305 MiB where they are counted on, and else 280.
@@ -171,7 +172,7 @@ class Joint:
         self.stored = frozenset(self._numbers[node] for node in stored)
         self.is_shared = [len(node.users) > 1 for node in self.nodes]
         images = convolved_images(graph) if fuses else []
-        self.is_image = [is_tensor(node) and looks_convolved(node.meta["val"], images) for node in self.nodes]
+        self.is_image = [is_tensor_node(node) and looks_convolved(node.meta["val"], images) for node in self.nodes]
         self.is_heavy = [_is_heavy(node) for node in self.nodes]
         self.is_light = [
             not is_gradient and is_light(node) for is_gradient, node in zip(self.is_gradient, self.nodes, strict=True)
@@ -186,7 +187,7 @@ class Joint:
         for number, node in enumerate(self.nodes):
             parent = self.reads[number][0] if node.target is operator.getitem else number
             whole = parent == number or self._repeats[parent]
-            again = whole and (self.is_input[number] or repeats(node, fuses))
+            again = whole and (self.is_input[number] or node_repeats(node, fuses))
             if number in kept or parent in kept:
                 again = not kept.get(parent, kept.get(number))
             self._repeats.append(again and not any(self.nodes[read] in self.changed for read in self.reads[number]))
@@ -253,7 +254,7 @@ class Joint:
         node = self.nodes[number]
         if self.is_input[number] or node.target is operator.getitem:
             return 0.0
-        if name_of(node) in RANDOM:
+        if operator_name(node) in RANDOM:
             return spec_of(node.meta["val"]).numel * _SECONDS_PER_RANDOM_NUMBER
         if self.fuses[number]:  # it is computed where its result is read
             return 0.5 * self.nbytes[number] / BYTES_PER_SECOND
@@ -261,7 +262,7 @@ class Joint:
         return moved / BYTES_PER_SECOND + _flops(node) / FLOPS_PER_SECOND
 
 
-def repeats(node: fx.Node, fuses: bool) -> bool:
+def node_repeats(node: fx.Node, fuses: bool) -> bool:
     """Whether an operator gives the same bits when it is called again with the same arguments.
 
     Under a compiler that fuses, a sum may be added up in another order inside another kernel.
@@ -271,14 +272,14 @@ def repeats(node: fx.Node, fuses: bool) -> bool:
     schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
     if schema is None or schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
         return False
-    name = name_of(node)
+    name = operator_name(node)
     if name.partition("::")[0] not in ("aten", "prims"):
         return False
     return not fuses or is_elementwise(node) or is_view(node) or name in PRODUCTS | MOVES | RANDOM
 
 
 def _is_heavy(node: fx.Node) -> bool:
-    return name_of(node) in _HEAVY and is_tensor(node) and node.meta["val"].device.type == "cpu"
+    return operator_name(node) in _HEAVY and is_tensor_node(node) and node.meta["val"].device.type == "cpu"
 
 
 def _is_alias(node: fx.Node) -> bool:
@@ -291,7 +292,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _nbytes(node: fx.Node) -> int:
-    return spec_of(node.meta["val"]).nbytes if is_tensor(node) and not is_write(node) else 0
+    return spec_of(node.meta["val"]).nbytes if is_tensor_node(node) and not is_write(node) else 0
 
 
 def _flops(node: fx.Node) -> int:

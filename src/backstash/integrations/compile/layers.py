@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from backstash.integrations.compile.reading import Reader, arguments_of, is_view, name_of
-from backstash.integrations.compile.values import Split, hint, is_tensor, module_path
+from backstash.integrations.compile.reading import Reader, arguments_of, is_view, operator_name
+from backstash.integrations.compile.values import Split, hint, is_tensor_node, module_path
 
 _PRODUCT, _CONVOLUTION = "Mm", "Convolution"
 
 ROLES = {_PRODUCT: "self", _CONVOLUTION: "input"}
 """The autograd nodes of layers, and the role in which each saves its input."""
 
-Hook = Callable[[Any, Any], None]
+ForwardHook = Callable[[Any, Any], None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Node:
 
     def __init__(self, parameter: Callable[[], Tensor], settings: Sequence[tuple[str, Any]]) -> None:
         self._parameter = parameter
-        self.hooks: list[Hook] = []
+        self.hooks: list[ForwardHook] = []
         for name, value in settings:
             setattr(self, name, value)
 
@@ -68,7 +68,7 @@ class Node:
         """The layer's weight."""
         return self._parameter()
 
-    def register_hook(self, hook: Hook) -> None:
+    def register_hook(self, hook: ForwardHook) -> None:
         """The hook is called once, with the gradients of the weight's layer, when backward has computed them."""
         self.hooks.append(hook)
 
@@ -77,12 +77,12 @@ KINDS: dict[str, type[Node]] = {kind: type(kind, (Node,), {}) for kind in ROLES}
 """The classes have the nodes' names, by which policies know what a node computes."""
 
 
-def layer_of(split: Split, reader: Reader) -> Layer | None:
+def layer_of_split(split: Split, reader: Reader) -> Layer | None:
     """The layer whose weight's gradient an operator computes from its input; None if it does something else.
 
     The gradient has to go to an input of the graph and nowhere else, as that of a shared weight does not.
     """
-    name, node = name_of(reader.node), reader.node
+    name, node = operator_name(reader.node), reader.node
     if name == "aten::convolution_backward" and reader.argument == "input":
         return _convolution(split, reader)
     if name != "aten::mm" or reader.argument not in ("self", "mat2"):
@@ -117,9 +117,9 @@ def _input_of(split: Split, gradient: fx.Node) -> fx.Node | None:
         if user is output:
             places = [place for place, result in enumerate(results) if result is node]
             weight = inputs[places[0]] if len(places) == 1 and places[0] < len(inputs) else None
-            same = weight is not None and is_tensor(weight) and _sizes(weight) == _sizes(node)
+            same = weight is not None and is_tensor_node(weight) and _sizes(weight) == _sizes(node)
             return weight if same else None
-        if not (is_view(user) or name_of(user) in ("prims::convert_element_type", "aten::_to_copy")):
+        if not (is_view(user) or operator_name(user) in ("prims::convert_element_type", "aten::_to_copy")):
             return None
         node = user
     return None

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from backstash.integrations.compile.emit import Emitter, Value, is_fusing, is_multiple, product, sizes_of, tensor_of
+from backstash.integrations.compile.emit import (
+    Emitter,
+    GraphValue,
+    is_fusing,
+    is_multiple,
+    product,
+    sizes_of,
+    tensor_of,
+)
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 
@@ -53,14 +61,14 @@ def is_identity(order: Sequence[int]) -> bool:
     return list(order) == sorted(order)
 
 
-def in_memory_order(emit: Emitter, x: Value) -> Value:
+def in_memory_order(emit: Emitter, x: GraphValue) -> GraphValue:
     """A contiguous view of a dense value."""
     order = memory_order(tensor_of(x))
     assert order is not None
     return x if is_identity(order) else emit(_aten.permute.default, x, list(order))
 
 
-def like_original(emit: Emitter, ordered: Value, original: torch.Tensor) -> Value:
+def like_original(emit: Emitter, ordered: GraphValue, original: torch.Tensor) -> GraphValue:
     """Undoes :func:`in_memory_order`: a view with the original's sizes and strides."""
     order = memory_order(original)
     assert order is not None
@@ -77,25 +85,25 @@ def have_same_sizes(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
-def cast(emit: Emitter, x: Value, dtype: torch.dtype) -> Value:
+def cast(emit: Emitter, x: GraphValue, dtype: torch.dtype) -> GraphValue:
     """The value in another dtype."""
     return x if tensor_of(x).dtype == dtype else emit(_prims.convert_element_type.default, x, dtype)
 
 
-def constant(emit: Emitter, number: float, like: Value, dtype: torch.dtype | None = None) -> Value:
+def constant(emit: Emitter, number: float, like: GraphValue, dtype: torch.dtype | None = None) -> GraphValue:
     """A tensor of no dimensions."""
     x = tensor_of(like)
     return emit(_aten.full.default, [], number, dtype=dtype or x.dtype, device=x.device, pin_memory=False)
 
 
-def clamp(emit: Emitter, x: Value, low: float | None, high: float | None) -> Value:
+def clamp(emit: Emitter, x: GraphValue, low: float | None, high: float | None) -> GraphValue:
     """The value within bounds; a NaN stays."""
     if low is not None:
         x = emit(_aten.maximum.default, x, constant(emit, low, x))
     return x if high is None else emit(_aten.minimum.default, x, constant(emit, high, x))
 
 
-def count_up(emit: Emitter, length: Any, like: Value, dtype: torch.dtype, step: int = 1) -> Value:
+def count_up(emit: Emitter, length: Any, like: GraphValue, dtype: torch.dtype, step: int = 1) -> GraphValue:
     """The numbers 0, step, 2 * step, ..., ``length`` of them."""
     return emit(
         _prims.iota.default,
@@ -113,7 +121,7 @@ def packed_dimension(sizes: Sequence[Any], fields: int) -> int | None:
     return next((dim for dim, size in enumerate(sizes) if is_multiple(size, fields)), None)
 
 
-def pack(emit: Emitter, codes: Value, bits: int) -> Value:
+def pack(emit: Emitter, codes: GraphValue, bits: int) -> GraphValue:
     """Packs integers of few bits into bytes.
 
     Args:
@@ -127,12 +135,12 @@ def pack(emit: Emitter, codes: Value, bits: int) -> Value:
     return pack_along(emit, codes, bits, packed_dimension(sizes_of(codes), 8 // bits))
 
 
-def pack_bools(emit: Emitter, x: Value) -> Value:
+def pack_bools(emit: Emitter, x: GraphValue) -> GraphValue:
     """The same for bools, a bit each."""
     return pack(emit, cast(emit, x, torch.float32 if is_fusing(emit) else torch.uint8), 1)
 
 
-def pack_along(emit: Emitter, codes: Value, bits: int, dim: int | None) -> Value:
+def pack_along(emit: Emitter, codes: GraphValue, bits: int, dim: int | None) -> GraphValue:
     """The same along a given dimension, or along the flattened codes.
 
     Where sums are not stored, bytes are summed up as floats, which hold them exactly: a compiler's vectors of bytes are
@@ -145,7 +153,7 @@ def pack_along(emit: Emitter, codes: Value, bits: int, dim: int | None) -> Value
         codes, dim = _padded(emit, codes, fields), 0
     size = sizes_of(codes)[dim] // fields
     as_floats = is_fusing(emit)
-    packed: Value = None
+    packed: GraphValue = None
     for field in range(fields):
         part = emit(_aten.slice.Tensor, codes, dim, field * size, (field + 1) * size)
         if as_floats:
@@ -157,24 +165,24 @@ def pack_along(emit: Emitter, codes: Value, bits: int, dim: int | None) -> Value
     return cast(emit, packed, torch.uint8) if as_floats else packed
 
 
-def unpack(emit: Emitter, packed: Value, bits: int, sizes: Sequence[Any]) -> Value:
+def unpack_bits(emit: Emitter, packed: GraphValue, bits: int, sizes: Sequence[Any]) -> GraphValue:
     """Undoes :func:`pack`, given the sizes of the codes."""
 
-    def fields(rows: Value, shifts: Value) -> Value:
+    def fields(rows: GraphValue, shifts: GraphValue) -> GraphValue:
         spread = emit(_aten.bitwise_right_shift.Tensor, rows, shifts)
         return emit(_aten.bitwise_and.Scalar, spread, (1 << bits) - 1)
 
     return packed if bits == 8 else _unpacked(emit, packed, bits, sizes, fields)
 
 
-def unpack_bools(emit: Emitter, packed: Value, sizes: Sequence[Any]) -> Value:
+def unpack_bools(emit: Emitter, packed: GraphValue, sizes: Sequence[Any]) -> GraphValue:
     """Undoes :func:`pack` of bools.
 
     Each bit is tested where it is, and as a float where that is not stored: a compiler's vectors of bytes are shifted
     one byte at a time, and so are masks of bytes made into those of floats.
     """
 
-    def tests(rows: Value, shifts: Value) -> Value:
+    def tests(rows: GraphValue, shifts: GraphValue) -> GraphValue:
         weights = emit(_aten.bitwise_left_shift.Tensor, constant(emit, 1, shifts), shifts)
         found = emit(_aten.bitwise_and.Tensor, rows, weights)
         return emit(_aten.ne.Scalar, cast(emit, found, torch.float32) if is_fusing(emit) else found, 0)
@@ -183,8 +191,12 @@ def unpack_bools(emit: Emitter, packed: Value, sizes: Sequence[Any]) -> Value:
 
 
 def _unpacked(
-    emit: Emitter, packed: Value, bits: int, sizes: Sequence[Any], fields_of: Callable[[Value, Value], Value]
-) -> Value:
+    emit: Emitter,
+    packed: GraphValue,
+    bits: int,
+    sizes: Sequence[Any],
+    fields_of: Callable[[GraphValue, GraphValue], GraphValue],
+) -> GraphValue:
     """The fields of bytes, given what takes them from rows of bytes, and how far they have to be shifted."""
     fields = 8 // bits
     dim = packed_dimension(sizes, fields)
@@ -205,7 +217,7 @@ def packed_nbytes(sizes: Sequence[int], bits: int) -> int:
     return -(-int(product(sizes)) * bits // 8)
 
 
-def _padded(emit: Emitter, codes: Value, fields: int) -> Value:
+def _padded(emit: Emitter, codes: GraphValue, fields: int) -> GraphValue:
     """The codes in one dimension, with zeros behind them up to a multiple of ``fields``."""
     total = product(sizes_of(codes))
     flat = emit(_aten.view.default, codes, [total])
@@ -213,7 +225,7 @@ def _padded(emit: Emitter, codes: Value, fields: int) -> Value:
     return flat if is_multiple(total, fields) else emit(_aten.constant_pad_nd.default, flat, [0, missing], 0)
 
 
-def in_groups(emit: Emitter, x: Value, group_size: int, fill: float) -> Value:
+def in_groups(emit: Emitter, x: GraphValue, group_size: int, fill: float) -> GraphValue:
     """Neighbours in memory as rows [groups, group_size] of a contiguous value; ``fill`` completes the last row."""
     total = product(sizes_of(x))
     flat = emit(_aten.view.default, x, [total])
@@ -222,7 +234,7 @@ def in_groups(emit: Emitter, x: Value, group_size: int, fill: float) -> Value:
     return emit(_aten.view.default, flat, [-(-total // group_size), group_size])
 
 
-def out_of_groups(emit: Emitter, rows: Value, sizes: Sequence[Any]) -> Value:
+def out_of_groups(emit: Emitter, rows: GraphValue, sizes: Sequence[Any]) -> GraphValue:
     """Undoes :func:`in_groups`, given the sizes."""
     groups, group_size = sizes_of(rows)
     total = product(sizes)

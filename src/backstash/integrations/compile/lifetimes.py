@@ -61,7 +61,7 @@ class Estimate:
         return float(over)
 
 
-class Run:
+class PassLifetimes:
     """The lifetimes of one pass.
 
     Args:
@@ -289,7 +289,7 @@ class Lifetimes:
         joint = self.joint
         copies = joint.copied if joint.saves_copies else {}
         inputs: set[int] = set()
-        run = Run(joint, is_repeated=joint.counts_on_it)
+        run = PassLifetimes(joint, is_repeated=joint.counts_on_it)
         ready: set[int] = set()
         again: list[int] = []
         used: dict[int, int] = {}
@@ -350,7 +350,7 @@ class Lifetimes:
         order = sorted({*self._forward, *extra}) if extra else self._forward
         plain = [number for number, held in used.items() if held == joint.nbytes[number]]
         by_kernel = [number for number, held in used.items() if joint.is_on_cpu and held == self._rounded.get(number)]
-        run = Run(joint, [*plain, *(number for number in by_kernel if joint.is_forward[number])])
+        run = PassLifetimes(joint, [*plain, *(number for number in by_kernel if joint.is_forward[number])])
         for number, is_input in enumerate(joint.is_input):
             if is_input:  # the compiler makes the copies at the start
                 run.hold(number, joint.copied.get(number, 0))

@@ -14,7 +14,7 @@ from backstash import policies
 from backstash.arguments import LARGEST
 from backstash.errors import IntegrationError
 from backstash.integrations.compile.bounding import BITS
-from backstash.integrations.compile.budget import parse_budget
+from backstash.integrations.compile.budget import parse_graph_budget
 from backstash.integrations.compile.partitioner import Treatment
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Report
@@ -205,7 +205,9 @@ def _treatment(
     if min_nbytes is None:
         min_nbytes = MIN_NBYTES if found.min_nbytes is None else found.min_nbytes
     if budget is not None:
-        nbytes = parse_budget(budget, 1 << 40)  # what means nothing is an error now, and not when a graph is compiled
+        nbytes = parse_graph_budget(
+            budget, 1 << 40
+        )  # what means nothing is an error now, and not when a graph is compiled
         budget = budget if isinstance(budget, str) and "%" in budget else nbytes
     return Treatment(found, min_nbytes, budget, fuses, bounded_bits)
 

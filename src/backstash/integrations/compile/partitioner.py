@@ -19,8 +19,8 @@ from backstash.integrations.compile.account import GraphAccount, report_of
 from backstash.integrations.compile.announce import accounts_since, emit_account, rows_of, runs
 from backstash.integrations.compile.bounding import Bounding
 from backstash.integrations.compile.bounds import loop_of, moves_bounds
-from backstash.integrations.compile.budget import Chosen, Partition, Plan, cheapest, held_nbytes, is_exact
-from backstash.integrations.compile.choose import Choice, choose
+from backstash.integrations.compile.budget import Chosen, GraphPlan, Partition, cheapest, choice_nbytes, is_exact_choice
+from backstash.integrations.compile.choose import FormChoice, choose_forms
 from backstash.integrations.compile.convolutions import copy_saved_inputs, keep_formats
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.graph_offload import HOST, Offloaded
@@ -90,9 +90,9 @@ class Treatment:
         """A joint graph's forward and backward graph. Takes and returns what AOTAutograd's partitioners do."""
 
         def partition(
-            settings: dict[str, Any], choose: SavedValues | None = None
+            settings: dict[str, Any], choose_forms: SavedValues | None = None
         ) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-            return *min_cut_partition(choose, **settings)(joint, inputs, **keywords), keywords["num_fwd_outputs"]
+            return *min_cut_partition(choose_forms, **settings)(joint, inputs, **keywords), keywords["num_fwd_outputs"]
 
         name, note = f"graph {len(self.graphs)}", ""
         if self.budget is None:
@@ -110,9 +110,9 @@ class Treatment:
         log.info("%s", self.graphs[-1])
         return chosen.split.forward, chosen.split.backward
 
-    def _with_substitutes(self, partition: Partition, split: Split, plan: Plan) -> tuple[Split, Plan]:
+    def _with_substitutes(self, partition: Partition, split: Split, plan: GraphPlan) -> tuple[Split, GraphPlan]:
         """Saves other values where the policy cannot round what torch saves, if that takes fewer bytes."""
-        if not asks_what_to_save() or all(is_exact(choice) for _, choice in plan):
+        if not asks_what_to_save() or all(is_exact_choice(choice) for _, choice in plan):
             return split, plan
         kept = [value for value, choice in plan if choice.is_kept and choice.saved is not None]
         names = substitutes(split, kept, gradient_nodes(split.backward.graph))
@@ -125,16 +125,16 @@ class Treatment:
 
         other = Split(*partition({}, swap))
         others = self.plan(other)
-        before, after = (sum(held_nbytes(*item) for item in each) for each in (plan, others))
+        before, after = (sum(choice_nbytes(*item) for item in each) for each in (plan, others))
         return (other, others) if after < before else (split, plan)
 
-    def plan(self, split: Split) -> list[tuple[SavedValue, Choice]]:
+    def plan(self, split: Split) -> list[tuple[SavedValue, FormChoice]]:
         """The form of each value that is saved."""
         gradients = gradient_nodes(split.backward.graph)
         bounding = Bounding(self.policy, self.loop.name, _name(split), self.bounded_bits, split)
         plan, taken = [], set[fx.Node]()
         for value, key in zip(split.values(), self._keys(split), strict=True):
-            choice = choose(value, key, self.policy, self.min_nbytes, gradients, bounding)
+            choice = choose_forms(value, key, self.policy, self.min_nbytes, gradients, bounding)
             # The outcome of a comparison that two values lead to is stored once.
             choice = replace(choice, tests=tuple(node for node in choice.tests if node not in taken))
             taken |= set(choice.tests)
@@ -184,10 +184,10 @@ class Treatment:
             module.recompile()
         return account
 
-    def _may_change_loops(self, plan: Plan) -> bool:
+    def _may_change_loops(self, plan: GraphPlan) -> bool:
         """Whether exact forms may change loops, and so bits. Where values are rounded gradients differ anyway."""
         treats = any(not choice.is_kept for _, choice in plan)
-        return self.fuses and (treats or self.budget is not None) and all(is_exact(choice) for _, choice in plan)
+        return self.fuses and (treats or self.budget is not None) and all(is_exact_choice(choice) for _, choice in plan)
 
     def _keys(self, split: Split) -> list[str]:
         counts, keys = Counter[str](), []
@@ -197,7 +197,7 @@ class Treatment:
             counts[key] += 1
         return keys
 
-    def _row(self, key: str, value: SavedValue, choice: Choice, planes: list[fx.Node] | None) -> Entry:
+    def _row(self, key: str, value: SavedValue, choice: FormChoice, planes: list[fx.Node] | None) -> Entry:
         spec = value.spec()
         need = "VALUE" if choice.saved is None else choice.saved.need.name
         others = [member.node.name for member in value.members[1:]]

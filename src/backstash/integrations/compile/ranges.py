@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from backstash.integrations.compile.reading import arguments_of, is_view, name_of
+from backstash.integrations.compile.reading import arguments_of, is_view, operator_name
 
 _PASS = frozenset({"aten::clone", "aten::_to_copy", "prims::convert_element_type", "aten::detach", "aten::index"})
 """Operators whose result holds integers of their first argument only, in another place, type or number."""
@@ -23,13 +23,13 @@ def limit_of(node: fx.Node) -> int | None:
         return 2
     if node.op != "call_function":
         return None
-    if is_view(node) or name_of(node) in _PASS:
+    if is_view(node) or operator_name(node) in _PASS:
         source = node.args[0]
         return limit_of(source) if isinstance(source, fx.Node) else None
     index, call = (node.args[1], node.args[0]) if node.target is operator.getitem else (0, node)
     if not isinstance(call, fx.Node) or call.op != "call_function":
         return None
-    return _limit(name_of(call), int(index), call, arguments_of(call))  # type: ignore[arg-type]
+    return _limit(operator_name(call), int(index), call, arguments_of(call))  # type: ignore[arg-type]
 
 
 def _limit(name: str, index: int, call: fx.Node, named: dict[str, Any]) -> int | None:

@@ -151,10 +151,10 @@ class Reader:
     @property
     def op(self) -> str:
         """The operator's name without its namespace."""
-        return name_of(self.node).removeprefix("aten::")
+        return operator_name(self.node).removeprefix("aten::")
 
 
-def name_of(node: fx.Node) -> str:
+def operator_name(node: fx.Node) -> str:
     """``aten::mm`` for a call of that operator; the function's name for other calls."""
     schema = getattr(node.target, "_schema", None)
     return str(schema.name) if schema is not None else getattr(node.target, "__name__", str(node.target))
@@ -163,12 +163,12 @@ def name_of(node: fx.Node) -> str:
 def is_elementwise(node: fx.Node) -> bool:
     """Whether each element of the result is computed from the arguments' elements at the same place."""
     made = {"prims::convert_element_type", "aten::full", "aten::scalar_tensor", "prims::iota"} | RANDOM
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in made
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or operator_name(node) in made
 
 
 def reads_fused(node: fx.Node) -> bool:
     """Whether a compiler that fuses computes what the operator reads where it reads it."""
-    return is_elementwise(node) or name_of(node) in _REDUCTIONS or name_of(node) in MOVES
+    return is_elementwise(node) or operator_name(node) in _REDUCTIONS or operator_name(node) in MOVES
 
 
 def is_view(node: fx.Node) -> bool:
@@ -235,7 +235,7 @@ def readers(value: fx.Node) -> Iterator[Reader]:
 
 
 def _read(node: fx.Node, through: fx.Node, argument: str, named: dict[str, Any]) -> Reader:
-    entry = name_of(node), argument
+    entry = operator_name(node), argument
     if entry in SHAPES:
         return Reader(node, through, argument, Need.SHAPE)
     dtype = through.meta["val"].dtype

@@ -13,8 +13,8 @@ from torch import fx
 
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.emit import GraphEmitter
-from backstash.integrations.compile.reading import RANDOM, is_elementwise, is_view, name_of, reads_fused
-from backstash.integrations.compile.values import is_tensor, spec_of
+from backstash.integrations.compile.reading import RANDOM, is_elementwise, is_view, operator_name, reads_fused
+from backstash.integrations.compile.values import is_tensor_node, spec_of
 
 LEAST_NBYTES = 64 << 10
 """Smaller values are held."""
@@ -31,7 +31,7 @@ _MOST_NODES = 16
 
 def is_light(node: fx.Node) -> bool:
     """Whether an operator is computed as fast as its result is read."""
-    return is_elementwise(node) and is_tensor(node) and name_of(node) not in _SLOW | RANDOM
+    return is_elementwise(node) and is_tensor_node(node) and operator_name(node) not in _SLOW | RANDOM
 
 
 def repeat_for_readers(graph: fx.Graph, min_nbytes: int = LEAST_NBYTES) -> int:
@@ -90,4 +90,4 @@ def _compute_before(reader: fx.Node, node: fx.Node, chain: dict[fx.Node, None]) 
 
 
 def _nbytes(node: fx.Node) -> int:
-    return spec_of(node.meta["val"]).nbytes if is_tensor(node) else 0
+    return spec_of(node.meta["val"]).nbytes if is_tensor_node(node) else 0

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.bounds import emit_gradients
-from backstash.integrations.compile.choose import Choice
-from backstash.integrations.compile.emit import GraphEmitter, Value
+from backstash.integrations.compile.choose import FormChoice
+from backstash.integrations.compile.emit import GraphEmitter, GraphValue
 from backstash.integrations.compile.graph_bounded import GraphSzp
 from backstash.integrations.compile.graph_codecs import Bits
 from backstash.integrations.compile.graph_kernels import decode_by_kernel, encode_by_kernel
@@ -27,7 +27,7 @@ from backstash.integrations.compile.layout import (
     like_original,
     memory_order,
 )
-from backstash.integrations.compile.reading import is_view, name_of, reads_fused
+from backstash.integrations.compile.reading import is_view, operator_name, reads_fused
 from backstash.integrations.compile.values import Member, SavedValue, Split, after_last_use, hint
 
 _aten = torch.ops.aten
@@ -36,7 +36,7 @@ UNCHECKED = "saved_tensor_with_no_vc_check"
 
 
 def rewrite(
-    split: Split, value: SavedValue, choice: Choice, fuses: bool = False, is_apart: bool = False
+    split: Split, value: SavedValue, choice: FormChoice, fuses: bool = False, is_apart: bool = False
 ) -> list[fx.Node]:
     """Carries a choice out on both graphs.
 
@@ -85,13 +85,13 @@ def _nbytes(x: torch.Tensor) -> int:
 
 
 def _encode(
-    split: Split, value: SavedValue, choice: Choice, fuses: bool
+    split: Split, value: SavedValue, choice: FormChoice, fuses: bool
 ) -> tuple[list[fx.Node], list[tuple[fx.Node, fx.Node]]]:
     """The planes in the forward graph, and for each comparison of the backward graph the plane of its outcome."""
     base, graph = value.base, split.forward.graph
     inputs = {twin for node in choice.tests for twin in _inputs(split, node)}
     emit = GraphEmitter(graph, after_last_use(value, inputs), value.fake_mode, fuses=fuses)
-    ordered: Value = None
+    ordered: GraphValue = None
     planes: list[fx.Node] = []
     if choice.codec is not None:
         ordered = in_memory_order(emit, base)
@@ -182,7 +182,7 @@ def _replace_inputs(split: Split, members: Sequence[Member], planes: Sequence[fx
 def _decode(
     split: Split,
     value: SavedValue,
-    choice: Choice,
+    choice: FormChoice,
     planes: Sequence[fx.Node],
     tests: Sequence[tuple[fx.Node, fx.Node]],
     fuses: bool,
@@ -217,7 +217,7 @@ def _decode(
         emit = GraphEmitter(graph, first, fake_mode, meta, fuses)
         like, ordered = value.tensor.permute(order), None
         if first in calls or is_image:
-            channels_last = is_image or (may_be_image and name_of(first) == "aten::convolution_backward")
+            channels_last = is_image or (may_be_image and operator_name(first) == "aten::convolution_backward")
             ordered = decode_by_kernel(emit, choice.codec, planes, like, channels_last)
         if ordered is None:
             ordered = choice.codec.decode(emit, planes, like)
@@ -228,7 +228,7 @@ def _decode(
                 split.twins[view] = member.node
 
 
-def _show_gradients(split: Split, value: SavedValue, choice: Choice) -> None:
+def _show_gradients(split: Split, value: SavedValue, choice: FormChoice) -> None:
     """Behind each layer whose gradients the policy is shown, a call that shows them."""
     if not choice.layers:
         return
@@ -249,7 +249,7 @@ def _erase(node: fx.Node) -> None:
             _erase(argument)
 
 
-def _view(emit: GraphEmitter, ordered: Value, view: torch.Tensor, whole: torch.Tensor) -> Value:
+def _view(emit: GraphEmitter, ordered: GraphValue, view: torch.Tensor, whole: torch.Tensor) -> GraphValue:
     """A member: the decoded value with the member's sizes, strides and offset."""
     covers = hint(view.storage_offset()) == 0 and _nbytes(view) == _nbytes(whole)
     if covers and memory_order(view) is not None:

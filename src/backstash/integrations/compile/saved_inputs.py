@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from backstash.integrations.compile.emit import GraphEmitter
-from backstash.integrations.compile.reading import name_of, written_inputs
+from backstash.integrations.compile.reading import operator_name, written_inputs
 from backstash.integrations.compile.rewrite import UNCHECKED
-from backstash.integrations.compile.values import Split, is_tensor
+from backstash.integrations.compile.values import Split, is_tensor_node
 from backstash.torch_internals import hide_from_dynamo, lays_out_images, view_with_version
 
 _LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
@@ -32,11 +32,11 @@ def copied_inputs(graph: fx.Graph) -> set[fx.Node]:
     if not lays_out_images(graph):
         return found
     written = written_inputs(graph)
-    waiting = [node for node in graph.nodes if name_of(node) == "aten::convolution"]
+    waiting = [node for node in graph.nodes if operator_name(node) == "aten::convolution"]
     seen = set(waiting)
     while waiting:
         for node in waiting.pop().all_input_nodes:
-            if node in seen or name_of(node) == "aten::bmm":
+            if node in seen or operator_name(node) == "aten::bmm":
                 continue
             seen.add(node)
             waiting.append(node)
@@ -85,7 +85,7 @@ def _read_as_matrix(split: Split, placeholder: fx.Node, matrix: fx.Node) -> fx.N
 
 
 def _is_copied(node: fx.Node) -> bool:
-    if not is_tensor(node):
+    if not is_tensor_node(node):
         return False
     value = node.meta["val"]
     has_numbers = all(isinstance(size, int) for size in value.shape)

@@ -28,16 +28,16 @@ looked at last. To look at each again before every move would take several times
 An exact search has fewer moves, and waits for the best."""
 
 
-class Form(Enum):
+class Fate(Enum):
     """What becomes of a value."""
 
     AGAIN, ROUNDED, SAVED = range(3)
 
-    def __lt__(self, other: Form) -> bool:
+    def __lt__(self, other: Fate) -> bool:
         return bool(self.value < other.value)
 
 
-Move = tuple[int, Form]
+Move = tuple[int, Fate]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Options:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search has found.
 
     Attributes:
@@ -76,7 +76,7 @@ class Found:
     estimate: Estimate
 
 
-class Search:
+class GraphSearch:
     """A search for the cheapest way to stay below a budget.
 
     Args:
@@ -98,14 +98,14 @@ class Search:
         rounded = {number for number in start if number in options.rounded} if is_rounded else set[int]()
         rounded.difference_update(options.fixed)
         saved |= {number: options.rounded[number] for number in rounded}
-        self._current = Found(saved, rounded, self._lifetimes.estimate(saved))
+        self._current = SearchResult(saved, rounded, self._lifetimes.estimate(saved))
         self._start = frozenset(start)
         self._always = self._current.estimate.again
         self._reachable = self._found_again()
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """The values to save: below the budget if that was found, else with the lowest peak that was found."""
-        done: list[Move] = [(number, Form.ROUNDED) for number in self._current.rounded]
+        done: list[Move] = [(number, Fate.ROUNDED) for number in self._current.rounded]
         best, count = self._current, len(done)
         while self._current.estimate.peak > self._budget:
             before = len(done)
@@ -143,32 +143,32 @@ class Search:
             if held < least or number in self._options.fixed:
                 continue
             if number not in self._current.saved:
-                yield number, Form.SAVED
+                yield number, Fate.SAVED
             elif number in self._reachable:
-                yield number, Form.AGAIN
+                yield number, Fate.AGAIN
             if number in self._options.rounded and number not in self._current.rounded:
-                yield number, Form.ROUNDED
+                yield number, Fate.ROUNDED
 
-    def _after(self, move: Move) -> Found | None:
+    def _after(self, move: Move) -> SearchResult | None:
         """What a move leads to; None if it cannot be made any more."""
         number, form = move
         saved, rounded = dict(self._current.saved), set(self._current.rounded)
-        if form is Form.ROUNDED:
+        if form is Fate.ROUNDED:
             if number in rounded:
                 return None
             saved[number] = self._options.rounded[number]
             rounded.add(number)
-        elif (number in saved) == (form is Form.SAVED):
+        elif (number in saved) == (form is Fate.SAVED):
             return None
-        elif form is Form.SAVED:
+        elif form is Fate.SAVED:
             saved[number] = self._options.held[number]
         else:
             del saved[number]
             rounded.discard(number)
         return self._of(saved, rounded)
 
-    def _of(self, saved: dict[int, int], rounded: set[int]) -> Found | None:
-        found = Found(saved, rounded, self._lifetimes.estimate(saved))
+    def _of(self, saved: dict[int, int], rounded: set[int]) -> SearchResult | None:
+        found = SearchResult(saved, rounded, self._lifetimes.estimate(saved))
         # A value that is computed from a rounded one would have an error that nobody has looked at.
         again = found.estimate.again
         if rounded and self._sources(found.estimate, again - self._always) & rounded:
@@ -192,15 +192,15 @@ class Search:
                     waiting.append(read)
         return found
 
-    def _score(self, found: Found) -> float:
+    def _score(self, found: SearchResult) -> float:
         before, after = self._current.estimate, found.estimate
         gained = before.above(self._budget) - after.above(self._budget)
         return gained / max(after.seconds - before.seconds, _FREE_SECONDS)
 
-    def _without_useless(self, done: list[Move]) -> Found:
+    def _without_useless(self, done: list[Move]) -> SearchResult:
         """Takes moves back that are not needed to stay as low."""
         limit = max(self._budget, self._current.estimate.peak)
-        changed = {number for number, form in done if form is not Form.SAVED}
+        changed = {number for number, form in done if form is not Fate.SAVED}
         for number in sorted(changed, key=lambda number: -self._joint.seconds[number]):
             saved, rounded = dict(self._current.saved), set(self._current.rounded)
             saved[number] = self._options.held[number]

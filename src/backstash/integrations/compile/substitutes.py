@@ -15,7 +15,7 @@ from torch import fx
 
 from backstash.integrations.compile.effect import effect_of
 from backstash.integrations.compile.reading import is_elementwise, is_view, readers
-from backstash.integrations.compile.values import SavedValue, Split, is_tensor, spec_of
+from backstash.integrations.compile.values import SavedValue, Split, is_tensor_node, spec_of
 from backstash.saved import Effect, Need
 
 _ORDER = [Effect.LINEAR, Effect.NORMALISED, Effect.SENSITIVE]
@@ -71,7 +71,7 @@ def _computed_from(value: fx.Node, gradients: set[fx.Node]) -> list[fx.Node] | N
 
 def _effect(split: Split, value: SavedValue, node: fx.Node, gradients: set[fx.Node]) -> Effect:
     """The worst effect of an error in a node that is saved instead; UNKNOWN if it cannot be."""
-    if is_view(node) or not is_tensor(node) or not _is_cheap(split, node):
+    if is_view(node) or not is_tensor_node(node) or not _is_cheap(split, node):
         return Effect.UNKNOWN
     if spec_of(node.meta["val"]).nbytes > value.spec().nbytes:
         return Effect.UNKNOWN

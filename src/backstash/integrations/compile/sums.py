@@ -22,8 +22,8 @@ from torch import Tensor, fx
 from backstash.integrations.compile.effect import gradient_nodes
 from backstash.integrations.compile.emit import GraphEmitter
 from backstash.integrations.compile.layout import have_same_sizes, memory_order
-from backstash.integrations.compile.reading import is_elementwise, is_view, name_of
-from backstash.integrations.compile.values import is_tensor, spec_of
+from backstash.integrations.compile.reading import is_elementwise, is_view, operator_name
+from backstash.integrations.compile.values import is_tensor_node, spec_of
 from backstash.torch_internals import adds_products_by_library, hide_from_dynamo, inductor_lowerings
 
 _LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
@@ -36,12 +36,12 @@ _LEAST_NBYTES = 64 << 10
 
 def added_product(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The product and the other summand, if Inductor makes one call of a library of the product and this addition."""
-    if name_of(node) != "aten::add" or len(node.args) != 2 or node.kwargs:
+    if operator_name(node) != "aten::add" or len(node.args) != 2 or node.kwargs:
         return None
     for other, product in (node.args, node.args[::-1]):  # of two products Inductor adds the second to the first
-        if not is_tensor(other) or not isinstance(product, fx.Node) or not isinstance(other, fx.Node):
+        if not is_tensor_node(other) or not isinstance(product, fx.Node) or not isinstance(other, fx.Node):
             continue
-        if name_of(product) != "aten::mm" or len(product.users) != 1:
+        if operator_name(product) != "aten::mm" or len(product.users) != 1:
             continue
         value, found = other.meta["val"], product.meta["val"]
         is_fused = value.device.type == "cpu" or any(user.op == "output" for user in node.users)
@@ -61,7 +61,7 @@ def reused_summand(node: fx.Node, min_nbytes: int = _LEAST_NBYTES) -> fx.Node | 
     _, other = found
     is_own = other.op == "call_function" and not is_view(other) and len(other.users) == 1
     # A constant has no memory of its own: whoever reads it fills it in.
-    if not is_own or name_of(other) == "aten::full" or spec_of(node.meta["val"]).nbytes < min_nbytes:
+    if not is_own or operator_name(other) == "aten::full" or spec_of(node.meta["val"]).nbytes < min_nbytes:
         return None
     rows = (0, 1)
     return other if memory_order(other.meta["val"]) == memory_order(node.meta["val"]) == rows else None
@@ -116,7 +116,7 @@ def stored_sums(graph: fx.Graph) -> list[fx.Node]:
     gradients = gradient_nodes(graph)
     found = []
     for node in graph.nodes:
-        if node not in gradients or len(node.users) < 2 or not is_tensor(node) or not is_elementwise(node):
+        if node not in gradients or len(node.users) < 2 or not is_tensor_node(node) or not is_elementwise(node):
             continue
         spec = spec_of(node.meta["val"])
         # What is stored in half precision is rounded, which a fused sum is not: the bits would be others.
@@ -130,9 +130,9 @@ def _adds(node: fx.Node, gradients: set[fx.Node]) -> bool:
     waiting = [node]
     while waiting:
         node = waiting.pop()
-        among = [each for each in node.all_input_nodes if each in gradients and is_tensor(each)]
+        among = [each for each in node.all_input_nodes if each in gradients and is_tensor_node(each)]
         among = [each for each in among if have_same_sizes(each.meta["val"].shape, sizes)]
-        if name_of(node) == "aten::add" and len(among) == 2:
+        if operator_name(node) == "aten::add" and len(among) == 2:
             return True
         waiting += [each for each in among if len(each.users) == 1 and is_elementwise(each)]
     return False

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from backstash.integrations.compile.layout import memory_order
-from backstash.integrations.compile.reading import SUMS, Reader, is_elementwise, is_view, name_of, readers
+from backstash.integrations.compile.reading import SUMS, Reader, is_elementwise, is_view, operator_name, readers
 from backstash.saved import TensorSpec
 
 
@@ -70,8 +70,8 @@ class SavedValue:
     def op(self) -> str:
         """The operator that computes the value."""
         node = self.base
-        source = node.args[0] if name_of(node) == "getitem" else node
-        return name_of(source if isinstance(source, fx.Node) else node).split("::")[-1]
+        source = node.args[0] if operator_name(node) == "getitem" else node
+        return operator_name(source if isinstance(source, fx.Node) else node).split("::")[-1]
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Split:
         The order of additions is that of the loop, and a compiler chooses a loop by all that it computes there.
         """
         for node in self.backward.graph.nodes:
-            if name_of(node) in SUMS:
+            if operator_name(node) in SUMS:
                 added = node.args[0]
                 while is_view(added):
                     added = added.args[0]
@@ -128,10 +128,10 @@ class Split:
         """What is computed in the forward graph and saved, in the order of saving. Inputs that are saved are not."""
         placeholders = {node.name: node for node in self.backward.graph.find_nodes(op="placeholder")}
         bases = _bases(self.forward.graph)
-        held = {storage_of(node) for node in self.results[: self.outputs] if is_tensor(node)}
+        held = {storage_of(node) for node in self.results[: self.outputs] if is_tensor_node(node)}
         found: dict[int, SavedValue] = {}
         for node in self.results[self.outputs :]:
-            if not is_tensor(node) or node.name not in placeholders:
+            if not is_tensor_node(node) or node.name not in placeholders:
                 continue
             storage = storage_of(node)
             base = bases.get(storage, node)
@@ -202,12 +202,12 @@ def _bases(forward: fx.Graph) -> dict[int, fx.Node]:
     """For each memory the first node that has it."""
     found: dict[int, fx.Node] = {}
     for node in forward.nodes:
-        if is_tensor(node):
+        if is_tensor_node(node):
             found.setdefault(storage_of(node), node)
     return found
 
 
-def is_tensor(node: Any) -> bool:
+def is_tensor_node(node: Any) -> bool:
     """Whether a node's value is a tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
@@ -227,12 +227,14 @@ def after_last_use(value: SavedValue, inputs: Collection[fx.Node]) -> fx.Node:
     Nothing but the graph's results reads the value's memory after it, and all of ``inputs`` are computed before it.
     """
     storage = storage_of(value.base)
-    aliases = dict.fromkeys([value.base, *(node for node in inputs if is_tensor(node) and storage_of(node) == storage)])
+    aliases = dict.fromkeys(
+        [value.base, *(node for node in inputs if is_tensor_node(node) and storage_of(node) == storage)]
+    )
     waiting, readers = list(aliases), {value.base, *inputs}
     for alias in waiting:  # grows on the way
         readers.update(alias.users)
         for user in alias.users:
-            if user not in aliases and is_tensor(user) and storage_of(user) == storage:
+            if user not in aliases and is_tensor_node(user) and storage_of(user) == storage:
                 aliases[user] = None
                 waiting.append(user)
     last = next(node for node in reversed(value.base.graph.nodes) if node.op != "output" and node in readers)

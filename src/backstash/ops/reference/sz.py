@@ -25,7 +25,7 @@ from backstash.ops.sz import (
     WIDTH_SHIFT,
     WINDOW,
     chunks,
-    fits,
+    fits_in_table,
     starts,
 )
 from backstash.ops.table import ON_DEVICES, dynamic_size, kernel
@@ -378,7 +378,7 @@ def sz_decode(
 
 
 def _fits(table: Tensor, base: int, low: int) -> bool:
-    if not fits(table.numel(), low) or bool((table < 0).any()):
+    if not fits_in_table(table.numel(), low) or bool((table < 0).any()):
         return False
     frequencies, _, widths, starts = _symbols(table, base)
     in_window = base >= -WINDOW // 2 and int(starts[-1] + (1 << widths[-1])) <= WINDOW // 2

@@ -199,7 +199,7 @@ def sz_decode_flagged(
         )
     n, chunk = out.numel(), blocks[3]
     chunks, pieces = _pieces(n, chunk)
-    sized = sz.fits(table.numel(), low) and index.numel() == 1 + 4 * chunks
+    sized = sz.fits_in_table(table.numel(), low) and index.numel() == 1 + 4 * chunks
     if not sized or (chunks == 0 and stream.numel() + places.numel() + values.numel() > 0):
         raise DamagedPlanesError(sz_damage())
     slots = out.new_empty(1 << sz.PRECISION, dtype=torch.int64)

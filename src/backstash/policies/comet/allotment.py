@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class CollectedValue:
     """A value as the last collection saw it.
 
     Attributes:
@@ -47,15 +47,15 @@ class Allotment:
     within: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
-def allot(values: Mapping[str, Value]) -> Allotment:
+def allot(values: Mapping[str, CollectedValue]) -> Allotment:
     """Decides for one value after the other whether remaking it takes fewer bytes than storing it.
 
     Args:
         values: by key. A value comes after the values that it could be remade from.
 
     Example:
-        >>> norm = Value(1000, 1.0, 1.0, bound=0.1)
-        >>> convolution = Value(1000, 0.5, 1.0, bound=0.1, gains={"norm": 2.0})
+        >>> norm = CollectedValue(1000, 1.0, 1.0, bound=0.1)
+        >>> convolution = CollectedValue(1000, 0.5, 1.0, bound=0.1, gains={"norm": 2.0})
         >>> allot({"norm": norm, "convolution": convolution})
         Allotment(bounds={'norm': 0.05}, within={'convolution': frozenset({'norm'})})
     """

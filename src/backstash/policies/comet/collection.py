@@ -15,7 +15,7 @@ from backstash.torch_internals import no_torch_function
 
 
 @dataclass(slots=True)
-class Reading:
+class LayerReading:
     """The numbers of a layer in a collecting step. If a module runs twice they add up, as its weight gradients do.
 
     Attributes:
@@ -56,7 +56,7 @@ def smaller(known: Tensor | float, found: Tensor) -> Tensor:
 
 
 def collector(
-    reading: Reading, layer: Linear, sigma: float, place: int, exact: Tensor | None
+    reading: LayerReading, layer: Linear, sigma: float, place: int, exact: Tensor | None
 ) -> Callable[[Any, Any], None]:
     """Returns a hook for the layer's autograd node, which adds the node's gradients to the reading when it has run.
 

@@ -17,9 +17,9 @@ from backstash.codecs.numbers import Scalars
 from backstash.codecs.sz import KeptModel
 from backstash.errors import UnknownNameError
 from backstash.policies.base import Action, Outcome, Policy, Recompute, Sources, Stash
-from backstash.policies.comet.allotment import Allotment, Value, allot
+from backstash.policies.comet.allotment import Allotment, CollectedValue, allot
 from backstash.policies.comet.bound import bound_of
-from backstash.policies.comet.collection import Reading, collector
+from backstash.policies.comet.collection import LayerReading, collector
 from backstash.policies.comet.layers import (
     LAYERS,
     WEIGHTS,
@@ -71,7 +71,7 @@ class _Traced(NamedTuple):
 
     Attributes:
         readers: keys of its readers.
-        numel, share, spread: as in Value.
+        numel, share, spread: as in CollectedValue.
         gains: for each value that it could be remade from, by key, the gain, and the counts of :func:`overlapping`.
     """
 
@@ -83,7 +83,7 @@ class _Traced(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The numbers of a Reading, with which a layer's bound is computed.
+    """The numbers of a LayerReading, with which a layer's bound is computed.
 
     Attributes:
         norm: root mean square of the norms of the output's gradient, over the channels.
@@ -119,7 +119,7 @@ class _Collected(NamedTuple):
     values: dict[str, Any]
     applied: list[tuple[str, float | None]]
 
-    def values_on_host(self) -> dict[str, tuple[tuple[str, ...], Value]]:
+    def values_on_host(self) -> dict[str, tuple[tuple[str, ...], CollectedValue]]:
         """Returns of each value, by its key, the keys of its readers, and the value without a bound."""
         get = self.scalars.get
 
@@ -130,12 +130,14 @@ class _Collected(NamedTuple):
         return {
             key: (
                 readers,
-                Value(numel, get(share), get(spread), None, {source: gain_of(*each) for source, each in gains.items()}),
+                CollectedValue(
+                    numel, get(share), get(spread), None, {source: gain_of(*each) for source, each in gains.items()}
+                ),
             )
             for key, (readers, numel, share, spread, gains) in self.values.items()
         }
 
-    def errors(self, values: Mapping[str, tuple[tuple[str, ...], Value]]) -> dict[str, float]:
+    def errors(self, values: Mapping[str, tuple[tuple[str, ...], CollectedValue]]) -> dict[str, float]:
         """Returns the bound within which the input of each layer was stored or remade, by the key of the input."""
         bounds: dict[str, float] = {}
         found: dict[str, float] = {}
@@ -248,7 +250,7 @@ class Comet(Policy):
         # Of the collecting step: values by their keys; the bounds of their errors, None where others' bounds decide.
         self._traced: dict[str, _Traced] = {}
         self._applied: list[tuple[str, float | None]] = []
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, LayerReading] = {}
         self._collected: _Collected | None = None  # which the next step evaluates
         # Names of several layers, as modules that are called one by one have: no bound is that of all, so none has one.
         self._shared: set[str] = set()
@@ -333,7 +335,7 @@ class Comet(Policy):
         }
         self._traced[saved.key] = _Traced(keys, saved.spec.numel, reading.shares.mean(), reading.spread, gains)
 
-    def _overlapping(self, source: str, reading: Reading) -> tuple[Tensor, Tensor] | None:
+    def _overlapping(self, source: str, reading: LayerReading) -> tuple[Tensor, Tensor] | None:
         """Counts the elements read that can have an error of this source, because both are not zero."""
         keys = self._traced[source].readers if source in self._traced else ()
         return overlapping(self._readings[keys[0]].pattern, reading.pattern) if keys else None
@@ -377,7 +379,7 @@ class Comet(Policy):
         with torch.no_grad():
             layer = layer_of(node, x, saved.key in self._sampled)
             spread = layer.spread(x)
-            reading = self._readings.setdefault(saved.key, Reading(parameter, layer.shares, spread, pattern(x)))
+            reading = self._readings.setdefault(saved.key, LayerReading(parameter, layer.shares, spread, pattern(x)))
             reading.keep_below(_COARSEST * spread)
             exact = x.detach().clone() if saved.key in self._sampled else None
         node.register_hook(collector(reading, layer, self.sigma, WEIGHTS[saved.op], exact))
@@ -424,7 +426,7 @@ class Comet(Policy):
         scalars.send()
         return _Collected(self._step, scalars, is_on_cpu, found, values, self._applied)
 
-    def _numbers(self, reading: Reading) -> tuple[Tensor | float | None, ...]:
+    def _numbers(self, reading: LayerReading) -> tuple[Tensor | float | None, ...]:
         """Returns the numbers of a Finding, wherever they are."""
         assert reading.energy is not None
         return (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backstash.policies.comet.collection import Reading
+from backstash.policies.comet.collection import LayerReading
 from backstash.torch_internals import no_torch_function
 
 _NAMES = ("momentum_buffer", "exp_avg")
@@ -36,7 +36,7 @@ class Momentum:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
-        self._waiting: Mapping[str, Reading] = {}
+        self._waiting: Mapping[str, LayerReading] = {}
         register = _registration(optimizer)
         if register is not None:
             this = weakref.ref(self)
@@ -48,7 +48,7 @@ class Momentum:
 
             weakref.finalize(self, register(before_step).remove)
 
-    def watch(self, readings: Mapping[str, Reading]) -> None:
+    def watch(self, readings: Mapping[str, LayerReading]) -> None:
         """Notes the scales of these readings at the optimizer's next step."""
         self._waiting = readings
 
