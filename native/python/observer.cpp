@@ -9,7 +9,7 @@ namespace backstash {
 namespace {
 
 // What a Watch holds, in the order in which it is given:
-// listener: see observer.Listener.
+// listener: see observer.CallListener.
 // kinds: by function a number, see observer._number_of; the others are rare.
 // rare: what is returned where nothing was done yet, and the method has to do it.
 // random_state: see calls.random_state.

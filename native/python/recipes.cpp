@@ -254,7 +254,7 @@ Found is_proven(PyObject* place, PyObject* recipe, PyObject* strongest, PyObject
     return Found::it;
 }
 
-// See leaves.guard; returns whether that went well.
+// See leaves.guard_leaf; returns whether that went well.
 bool guard(PyObject* value) {
     if (!is_none_at(value, layout::value.guard) || !is_none_at(value, layout::value.form)) return true;
     if (!is_none_at(value, layout::value.recipe)) return true;
