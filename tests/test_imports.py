@@ -375,6 +375,12 @@ def test_names_say_what_is_inside(path: Path) -> None:
     assert not parts & FORBIDDEN_NAMES
 
 
+@pytest.mark.parametrize("path", MODULES, ids=identifier)
+def test_a_module_says_at_once_what_a_reader_finds(path: Path) -> None:
+    first = (ast.get_docstring(parsed(path)) or "").partition("\n")[0]
+    assert first.endswith((".", ":")) and not re.match(r"(What|Which|How|Whether|Who|When|Where|Why|By how)\b", first)
+
+
 def test_every_package_has_an_init() -> None:
     for folder in {path.parent for path in MODULES}:
         assert (folder / "__init__.py").exists(), folder

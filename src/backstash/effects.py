@@ -1,4 +1,4 @@
-"""How an error in a saved value changes the gradients: a table from (autograd node, saved name) to Effect.
+"""The change of the gradients by an error in a saved value: a table from (autograd node, saved name) to Effect.
 
 A policy that rounds values has to know the effect. A weight's gradient is a sum over thousands of rounded numbers,
 whose errors cancel. The backward pass of an attention puts its saved queries and keys through an exponential, where

@@ -1,4 +1,4 @@
-"""How much each backward formula reads of the tensors that it saved: a table from (autograd node, saved name) to Need.
+"""The part of each saved tensor that backward formulas read: a table from (autograd node, saved name) to Need.
 
 The names are torch's own: the node ``MaxPool2DWithIndicesBackward0`` has the op ``MaxPool2DWithIndices``, and its
 ``_saved_result1`` has the role ``result1``. tests/gradients/test_needs.py proves every row: it gives the formula what

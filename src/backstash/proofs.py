@@ -1,4 +1,4 @@
-"""What was found out by comparing bits on first use, kept in one bounded cache for the whole process.
+"""The outcomes of comparing bits on first use, in one bounded cache for the whole process.
 
 Several shortcuts of this package are right only where a library happens to round the same way twice: a recipe that
 computes a value again, a product that is computed in slices, a norm's gradient that is computed row by row. No library

@@ -1,4 +1,4 @@
-"""Whether a gradient may be overwritten: only where nobody but the node that received it holds its memory.
+"""The test that a gradient may be overwritten, because nobody but the node that received it holds its memory.
 
 Note: [exclusive gradients]
     A gradient may be overwritten when only the node that received it holds it. Others that may hold it are the sum that

@@ -1,4 +1,4 @@
-"""Which saved tensors are unpacked as claims, and what their kernels read of the stash."""
+"""The table of saved tensors that are unpacked as claims, and the reading of the stash for their kernels."""
 
 from __future__ import annotations
 

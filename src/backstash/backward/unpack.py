@@ -1,4 +1,4 @@
-"""What backward is given for a packed tensor: the tensor itself, a decoded or remade one, or a claim."""
+"""The tensor that backward is given for a packed one: the tensor itself, a decoded or remade one, or a claim."""
 
 from __future__ import annotations
 

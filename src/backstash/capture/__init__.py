@@ -1,1 +1,1 @@
-"""How a Session learns what the program does: the observer of torch functions, module hooks, names of saved tensors."""
+"""The Session's view of the program: the observer of torch functions, module hooks, names of saved tensors."""

@@ -1,4 +1,4 @@
-"""What torch.compile finds installed while a checkpoint runs its function again.
+"""The state that torch.compile finds installed while a checkpoint runs its function again.
 
 Note: [recomputed alike]
     Dynamo takes a compiled graph again only where it finds the global module hooks and the function modes with which it

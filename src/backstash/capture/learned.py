@@ -1,4 +1,4 @@
-"""What was learned about a model's step outlives the Session that has learned it, so a Session for each step is fine.
+"""Facts about a model's step that outlive the Session that learned them, so a Session for each step is fine.
 
 Note: [sizes that matter]
     Each tensor that a Session looks at costs it some ten microseconds, whatever the tensor's size. So small tensors are

@@ -1,4 +1,4 @@
-"""How a Session comes to know that it was left, also where leaving was interrupted.
+"""The end of a Session, noticed also where leaving was interrupted.
 
 Note: [interrupted leaving]
     Ctrl-C raises between any two calls of Python code, also before the first line of ``__exit__`` has run, and after

@@ -1,4 +1,4 @@
-"""Which module is running, in which Session: two global module hooks, the same ones for all Sessions.
+"""The module that is running, in each Session: two global module hooks, the same ones for all Sessions.
 
 torch.compile looks at the global hooks when it compiles a module, and compiles anew whenever there are others, or the
 same ones under another number. So they are two functions that never change, registered under numbers that never change;

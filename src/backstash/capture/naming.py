@@ -1,4 +1,4 @@
-"""Which autograd node saved a tensor, and under which role: read off the graph behind a function's result."""
+"""The autograd node that saved a tensor, and its role there: read off the graph behind a function's result."""
 
 from __future__ import annotations
 

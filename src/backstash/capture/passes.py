@@ -1,4 +1,4 @@
-"""When a backward pass begins and ends: a wrapper of ``torch.autograd.backward`` and ``grad`` for all who want to know.
+"""The begin and the end of each backward pass: wrappers of ``torch.autograd.backward`` and ``grad`` for all listeners.
 
 ``loss.backward()`` looks ``torch.autograd.backward`` up whenever it is called, so these functions are replaced as long
 as anybody listens. A pass within a pass is none of its own: a checkpoint goes backward within backward, and under a

@@ -1,4 +1,4 @@
-"""What a torch function may do to its arguments' memory: nothing, change it, or hand it on to who changes it unseen."""
+"""The effect of a torch function on its arguments' memory: none, a change, or an alias that may change it unseen."""
 
 from __future__ import annotations
 

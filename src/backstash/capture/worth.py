@@ -1,4 +1,4 @@
-"""Whether what a Session does to a model's steps is worth its time.
+"""The judgement that a Session's work on a model's steps is worth its time.
 
 Note: [Sessions of no use]
     A Session counts what it holds and what plain PyTorch would hold in its place; it has lowered the difference.

@@ -1,4 +1,4 @@
-"""How a command ends: the message and the exit code of each kind of error."""
+"""The message and the exit code of each kind of error that ends a command."""
 
 from __future__ import annotations
 

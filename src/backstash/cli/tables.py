@@ -1,4 +1,4 @@
-"""How ``compare`` and ``choose`` show their progress and their results in a terminal."""
+"""The progress and the results of ``compare`` and ``choose`` in a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a codec is.
+"""The contract of a codec.
 
 A codec turns a tensor into named planes and back. It is a frozen dataclass, so its ``repr`` is the call that makes it,
 and two equal codecs do the same. Any class with the members of :class:`Codec` is a codec; nothing has to be inherited.

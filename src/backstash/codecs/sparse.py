@@ -1,4 +1,4 @@
-"""What codecs of tensors with many zeros have in common, whichever way they note where the other elements are."""
+"""The common part of codecs for tensors with many zeros, which differ in how they note where the others are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the integrations of all frameworks share: which Session, when it is opened, and what is logged of it."""
+"""The common part of all frameworks' integrations: the Session, the moment when it opens, and its log."""
 
 from __future__ import annotations
 

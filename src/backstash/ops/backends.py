@@ -1,4 +1,4 @@
-"""Which implementation serves a kernel on a device: ``reference``, ``native`` (C++ on CPU) or ``triton`` (CUDA).
+"""The choice of a kernel's implementation on a device: ``reference``, ``native`` (C++ on CPU) or ``triton`` (CUDA).
 
 There is one way to call a kernel: ``serving(device_type).name(...)``, which ``torch.ops.backstash.name(...)`` calls
 too. Codecs call the ops, so that torch.compile can trace them. What runs once per saved tensor and in eager mode alone

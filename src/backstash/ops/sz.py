@@ -1,4 +1,4 @@
-"""What all implementations of the sz kernels agree on, and how a tensor's codes are modelled.
+"""The layout that all implementations of the sz kernels share, and the model of a tensor's codes.
 
 A value becomes an integer, a multiple of the step; neighbours' integers are subtracted from it; what is left, its
 *code*, becomes one of these symbols, of which each has a frequency out of 256:

@@ -1,4 +1,4 @@
-"""What a Session has to do for a plan's decisions about values."""
+"""The action that a Session takes for a plan's decision about a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asks a planner for: a budget, and the ways in which values may be held."""
+"""The user's words to a planner: a budget, and the ways in which values may be held."""
 
 from __future__ import annotations
 

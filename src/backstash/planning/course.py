@@ -1,4 +1,4 @@
-"""What is measured of one kind of steps, and when: its profile, and the peak that its plan reaches.
+"""The measurements of one kind of steps in their order: its profile, and the peak that its plan reaches.
 
 1. Of the first kind two steps are kept as they are. What is proven on first use is proven, and it is seen how many
    backward passes make a step (cycles.py).

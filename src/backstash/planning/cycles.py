@@ -1,4 +1,4 @@
-"""How many backward passes make a step: after how many of them a program saves the same values again.
+"""The number of backward passes in a step: how many it takes until a program saves the same values again.
 
 Note: [steps of several passes]
     The critic of an adversarial pair runs in each of a step's passes, and the generator in one of them. So it is not

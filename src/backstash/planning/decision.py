@@ -1,4 +1,4 @@
-"""What a plan does with one value, as data."""
+"""A plan's decision about one value, as data."""
 
 from __future__ import annotations
 

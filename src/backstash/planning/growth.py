@@ -1,4 +1,4 @@
-"""How much larger a batch may become within a budget."""
+"""The largest batch within a budget, as a multiple of the present one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each change of a solution would free and cost, all changes at once: what the fast search chooses from."""
+"""The bytes and seconds of every change of a solution, all at once: the offers that the fast search chooses from."""
 
 from __future__ import annotations
 

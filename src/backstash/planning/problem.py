@@ -1,4 +1,4 @@
-"""What a planner has to know about a training step: a :class:`StepProfile`, as plain data without tensors.
+"""A training step as a planner sees it: a :class:`StepProfile`, plain data without tensors.
 
 A step is a sequence of positions: the functions of the forward pass, then the nodes of the backward pass. What the step
 holds has two parts. The *base* is all that no policy can change: feature maps on their way, gradients, workspaces. The

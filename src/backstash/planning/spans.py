@@ -1,4 +1,4 @@
-"""Which backward passes belong to steps: those of what was computed while a Session was open.
+"""The backward passes that belong to steps: those of results computed while a Session was open.
 
 Autograd numbers the nodes of a thread in the order in which they are made, so that what was made between two moments is
 told by its numbers.

@@ -1,4 +1,4 @@
-"""Which values may be remade instead of kept, when a step holds more than planned, without a higher peak elsewhere.
+"""Values that may be remade in place of kept ones, without a higher peak, when a step holds more than planned.
 
 Note: [spare ways]
     A value that is remade instead of kept frees its bytes in forward, and may cause a peak of its own in backward: what

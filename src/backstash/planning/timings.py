@@ -1,4 +1,4 @@
-"""How long steps under plans take: timed in turns with plain steps, where the profile can still run the step."""
+"""The times of steps under plans, taken in turns with plain steps while the profile can still run the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the policy lossless does with the values of a step, as one of the ways to hold them that are tried in steps."""
+"""The policy lossless as one of the ways to hold a step's values that a budget tries."""
 
 from __future__ import annotations
 

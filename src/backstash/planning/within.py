@@ -1,4 +1,4 @@
-"""What became of a budget, as data and as a line of a report."""
+"""The outcome of a budget, as data and as a line of a report."""
 
 from __future__ import annotations
 

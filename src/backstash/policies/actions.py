@@ -1,4 +1,4 @@
-"""What can be done with a saved tensor: the actions between which a policy chooses, and what became of them."""
+"""The actions between which a policy chooses for a saved tensor, and their outcomes."""
 
 from __future__ import annotations
 

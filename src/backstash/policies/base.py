@@ -1,4 +1,4 @@
-"""Who decides what is done with a saved tensor: the contract of a policy, and policies in front of others."""
+"""The contract of a policy, which decides about saved tensors, and policies in front of others."""
 
 # ruff: noqa: B027  (the empty methods of Policy are defaults that do nothing, not forgotten abstract methods)
 

@@ -1,4 +1,4 @@
-"""Which kernels and measurements work on this machine: the findings of ``backstash doctor``."""
+"""The kernels and measurements that work on this machine: the findings of ``backstash doctor``."""
 
 from __future__ import annotations
 

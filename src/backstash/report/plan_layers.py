@@ -1,4 +1,4 @@
-"""What a step holds at each position under a plan: the parts of the sum that the peak model computes.
+"""The bytes that a step holds at each position under a plan, in the parts that the peak model adds up.
 
 The rules are those of planning/peak.py, which gives the sum alone, as fast as a solver needs it. Tests compare the two.
 """

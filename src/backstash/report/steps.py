@@ -1,4 +1,4 @@
-"""Where one step of a training loop ends, and the next one begins, in a loop that nobody has written for us.
+"""The boundary between two steps of a training loop, in a loop that nobody has written for us.
 
 A step ends with the last optimizer step before the next training forward pass. So a loop that accumulates gradients, or
 whose optimizers step one after the other, or within the backward pass, has one step where its author sees one. If

@@ -1,4 +1,4 @@
-"""What the Python code of a step can reach and change, noted so that it can be put back.
+"""The state that the Python code of a step can reach and change, noted so that it can be put back.
 
 Note: [what a step reaches]
     A step is a function: it changes what its code can name. That is followed here: cells of closures, globals that the

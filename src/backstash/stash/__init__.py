@@ -1,1 +1,1 @@
-"""What is saved and what became of it: values, their contents and recipes, how they are remade and decoded."""
+"""Everything between pack and unpack: values, their contents and recipes, how they are encoded, remade and decoded."""

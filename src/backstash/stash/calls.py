@@ -1,4 +1,4 @@
-"""How a value was made: the calls of functions that the forward pass has made.
+"""The calls of functions by which the forward pass has made a value.
 
 While the forward pass runs, every call of a function that can be repeated (producers.py) is noted: the function, its
 arguments, and the *contents* of the storages that it read. A content is what a storage holds at one version; an

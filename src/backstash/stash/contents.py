@@ -1,4 +1,4 @@
-"""What the storages of a step hold, and the calls that made it."""
+"""The contents of a step's storages, and the calls that made them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a value that is not held dense becomes a tensor again: decoded, or remade by its recipe."""
+"""The way back of a value that is not held dense: decoded, or remade by its recipe."""
 
 from __future__ import annotations
 

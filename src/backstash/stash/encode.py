@@ -1,4 +1,4 @@
-"""What is done with a value that only autograd holds: keep it, encode it, or forget it and make it again."""
+"""The fate of a value that only autograd holds: kept, encoded, or forgotten and made again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By how much a recipe multiplies the errors of the values that it begins from."""
+"""The factors by which a recipe multiplies the errors of the values that it begins from."""
 
 from __future__ import annotations
 

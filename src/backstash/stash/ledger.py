@@ -1,4 +1,4 @@
-"""What a report says of a Session: what was saved, what became of it, what it cost. Plain data; holds no tensor."""
+"""A report as plain data: the saved tensors of a Session, what became of them, what it cost. Holds no tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is alive now, in bytes and in saved tensors."""
+"""The bytes and the saved tensors that are alive now."""
 
 from __future__ import annotations
 

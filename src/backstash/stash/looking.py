@@ -1,4 +1,4 @@
-"""Which codec takes a value on an accelerator, found out without a wait of the host in most steps.
+"""The choice of a codec for a value on an accelerator, without a wait of the host in most steps.
 
 Note: [looks without waiting]
     Codecs look at some numbers of a value before they encode it. To see numbers of an accelerator the host has to wait

@@ -1,4 +1,4 @@
-"""Which calls of a forward pass have to be noted, because a value is made again by them.
+"""The calls of a forward pass that have to be noted, because a value is made again by them.
 
 Note: [calls that count]
     To note a call takes ten microseconds: its arguments, and the contents that it has read. Where any function may be

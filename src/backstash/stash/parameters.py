@@ -1,4 +1,4 @@
-"""Which saved tensors are weights. A weight is held as it is, and no policy ever encodes it.
+"""The saved tensors that are weights. A weight is held as it is, and no policy ever encodes it.
 
 A weight is recognised when autograd saves it, by what it is: a parameter, a leaf whose gradient is asked for, or a view
 of either. The storages that a module's state had when the module was entered are known besides, because a buffer and a

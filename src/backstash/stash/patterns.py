@@ -1,4 +1,4 @@
-"""What a call of a place in the model was like, so that the next one that is like it is noted without a closer look.
+"""The pattern of a place's calls, by which the next call that is like them is noted without a closer look.
 
 Note: [patterns of calls]
     To note a call is to find out what it does to its arguments, which of them are tensors, and how these look. The call

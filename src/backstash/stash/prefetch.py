@@ -1,4 +1,4 @@
-"""When planes come back from where they were moved: just before backward reads them.
+"""The return of planes from where they were moved, just before backward reads them.
 
 Note: [order of reading]
     Backward reads stored values in an order that nobody knows beforehand, but training repeats it. So the first step

@@ -1,4 +1,4 @@
-"""Which torch functions can be called once more to make their result again, and what a call has to remember for that.
+"""The torch functions that can be called once more to make their result again, and what such a call remembers.
 
 There are two classes. The *cheap* functions (:data:`CHEAP`) take no more than a few passes over memory, so every policy
 that recomputes may repeat them. The *repeatable* functions (:func:`is_repeatable`) are all others whose result depends

@@ -1,4 +1,4 @@
-"""Whether a recipe makes the value that it is to replace: it is run, and its result is compared with the value."""
+"""The proof of a recipe: it is run, and its result is compared with the value that it is to replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values are forgotten and made again, and the proof that this makes the same bits.
+"""The values that are forgotten and made again, and the proof that this makes the same bits.
 
 Note: [proven recipes]
     Whether an op repeats itself bit for bit depends on the device, its library, shapes and layouts, and is documented

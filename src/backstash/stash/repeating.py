@@ -1,4 +1,4 @@
-"""How a call is repeated, and whether that makes the same bits.
+"""The repetition of a call, and the proof that it makes the same bits.
 
 Note: [proven calls]
     A recipe that begins from what is held can be tried as a whole when its value is let go of. A recipe that begins

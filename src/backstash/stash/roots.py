@@ -1,4 +1,4 @@
-"""Which values a policy that allows errors stores exactly, because others can then be made again from them.
+"""Values that a policy with errors stores exactly, because others can then be made again from them.
 
 Note: [exact roots]
     A value is remade from exact values only. So a policy that rounds everything has to store a layer's output and all

@@ -1,4 +1,4 @@
-"""What a report says in a few lines: what was gained, how it is stored, and which values still take the most.
+"""A report in a few lines: what was gained, how it is stored, and which values still take the most.
 
 Functions of plain data. The report itself is in ledger.py.
 """

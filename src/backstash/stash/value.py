@@ -1,4 +1,4 @@
-"""What the stash holds: the value of a storage, the forms it may have, and the tensors that autograd saved of it."""
+"""The contents of the stash: the value of a storage, the forms it may have, and the saved tensors that view it."""
 
 from __future__ import annotations
 

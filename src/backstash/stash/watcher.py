@@ -1,4 +1,4 @@
-"""What a Session tells of its memory while a step runs, to anybody who wants to record it."""
+"""A Session's messages about its memory while a step runs, for anybody who wants to record it."""
 
 from __future__ import annotations
 

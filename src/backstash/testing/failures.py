@@ -1,4 +1,4 @@
-"""How a check fails: with what was asked, what was got, and what to do."""
+"""The errors of a check: what was asked, what was got, and what to do."""
 
 from __future__ import annotations
 

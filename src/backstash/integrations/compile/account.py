@@ -1,4 +1,4 @@
-"""What a partitioner did to each graph: one row for each value that the forward graph saves."""
+"""A partitioner's work on each graph: one row for each value that the forward graph saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values of a graph may be held within a bound, and what the graph says of each when it asks for the bound."""
+"""The values of a graph that may be held within a bound, and the facts by which a policy sets the bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which form a saved value gets in a graph: what backward reads of it, what the policy says, and what has a form."""
+"""The form that a saved value gets in a graph, by what backward reads, the policy's answer and the forms there are."""
 
 from __future__ import annotations
 

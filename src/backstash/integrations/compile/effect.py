@@ -1,4 +1,4 @@
-"""What an error in a saved value does to the gradients, found by following the value through the backward graph.
+"""The effect of an error in a saved value on the gradients, followed through the backward graph.
 
 A backward graph is decomposed into small operators, so no table of layers would do. A value is followed through what is
 computed of it until a gradient is multiplied with it. On the way it is noted whether a statistic is subtracted, which

@@ -1,4 +1,4 @@
-"""How many bytes forward and backward hold at each of their operators, if certain values are saved between them.
+"""The bytes that forward and backward hold at each of their operators, for a set of values saved between them.
 
 The backward pass runs the operators that depend on a gradient in the order of the joint graph, and computes each other
 value, saved values decoded among them, right before the first operator that reads it. What a compiler fuses is never in

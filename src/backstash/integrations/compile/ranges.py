@@ -1,4 +1,4 @@
-"""Which integers a node of the forward graph can hold, proven from the operator that computes it."""
+"""The integers that a node of the forward graph can hold, proven from the operator that computes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backward graph reads of a saved value: a table from (aten operator, argument) to Need, and a walk.
+"""The backward graph's need of a saved value: a table from (aten operator, argument) to Need, and a walk.
 
 In a compiled graph there are no autograd nodes, so the table of :mod:`backstash.needs` is stated once more for the
 operators that a backward graph is made of. Every row is proven by tests/compile/test_reading.py as those of needs.py

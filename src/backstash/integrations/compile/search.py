@@ -1,4 +1,4 @@
-"""Which values a graph saves under a budget, and in which form: a greedy search that sees the whole course of memory.
+"""The values that a graph saves under a budget, and their forms: a greedy search that sees the whole course of memory.
 
 Three moves lower the memory: a saved value is computed again in the backward pass, or a value is rounded, or it is
 saved after all, so that others are computed from it. Each move is judged by the bytes above the budget that it takes

@@ -1,4 +1,4 @@
-"""What is saved in the place of values that a policy would round if it knew what an error in them does.
+"""Values saved in the place of those that a policy would round if it knew what an error in them does.
 
 Torch's partitioner saves what computes the most at the least bytes. Of an attention in full that is the scores before
 the softmax, since an exponential costs nothing. But nobody can round scores: a masked one is as large as a number gets,

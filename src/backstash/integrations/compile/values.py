@@ -1,4 +1,4 @@
-"""What a forward graph saves for its backward graph: one value for each memory, and all that reads it."""
+"""The values that a forward graph saves for its backward graph: one for each memory, and all that reads it."""
 
 from __future__ import annotations
 

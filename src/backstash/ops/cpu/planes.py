@@ -1,4 +1,4 @@
-"""What the bindings of the C++ kernels share: codes of dtypes, fresh planes, their sizes, numbers of threads."""
+"""The common part of the C++ kernels' bindings: codes of dtypes, fresh planes, their sizes, numbers of threads."""
 
 from __future__ import annotations
 

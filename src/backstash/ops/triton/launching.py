@@ -1,4 +1,4 @@
-"""What the launchers of all families share: how to launch, sizes of blocks, checks of planes."""
+"""The common part of all Triton launchers: the launch, sizes of blocks, checks of planes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values are remade from others that are stored within bounds, and how small these bounds have to be for it.
+"""Values remade from others that are stored within bounds, and how small these bounds have to be for it.
 
 If a batch norm, a relu or a sum computed a value from bounded values, the remade value is off by their errors times
 some factors, the gains. A remade value takes a bit per element at most, for the relu. But each value that it is remade

@@ -1,4 +1,4 @@
-"""What a collecting step notes of each layer: readings from the layer's backward."""
+"""The readings that a collecting step takes from each layer's backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What collections find out about a layer, and what is known of it from one collection to the next."""
+"""The findings of collections about a layer, and the memory of it from one collection to the next."""
 
 from __future__ import annotations
 
