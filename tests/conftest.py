@@ -11,9 +11,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from backstash.planning import course
 from backstash.proofs import proofs
+
+settings.register_profile(
+    "backstash",
+    settings.get_profile("ci" if "CI" in os.environ else "default"),
+    max_examples=60,
+    deadline=None,  # the first call of an op costs more than all the others, and no test depends on the machine
+)
+settings.load_profile("backstash")
 
 
 def pytest_configure() -> None:

@@ -57,6 +57,7 @@ class Zvc(Sparse):
         >>> encoded = Zvc().encode(x)
         >>> encoded.nbytes, torch.equal(Zvc().decode(encoded).view(torch.int32), x.view(torch.int32))
         (137, True)
+        >>> from backstash.codecs import Minifloat
         >>> Zvc(values=Minifloat("fp8")).encode(x).nbytes
         134
     """

@@ -55,7 +55,7 @@ def codec_name(codec: Codec) -> str:
     """Returns the name by which :func:`codec_named` finds the codec again, such as ``"blockquant4/64"``.
 
     Example:
-        >>> name_of(BlockQuant(4)), name_of(Signed(BlockQuant(8))), name_of(Szp(1e-3, "rel"))
+        >>> codec_name(BlockQuant(4)), codec_name(Signed(BlockQuant(8))), codec_name(Szp(1e-3, "rel"))
         ('blockquant4', 'signed blockquant8', 'szp+rel0.001')
     """
     if isinstance(codec, BlockQuant) and codec.group_size != GROUP:

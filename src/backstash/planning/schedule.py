@@ -30,7 +30,7 @@ def groups_in_turn(buffers: Sequence[Buffer]) -> tuple[tuple[int, ...], ...]:
     Example:
         >>> a, b, c = (Buffer(n, "immediate", size, *life) for n, size, life in [
         ...     ("a", 8, (0, 2)), ("b", 9, (1, 3)), ("c", 4, (2, 4))])
-        >>> groups([a, b, c])
+        >>> groups_in_turn([a, b, c])
         ((1,), (0, 2))
     """
     opened: list[list[int]] = []

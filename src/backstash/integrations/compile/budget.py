@@ -95,7 +95,7 @@ def parse_graph_budget(budget: int | str, plain_peak_nbytes: int) -> int:
         ValueError: the budget is none of these, or not above zero.
 
     Example:
-        >>> parse_budget("1.5 KiB", 0), parse_budget("60%", 1000)
+        >>> parse_graph_budget("1.5 KiB", 0), parse_graph_budget("60%", 1000)
         (1536, 600)
     """
     nbytes = 0
