@@ -29,6 +29,7 @@ from backstash.codecs import (
     szp,
     zvc,
 )
+from backstash.codecs.sliced import Sliced
 from backstash.codecs.sz import KeptModel
 from backstash.errors import DamagedPlanesError, RecomputedDifferentlyError
 from backstash.saved import SavedTensor
@@ -36,13 +37,14 @@ from backstash.stash import comparing, drafts
 from backstash.stash.remaking import REPEAT
 from tests.device import fake
 
-EXACT: dict[str, Codec] = {"zvc": Zvc(), "csr": Csr()}
+EXACT: dict[str, Codec] = {"zvc": Zvc(), "csr": Csr(), "sliced": Sliced(Zvc(), 3)}
 LOSSY: dict[str, Codec] = {
     "zvc+fp8": Zvc(values=Minifloat("fp8")),
     "zvc+fp10": Zvc(values=Minifloat("fp10")),
     "csr+fp16": Csr(values=Minifloat("fp16")),
     "blockquant": BlockQuant(4),
     "signed": Signed(BlockQuant(4)),
+    "signed slices": Sliced(Signed(BlockQuant(4)), 2),
     "szp": Szp(0.01),
 }
 CODECS = EXACT | LOSSY
@@ -143,7 +145,7 @@ def test_drafts_have_the_bits_of_encodings_made_with_a_wait(codec: str, monkeypa
     assert _equal(found, Layers(One(CODECS[codec])).train(None, shares)[6:])
 
 
-@pytest.mark.parametrize("codec", ["zvc", "csr", "zvc+fp10", "signed", "szp"])
+@pytest.mark.parametrize("codec", ["zvc", "csr", "sliced", "zvc+fp10", "signed", "signed slices", "szp"])
 def test_no_value_is_lost_where_there_is_never_room_enough(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (zvc, csr, signed, szp):
         monkeypatch.setattr(module, "room_for", lambda known, most: max(1, known // 2))
@@ -157,7 +159,7 @@ def test_no_value_is_lost_where_there_is_never_room_enough(codec: str, monkeypat
         assert len(rows) == 3 and all("room for" in row.reason or "before it is known" in row.reason for row in rows)
 
 
-@pytest.mark.parametrize("codec", ["zvc", "signed", "szp"])
+@pytest.mark.parametrize("codec", ["zvc", "sliced", "signed", "szp"])
 def test_the_next_draft_has_more_room(codec: str) -> None:
     layers = Layers(One(CODECS[codec]))
     assert layers.session is not None
@@ -166,6 +168,32 @@ def test_the_next_draft_has_more_room(codec: str) -> None:
         layers.train(None, (share,))
         kept.append(sum(row.codec == "kept" and "Mm" in row.key for row in layers.session.report().rows))
     assert kept == [0, 0, 3, 0]
+
+
+@pytest.mark.parametrize("codec", [*CODECS])
+def test_no_step_waits_once_a_place_is_known(codec: str) -> None:
+    layers = Layers(One(CODECS[codec]))
+    assert layers.session is not None
+    layers.train(None, (0.3,) * 6)
+    for step in range(12):
+        inputs = [_given(6 + step + 100 * at, 0.3).to("fake") for at in range(len(layers.layers))]
+        with fake.counting() as counts:
+            layers.step(inputs)
+        assert counts.waits == 0, (step, counts.lines("waits"))
+
+
+@pytest.mark.parametrize("batches", [(128, 2, 128, 5, 1, 3, 64, 128)])
+def test_slices_of_another_number_keep_every_bit(batches: Sequence[int]) -> None:
+    """A small batch has a slice for each sample, and the next one may have more of them."""
+
+    def gradients(layers: Layers) -> list[Tensor]:
+        found = []
+        for step, batch in enumerate(batches):
+            inputs = [_given(step + 100 * at, 0.3)[:batch].to("fake") for at in range(len(layers.layers))]
+            found += [gradient.cpu() for gradient in layers.step(inputs)]
+        return found
+
+    assert _equal(gradients(Layers(One(Sliced(Zvc(), 4)))), gradients(Layers(None)))
 
 
 @pytest.mark.parametrize("late", [None, 3])

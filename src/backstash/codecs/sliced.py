@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from backstash.codecs import base
-from backstash.codecs.base import Codec, Encoded, ErrorBound, ReadPlanes, like, require_accepted
+from backstash.codecs.base import Codec, Draft, Encoded, ErrorBound, Judged, ReadPlanes, like, require_accepted
 from backstash.codecs.direct import Direct, Slices
 from backstash.saved import Mask, Need, TensorSpec
 
@@ -89,10 +91,41 @@ class Sliced:
     def encode(self, x: Tensor) -> Encoded:
         """Encodes each slice."""
         spec = require_accepted(self, x)
-        parts = [self.codec.encode(x[begin:end]) for begin, end in self.ranges(spec)]
-        planes = {f"{number}.{name}": plane for number, one in enumerate(parts) for name, plane in one.planes.items()}
-        meta = {f"{number}.{name}": value for number, one in enumerate(parts) for name, value in one.meta.items()}
-        return Encoded(self.id, spec, planes, meta)
+        return self._joined(spec, [self.codec.encode(x[begin:end]) for begin, end in self.ranges(spec)])
+
+    def draft(self, x: Tensor, known: Sequence[Any]) -> Draft:
+        """Drafts each slice, by what is ``known`` of the slice with its number, or of the last one that there was."""
+        spec, makes = require_accepted(self, x), base.drafting(self.codec)
+        assert makes is not None
+        last = len(known) - 1
+        drafts = [
+            makes.draft(x[begin:end], known[min(number, last)]) for number, (begin, end) in enumerate(self.ranges(spec))
+        ]
+        numbers = torch.cat([draft.numbers.reshape(-1) for draft in drafts])
+        return Draft(self._joined(spec, [draft.encoded for draft in drafts]), numbers, partial(self._judge, drafts))
+
+    def _judge(self, drafts: list[Draft], numbers: list[Any]) -> Judged:
+        judged = []
+        for draft in drafts:
+            count = draft.numbers.numel()
+            judged.append(draft.judge(numbers[:count]))
+            numbers = numbers[count:]
+        refusal = next((one.refusal for one in judged if one.refusal is not None), None)
+        known = None if any(one.known is None for one in judged) else tuple(one.known for one in judged)
+        return Judged(refusal, known, partial(self._cut, judged))
+
+    def _cut(self, judged: list[Judged], encoded: Encoded) -> Encoded:
+        parts = [self._part(encoded, number) for number in range(len(judged))]
+        cut = [part if one.cut is None else one.cut(part) for one, part in zip(judged, parts, strict=True)]
+        return self._joined(encoded.spec, cut)
+
+    def known(self, encoded: Encoded) -> tuple[Any, ...] | None:
+        """What each slice tells; None where ``codec`` makes no drafts, or not of these."""
+        makes = base.drafting(self.codec)
+        if makes is None:
+            return None
+        found = tuple(makes.known(self._part(encoded, number)) for number in range(len(self.ranges(encoded.spec))))
+        return None if None in found else found
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Decodes every slice."""
@@ -115,6 +148,11 @@ class Sliced:
         parts = min(self.parts, batch)
         edges = [number * (batch // parts) + min(number, batch % parts) for number in range(parts + 1)]
         return list(pairwise(edges))
+
+    def _joined(self, spec: TensorSpec, parts: Sequence[Encoded]) -> Encoded:
+        planes = {f"{number}.{name}": plane for number, one in enumerate(parts) for name, plane in one.planes.items()}
+        meta = {f"{number}.{name}": value for number, one in enumerate(parts) for name, value in one.meta.items()}
+        return Encoded(self.id, spec, planes, meta)
 
     def _part(self, encoded: Encoded, number: int) -> Encoded:
         prefix = f"{number}."
