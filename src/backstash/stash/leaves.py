@@ -66,7 +66,7 @@ def guard_leaf(value: Value) -> None:
 
 
 if compiled.functions is not None:
-    compiled.functions.configure(guard=guard_leaf)
+    compiled.functions.configure(guard_leaf=guard_leaf)
 
 
 def guard_with(value: Value, dense: Tensor) -> None:
