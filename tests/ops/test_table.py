@@ -82,7 +82,7 @@ def test_files_of_a_family_have_one_name() -> None:
 def test_a_fallback_is_for_callers_that_ask_first() -> None:
     for name, row in TABLE.items():
         text = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py") if OPS not in path.parents)
-        assert row.fallback is None or re.search(rf"serves\(\"{name.rsplit('_', 1)[0]}", text), name
+        assert row.fallback is None or re.search(rf"has_own_kernel\(\"{name.rsplit('_', 1)[0]}", text), name
 
 
 def test_which_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
