@@ -18,7 +18,7 @@ from backstash import Session, compile_backend, policies
 from backstash.errors import UnknownNameError
 from backstash.integrations.compile import patch_compile
 from backstash.integrations.compile.budget import parse_graph_budget
-from backstash.integrations.compile.effect import effect_repeats
+from backstash.integrations.compile.effect import forward_can_compute
 from backstash.policies import Keep, Policy, Rules
 from backstash.report.meter import CountedPeak
 from backstash.saved import Effect, Need, SavedTensor
@@ -214,8 +214,8 @@ def test_a_comparison_behind_random_numbers_is_not_computed_again() -> None:
     random = graph.call_function(torch.ops.aten.rand_like.default, (x,))
     sure = graph.call_function(torch.ops.aten.gt.Scalar, (graph.call_function(torch.ops.aten.neg.default, (x,)), 0))
     unsure = graph.call_function(torch.ops.aten.gt.Tensor, (x, random))
-    assert effect_repeats(sure)
-    assert not effect_repeats(unsure)
+    assert forward_can_compute(sure)
+    assert not forward_can_compute(unsure)
 
 
 def test_a_value_that_the_program_holds_is_kept() -> None:

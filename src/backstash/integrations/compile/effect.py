@@ -141,7 +141,7 @@ class _Walk:
         name, named = operator_name(node), arguments_of(node)
         entry = name, argument
         if node.target in TESTS and node not in self._gradients:
-            if not effect_repeats(node):
+            if not forward_can_compute(node):
                 return UNKNOWN
             self.tests.add(node)
             return NONE
@@ -214,7 +214,7 @@ class _Walk:
         return self.follow(node, state)
 
 
-def effect_repeats(node: fx.Node) -> bool:
+def forward_can_compute(node: fx.Node) -> bool:
     """Whether the forward graph can compute what a node of the backward graph has, from what it hands over."""
     waiting, seen = [node], set[fx.Node]()
     while waiting:

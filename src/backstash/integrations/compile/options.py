@@ -205,9 +205,7 @@ def _treatment(
     if min_nbytes is None:
         min_nbytes = MIN_NBYTES if found.min_nbytes is None else found.min_nbytes
     if budget is not None:
-        nbytes = parse_graph_budget(
-            budget, 1 << 40
-        )  # what means nothing is an error now, and not when a graph is compiled
+        nbytes = parse_graph_budget(budget, 1 << 40)  # what means nothing is an error now, not when a graph is compiled
         budget = budget if isinstance(budget, str) and "%" in budget else nbytes
     return Treatment(found, min_nbytes, budget, fuses, bounded_bits)
 

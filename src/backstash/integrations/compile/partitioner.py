@@ -90,9 +90,9 @@ class Treatment:
         """A joint graph's forward and backward graph. Takes and returns what AOTAutograd's partitioners do."""
 
         def partition(
-            settings: dict[str, Any], choose_forms: SavedValues | None = None
+            settings: dict[str, Any], choose: SavedValues | None = None
         ) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-            return *min_cut_partition(choose_forms, **settings)(joint, inputs, **keywords), keywords["num_fwd_outputs"]
+            return *min_cut_partition(choose, **settings)(joint, inputs, **keywords), keywords["num_fwd_outputs"]
 
         name, note = f"graph {len(self.graphs)}", ""
         if self.budget is None:
