@@ -20,6 +20,7 @@ from tests.device.networks import MIN_NBYTES, NETWORKS, Training
 # isort: split
 import backstash as bs
 from backstash import policies
+from backstash.planning.plan import Planner
 from bench.results import Results
 
 FORMAT = 1
@@ -59,6 +60,13 @@ def _planned(training: Training) -> bs.Session:
     return training.session(bs.plan(profile, "50%", ALLOW))
 
 
+def _planned_to_encode(training: Training) -> bs.Session:
+    allow = ("lossless", "bounded")
+    profile = bs.profile(training.step, training.model, allow=allow, device="fake", min_nbytes=MIN_NBYTES)
+    planner = Planner(profile, allow, error_limit=0.05)
+    return training.session(planner.plan(int(1.25 * planner.at_most(0).peak_nbytes)))
+
+
 WAYS: dict[str, Callable[[Training], Any]] = {
     "plain": lambda training: None,
     "lossless": lambda training: training.session("lossless"),
@@ -71,6 +79,7 @@ WAYS: dict[str, Callable[[Training], Any]] = {
     "comet, szp": lambda training: training.comet("szp"),
     "comet, sz": lambda training: training.comet("sz"),
     "plan, 50%": _planned,
+    "plan that encodes": _planned_to_encode,
 }
 
 

@@ -293,6 +293,58 @@ def test_no_more_dense_values_are_held_than_may_be(monkeypatch: pytest.MonkeyPat
     assert value < max(most) <= 3 * value
 
 
+class Counted(One):
+    """As One, for which there are so many bytes of dense values."""
+
+    def __init__(self, codec: Codec, in_flight: int) -> None:
+        super().__init__(codec)
+        self.in_flight = in_flight
+
+    def in_flight_for(self, key: str) -> int:
+        return self.in_flight
+
+
+VALUE = 128 * 64 * 4
+"""Bytes of an input of :class:`Layers`."""
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_what_lacks_room_is_encoded_again_where_bytes_are_counted(codec: str) -> None:
+    layers, usual = Layers(Counted(CODECS[codec], 4 * VALUE)), Layers(One(CODECS[codec]))
+    assert layers.session is not None and usual.session is not None
+    for share in SHARES:
+        found, expected = layers.train(None, (share,)), usual.train(None, (share,))
+        if codec in EXACT:
+            assert _equal(found, expected)
+        assert not any("room for" in row.reason for row in layers.session.report().rows)
+
+
+@pytest.mark.parametrize("in_flight", [VALUE, 2 * VALUE])
+@pytest.mark.parametrize("codec", list(EXACT))
+def test_no_bit_is_lost_where_bytes_are_counted(codec: str, in_flight: int) -> None:
+    expected = Layers(None, count=6).train(None)
+    for seed in range(4):
+        assert _equal(Layers(Counted(EXACT[codec], in_flight), count=6).train(10 * seed), expected), seed
+
+
+@pytest.mark.parametrize("in_flight", [0, VALUE - 1, VALUE, 3 * VALUE])
+def test_a_policy_that_counts_bytes_says_how_many_are_held(in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = Layers(Counted(Zvc(), in_flight), count=8)
+    layers.train(None, (0.1, 0.1))
+    most = [0]
+    add = drafts.Drafts.add
+
+    def watched(self: drafts.Drafts, *given: Any) -> None:
+        add(self, *given)
+        most.append(self._nbytes)
+
+    monkeypatch.setattr(drafts.Drafts, "add", watched)
+    with fake.late(0, delay=400.0):
+        layers.train(None, (0.1, 0.1))
+    assert max(most) <= in_flight
+    assert (len(most) > 1) == (in_flight >= VALUE)  # what is larger is encoded at once
+
+
 # -- comparisons -------------------------------------------------------------------------------------------------------
 
 

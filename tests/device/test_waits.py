@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import backstash as bs
+from backstash.planning.plan import Planner
 from bench.device_counts import WAYS
 from tests.device import fake
-from tests.device.networks import NETWORKS, Training
+from tests.device.networks import MIN_NBYTES, NETWORKS, Training
 
 assert fake.device.type == "fake"
 
-QUIET = [way for way in WAYS if way != "comet, sz"]
+QUIET = [way for way in WAYS if way not in ("comet, sz", "plan that encodes")]
 SLOW = {"quantized, 8 bits", "quantized, 4 bits", "comet, szp"}
 CASES = [
     pytest.param(network, way, marks=[pytest.mark.slow] if network == "resnet50" and way in SLOW else [])
@@ -28,6 +30,14 @@ OTHERS = [
 ]
 
 
+PLANS = [
+    ("resnet50", ("lossless",)),
+    pytest.param("gpt2", ("lossless", "bounded"), marks=pytest.mark.slow),
+    pytest.param("llama", ("lossless", "bounded"), marks=pytest.mark.slow),
+]
+"""Networks, and what plans may do that have values to encode."""
+
+
 def no_wait(training: Training, session: bs.Session | None, steps: int) -> None:
     training.count(session, 5)
     for step in range(steps):
@@ -40,6 +50,23 @@ def test_no_step_waits_after_the_fifth(network: str, way: str) -> None:
     training = NETWORKS[network]().to("fake")
     training.step()
     no_wait(training, WAYS[way](training), 20)
+
+
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["plan", "guarded"])
+@pytest.mark.parametrize(("network", "allow"), PLANS)
+def test_a_plan_that_encodes_does_not_wait(network: str, allow: tuple[str, ...], is_guarded: bool) -> None:
+    training = NETWORKS[network]().to("fake")
+    training.step()
+    profile = bs.profile(training.step, training.model, allow=allow, device="fake", min_nbytes=MIN_NBYTES)
+    planner = Planner(profile, allow, 0.05 if "bounded" in allow else None)
+    lowest = planner.solutions[0]  # which encodes most
+    plan = planner._with_drafts(planner._plan(int(1.25 * lowest.peak_nbytes), lowest), lowest)
+    assert any(decision.kind == "encode" and decision.in_flight_nbytes for decision in plan.decisions)
+    session = training.session(plan.guarded() if is_guarded else plan)
+    no_wait(training, session, 5)
+    before = torch.accelerator.memory_allocated()
+    (counts,) = training.count(session)
+    assert counts.peak - before <= plan.peak_nbytes <= plan.budget
 
 
 @pytest.mark.parametrize(("network", "policy"), OTHERS)

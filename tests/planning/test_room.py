@@ -17,6 +17,19 @@ from backstash.planning.profiling import profile
 
 
 @pytest.mark.parametrize("seed", range(20))
+def test_drafts_that_are_held_until_the_next_value_is_born_stay_below_the_limit(seed: int) -> None:
+    step = drawn_profile(seed)
+    model = PeakModel(step)
+    live = model.evaluate([0] * len(step.values)).live
+    births = sorted({value.born for value in step.values})
+    for limit in (int(live.max()) - 50, int(live.max()), int(live.max()) + 1000):
+        for value, room in zip(step.values, model.in_flight(live, limit), strict=True):
+            after = [birth for birth in births if birth > value.born]
+            held_at = live[value.born + 1 : after[0] + 1 if after else None]
+            assert room == max(0, limit - max(held_at))
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_what_has_room_fits_beside_all_else_that_is_read_with_it(seed: int) -> None:
     step = drawn_profile(seed)
     model = PeakModel(step)

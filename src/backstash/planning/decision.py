@@ -19,6 +19,8 @@ class Decision:
         has_room: whether its readers may hold it until they are done, because the peak lies elsewhere.
         spare: its number among those that are remade, in this order, when a step holds more than planned (Note: [spare
             ways] in spare.py); 0 if it is not among them.
+        in_flight_nbytes: how many bytes of values may be held beside their planes from where it is decided on to where
+            the next value is (Note: [drafts] in stash/drafts.py).
         fetched_with: for a value that is moved, the keys of values with whose first reading it is asked for.
     """
 
@@ -37,10 +39,11 @@ class Decision:
     fetched_with: tuple[str, ...] = ()
     reserve_nbytes: int = 0
     spare: int = 0
+    in_flight_nbytes: int = 0
 
     def flaw(self) -> str | None:
         """Returns what is wrong with the decision by itself, or None."""
-        sizes = self.nbytes, self.held_nbytes, self.reserve_nbytes, self.spare
+        sizes = self.nbytes, self.held_nbytes, self.reserve_nbytes, self.spare, self.in_flight_nbytes
         if min(sizes) < 0 or max(sizes) > LARGEST:
             return "a number of bytes is negative, or larger than any memory"
         if not all(0.0 <= number < math.inf for number in (self.seconds, self.error)):

@@ -195,6 +195,10 @@ class Guard(Wrapper):
         """The same."""
         return self.decide(saved)
 
+    def in_flight_for(self, key: str) -> int:
+        """Returns what the plan says, if as much is left of the room that there is for all that was not planned."""
+        return min(self.plan.in_flight_for(key), max(0, self._room - self.excess))
+
     def observe(self, outcome: Outcome) -> None:
         """Adds up what is held above the plan."""
         key = outcome.saved.key

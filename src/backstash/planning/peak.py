@@ -168,6 +168,21 @@ class PeakModel:
         found: list[bool] = fits.tolist()
         return found
 
+    def in_flight(self, live: Bytes, limit: int) -> list[int]:
+        """Returns for each value how many bytes more may be held from its birth until another value is born.
+
+        From the last birth on, they may be held for the rest of the step.
+
+        Args:
+            live: bytes alive at each position, [positions].
+            limit: the most bytes that may be alive.
+        """
+        births, which = np.unique(self.born, return_inverse=True)
+        ends = np.append(births[1:] + 1, len(live))
+        most = np.array([live[birth + 1 : end].max() for birth, end in zip(births, ends, strict=True)], np.int64)
+        found: list[int] = np.maximum(limit - most, 0)[which].tolist()
+        return found
+
     def remakes_what_has_an_error(self, choices: Sequence[int] | Bytes) -> bool:
         """Whether a value would be remade from one that is stored with an error, which no plan may do."""
         rows = (self.first[:-1] + np.asarray(choices, np.int64)).tolist()

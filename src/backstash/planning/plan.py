@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from backstash.codecs.base import drafting
 from backstash.errors import BudgetError, PlanError
 from backstash.planning.acting import LOSSLESS, action_of, fetches_of, serves_decision
 from backstash.planning.budget import limit_of_errors, parse_budget, restrict, with_choices
@@ -20,7 +21,7 @@ from backstash.planning.explain import diff, explain, html, plan_summary, size
 from backstash.planning.greedy import Frontier
 from backstash.planning.link import open_store
 from backstash.planning.peak import PeakModel, own_seconds
-from backstash.planning.problem import StepProfile
+from backstash.planning.problem import Choice, StepProfile
 from backstash.planning.proven import with_proofs, without_proofs
 from backstash.planning.rehearsing import Rehearsing
 from backstash.planning.rounding import codec_named, word_has_error
@@ -32,6 +33,9 @@ from backstash.saved import Need, SavedTensor
 
 TIGHTENINGS = 3
 """How many times the limit on errors is lowered at most, if the measured error of a plan is above it."""
+
+DRAFTS = 32
+"""At most this part of a budget, one in so many, is left free so that the host need not wait for an accelerator."""
 
 SMALLEST = 16 << 10
 """Smaller tensors are kept, unless the plan does something with tensors that are smaller."""
@@ -253,6 +257,11 @@ class Plan(Policy):
         decision = self._by_key.get(key)
         return decision is not None and decision.has_room
 
+    def in_flight_for(self, key: str) -> int:
+        """Returns how many bytes of values may be held beside their planes where the value with that key is born."""
+        decision = self._by_key.get(key)
+        return 0 if decision is None else decision.in_flight_nbytes
+
     def explain(self) -> str:
         """Returns a table of what is done with each value and why, with bytes and time, and the totals of modules."""
         return explain(self)
@@ -284,6 +293,12 @@ class Plan(Policy):
 
     def _repr_html_(self) -> str:
         return html(self)
+
+
+def _is_drafted(choice: Choice) -> bool:
+    """Whether a value may be encoded on an accelerator before the host knows that its planes are whole."""
+    codec = codec_named(choice.name) if choice.kind == "encode" else None
+    return codec is not None and drafting(codec) is not None
 
 
 class Planner(Rehearsing):
@@ -360,7 +375,8 @@ class Planner(Rehearsing):
         if self._everything.peak_nbytes <= nbytes or self._frontier is None:
             return self._plan(nbytes, self._everything)
         known = self._below_plain(self._frontier.solutions())
-        return self._plan(nbytes, next(found for found in reversed(known) if found.peak_nbytes <= nbytes), known)
+        found = next(found for found in reversed(known) if found.peak_nbytes <= nbytes)
+        return self._with_drafts(self._plan(nbytes, found, known), found)
 
     def plan(self, budget: int | str, solver: Literal["greedy", "exact"] = "greedy") -> Plan:
         """Returns the plan for a budget. See :func:`plan`."""
@@ -379,7 +395,8 @@ class Planner(Rehearsing):
             self._search_anew()
             chosen = self._choose(nbytes, solver)
         if chosen is not None and self._error(chosen) <= self.error_limit:
-            return self._plan(nbytes, chosen)
+            chosen = self._roomier(nbytes, chosen, solver)
+            return self._with_drafts(self._plan(nbytes, chosen), chosen)
         lowest = self._lowest()
         least = min(self._predicted(lowest), self.profile.plain_peak_nbytes)  # for which the plan is to keep everything
         smallest = self._plan(least, lowest)
@@ -398,7 +415,40 @@ class Planner(Rehearsing):
     def at_most(self, nbytes: int) -> Plan:
         """Returns the fastest plan that is predicted to stay within so many bytes, or else that of the least peak."""
         found = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), self.solutions[0])
-        return self._plan(max(nbytes, found.peak_nbytes), found)
+        return self._with_drafts(self._plan(max(nbytes, found.peak_nbytes), found), found)
+
+    def _with_drafts(self, plan: Plan, found: Solution) -> Plan:
+        """Returns a plan that says for how many bytes of drafts there is room (Note: [drafts] in stash/drafts.py).
+
+        It is predicted to take as much more as the largest draft needs for which there is none, within the budget.
+        """
+        drafted = self._drafted_nbytes(found)
+        if not any(drafted):
+            return plan
+        peak_nbytes = max(plan.peak_nbytes, min(plan.budget, plan.peak_nbytes + self._lacking(found)))
+        room = self._model.in_flight(self._live(found), peak_nbytes)
+        decisions = (replace(each, in_flight_nbytes=more) for each, more in zip(plan.decisions, room, strict=True))
+        return replace(plan, decisions=tuple(decisions), peak_nbytes=peak_nbytes)
+
+    def _roomier(self, nbytes: int, chosen: Solution, solver: str) -> Solution:
+        """Returns a solution that has room for its drafts, if that takes no more than a small share of the budget."""
+        lacking = min(self._lacking(chosen), nbytes // DRAFTS)
+        if self._predicted(chosen) + lacking <= nbytes:
+            return chosen
+        roomier = self._choose(nbytes - lacking, solver)
+        return chosen if roomier is None or self._error(roomier) > self.error_limit else roomier
+
+    def _lacking(self, found: Solution) -> int:
+        """Returns how many bytes the largest draft of a solution takes for which there is no room below its peak."""
+        room = self._model.in_flight(self._live(found), self._predicted(found))
+        return max(0, *(nbytes - more for nbytes, more in zip(self._drafted_nbytes(found), room, strict=True)))
+
+    def _drafted_nbytes(self, found: Solution) -> list[int]:
+        """Returns the bytes of the values that may be drafted, 0 for others."""
+        if self.profile.device == "cpu":
+            return [0] * len(found.choices)
+        chosen = zip(self._allowed.values, found.choices, strict=True)
+        return [value.nbytes if _is_drafted(value.choices[index]) else 0 for value, index in chosen]
 
     def _plan(self, budget: int, found: Solution, known: tuple[Solution, ...] = ()) -> Plan:
         decisions, first = [], {value.reads[0]: value.key for value in reversed(self.profile.values)}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backstash.planning.exact import Solution, exact
-from backstash.planning.peak import PeakModel
+from backstash.planning.peak import Bytes, PeakModel
 from backstash.planning.problem import StepProfile
 from backstash.planning.timings import Timings
 
@@ -55,6 +55,7 @@ class Rehearsing(ABC):
         self._everything = Solution(kept, profile.plain_peak_nbytes, profile.seconds, 0.0)
         self._rehearsed: dict[Solution, int] = {}
         self._reserves: dict[Solution, int] = {}  # bytes of these peaks
+        self._alive: dict[Solution, Bytes] = {}  # bytes that were alive at each position, with what is reserved
         self._measured: dict[Solution, float] = {}
         self._timings = Timings(profile)
         self._usual: Solution | None = None  # what the policy lossless does
@@ -123,6 +124,14 @@ class Rehearsing(ABC):
             return most if budget is None else min(budget, most)
         return self._rehearsed.get(found, found.peak_nbytes)
 
+    def _live(self, found: Solution) -> Bytes:
+        """Returns the bytes that are predicted to be alive at each position, of which the most are the peak."""
+        live = self._alive.get(found)
+        if live is None:
+            modelled = self._model.evaluate(found.choices).live
+            live = modelled + max(0, self._predicted(found) - int(modelled.max()))
+        return live
+
     def _reserve(self, found: Solution) -> int:
         """Returns how many bytes of the predicted peak are there for numbers that encode worse."""
         if found not in self._reserves:
@@ -139,7 +148,10 @@ class Rehearsing(ABC):
             reached = np.array(self.profile.rehearse(tried), np.int64)  # type: ignore[call-arg]  # no method
             reserved = self._model.reserved(found.choices)
             is_alike = len(reached) == len(reserved)  # else a function has run in this step that did not in the other
-            most = int((reached + (reserved if is_alike else reserved.max())).max())
+            live = reached + (reserved if is_alike else reserved.max())
+            most = int(live.max())
+            if is_alike:
+                self._alive[found] = live + margin
             self._reserves[found] = most - int(reached.max())
             self._rehearsed[found] = margin + most
         return self._rehearsed[found]

@@ -362,6 +362,7 @@ class Survey(Births):
         forms = [table.FORMS.get(reader.op) for reader in readers]
         is_direct = all(form is not None and base.direct(codec, form) is not None for form in forms)
         nbytes, most = whole.untyped_storage().nbytes(), codec.nbytes_bound(encoded.spec)
+        spare = 0 if whole.is_cpu else self._spare(codec, whole, encoded)
         choice = Choice(
             base.label(codec) if codec.bound is None else codec_name(codec),
             "encode",
@@ -371,11 +372,20 @@ class Survey(Births):
             encode_seconds=encode_seconds,
             decode_seconds=0.0 if is_direct else decode_seconds,
             reason=reason_of(encoded.nbytes, nbytes, noise),
-            reserve_nbytes=max(0, min(most - encoded.nbytes, int(RESERVE * nbytes))),
+            reserve_nbytes=max(0, min(most - encoded.nbytes, int(RESERVE * nbytes) + spare)),
         )
         if codec.bound is None and encoded.nbytes == most and nbytes >= SMALL:
             measured.fixed[kind] = Rounded(choice, noise)
         return Rounded(choice, noise)
+
+    def _spare(self, codec: Codec, whole: Tensor, encoded: Encoded) -> int:
+        """Returns how many bytes more planes take that are made before it is known how many are needed."""
+        makes = base.drafting(codec)
+        known = None if makes is None else makes.known(encoded)
+        if makes is None or known is None:
+            return 0
+        with self._trial():
+            return max(0, makes.draft(whole, known).encoded.nbytes - encoded.nbytes)
 
     def _try_recipe(
         self, recipe: Recipe, find_recipe: Callable[[], Recipe | str], whole: Tensor, found: SurveyedValue

@@ -115,6 +115,11 @@ class Adapted(Policy):
         has_room: bool = self._own("has_room_for", super().has_room_for)(key)
         return has_room
 
+    def in_flight_for(self, key: str) -> int | None:
+        """The object's, or the default."""
+        nbytes: int | None = self._own("in_flight_for", super().in_flight_for)(key)
+        return nbytes
+
     def observe(self, outcome: Outcome) -> None:
         """The object's."""
         self.policy.observe(outcome)

@@ -135,6 +135,20 @@ class Policy(ABC):
         """
         return False
 
+    def in_flight_for(self, key: str) -> int | None:
+        """How many bytes of values an accelerator may hold beside their planes from where that value is decided on.
+
+        They are held until the host knows that the planes are whole (Note: [drafts] in stash/drafts.py). A policy that
+        has counted what a step holds says how much more there may be, up to where the next value is decided on.
+
+        Args:
+            key: of the value.
+
+        Returns:
+            Bytes, or None for as many as are usual: the default.
+        """
+        return None
+
     def observe(self, outcome: Outcome) -> None:
         """Is told what became of a value. Does nothing by default."""
 
@@ -245,6 +259,10 @@ class Wrapper(Policy):
         """As ``inner``."""
         return self.inner.has_room_for(key)
 
+    def in_flight_for(self, key: str) -> int | None:
+        """As ``inner``."""
+        return self.inner.in_flight_for(key)
+
     def observe(self, outcome: Outcome) -> None:
         """As ``inner``."""
         self.inner.observe(outcome)
@@ -266,8 +284,12 @@ def knows_room(policy: Policy) -> bool:
     """Returns whether a policy, or one that it forwards to, knows where there is room in a step, as a plan does."""
     while isinstance(policy, Wrapper):
         policy = policy.inner
-    found = getattr(getattr(policy, "policy", policy), "has_room_for", None)  # of an Adapted, the object's own
-    return found is not None and getattr(found, "__func__", found) is not Policy.has_room_for
+    own = getattr(policy, "policy", policy)  # of an Adapted, the object's own
+    for name in ("has_room_for", "in_flight_for"):
+        found = getattr(own, name, None)
+        if found is not None and getattr(found, "__func__", found) is not getattr(Policy, name):
+            return True
+    return False
 
 
 def is_watching(policy: Policy) -> bool:

@@ -6,15 +6,15 @@ Note: [drafts]
     same place before, it makes a draft: planes with as much room as that one needed and some more, and numbers that
     tell whether they are whole. The numbers are copied while the host goes on. Until they have arrived, the value is
     held dense beside its planes. If they say that something is missing, it is held dense for good, and the next draft
-    has more room. So no value is lost.
+    has more room. So no value is lost. Under a plan, which has no bytes for that, it is encoded once more, with all the
+    room that it needs.
 
     The dense values that are held take memory as long as the device is behind. So there are no more than so many bytes
-    of them: beyond that the host waits for the oldest one, and the device has work for all that while.
+    of them: beyond that the host waits for the oldest one, and the device has work for all that while. A plan says how
+    many (Policy.in_flight_for). A value that is larger than that is encoded at once, and the host waits for it.
 
     Backward may read a value before its numbers have arrived. From an exact codec it is given the dense one. Where the
     codec has an error the host waits, because gradients must not depend on how far behind the device is.
-
-    What has a budget makes no drafts (Encoder.makes_drafts): a plan has measured the planes as large as they are.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from backstash.codecs.base import Codec, Draft, Encoded, Judged
+from backstash.codecs.base import Codec, Draft, Encoded, Judged, adopt
 from backstash.codecs.numbers import Numbers
 from backstash.codecs.raw import Raw
+from backstash.errors import CodecRefusedError
 from backstash.saved import Mask
 from backstash.stash.value import Form, Value
 from backstash.stores import DeviceStore, Store
 
 if TYPE_CHECKING:
+    from backstash.stash.accounts import Account
     from backstash.stash.looking import Looked
 
 IN_FLIGHT = 256 << 20
@@ -62,12 +64,17 @@ class DraftedForm(Form):
         self.drafted: Drafted | None = drafted
         self.cut: Callable[[Encoded], Encoded] | None = None
 
-    def hold_dense(self) -> None:
-        """Is a form of the dense value from now on."""
+    def hold(self, codec: Codec) -> None:
+        """Is a form of the dense value by that codec from now on.
+
+        Raises:
+            CodecRefusedError: the codec refuses the value. Nothing has changed then.
+        """
         assert self.dense is not None
+        encoded = adopt(codec, self.dense)
         self.store.drop(self.ticket)
-        self.codec, self.store, self.tag, self.planes, self.cut = Raw(), _HELD, None, None, None
-        self.ticket = _HELD.put(Raw().adopt(self.dense))
+        self.codec, self.store, self.tag, self.planes, self.cut = codec, _HELD, None, None, None
+        self.ticket = _HELD.put(encoded)
         self.dense = self.drafted = None
 
 
@@ -78,12 +85,13 @@ class Drafted:
         draft: the draft.
         looked: what is known of the codecs of its place.
         number: of its codec.
+        is_planned: whether there are bytes for its planes alone, and none for the dense value.
     """
 
-    __slots__ = ("_form", "_judge", "_looked", "_number", "_value", "is_judged", "nbytes", "numbers")
+    __slots__ = ("_form", "_is_planned", "_judge", "_looked", "_number", "_value", "is_judged", "nbytes", "numbers")
 
-    def __init__(self, draft: Draft, looked: Looked, number: int) -> None:
-        self._judge, self._looked, self._number = draft.judge, looked, number
+    def __init__(self, draft: Draft, looked: Looked, number: int, is_planned: bool) -> None:
+        self._judge, self._looked, self._number, self._is_planned = draft.judge, looked, number, is_planned
         self.numbers = Numbers(draft.numbers)
         self.nbytes = draft.encoded.spec.nbytes
         self.is_judged = False
@@ -104,30 +112,54 @@ class Drafted:
         form = None if self._form is None else self._form()
         if form is None or form.drafted is not self:
             return
-        if judged.refusal is not None:
-            self.hold_dense(form, judged.refusal)
-        else:
+        if judged.refusal is None:
             form.cut, form.dense, form.drafted = judged.cut, None, None
+        elif not self._is_planned or judged.known is None or not self._encode_again(form):
+            self.hold_dense(form, judged.refusal)
+
+    def _encode_again(self, form: DraftedForm) -> bool:
+        """Has the value encoded with all the room that it needs; whether its codec takes it at all."""
+        try:
+            form.hold(form.codec)
+        except CodecRefusedError:
+            return False
+        self._account(form)
+        return True
 
     def hold_dense(self, form: DraftedForm, reason: str) -> None:
         """Has the value held as it is, and says so in its account."""
-        form.hold_dense()
+        form.hold(Raw())
+        account = self._account(form)
+        if account is not None:
+            account.codec, account.reason = "kept", reason
+
+    def _account(self, form: DraftedForm) -> Account | None:
+        """Notes how many bytes the value takes on the device now; the account, if the value is still there."""
         value = None if self._value is None else self._value()
         if value is None:
-            return
+            return None
         account = value.account
         before = account.device_nbytes
         account.stash_nbytes, account.store = form.ticket.nbytes, "device"
-        account.codec, account.reason = "kept", reason
         value.live.add(account.device_nbytes - before)
+        return account
 
 
 class Drafts:
-    """The drafts of a Session that are not judged yet, the oldest first."""
+    """The drafts of a Session that are not judged yet, the oldest first.
+
+    Attributes:
+        limit: how many bytes of dense values may be held for them; None for as many as are usual.
+    """
 
     def __init__(self) -> None:
+        self.limit: int | None = None
         self._waiting: deque[Drafted] = deque()
         self._nbytes = 0
+
+    def admits(self, nbytes: int) -> bool:
+        """Whether a value of so many bytes may be drafted."""
+        return self.limit is None or nbytes <= self.limit
 
     def add(self, value: Value, form: DraftedForm) -> None:
         """Has a draft judged when its numbers have arrived."""
@@ -136,8 +168,12 @@ class Drafts:
         drafted.of(value, form)
         self._waiting.append(drafted)
         self._nbytes += drafted.nbytes
+        self.keep_within(max(IN_FLIGHT, drafted.nbytes) if self.limit is None else self.limit)
+
+    def keep_within(self, limit: int) -> None:
+        """Judges the drafts whose numbers have arrived, and the oldest ones until no more bytes are held for others."""
         self.look()
-        while self._nbytes > IN_FLIGHT and len(self._waiting) > 1:
+        while self._nbytes > limit:
             self._judge_oldest()
 
     def look(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import base
-from backstash.codecs.base import Codec, is_dense
+from backstash.codecs.base import Codec, Draft, is_dense
 from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
@@ -24,7 +24,7 @@ from backstash.stash import compiled, looking, roots
 from backstash.stash.coders import coders
 from backstash.stash.compiled import laid_out
 from backstash.stash.decode import follow_original
-from backstash.stash.drafts import DraftedForm, Drafts
+from backstash.stash.drafts import Drafted, DraftedForm, Drafts
 from backstash.stash.live import Live
 from backstash.stash.looking import SPARED
 from backstash.stash.place import Place
@@ -33,6 +33,7 @@ from backstash.stash.value import Form, Saved, Value
 from backstash.stores import Store
 
 if TYPE_CHECKING:
+    from backstash.stash.looking import Looked
     from backstash.stash.remaking import Remaking
 
 
@@ -109,6 +110,8 @@ class Encoder:
         value.key, value.facts = facts.key, facts
         if self._knows_room:
             value.has_room = self.policy.has_room_for(facts.key)
+            if not whole.is_cpu:
+                self._limit_drafts(facts.key)
         place = strongest.place
         if self.is_fixed and place is not None and place.facts is facts and place.action is not None:
             action = place.action
@@ -184,13 +187,17 @@ class Encoder:
         if type(form) is DraftedForm:
             self.drafts.add(value, form)
 
-    @property
-    def makes_drafts(self) -> bool:
-        """Whether values of an accelerator may take more than they need until it is known what they need.
+    def _limit_drafts(self, key: str) -> None:
+        """Holds no more for drafts than the policy has room for, from that value on."""
+        self.drafts.limit = self.policy.in_flight_for(key)
+        if self.drafts.limit is not None:
+            self.drafts.keep_within(self.drafts.limit)
 
-        Not under a plan, whose bytes are counted, nor while they are counted for one.
-        """
-        return not self._knows_room and self._live.watcher is None
+    def _draft(self, looked: Looked | None, number: int, codec: Codec, x: Tensor) -> tuple[Draft, Drafted] | None:
+        """Drafts an encoding; None where it has to be known at once, or something is counting what planes take."""
+        if looked is None or self._live.watcher is not None or not self.drafts.admits(x.untyped_storage().nbytes()):
+            return None
+        return looked.draft(number, codec, x, self.drafts.limit is not None)
 
     def releases_shape(self, place: Place) -> bool:
         """Whether the policy lets go of what was saved at that place, of which only the shape is read."""
@@ -337,7 +344,7 @@ class Encoder:
             if refusal is None:
                 try:
                     # Nobody else holds the memory, so it may become the plane: nothing is copied, nothing lives twice.
-                    drafted = looked.draft(number, codec, x) if looked is not None and self.makes_drafts else None
+                    drafted = self._draft(looked, number, codec, x)
                     encoded = base.adopt(codec, x) if drafted is None else drafted[0].encoded
                 except CodecRefusedError as refused:  # only the full pass could tell
                     refusal = str(refused)

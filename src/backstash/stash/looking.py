@@ -57,8 +57,14 @@ class Looked:
         self.action = action
         return True
 
-    def draft(self, number: int, codec: Codec, x: Tensor) -> tuple[Draft, Drafted] | None:
-        """Drafts an encoding by the codec with that number. None if too little is known for a draft."""
+    def draft(self, number: int, codec: Codec, x: Tensor, is_planned: bool) -> tuple[Draft, Drafted] | None:
+        """Drafts an encoding by the codec with that number. None if too little is known for a draft.
+
+        Args:
+            number, codec: the codec.
+            x: the value.
+            is_planned: as in Drafted.
+        """
         makes = drafting(codec)
         known = self.known.get(number)
         if makes is None or known is None:
@@ -66,7 +72,7 @@ class Looked:
         if codec.bound is not None and self._drafted is not None:
             self._drafted.judge()  # how much room there is decides whether a value is rounded
         draft = makes.draft(x, known)
-        self._drafted = Drafted(draft, self, number)
+        self._drafted = Drafted(draft, self, number, is_planned)
         return draft, self._drafted
 
     def learn(self, number: int, codec: Codec, encoded: Encoded) -> None:
