@@ -20,7 +20,7 @@ from tests.device.networks import MIN_NBYTES, NETWORKS, Training
 # isort: split
 import backstash as bs
 from backstash import policies
-from backstash.planning.plan import Planner
+from backstash.planning.search.planner import Planner
 from bench.results import Results
 
 FORMAT = 1

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from backstash.planning.record import record
-from backstash.planning.trace import ROLES, Role, Trace
+from backstash.planning.measure.record import record
+from backstash.planning.model.trace import ROLES, Role, Trace
 from backstash.stash.ledger import PeakRow
 from bench import step_table
 from bench.cases import QUICK, SEED, WORDS, Case, build, find

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backstash.errors import PlanError
-from backstash.planning.budget import restrict
-from backstash.planning.exact import exact
-from backstash.planning.greedy import frontier
-from backstash.planning.peak import PeakModel
-from backstash.planning.problem import StepProfile
+from backstash.planning.model.budget import restrict
+from backstash.planning.model.peak import PeakModel
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.search.exact import exact
+from backstash.planning.search.greedy import frontier
 from bench.profiles import mobilenet, resnet, transformer, unet
 from bench.results import Results
 from bench.rounds import table

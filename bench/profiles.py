@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
 
 FLOPS = 60e9
 """Arithmetic of two cores, in operations per second."""

@@ -1,4 +1,4 @@
-// A solution that is changed value by value: planning/search.py in C++, step by step, so that both have the same bits.
+// A solution that is changed value by value: planning/search/changes.py in C++, step by step, so that both have the same bits.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -9,7 +9,7 @@
 
 namespace bs {
 
-// A step as planning/peak.py has it. Rows are the choices of all values; lists begin where `..._starts` says.
+// A step as planning/model/peak.py has it. Rows are the choices of all values; lists begin where `..._starts` says.
 struct Step {
     int64_t values;
     const int64_t* rank;  // of each value: children come before what they are remade from

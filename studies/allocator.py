@@ -23,8 +23,9 @@ import torch
 
 from backstash.errors import BudgetError
 from backstash.integrations import allocator
-from backstash.planning.plan import Plan, Planner
-from backstash.planning.profiling import profile
+from backstash.planning.measure.profiling import profile
+from backstash.planning.model.plan import Plan
+from backstash.planning.search.planner import Planner
 from backstash.report import meter
 from bench import cases
 from bench.cases import Case

@@ -33,9 +33,9 @@ from torch.nn import functional
 
 import backstash as bs
 from backstash.errors import BudgetError
-from backstash.planning.plan import Planner
-from backstash.planning.problem import StepProfile
-from backstash.planning.record import record
+from backstash.planning.measure.record import record
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.search.planner import Planner
 from backstash.report import meter
 from backstash.stash import buffers
 from bench import cases, steptime

@@ -31,11 +31,11 @@ import torch
 import backstash
 from backstash import Session
 from backstash.errors import BudgetError
-from backstash.planning.buckets import Alike
-from backstash.planning.plan import Plan
-from backstash.planning.record import record
-from backstash.planning.schedule import memory_footprint_ratio
-from backstash.planning.trace import ROLES, Role, Trace
+from backstash.planning.measure.record import record
+from backstash.planning.model.plan import Plan
+from backstash.planning.model.trace import ROLES, Role, Trace
+from backstash.planning.run.buckets import Alike
+from backstash.planning.search.schedule import memory_footprint_ratio
 from backstash.policies import Gist
 from bench import step_table
 from bench.cases import SEED, Case, Workload, build

@@ -33,7 +33,7 @@ from torch import Tensor
 import backstash as bs
 from backstash.bits import equal_bits
 from backstash.errors import BudgetError
-from backstash.planning.plan import Planner
+from backstash.planning.search.planner import Planner
 from backstash.report.meter import CountedPeak
 from bench.results import Results
 from bench.rounds import Effort, Summary, interleave, mib, summarise, table

@@ -35,7 +35,7 @@ from torch import Tensor
 
 import backstash as bs
 from backstash.bits import row_major_bytes
-from backstash.planning.plan import Planner
+from backstash.planning.search.planner import Planner
 from bench.results import Results
 from bench.rounds import mib, table
 from studies.heldout_plans import COUNTED_STEPS, Row, Trained, peak_of, plans

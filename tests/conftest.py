@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from backstash.planning import course
+from backstash.planning.run import course
 from backstash.proofs import proofs
 
 settings.register_profile(

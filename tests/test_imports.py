@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -141,9 +141,9 @@ ALLOWED: dict[str, set[str]] = {
         "session",
         "testing",
         "integrations",
-        "planning.trace",
-        "planning.schedule",
-        "planning.problem",
+        "planning.model.trace",
+        "planning.search.schedule",
+        "planning.model.problem",
     },
     "backstash": {
         "errors",
@@ -153,9 +153,10 @@ ALLOWED: dict[str, set[str]] = {
         "stores",
         "policies",
         "session",
-        "planning.budgeted",
-        "planning.plan",
-        "planning.profiling",
+        "planning.run.budgeted",
+        "planning.model.plan",
+        "planning.search.planner",
+        "planning.measure.profiling",
         "integrations.loop",
         "integrations.notebook",
         "integrations.compile",
@@ -196,6 +197,15 @@ POLICIES = {
 }
 
 
+# The same for the rooms of planning/, of which each may import those above it that its row names.
+PLANNING: dict[str, set[str]] = {
+    "model": set(),
+    "measure": {"model"},
+    "search": {"model"},
+    "run": {"model", "measure", "search"},
+}
+
+
 def unit(path: Path) -> str:
     """``codecs`` for src/backstash/codecs/zvc.py, ``backstash`` for the package itself."""
     first = path.relative_to(SOURCE).parts[0]
@@ -217,14 +227,15 @@ def parsed(path: Path) -> ast.Module:
     return tree
 
 
-def imports(path: Path, anywhere: bool = True) -> Iterator[str]:
+def imports(path: Path, anywhere: bool = True, for_annotations: bool = False) -> Iterator[str]:
     """The modules of the package that a file imports, and the names that it imports from them, without ``backstash.``.
 
     Args:
         path: the file.
         anywhere: whether imports inside functions count as well.
+        for_annotations: whether imports for type annotations alone count as well.
     """
-    tree = parsed(path)
+    tree = ast.parse(path.read_text()) if for_annotations else parsed(path)
     for node in ast.walk(tree) if anywhere else tree.body:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -260,6 +271,14 @@ def test_layers_of_policies(path: Path) -> None:
     assert {name for name in beside if not within(name, POLICIES[family])} == set()
 
 
+@pytest.mark.parametrize("path", sorted((SOURCE / "planning").rglob("*.py")), ids=identifier)
+def test_layers_of_planning(path: Path) -> None:
+    room = path.relative_to(SOURCE / "planning").parts[0]
+    allowed = {f"planning.{each}" for each in {room} | PLANNING.get(room, set())}
+    beside = {name for name in imports(path, for_annotations=True) if within(name, {"planning"})}
+    assert {name for name in beside if not within(name, allowed)} == set()
+
+
 def test_every_row_of_the_table_is_a_unit_and_is_needed() -> None:
     assert set(ALLOWED) == {unit(path) for path in MODULES}
     for row, allowed in ALLOWED.items():
@@ -274,11 +293,17 @@ def test_no_unit_is_reached_again_from_below() -> None:
         above.add(row)
 
 
-def test_no_module_is_imported_again_by_what_it_imports() -> None:
-    names = {module(path) for path in MODULES} - {""}
+def circles(paths: Sequence[Path], **counted: bool) -> list[str]:
+    """The modules that are imported again by something that they import.
+
+    Args:
+        paths: the modules that are looked at.
+        counted: which imports count, as for :func:`imports`.
+    """
+    names = {module(path) for path in paths} - {""}
     direct = {}
-    for path in MODULES:
-        found = imports(path, anywhere=False)
+    for path in paths:
+        found = imports(path, **counted)
         direct[module(path)] = {name if name in names else name.rpartition(".")[0] for name in found} & names
     reached: dict[str, set[str]] = {}
     for start in direct:
@@ -289,8 +314,16 @@ def test_no_module_is_imported_again_by_what_it_imports() -> None:
                 seen.add(name)
                 waiting += direct[name]
         reached[start] = seen
+    return [name for name, seen in reached.items() if name in seen]
+
+
+def test_no_module_is_imported_again_by_what_it_imports() -> None:
     # The files of a backend of ops are parts of their package's __init__, and import it.
-    assert [name for name, seen in reached.items() if name in seen and not name.startswith("ops.")] == []
+    assert [name for name in circles(MODULES, anywhere=False) if not name.startswith("ops.")] == []
+
+
+def test_planning_goes_in_no_circle_whatever_it_imports_for() -> None:
+    assert circles(sorted((SOURCE / "planning").rglob("*.py")), for_annotations=True) == []
 
 
 def test_the_page_of_the_architecture_shows_the_same_table() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from backstash import Session, session
 from backstash.backward import table
 from backstash.capture import worth
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 
 STEPS = 24
 """More than the comparison takes."""

@@ -17,7 +17,7 @@ from torch import nn
 
 import backstash as bs
 from backstash.errors import BackstashError
-from backstash.planning import link
+from backstash.planning.measure import link
 from backstash.rewrites import channels_last, chunked_loss, inplace
 
 

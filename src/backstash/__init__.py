@@ -7,9 +7,10 @@ from backstash.codecs import Codec, Encoded, register_codec
 from backstash.errors import BackstashError
 from backstash.integrations.compile import compile_backend, compile_options
 from backstash.integrations.loop import unwrap, wrap
-from backstash.planning.budgeted import Budgeted
-from backstash.planning.plan import Plan, plan
-from backstash.planning.profiling import profile
+from backstash.planning.measure.profiling import profile
+from backstash.planning.model.plan import Plan
+from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.search.planner import plan
 from backstash.policies.base import Keep, Policy, Recompute, Stash
 from backstash.report.meter import measure
 from backstash.saved import Need

@@ -86,7 +86,7 @@ class Session:
             5 % slower, says so once and does nothing from then on (Note: [Sessions of no use] in capture/worth.py). By
             default it does under the policy ``lossless``, and under no other.
         replan: ``"auto"`` with a :class:`~backstash.Plan` as the policy: steps that do not match it are profiled and
-            planned for within its budget, each shape of input for itself (see planning/budgeted.py).
+            planned for within its budget, each shape of input for itself (see planning/run/budgeted.py).
 
     Raises:
         UnknownNameError: no policy has that name.

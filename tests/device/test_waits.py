@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import backstash as bs
-from backstash.planning.plan import Planner
+from backstash.planning.search.planner import Planner
 from bench.device_counts import WAYS
 from tests.device import fake
 from tests.device.networks import MIN_NBYTES, NETWORKS, Training

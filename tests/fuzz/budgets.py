@@ -24,7 +24,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 
 from backstash.bits import equal_bits
 from backstash.errors import BudgetError
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 from backstash.report.meter import CountedPeak
 
 MOST_STEPS = 600

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 import backstash
 from backstash import Session
 from backstash.capture import modules, transforms
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 from backstash.stash import compiled
 
 SOURCE = str(Path(backstash.__file__).parent)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import backstash
 from backstash import Session
 from backstash.errors import SessionError
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 from backstash.stash import compiled, repeating
 from backstash.torch_internals import in_filled_memory, recording, under_autocast, without_gradients
 from tests.fuzz import interrupts

@@ -18,7 +18,7 @@ from backstash.capture import modules
 from backstash.errors import IntegrationError, PlanError
 from backstash.integrations.attaching import figures, session_for
 from backstash.integrations.loop import session_of
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
@@ -118,7 +118,7 @@ def test_a_wrapped_model_trains_within_a_budget(settings: dict[str, Any]) -> Non
 
 
 def test_a_loop_in_its_optimizer_s_closure_is_not_profiled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backstash.planning.following.PATIENCE", 2)
+    monkeypatch.setattr("backstash.planning.run.following.PATIENCE", 2)
     model = bs.wrap(Network(), budget="70%", min_nbytes=1024)
     with pytest.warns(UserWarning, match="closure"):
         found = loop(model, closure=True)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import backstash as bs
 from backstash.bits import equal_bits
 from backstash.capture import modules
-from backstash.planning import course
+from backstash.planning.run import course
 from backstash.stash.ledger import Report
 
 pytestmark = pytest.mark.slow

@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 import backstash as bs
 from backstash.errors import IntegrationError, SessionError, UnknownNameError
 from backstash.integrations.loop import session_of
-from backstash.planning.plan import plan
-from backstash.planning.profiling import profile
+from backstash.planning.measure.profiling import profile
+from backstash.planning.search.planner import plan
 
 X = batches(1)[0][0]
 

@@ -7,7 +7,7 @@ import random
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
 
 
 def drawn_choices(

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backstash.errors import BudgetError
-from backstash.planning import course
-from backstash.planning.budgeted import Budgeted
-from backstash.planning.problem import StepProfile
-from backstash.planning.profiling import profile_of
-from backstash.planning.survey import Survey
-from backstash.planning.timeline import Timeline
+from backstash.planning.measure.profiling import profile_of
+from backstash.planning.measure.survey import Survey
+from backstash.planning.measure.timeline import Timeline
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.run import course
+from backstash.planning.run.budgeted import Budgeted
 from backstash.testing import equal_bits
 from backstash.torch_internals import profiler_runs
 

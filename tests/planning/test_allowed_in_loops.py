@@ -20,10 +20,10 @@ import backstash as bs
 from backstash import gradient_error
 from backstash.cli.commands import app
 from backstash.errors import PlanError
-from backstash.planning.budgeted import Budgeted
-from backstash.planning.guard import Guard
-from backstash.planning.link import Link, Speed
-from backstash.planning.running import ProfiledRun
+from backstash.planning.measure.link import Link, Speed
+from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.run.guard import Guard
+from backstash.planning.run.running import ProfiledRun
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 import backstash as bs
 from backstash.errors import BudgetError, PlanError
-from backstash.planning.budget import families, restrict
-from backstash.planning.exact import brute_force
-from backstash.planning.greedy import frontier
-from backstash.planning.peak import PeakModel
-from backstash.planning.plan import Planner
-from backstash.planning.probing import PASSES, Probe
-from backstash.planning.problem import StepProfile
-from backstash.planning.profiling import profile
-from backstash.planning.rounding import candidates, codec_name, codec_named
+from backstash.planning.measure.probing import PASSES, Probe
+from backstash.planning.measure.profiling import profile
+from backstash.planning.model.budget import families, restrict
+from backstash.planning.model.peak import PeakModel
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.model.rounding import candidates, codec_name, codec_named
+from backstash.planning.search.exact import brute_force
+from backstash.planning.search.greedy import frontier
+from backstash.planning.search.planner import Planner
 from backstash.saved import Effect, Need, SavedTensor, TensorSpec
 
 EVERYTHING = ("lossless", "recompute", "bounded")

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from backstash.capture import modules
 from backstash.errors import BudgetError, PlanError
-from backstash.planning import course, retry
-from backstash.planning.buckets import signature_of, size_ratio
-from backstash.planning.budgeted import Budgeted
-from backstash.planning.plan import Plan
-from backstash.planning.problem import StepProfile
-from backstash.planning.profiling import profile_of
+from backstash.planning.measure.profiling import profile_of
+from backstash.planning.model.plan import Plan
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.run import course, retry
+from backstash.planning.run.buckets import signature_of, size_ratio
+from backstash.planning.run.budgeted import Budgeted
 from backstash.report.meter import CountedPeak
 from backstash.testing import equal_bits
 
@@ -322,7 +322,7 @@ def test_a_pass_is_not_repeated_whose_buffers_are_too_large_to_copy(monkeypatch:
 SCRIPT = """
 import resource, torch
 from torch import nn
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)]
 model = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1))

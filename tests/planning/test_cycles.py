@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from backstash.errors import BudgetError
-from backstash.planning.budgeted import Budgeted
-from backstash.planning.cycles import MOST_SEEN, PATIENCE, cycles_of
+from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.run.cycles import MOST_SEEN, PATIENCE, cycles_of
 from backstash.report.meter import CountedPeak
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

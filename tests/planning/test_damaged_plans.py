@@ -16,10 +16,11 @@ from test_problem import profile
 
 from backstash import Session
 from backstash.errors import BackstashError, PlanError
-from backstash.planning.plan import Plan, Planner
-from backstash.planning.problem import StepProfile
-from backstash.planning.sealed import seal
-from backstash.planning.trace import Buffer, Decode, Op, Trace
+from backstash.planning.model.plan import Plan
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.model.sealed import seal
+from backstash.planning.model.trace import Buffer, Decode, Op, Trace
+from backstash.planning.search.planner import Planner
 
 Read = Callable[[str], Any]
 

@@ -11,9 +11,9 @@ import pytest
 from torch import Tensor, nn
 
 from backstash.errors import BudgetError
-from backstash.planning.budgeted import Budgeted
-from backstash.planning.plan import plan
-from backstash.planning.profiling import profile
+from backstash.planning.measure.profiling import profile
+from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.search.planner import plan
 from tests.fuzz.budgets import PROGRAMS, WIDTH, adversarial, assert_keeps, failure, loop, nothing, rows, tower
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 import backstash as bs
 from backstash.bits import equal_bits
 from backstash.errors import BudgetError, PlanError
-from backstash.planning import proven
-from backstash.planning.plan import Plan, Planner
-from backstash.planning.profiling import profile
-from backstash.planning.record import record
-from backstash.planning.sealed import seal
+from backstash.planning.measure.profiling import profile
+from backstash.planning.measure.record import record
+from backstash.planning.model import plan as plans
+from backstash.planning.model.plan import Plan
+from backstash.planning.model.sealed import seal
+from backstash.planning.search.planner import Planner
 from backstash.proofs import proofs
 
 
@@ -89,7 +90,7 @@ def test_the_first_step_keeps_the_budget(make: Any, guarded: bool) -> None:
 def test_proofs_of_another_environment_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of_smallest(recurrent)
     proofs.forget()
-    monkeypatch.setattr(proven, "environment", lambda: "another")
+    monkeypatch.setattr(plans, "environment", lambda: "another")
     Plan.from_json(text)
     assert proofs.travelling() == {}
 

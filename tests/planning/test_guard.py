@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import backstash as bs
 from backstash.errors import PlanError
-from backstash.planning.guard import LOOK_AGAIN, Guard
+from backstash.planning.run.guard import LOOK_AGAIN, Guard
 from backstash.stores.disk import DiskStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

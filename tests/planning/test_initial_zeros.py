@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import backstash as bs
 from backstash.bits import equal_bits
 from backstash.errors import BudgetError
-from backstash.planning import profiling
-from backstash.planning.plan import Planner
-from backstash.planning.survey import RESERVE
-from backstash.planning.zeros import without_initial_zeros
+from backstash.planning.measure import profiling
+from backstash.planning.measure.survey import RESERVE
+from backstash.planning.measure.zeros import without_initial_zeros
+from backstash.planning.search.planner import Planner
 from backstash.report.meter import CountedPeak
 from backstash.rewrites.state import State
 

@@ -19,11 +19,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from backstash.errors import SessionError
-from backstash.planning import events, recording
-from backstash.planning.budgeted import Budgeted
-from backstash.planning.plan import plan
-from backstash.planning.profiling import profile as profile_step
-from backstash.planning.recording import Recording
+from backstash.planning.measure import events, recording
+from backstash.planning.measure.profiling import profile as profile_step
+from backstash.planning.measure.recording import Recording
+from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.search.planner import plan
 from backstash.session import Session
 from backstash.torch_internals import profiler_runs
 

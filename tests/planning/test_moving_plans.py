@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import backstash as bs
 from backstash.errors import BudgetError, PlanError
-from backstash.planning import link
-from backstash.planning.link import Link, Speed
-from backstash.planning.plan import Planner
-from backstash.planning.problem import StepProfile
-from backstash.planning.profiling import profile
+from backstash.planning.measure import link
+from backstash.planning.measure.link import Link, Speed
+from backstash.planning.measure.profiling import profile
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.search.planner import Planner
 
 FAST = Link("disk", "", Speed(0.0, 1e-10, 0.0), Speed(1e-4, 1e-10, 1.0), Speed(1e-4, 1e-10, 1.0))
 
@@ -37,7 +37,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     def measured(device: str, offload_to: object = None) -> Link:
         return Link(FAST.store, str(tmp_path), FAST.hand_over, FAST.out, FAST.back)
 
-    monkeypatch.setattr("backstash.planning.profiling.measured", measured)
+    monkeypatch.setattr("backstash.planning.measure.profiling.measured", measured)
     return tmp_path
 
 

@@ -10,11 +10,11 @@ from step_problems import drawn_profile
 
 from backstash.errors import PlanError
 from backstash.ops.cpu import library
-from backstash.planning import greedy
-from backstash.planning.native_search import NativeSearch, search_from_kept
-from backstash.planning.peak import PeakModel, evaluate
-from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
-from backstash.planning.search import ReferenceSearch, Search
+from backstash.planning.model.peak import PeakModel, evaluate
+from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.planning.search import greedy
+from backstash.planning.search.changes import ReferenceSearch, Search
+from backstash.planning.search.native import NativeSearch, search_from_kept
 
 FORWARD, BACKWARD = 4, 6
 

@@ -14,12 +14,13 @@ from step_problems import drawn_profile
 
 from backstash.codecs import Binary, Bitmask, Raw, Zvc
 from backstash.errors import BackstashError, BudgetError, PlanError
-from backstash.planning.budget import parse_budget, restrict
-from backstash.planning.decision import Decision
-from backstash.planning.peak import evaluate
-from backstash.planning.plan import Plan, Planner, plan
-from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
-from backstash.planning.sealed import seal
+from backstash.planning.model.budget import parse_budget, restrict
+from backstash.planning.model.decision import Decision
+from backstash.planning.model.peak import evaluate
+from backstash.planning.model.plan import Plan
+from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.planning.model.sealed import seal
+from backstash.planning.search.planner import Planner, plan
 from backstash.policies import Keep, Recompute, Stash
 from backstash.saved import Mask, Need, SavedTensor, TensorSpec, Test
 from bench.profiles import resnet

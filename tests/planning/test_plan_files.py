@@ -15,10 +15,10 @@ from test_plan import PLANNER
 from torch import Tensor, nn
 
 from backstash import proofs
-from backstash.planning import plan_files
-from backstash.planning.budgeted import Budgeted
-from backstash.planning.plan import Plan
-from backstash.planning.plan_files import ABANDONED, PlanFiles
+from backstash.planning.model.plan import Plan
+from backstash.planning.run import plan_files
+from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.run.plan_files import ABANDONED, PlanFiles
 from backstash.testing import equal_bits
 
 PLAN = PLANNER.plan("50%")

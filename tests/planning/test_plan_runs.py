@@ -8,8 +8,8 @@ from step_problems import gradients_of
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash.planning.plan import Planner
-from backstash.planning.profiling import profile
+from backstash.planning.measure.profiling import profile
+from backstash.planning.search.planner import Planner
 
 KIB = 1 << 10
 

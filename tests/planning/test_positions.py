@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from backstash.planning.timeline import Timeline
+from backstash.planning.measure.timeline import Timeline
 from backstash.torch_internals import profiler_event
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backstash.errors import PlanError
-from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile, children_first
+from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile, children_first
 
 POSITIONS = tuple(Position(f"op{n}", "block", n >= 3, 0.5) for n in range(6))
 MASK = Choice("bitmask", "encode", 4, 100, 0, 0.1)
@@ -114,7 +114,7 @@ def test_a_damaged_document_is_refused() -> None:
 
 def resealed(text: str, *path: Any, to: Any) -> str:
     """The document with a value changed, and with a checksum that fits again."""
-    from backstash.planning.sealed import seal
+    from backstash.planning.model.sealed import seal
 
     content = json.loads(text)["content"]
     inside = content

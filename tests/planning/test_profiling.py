@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from backstash.errors import MeasureError
-from backstash.planning.problem import StepProfile
-from backstash.planning.profiling import profile
-from backstash.planning.survey import KeepForSurvey
+from backstash.planning.measure.profiling import profile
+from backstash.planning.measure.survey import KeepForSurvey
+from backstash.planning.model.problem import StepProfile
 
 BATCH = torch.randn(8, 3, 16, 16)
 

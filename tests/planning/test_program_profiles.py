@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from backstash import Budgeted
-from backstash.planning.events import others
+from backstash.planning.measure.events import others
 from backstash.report.meter import CountedPeak
 from backstash.torch_internals import profiler_runs
 

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import backstash as bs
 from backstash.errors import MeasureError, UnknownNameError
-from backstash.planning.events import memory_profiler, roots_of
-from backstash.planning.record import record
-from backstash.planning.schedule import footprint, memory_footprint_ratio
-from backstash.planning.trace import Role, Trace
+from backstash.planning.measure.events import memory_profiler, roots_of
+from backstash.planning.measure.record import record
+from backstash.planning.model.trace import Role, Trace
+from backstash.planning.search.schedule import footprint, memory_footprint_ratio
 from backstash.report.meter import CountedPeak
 from backstash.stores import DeviceStore, HostStore, Store
 from backstash.torch_internals import profiler_event

@@ -11,9 +11,10 @@ from torch import nn
 from backstash import Session
 from backstash.bits import equal_bits
 from backstash.errors import BudgetError
-from backstash.planning.plan import Plan, Planner
-from backstash.planning.profiling import profile
-from backstash.planning.record import record
+from backstash.planning.measure.profiling import profile
+from backstash.planning.measure.record import record
+from backstash.planning.model.plan import Plan
+from backstash.planning.search.planner import Planner
 
 BATCHES = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0))
 

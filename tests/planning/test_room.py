@@ -11,9 +11,9 @@ from torch import nn
 
 import backstash as bs
 from backstash.backward import claims
-from backstash.planning.peak import PeakModel
-from backstash.planning.plan import Planner
-from backstash.planning.profiling import profile
+from backstash.planning.measure.profiling import profile
+from backstash.planning.model.peak import PeakModel
+from backstash.planning.search.planner import Planner
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from backstash import Session
 from backstash.cli.commands import app
 from backstash.errors import BudgetError, PlanError
-from backstash.planning.budgeted import Budgeted
-from backstash.planning.plan import Plan
-from backstash.planning.running import ProfiledRun
+from backstash.planning.model.plan import Plan
+from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.run.running import ProfiledRun
 from backstash.report.meter import reset_resident_peak, resident_peak_nbytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

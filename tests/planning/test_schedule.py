@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstash.planning.schedule import Sharing, footprint, groups_in_turn, memory_footprint_ratio, offsets
-from backstash.planning.trace import ROLES, Buffer, Role, Trace
+from backstash.planning.model.trace import ROLES, Buffer, Role, Trace
+from backstash.planning.search.schedule import Sharing, footprint, groups_in_turn, memory_footprint_ratio, offsets
 
 SHARINGS: tuple[Sharing, ...] = ("groups", "offsets", "dynamic", "none")
 

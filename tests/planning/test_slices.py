@@ -10,15 +10,16 @@ from simulated_clock import Clock
 from step_problems import drawn_profile
 from torch import nn
 
-from backstash.planning import course
-from backstash.planning.budgeted import Budgeted
-from backstash.planning.greedy import Frontier, frontier
-from backstash.planning.peak import PeakModel
-from backstash.planning.plan import Plan, Planner
-from backstash.planning.problem import StepProfile
-from backstash.planning.profiling import profile
-from backstash.planning.survey import Stopwatch
-from backstash.planning.unhooked import Unhooked
+from backstash.planning.measure.profiling import profile
+from backstash.planning.measure.survey import Stopwatch
+from backstash.planning.model.peak import PeakModel
+from backstash.planning.model.plan import Plan
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.run import course
+from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.run.unhooked import Unhooked
+from backstash.planning.search.greedy import Frontier, frontier
+from backstash.planning.search.planner import Planner
 
 TICK = 0.001
 """How much later it is each time that the clock is asked."""

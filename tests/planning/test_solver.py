@@ -16,13 +16,13 @@ from step_problems import drawn_profile
 
 import backstash as bs
 from backstash.errors import BudgetError, PlanError
-from backstash.planning import greedy
-from backstash.planning.budget import restrict
-from backstash.planning.exact import Solution, brute_force, exact
-from backstash.planning.greedy import frontier
-from backstash.planning.peak import PeakModel
-from backstash.planning.plan import Planner
-from backstash.planning.problem import Choice, StepProfile
+from backstash.planning.model.budget import restrict
+from backstash.planning.model.peak import PeakModel
+from backstash.planning.model.problem import Choice, StepProfile
+from backstash.planning.search import greedy
+from backstash.planning.search.exact import Solution, brute_force, exact
+from backstash.planning.search.greedy import frontier
+from backstash.planning.search.planner import Planner
 from bench.profiles import mobilenet, random_network, resnet, transformer, unet
 from tests import networks
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from step_problems import drawn_profile
 
-from backstash.planning.peak import PeakModel
-from backstash.planning.plan import Planner
-from backstash.planning.spare import spare_ways
+from backstash.planning.model.peak import PeakModel
+from backstash.planning.search.planner import Planner
+from backstash.planning.search.spare import spare_ways
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 from backstash.session import Session
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

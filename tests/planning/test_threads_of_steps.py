@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 from backstash.torch_internals import profiler_runs
 from tests.fuzz.pieces import in_thread
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from backstash.errors import MeasureError
-from backstash.planning.trace import Buffer, Op, Trace
+from backstash.planning.model.trace import Buffer, Op, Trace
 
 pytest.importorskip("matplotlib")
 
@@ -61,7 +61,7 @@ def test_what_a_panel_shows() -> None:
 
 
 def test_every_role_has_a_colour_of_its_own() -> None:
-    from backstash.planning.trace import ROLES
+    from backstash.planning.model.trace import ROLES
 
     assert {role for role, _, _ in plot._ROLES} == set(ROLES)
     assert len({colour for _, _, colour in plot._ROLES}) == len(ROLES)

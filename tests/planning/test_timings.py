@@ -10,13 +10,14 @@ import pytest
 from step_problems import drawn_profile
 from torch import Tensor, nn, randn
 
-from backstash.planning import profiling
-from backstash.planning.peak import evaluate
-from backstash.planning.plan import Plan, Planner
-from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
-from backstash.planning.profiling import profile
-from backstash.planning.timings import NOISE
-from backstash.planning.usual import like_lossless
+from backstash.planning.measure import profiling
+from backstash.planning.measure.profiling import profile
+from backstash.planning.model.peak import evaluate
+from backstash.planning.model.plan import Plan
+from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.planning.search.planner import Planner
+from backstash.planning.search.timings import NOISE
+from backstash.planning.search.usual import like_lossless
 from bench.profiles import resnet
 
 FACTORS = {90: 1.05, 80: 1.2, 70: 1.1, 60: 1.3}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstash.planning.trace import ROLES, Buffer, Decode, Op, Trace
+from backstash.planning.model.trace import ROLES, Buffer, Decode, Op, Trace
 
 Y = Buffer("conv2d", "stashed", 100, 0, 7)
 X = Buffer("conv2d", "immediate", 30, 0, 2)

@@ -27,7 +27,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import backstash as bs
 from backstash.errors import BudgetError, MeasureError
-from backstash.planning.survey import KeepForSurvey
+from backstash.planning.measure.survey import KeepForSurvey
 from backstash.rewrites import inplace, reached
 from backstash.rewrites.state import StepState
 from backstash.testing import equal_bits

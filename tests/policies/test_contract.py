@@ -18,8 +18,8 @@ from torch import nn
 
 import backstash as bs
 from backstash import policies
-from backstash.planning.buckets import Alike
-from backstash.planning.guard import Guard
+from backstash.planning.run.buckets import Alike
+from backstash.planning.run.guard import Guard
 from backstash.policies import Keep, KeepAll, Lossless, Offload, Policy, Rules, Stash, Wrapper
 from backstash.policies.adapted import Adapted, adapt
 

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from backstash.errors import PlanError
-from backstash.planning.peak import evaluate
-from backstash.planning.plan import Plan, Planner, plan
-from backstash.planning.problem import Choice, PlannedValue, Position, StepProfile
-from backstash.planning.profiling import profile
+from backstash.planning.measure.profiling import profile
+from backstash.planning.model.peak import evaluate
+from backstash.planning.model.plan import Plan
+from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.planning.search.planner import Planner, plan
 from backstash.report.plan_charts import COLUMNS, Curve, byte_ticks, memory_chart
 from backstash.report.plan_layers import layers, parts, total
 from backstash.report.plan_page import POINTS, plan_page

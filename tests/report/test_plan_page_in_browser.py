@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from backstash.planning.plan import Plan, plan
-from backstash.planning.problem import StepProfile
+from backstash.planning.model.plan import Plan
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.search.planner import plan
 from backstash.report.plan_page import plan_page
 from bench.profiles import transformer
 

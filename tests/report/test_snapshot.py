@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.cuda import _memory_viz
 
-from backstash.planning.record import record
-from backstash.planning.trace import ROLES, Buffer, Op, Trace
+from backstash.planning.measure.record import record
+from backstash.planning.model.trace import ROLES, Buffer, Op, Trace
 from backstash.report.snapshot import snapshot
 
 WEIGHT = Buffer("0.weight", "parameter", 40, 0, 10)

@@ -213,7 +213,7 @@ def _at_end_of_torch(function: Callable[[], None]) -> None:
     while frame is not None:
         if frame.f_code in codes:
             outermost = frame
-        frame = cast(Any, frame.f_back)
+        frame = cast("Any", frame.f_back)
     if outermost is not None:
         outermost.f_locals["kwargs"]["backstash"] = _AtEnd(function)
 

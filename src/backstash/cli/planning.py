@@ -15,14 +15,13 @@ from backstash.cli.options import Arguments, IsModule, Quiet, Script
 from backstash.errors import PlanError
 from backstash.integrations.compile import patch_compile
 from backstash.integrations.launcher import Launched, execute, launch_under, require_script
-from backstash.planning.budget import limit_of_errors, parse_budget
-from backstash.planning.budgeted import Budgeted
-from backstash.planning.growth import Growth, growth
-from backstash.planning.outline import outline
-from backstash.planning.plan import Planner
-from backstash.planning.problem import StepProfile
-from backstash.planning.running import ProfiledRun
-from backstash.planning.within import Within
+from backstash.planning.model.budget import limit_of_errors, parse_budget
+from backstash.planning.model.explain import outline
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.run.running import ProfiledRun
+from backstash.planning.run.within import Within
+from backstash.planning.search.planner import Growth, Planner, growth
 from backstash.report.meter import ResidentPeaks
 from backstash.report.plan_page import plan_page
 from backstash.stash.ledger import Report

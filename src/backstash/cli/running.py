@@ -20,8 +20,8 @@ from backstash.integrations import allocator as allocators
 from backstash.integrations import ranks
 from backstash.integrations.launcher import Launched, is_own_process, launch, require_script
 from backstash.integrations.ranks import Rank
-from backstash.planning.budget import parse_budget
-from backstash.planning.plan import Plan
+from backstash.planning.model.budget import parse_budget
+from backstash.planning.model.plan import Plan
 from backstash.report.meter import ResidentPeaks, peak_so_far_nbytes
 from backstash.stash.ledger import Report
 from backstash.stash.tables import amount

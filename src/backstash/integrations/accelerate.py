@@ -18,7 +18,7 @@ from torch import nn
 from backstash.errors import IntegrationError
 from backstash.integrations import loop
 from backstash.integrations.attaching import figures
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.stash.ledger import Report

@@ -12,7 +12,7 @@ from torch import nn
 from backstash import accelerator
 from backstash.capture import leaving, modules
 from backstash.errors import IntegrationError
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.torch_internals import functorch_level, in_backward
@@ -28,7 +28,7 @@ def session_for(policy: str | Policy, budget: int | str | None = None, **options
         policy: a policy's name or a Policy. With a budget, ``"lossless"``.
         budget: bytes that a step may take above what is held before it, or text such as ``"6GiB"`` or ``"60%"``.
         options: further arguments of :class:`~backstash.Session`; with a budget those of
-            :class:`~backstash.planning.budgeted.Budgeted`.
+            :class:`~backstash.planning.run.budgeted.Budgeted`.
 
     Raises:
         IntegrationError: a budget is given together with another policy.

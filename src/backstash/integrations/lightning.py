@@ -19,7 +19,7 @@ except ModuleNotFoundError:  # the same library under its other name
 
 from backstash.errors import IntegrationError
 from backstash.integrations.attaching import figures, is_training, session_for
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.stash.ledger import Report

@@ -35,7 +35,7 @@ from torch import nn
 from backstash.arguments import check_model
 from backstash.errors import IntegrationError
 from backstash.integrations.attaching import is_training, session_for
-from backstash.planning.budgeted import Budgeted
+from backstash.planning.run.budgeted import Budgeted
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.torch_internals import COMPILED_CALL, MODULE_CALL, REPLICA, hide_from_dynamo
@@ -131,7 +131,7 @@ def wrap(model: Model, policy: str | Policy = "lossless", *, budget: int | str |
             first steps are profiled, and from the tenth backward pass on, or some later, a plan keeps the budget. If an
             allocation fails in a call, the call is repeated once in less memory.
         options: further arguments of :class:`~backstash.Session`, such as ``min_nbytes``; with a budget those of
-            :class:`~backstash.planning.budgeted.Budgeted`, such as ``allow``.
+            :class:`~backstash.planning.run.budgeted.Budgeted`, such as ``allow``.
 
     Returns:
         The model.

@@ -13,12 +13,12 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from backstash.planning.problem import StepProfile
+from backstash.planning.model.problem import StepProfile
 from backstash.report.plan_layers import LAYERS, ChartLayer, chosen, kept, layers, total
 from backstash.stash.tables import amount, ms
 
 if TYPE_CHECKING:
-    from backstash.planning.plan import Plan
+    from backstash.planning.model.plan import Plan
 
 COLUMNS = 800
 """A chart has at most this many positions; of those that share one, it shows the one with the most bytes."""

@@ -1,6 +1,7 @@
 """The bytes that a step holds at each position under a plan, in the parts that the peak model adds up.
 
-The rules are those of planning/peak.py, which gives the sum alone, as fast as a solver needs it. Tests compare the two.
+The rules are those of planning/model/peak.py, which gives the sum alone, as fast as a solver needs it. Tests compare
+both.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 from backstash.errors import PlanError
-from backstash.planning.problem import Choice, PlannedValue, StepProfile, children_first
+from backstash.planning.model.problem import Choice, PlannedValue, StepProfile, children_first
 
 if TYPE_CHECKING:
-    from backstash.planning.plan import Plan
+    from backstash.planning.model.plan import Plan
 
 ChartLayer = Literal["rest", "keep", "encode", "recompute", "offload", "passing"]
 LAYERS: tuple[tuple[ChartLayer, str], ...] = (
@@ -106,7 +107,7 @@ def layers(profile: StepProfile, choices: Sequence[Choice]) -> dict[ChartLayer, 
     """Returns the bytes of each layer at each position, without layers that are empty throughout.
 
     Example:
-        >>> from backstash.planning.problem import Position
+        >>> from backstash.planning.model.problem import Position
         >>> forward, backward = Position("relu", "", False, 0.1), Position("ReluBackward0", "", True, 0.2)
         >>> mask = Choice("bitmask", "encode", 4, encode_nbytes=100)
         >>> value = PlannedValue("/Relu#0:result", "", "Relu", "float32 [25]", 100, 0, (1,), (Choice.keep(100), mask))

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from backstash.planning.problem import Kind, StepProfile
+from backstash.planning.model.problem import Kind, StepProfile
 from backstash.report.plan_charts import Curve, Hover, frontier_chart, legend, memory_chart, peak_bars
 from backstash.report.plan_layers import chosen, parts
 from backstash.report.plan_style import SCRIPT, STYLE
 from backstash.stash.tables import amount, folded, ms
 
 if TYPE_CHECKING:
-    from backstash.planning.decision import Decision
-    from backstash.planning.plan import Plan
+    from backstash.planning.model.decision import Decision
+    from backstash.planning.model.plan import Plan
 
 POINTS = 200
 """Most points of the frontier that are drawn and listed."""

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from backstash.errors import MeasureError
-from backstash.planning.trace import Role, Trace
+from backstash.planning.model.trace import Role, Trace
 from backstash.report.compare import Comparison
 
 COLOURS = ("#8c8c8c", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

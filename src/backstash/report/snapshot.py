@@ -13,8 +13,8 @@ import pickle
 from bisect import bisect_right
 from typing import Any
 
-from backstash.planning.schedule import offsets
-from backstash.planning.trace import Buffer, Trace
+from backstash.planning.model.trace import Buffer, Trace
+from backstash.planning.search.schedule import offsets
 
 PROTOCOL = 4
 """The newest protocol of pickle that the viewer reads."""

@@ -16,7 +16,7 @@ from backstash.integrations.compile.joint import Joint
 from backstash.integrations.compile.lifetimes import Estimate, Lifetimes
 from backstash.integrations.compile.search import GraphSearch, Options, SearchResult
 from backstash.integrations.compile.values import SavedValue, Split, depends_on_data, is_tensor_node, spec_of
-from backstash.planning.budget import bytes_in
+from backstash.planning.model.budget import bytes_in
 from backstash.stash.tables import amount
 from backstash.torch_internals import SavedValues, asks_what_to_save
 

@@ -1,0 +1,414 @@
+"""Takes the profile of a training step: what it holds at each position, and what each choice would cost there.
+
+The step runs a few times and its effects are undone. One plain run gives the peak, some give the time, and one with
+everything kept (survey.py) gives the rest. In that run the profiler reports every allocation, and the Session's notes
+between them say from when on autograd alone holds a value and which nodes read it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from backstash import accelerator
+from backstash.arguments import check_count, check_model, check_step
+from backstash.capture import modules
+from backstash.errors import MeasureError
+from backstash.planning.measure.events import memory_profiler, roots_of
+from backstash.planning.measure.link import Link, measured, require_path
+from backstash.planning.measure.moving import moved
+from backstash.planning.measure.probing import Probe, with_errors
+from backstash.planning.measure.record import record
+from backstash.planning.measure.survey import Births, KeepForSurvey, KeepForTiming, Silent, Survey, SurveyedValue
+from backstash.planning.measure.timeline import Timeline
+from backstash.planning.measure.zeros import without_initial_zeros
+from backstash.planning.model.budget import ALLOW, families
+from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.policies import Policy
+from backstash.rewrites.state import State, StepState
+from backstash.saved import cycle_of
+from backstash.session import MIN_NBYTES, Session
+from backstash.stash.buffers import release_buffers
+
+FEWEST, ROUNDS, SECONDS = 3, 8, 2.0
+"""Plain steps and steps under a Session are timed in turns: at least FEWEST of each, and then until there are ROUNDS of
+each or SECONDS are over. Another step of the same kind runs before each of them."""
+
+
+def profile(
+    step: Callable[[], object],
+    model: nn.Module | None = None,
+    *,
+    allow: str | Sequence[str] = ("lossless", "recompute"),
+    min_nbytes: int = MIN_NBYTES,
+    device: str = "cpu",
+    offload_to: str | os.PathLike[str] | None = None,
+) -> StepProfile:
+    """Runs a training step a few times and returns what a planner has to know about it.
+
+    Everything that the step's code reaches is afterwards as it was before: parameters, buffers, gradients, generators,
+    optimizers, schedulers, scalers, averages, counters. What was taken from an iterator, such as a DataLoader's, is not
+    put back, which a warning says, and what was written to files or sent elsewhere is not either.
+
+    Args:
+        step: runs forward and backward, such as ``lambda: criterion(model(x), y).backward()``. Optimizers may step in
+            it.
+        model: the model that it trains. Without it, the modules that the step calls outermost are taken.
+        allow: what plans may do, as for :func:`backstash.plan`. A plan may allow more, as long as the
+            profile is in the process that took it: what it lacks is measured then. ``"offload"`` takes about a second
+            to measure the link, and ``"bounded"`` some dozens of backward passes (probing.py).
+        min_nbytes: smaller tensors are kept, and are not planned.
+        device: the type of device whose memory is planned, ``"cpu"`` or that of the accelerator, such as ``"cuda"``.
+        offload_to: a folder on a local disk, to which values may be moved on CPU (see link.folder).
+
+    Returns:
+        The profile. Its bytes are counted above what is held before the step, with gradients there.
+
+    Raises:
+        MeasureError: the step ran no backward pass, changes large data in place, or there is no such device.
+        PlanError: ``allow`` means nothing, or there is nowhere to move values to.
+        TypeError: ``step`` cannot be called without arguments, or ``model`` is no module.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> x = torch.ones(8, 64)
+        >>> found = profile(lambda: model(x).sum().backward(), model, min_nbytes=0)
+        >>> any(choice.name == "recompute" for value in found.values for choice in value.choices)
+        True
+    """
+    check_step(step, "profile")
+    if model is not None:
+        check_model(model, "profile", ", or None for the modules that the step calls")
+    if not accelerator.is_here(device):
+        raise MeasureError(
+            f"profile was asked for device={device!r}, but it knows 'cpu', and an accelerator where one is "
+            f"({accelerator.kind() or 'none'} here)."
+        )
+    check_count(min_nbytes, "min_nbytes", "bytes", "profile")
+    require_path(offload_to)
+    tries = families(allow)
+    link = measured(device, offload_to) if "offload" in tries else None
+    models = [model] if model is not None else _outermost(step)
+    with _undone(step, models, is_told=True) as (once, restore):
+        plain = record(once, None, device=device)
+        survey = Survey(tries)
+        keep = KeepForSurvey()
+        events = _recorded(once, Session(keep, model=model, min_nbytes=min_nbytes), survey)
+        session = Session(KeepForTiming(), model=model, min_nbytes=min_nbytes)
+        with session.watched_by(Silent()):
+            seconds, keeping = _in_turns(step, restore, session)
+        squares = _probed(once, survey, model, min_nbytes) if "bounded" in tries else {}
+        line = Timeline(events, device)
+        found = profile_of(line, survey, plain.peak_nbytes, seconds, models, device, link, squares)
+        planned = {value.key for value in found.values}
+        others = tuple(key for key in keep.asked if key not in planned)
+        cycles = 1 + max((cycle_of(key) for key in keep.asked), default=0)
+        found = replace(found, others=others, cycles=cycles, session_seconds=max(0.0, keeping - seconds))
+
+    def rehearse(policy: Policy) -> tuple[int, ...]:
+        with _undone(step, models) as (once, _):
+            events = _recorded(once, Session(policy, model=model, min_nbytes=min_nbytes), Births())
+        return tuple(position.most_nbytes for position in Timeline(events, device).positions)
+
+    def clock(policy: Policy) -> float:
+        with _undone(step, models) as (_, restore):
+            plain, own = _in_turns(step, restore, Session(policy, model=model, min_nbytes=min_nbytes))
+        return own / plain
+
+    def off_by(policy: Policy) -> float | None:
+        with _undone(step, models) as (once, _):
+            return _off_by(once, Session(policy, model=model, min_nbytes=min_nbytes, check=1, check_limit=1e30))
+
+    def tries_more(more: tuple[str, ...]) -> StepProfile:
+        wanted = (*tries, *more)
+        return profile(step, model, allow=wanted, min_nbytes=min_nbytes, device=device, offload_to=offload_to)
+
+    ways = {"rehearse": rehearse, "clock": clock, "off_by": off_by, "tries_more": tries_more}
+    for name, way in ways.items():  # no fields: a profile is data, and these are the ways to more of it
+        object.__setattr__(found, name, way)
+    return found
+
+
+def _off_by(step: Callable[[], None], session: Session) -> float | None:
+    """By how much a Session makes the gradients of a step wrong; None where that cannot be measured."""
+    with session:
+        step()
+    errors = [found.error for found in session.report().gradient_error]
+    return max((error for error in errors if error is not None), default=None)
+
+
+def _probed(step: Callable[[], None], survey: Survey, model: nn.Module | None, min_nbytes: int) -> dict[str, float]:
+    """What rounding each value does to the gradients (see probing.Probe), in a step of its own."""
+    probe = Probe(survey.found)
+    session = Session(KeepForSurvey(), model=model, min_nbytes=min_nbytes, overwrite_gradients=False)
+    with session.watched_by(probe.watcher), probe.waiting(), session:
+        step()
+    return probe.squares
+
+
+@contextmanager
+def _undone(
+    step: Callable[[], object], models: list[nn.Module], is_told: bool = False
+) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """Inside, steps may run, with weights as after an update (Note: [zeros that do not last]); all is restored then.
+
+    Args:
+        step: the step.
+        models: the models that it trains.
+        is_told: whether a warning says what cannot be undone.
+
+    Yields:
+        What restores all but the gradients and runs the step, and what only restores.
+
+    Raises:
+        MeasureError: from a step that changes what cannot be undone.
+    """
+    with StepState(step, models) as state:
+        profiled = [without_initial_zeros(each) for each in state.states]
+        is_first = True
+
+        def restore() -> None:
+            state.rewind()
+            for each in profiled:
+                each.restore()
+
+        def once() -> None:
+            nonlocal is_first
+            restore()
+            step()
+            if is_first:
+                is_first = False
+                _require_undoable(state)
+
+        yield once, restore
+    if is_told and state.consumed():
+        warnings.warn(
+            f"profile was asked to undo a step, but it takes items from {_some(state.consumed())}, which cannot be put "
+            f"back: the training misses them. Take the batch before the step, and have the step use it.",
+            stacklevel=4,
+        )
+
+
+def _require_undoable(state: StepState) -> None:
+    """Checks that what a step has changed can be undone.
+
+    Raises:
+        MeasureError: it has changed large data in place, of which there is no copy.
+    """
+    lost = state.lost()
+    if lost:
+        raise MeasureError(
+            f"profile was asked to undo a step, but it changes {_some(lost)} in place, of which no copy was made: it "
+            f"is large, and looks like data and not like the state of a training. What else the step has changed was "
+            f"put back. Leave that out of the step, or pass a copy."
+        )
+
+
+def _some(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+def _outermost(step: Callable[[], object]) -> list[nn.Module]:
+    """Runs the step once, undoes it, and returns the modules that it calls and that no other module calls."""
+    seen = _Outermost()
+    with StepState(step) as state:
+        try:
+            modules.listen(seen)
+            step()
+            _require_undoable(state)
+        finally:
+            modules.unlisten(seen, is_here=True)
+            for _, each in seen.found.values():
+                each.restore()
+                each.restore_gradients()
+    return [module for module, _ in seen.found.values()]
+
+
+class _Outermost:
+    """Listens to the modules of a step, and notes the state in which it finds them."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[nn.Module, State]] = {}
+        self._depth = 0
+
+    def enter_module(self, module: nn.Module) -> None:
+        """Notes a module that no other module has called."""
+        if self._depth == 0 and id(module) not in self.found:
+            state = State(module)
+            self.found[id(module)] = module, state
+            state.set_gradients_aside()
+        self._depth += 1
+
+    def leave_module(self) -> None:
+        """Notes that it is over."""
+        self._depth = max(0, self._depth - 1)
+
+    def ran_elsewhere(self) -> None:
+        """Notes nothing."""
+
+
+def _in_turns(step: Callable[[], object], restore: Callable[[], None], session: Session) -> tuple[float, float]:
+    """Shortest times in seconds of a plain step and of a step under a Session: other work of the machine only adds.
+
+    In training each step follows one of its own kind, whose freed memory it finds. So of each kind two run in turn, and
+    the second is timed. Plans of two small networks seemed 14 % slower than they were where the first was.
+    """
+    restore()
+    with session:  # proves what it has to
+        step()
+    times: tuple[list[float], list[float]] = [], []
+    begun = time.perf_counter()
+    contexts: tuple[AbstractContextManager[object], ...] = nullcontext(), session
+    while len(times[1]) < FEWEST or (len(times[1]) < ROUNDS and time.perf_counter() - begun < SECONDS):
+        for found, context in zip(times, contexts, strict=True):
+            for is_timed in (False, True):  # the first finds the heap as the other kind of step has left it
+                restore()
+                started = _now()
+                with context:
+                    step()
+                if is_timed:
+                    found.append(_now() - started)
+    return min(times[0]), min(times[1])
+
+
+def _now() -> float:
+    accelerator.synchronize(accelerator.kind() or "cpu")
+    return time.perf_counter()
+
+
+def _recorded(step: Callable[[], None], session: Session, watcher: Births) -> list[Any]:
+    """The profiler's record of a step under a Session, the second one: the first has proven what it has to."""
+    with session:
+        step()
+    release_buffers()
+    gc.collect()
+    with session.watched_by(watcher), memory_profiler() as profiled, session:
+        step()
+    return roots_of(profiled)
+
+
+def profile_of(
+    line: Timeline,
+    survey: Survey,
+    peak_nbytes: int,
+    seconds: float,
+    models: list[nn.Module],
+    device: str,
+    link: Link | None = None,
+    squares: Mapping[str, float] | None = None,
+) -> StepProfile:
+    """The profile of a step that was surveyed.
+
+    Args:
+        line: the record of the step.
+        survey: what was found out about its values.
+        peak_nbytes: the counted peak of a plain step.
+        seconds: time of a plain step.
+        models: the modules whose parameters and gradients were held before the step.
+        device: the type of the device whose memory is planned.
+        link: where values may be moved to; None for nowhere.
+        squares: what rounding does to the gradients, by the value's key (see probing.Probe).
+
+    Raises:
+        MeasureError: no autograd node ran in the step.
+    """
+    first = next((number for number, each in enumerate(line.positions) if each.is_backward), None)
+    if first is None:
+        raise MeasureError(
+            "profile was asked for a training step, but no autograd node ran in it. Call backward() in it."
+        )
+    for each in line.positions[first:]:
+        each.is_backward = True  # and what lies between two nodes
+    found = {
+        key: value
+        for key, value in survey.found.items()
+        if key in line.born and any(read >= first for read in line.reads.get(key, ()))
+    }
+    index = {key: number for number, key in enumerate(found)}
+    together = Counter(id(value.group) for value in found.values() if value.group is not None)
+    total = sum(each.seconds for each in line.positions) or 1.0
+    times = [each.seconds * seconds / total for each in line.positions]
+    moves = {} if link is None else moved(link, found, line, times, first)
+    values = []
+    for key, value in found.items():
+        reads = tuple(sorted({read for read in line.reads[key] if read >= first}))
+        born = min(line.born[key], reads[0])
+        choices = [*value.choices, *_remade(value, survey, index, line, together[id(value.group)] or 1, reads[0])]
+        choices += [*with_errors(value, (squares or {}).get(key)), *moves.get(key, ())]
+        facts = value.facts
+        values.append(
+            PlannedValue(key, facts.fqn, facts.op, str(facts.spec), value.nbytes, born, reads, tuple(choices))
+        )
+    held = [0] * (len(line.positions) + 1)
+    for planned in values:
+        held[planned.born] += planned.nbytes
+        held[planned.reads[-1] + 1] -= planned.nbytes
+    base, now = [], 0
+    for number, position in enumerate(line.positions):
+        now += held[number]
+        base.append(position.most_nbytes - now)
+    module_of = {read: value.module for value in values for read in value.reads}
+    positions = tuple(
+        Position(each.name or "let go", module_of.get(number, ""), each.is_backward, times[number])
+        for number, each in enumerate(line.positions)
+    )
+    resident = sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for m in models for p in m.parameters())
+    return StepProfile(
+        positions,
+        tuple(base),
+        tuple(values),
+        peak_nbytes,
+        resident,
+        machine=f"{platform.machine()}, {os.cpu_count()} processors, {torch.get_num_threads()} threads",
+        device=device,
+        versions={"torch": torch.__version__},
+        tries=tuple(word for word in ALLOW if word in {*survey.tries, "lossless", "recompute"}),
+        store="host" if link is None else link.store,
+        directory="" if link is None else link.directory,
+    )
+
+
+def _remade(
+    value: SurveyedValue, survey: Survey, index: dict[str, int], line: Timeline, together: int, first_read: int
+) -> list[Choice]:
+    """The choice to remake a value, where all that it is remade from is planned as well or held anyway.
+
+    Its time is a share of that of the call which makes ``together`` values at once.
+    """
+    if value.parents is None:
+        return []
+    keys = []
+    for parent in value.parents:
+        lives = survey.keys.get(id(parent), [])  # none: the program holds it anyway
+        then = [key for key in lives if line.born.get(key, 0) <= first_read] or lives[:1]
+        if then and then[-1] in index:
+            keys.append(then[-1])
+        elif len(then) == 1:
+            return []
+    trial = line.trials.get(value.section)
+    if trial is None:  # another thread, which the profiler does not see, has decided on it
+        return []
+    workspace = max(0, trial.most - trial.before - value.nbytes)
+    parents = tuple(sorted({index[key] for key in keys}))
+    return [
+        Choice(
+            "recompute",
+            "recompute",
+            0,
+            parents=parents,
+            workspace_nbytes=workspace,
+            seconds=value.remake_seconds / together,
+            reason=value.reason,
+        )
+    ]

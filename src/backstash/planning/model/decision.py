@@ -1,0 +1,107 @@
+"""A plan's decision about one value, as data and as the action that a Session takes for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from backstash.codecs import Raw
+from backstash.codecs.base import label
+from backstash.planning.model.problem import LARGEST, Kind
+from backstash.planning.model.rounding import codec_named
+from backstash.policies import Action, Keep, Lossless, Recompute, Stash
+from backstash.saved import SavedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a plan does with one value.
+
+    Attributes:
+        key, module, op, spec, nbytes: as in PlannedValue.
+        choice, kind, held_nbytes, error, reason, reserve_nbytes: name and facts of the choice, as in Choice.
+        seconds: time that the choice adds to a step.
+        has_room: whether its readers may hold it until they are done, because the peak lies elsewhere.
+        spare: its number among those that are remade, in this order, when a step holds more than planned (Note: [spare
+            ways] in spare.py); 0 if it is not among them.
+        in_flight_nbytes: how many bytes of values may be held beside their planes from where it is decided on to where
+            the next value is (Note: [drafts] in stash/drafts.py).
+        fetched_with: for a value that is moved, the keys of values with whose first reading it is asked for.
+    """
+
+    key: str
+    module: str
+    op: str
+    spec: str
+    nbytes: int
+    choice: str
+    kind: Kind
+    held_nbytes: int
+    seconds: float
+    error: float
+    reason: str
+    has_room: bool = False
+    fetched_with: tuple[str, ...] = ()
+    reserve_nbytes: int = 0
+    spare: int = 0
+    in_flight_nbytes: int = 0
+
+    def flaw(self) -> str | None:
+        """Returns what is wrong with the decision by itself, or None."""
+        sizes = self.nbytes, self.held_nbytes, self.reserve_nbytes, self.spare, self.in_flight_nbytes
+        if min(sizes) < 0 or max(sizes) > LARGEST:
+            return "a number of bytes is negative, or larger than any memory"
+        if not all(0.0 <= number < math.inf for number in (self.seconds, self.error)):
+            return "a time or an error is negative or not finite"
+        return "only a value that is moved is fetched" if self.fetched_with and self.kind != "offload" else None
+
+
+LOSSLESS = Lossless()
+"""Decides on values that a plan does not know."""
+
+_STORED = Lossless(recompute=False)
+
+
+def action_of(decision: Decision, saved: SavedTensor, store: str, is_empty: bool) -> Action:
+    """Returns what a Session has to do for a decision.
+
+    Args:
+        decision: what a plan says of the value.
+        saved: the strongest use of the value.
+        store: name of the store that values are moved to.
+        is_empty: whether the plan keeps everything.
+    """
+    stored = _STORED.decide(saved)
+    if decision.kind == "recompute":
+        return Recompute(stored if isinstance(stored, (Keep, Stash)) else Keep(), any_producer=True)
+    if decision.kind == "encode":
+        if isinstance(stored, Stash) and any(label(codec) == decision.choice for codec in stored.codecs):
+            return stored
+        codec = codec_named(decision.choice)
+        assert codec is not None  # a Plan is made of known names only
+        exact = stored.codecs if isinstance(stored, Stash) and codec.bound is not None else ()
+        return Stash((codec, *exact))  # if an element is infinite or NaN, an exact codec may take it
+    if decision.kind == "offload":
+        return Stash((*(stored.codecs if isinstance(stored, Stash) else ()), Raw()), store)
+    return Keep("the plan says so: the plain step fits" if is_empty else "the plan says so")
+
+
+def serves_decision(decision: Decision, saved: SavedTensor) -> bool:
+    """Whether what was decided of a value may be done with one of another shape in its place, such as a last batch.
+
+    An error was predicted for the profiled numbers only, a codec of another dtype may refuse the value, and what is
+    larger was not meant to be kept.
+    """
+    dtypes = {spec.partition(" ")[0] for spec in (decision.spec, str(saved.spec))}
+    return len(dtypes) == 1 and not decision.error and (decision.kind != "keep" or saved.spec.nbytes <= decision.nbytes)
+
+
+def fetches_of(decisions: Iterable[Decision]) -> dict[str, tuple[str, ...]] | None:
+    """Returns, by the key of a value, which moved values are asked for when it is read first; None if none moves."""
+    moved = [decision for decision in decisions if decision.kind == "offload"]
+    found: dict[str, tuple[str, ...]] = {}
+    for decision in moved:
+        for key in decision.fetched_with:
+            found[key] = (*found.get(key, ()), decision.key)
+    return found if moved else None

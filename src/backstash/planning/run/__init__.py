@@ -1,0 +1,1 @@
+"""A running program kept within a budget."""

@@ -1,0 +1,207 @@
+"""Kinds of steps, told apart by the shapes of their inputs: each of them has a plan of its own.
+
+Note: [new shapes]
+    The first step of a shape runs before anything is known about it. It is treated like the largest shape that was
+    profiled: if it is no larger, by that shape's plan, whose peak it cannot pass; if it is larger, by the plan for a
+    budget that is smaller by as much. Steps grow in proportion to their batch, and no faster than with the square of a
+    sequence's length. A larger shape is never run with everything kept, so no step takes more than the first ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash import accelerator
+from backstash.planning.model.plan import Plan
+from backstash.planning.run.plan_files import PlanFiles
+from backstash.planning.run.within import Within
+from backstash.planning.search.planner import Planner
+from backstash.policies import Action, Policy
+from backstash.policies.base import Wrapper
+from backstash.saved import SavedTensor
+from backstash.session import Session
+
+MOST_BUCKETS = 32
+"""How many shapes have a plan at the same time. The one that was not met for the longest time is forgotten first."""
+
+MOST_TENSORS = 64
+"""How many tensors of a step's inputs are looked at."""
+
+Signature = tuple[tuple[tuple[int, ...], str], ...]
+"""Shape and dtype of each tensor among a step's inputs."""
+
+
+def signature_of(inputs: Any) -> Signature:
+    """Shapes and dtypes of the tensors in nested lists, tuples and dicts; empty if there are none."""
+    found: list[tuple[tuple[int, ...], str]] = []
+    waiting = [inputs]
+    while waiting and len(found) < MOST_TENSORS:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            found.append((call_sizes(item), str(item.dtype).removeprefix("torch.")))
+        elif isinstance(item, Mapping):
+            waiting += reversed([item[key] for key in item])
+        elif isinstance(item, (list, tuple)):
+            waiting += reversed(item)
+    for device in ("cpu", accelerator.kind()):
+        if found and device is not None and torch.is_autocast_enabled(device):
+            found.append(((), f"autocast {torch.get_autocast_dtype(device)}"))
+    return tuple(found)
+
+
+def call_sizes(x: Tensor) -> tuple[int, ...]:
+    """The tensor's sizes; of a nested one how many elements it has in all, since its sizes are no numbers."""
+    return (x.numel(),) if x.is_nested else tuple(map(int, x.shape))
+
+
+def size_ratio(small: Signature, large: Signature) -> float:
+    """How many times as much a step of the one signature may take as a step of the other, at most."""
+    if len(small) != len(large):
+        return math.inf if len(large) > len(small) else 1.0
+    most = 0.0
+    for (shape, dtype), (other, _) in zip(small, large, strict=True):
+        if not shape or not other or 0 in shape:
+            continue
+        batch = other[0] / shape[0]
+        inside = math.prod(other[1:]) / math.prod(shape[1:])
+        are_tokens = "int" in dtype and inside > 1
+        most = max(most, batch * (inside * inside if are_tokens else inside))
+    return most or 1.0
+
+
+@dataclass(eq=False)
+class Bucket:
+    """One kind of steps.
+
+    Attributes:
+        signature: shapes of its inputs; empty as long as they are not known.
+        session: the Session for its next step.
+        policy: what the Session was made for.
+        planner: of its profile.
+        plan: its plan.
+        found: what became of the budget.
+        margin: bytes of the budget that its plans leave free, because its steps reached more than was predicted.
+        is_done: whether nothing remains to be measured.
+        surveys: how often it was profiled.
+        met: how many of its steps have begun.
+        plain_nbytes: the counted peak of its plain step; 0 if it was not profiled.
+    """
+
+    signature: Signature = ()
+    session: Session | None = None
+    policy: Policy | None = None
+    planner: Planner | None = None
+    plan: Plan | None = None
+    found: Within = field(default_factory=Within)
+    margin: int = 0
+    is_done: bool = False
+    surveys: int = 0
+    met: int = 0
+
+    @property
+    def plain_nbytes(self) -> int:
+        """The counted peak of its plain step; 0 if it was not profiled."""
+        return 0 if self.planner is None else self.planner.profile.plain_peak_nbytes
+
+
+class Buckets:
+    """All kinds of steps so far, and the plans of earlier runs in a folder.
+
+    Args:
+        folder: where plans are kept from run to run; None for nowhere.
+        settings: what a plan depends on beside the step.
+
+    Raises:
+        PlanError: there is no such folder.
+    """
+
+    def __init__(self, folder: str | Path | None = None, settings: Iterable[object] = ()) -> None:
+        self.files = None if folder is None else PlanFiles(folder)
+        self._settings = [str(each) for each in (*settings, torch.__version__)]
+        self._by_signature: OrderedDict[Signature, Bucket] = OrderedDict()
+        self._plans: OrderedDict[str, Plan] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_signature)
+
+    def __iter__(self) -> Any:
+        return iter(self._by_signature.values())
+
+    def of(self, signature: Signature) -> Bucket:
+        """The bucket of a signature, which is a new one if there is none."""
+        found = self._by_signature.get(signature)
+        if found is None:
+            found = self._by_signature[signature] = Bucket(signature)
+            if len(self._by_signature) > MOST_BUCKETS:
+                largest = self.largest()  # from which the plans of new shapes are derived
+                del self._by_signature[next(key for key, each in self._by_signature.items() if each is not largest)]
+        self._by_signature.move_to_end(signature)
+        return found
+
+    def largest(self) -> Bucket | None:
+        """The profiled bucket whose plain step takes the most."""
+        return max(
+            (each for each in self if each.planner is not None), key=lambda each: each.plain_nbytes, default=None
+        )
+
+    def clear(self) -> None:
+        """Forgets all of them, and the plans that are kept in no folder."""
+        self._by_signature.clear()
+        self._plans.clear()
+
+    # -- plans by fingerprint ------------------------------------------------------------------------------------
+
+    def fingerprint(self, values: Mapping[str, str]) -> str:
+        """A hash of a step's values, by key with their specs, and of what a plan depends on beside them."""
+        text = json.dumps([sorted(values.items()), self._settings])
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+    def known(self, fingerprint: str) -> Plan | None:
+        """The plan that was kept under a fingerprint, now or in an earlier run; None if there is none to read."""
+        found = self._plans.get(fingerprint)
+        return self.files.read(fingerprint) if found is None and self.files is not None else found
+
+    def keep(self, fingerprint: str, plan: Plan) -> None:
+        """Keeps a plan, also for later runs where there is a folder."""
+        self._plans[fingerprint] = plan
+        if len(self._plans) > MOST_BUCKETS:
+            self._plans.popitem(last=False)
+        if self.files is not None:
+            self.files.write(fingerprint, plan)
+
+
+class Alike(Wrapper):
+    """Does with each value what a plan says of the value with its key, whatever its shape.
+
+    Args:
+        plan: the plan of another shape.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __repr__(self) -> str:
+        return f"Alike({self.plan!r})"
+
+    @property
+    def inner(self) -> Policy:
+        """The plan."""
+        return self.plan
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """Returns what the plan says of the key."""
+        return self.plan.action_for(saved)
+
+    def decide_together(self, saved: SavedTensor, readers: Any) -> Action:
+        """The same."""
+        return self.plan.action_for(saved)

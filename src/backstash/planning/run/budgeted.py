@@ -1,0 +1,549 @@
+"""Keeps training within a budget: its first steps are profiled and planned for, and so is each new shape of input.
+
+Nobody hands over a step here. The program trains in its own loop and runs its forward passes inside of a
+:class:`Budgeted`, which opens the Session that is right for each of them. course.py has what is measured when.
+
+Note: [between steps]
+    A Session is chosen when a forward pass begins. Where the inputs are not known then, it is when a module is called
+    first with tensors. By then the program may have put hooks or modes of its own above the Session's, as a checkpoint
+    around the whole model does; then the Session stays, and the next one is right.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import nn
+
+from backstash import accelerator
+from backstash.capture import leaving, modules
+from backstash.errors import PlanError, SessionError
+from backstash.planning.measure.link import measured, require_path
+from backstash.planning.measure.survey import KeepForSurvey
+from backstash.planning.model.budget import families, limit_of_errors, parse_budget
+from backstash.planning.model.plan import KEEPERS, Plan
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.run.buckets import Alike, Bucket, Buckets, Signature, signature_of, size_ratio
+from backstash.planning.run.course import Course
+from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES
+from backstash.planning.run.following import Following, Witness
+from backstash.planning.run.guard import Guard, in_front_of
+from backstash.planning.run.retry import Before, advise, is_out_of_memory
+from backstash.planning.run.unhooked import Unhooked
+from backstash.planning.run.within import Within
+from backstash.policies import Policy, get
+from backstash.session import Session
+from backstash.stash.buffers import release_buffers
+from backstash.stash.ledger import Report
+from backstash.torch_internals import current_function_mode, in_backward
+
+T = TypeVar("T")
+
+MOST_SURVEYS = 8
+"""How often steps of one shape are surveyed where their kinds come in any order: one of each kind has to be met."""
+
+MIXED = (
+    f"the backward passes of this loop are of several kinds, in no order that repeats itself within {MOST_CYCLES} "
+    f"passes and {MOST_VALUES} values. So each of them is kept within the budget by itself, and what one leaves to the "
+    f"next is not counted. Run the kinds in a fixed order, or ask for less."
+)
+"""What there is to say of passes that come in any order."""
+
+
+class Budgeted(Following):
+    """Inside the ``with``, forward passes run under the plan that keeps their step within a budget.
+
+    It is entered around each training forward pass, or once around a whole loop; backward may run inside or outside.
+    Nine steps take the memory of plain PyTorch, in which the loop is timed and profiled; from the tenth backward pass
+    on the budget holds, or from some passes later where steps are small (Note: [bounded shares] in course.py). Inputs
+    of other shapes get plans of their own (Note: [new shapes] in buckets.py).
+
+    Args:
+        budget: bytes that a step may take above what is held before it, or a text such as ``"2GiB"``, ``"512 MiB"`` or
+            ``"60%"``, which is of the plain step's peak.
+        allow, error_limit: as for :func:`backstash.plan`; what a loop's plan rounds rests on predicted errors alone.
+        plan: a plan for the first steps, which are not profiled then.
+        min_nbytes: smaller tensors are kept; 16 KiB by default.
+        device: type of the device whose memory counts; by default the accelerator where there is one.
+        folder: a folder in which plans are kept, so that a later run of the same training need not profile.
+        offload_to: a folder on a local disk, to which values may be moved on CPU (see link.folder).
+        options: further arguments of :class:`backstash.Session`. A store of the name ``"spill"`` among its ``stores``
+            takes what is above the plan; on a GPU the host does, where there is none.
+
+    Attributes:
+        found: what became of the budget so far.
+        is_hurried: whether steps may take as long as they want, because as few of them as possible are to be measured.
+        spared: returns bytes that a plain step takes beside what was counted of it, because something else spares them,
+            as treated graphs do.
+
+    Raises:
+        PlanError: the budget or another argument means nothing.
+        BudgetError: later, from a backward pass, if no plan fits the first steps.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> session = Budgeted("90%", min_nbytes=0)
+        >>> for _ in range(60):
+        ...     with session:
+        ...         loss = model(torch.ones(256, 64)).square().mean()
+        ...     loss.backward()
+        >>> session.found.plans > 0
+        True
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        allow: str | Sequence[str] = ("lossless", "recompute"),
+        *,
+        error_limit: float | None = None,
+        plan: Plan | None = None,
+        min_nbytes: int | None = None,
+        device: str | None = None,
+        folder: str | Path | None = None,
+        offload_to: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
+        self.tries = families(allow)
+        if device is not None and not accelerator.is_here(device):
+            raise PlanError(
+                f"training within a budget was asked for on device={device!r:.80}, but memory is planned of 'cpu', and "
+                f"of an accelerator where one is ({accelerator.kind() or 'none'} here). Leave device= out."
+            )
+        require_path(offload_to)
+        self.budget = budget
+        self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
+        self.error_limit = error_limit
+        self.device = device or accelerator.kind() or "cpu"
+        self.link = measured(self.device, offload_to) if "offload" in self.tries else None
+        limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory
+        self.buckets = Buckets(folder, (*limits, self.allow, min_nbytes, self.device))
+        self._arguments = {**options, "error_limit": error_limit, "plan": plan, "min_nbytes": min_nbytes}
+        self._arguments |= {"device": device, "folder": folder, "offload_to": offload_to}
+        self._options = options | ({} if min_nbytes is None else {"min_nbytes": min_nbytes})
+        self.given = plan
+        self._steps = 0  # of Sessions that are not used any more
+        super().__init__(self.session_with(KeepForSurvey(cycles=1) if plan is None else self._guarded(plan)))
+        self._spare: Session | None = self._session  # for the first kind of steps
+        self._open: list[Session] = []  # the Session that is open now, if any
+        self._hook: int | None = None  # the number of the module hook, where there is one
+        self._entry: leaving.Entrance | None = None
+        self._chain: list[nn.Module] = []
+        self._thread = self._retried = self._nbytes = 0
+        self._modes: tuple[Any, Any] = (None, None)
+        self._guards: list[Guard] = []
+        self._before: weakref.WeakKeyDictionary[nn.Module, Before] = weakref.WeakKeyDictionary()
+        self.spared: Callable[[], int] = lambda: 0
+        self.has_planned = False
+        self.is_hurried = False
+
+    # -- entering and leaving ------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        leaving.leave_abandoned()
+        if self._entry is not None and self._entry.is_abandoned:
+            self._leave(None, None, None)
+        if self._entry is not None:
+            raise SessionError(
+                "a Budgeted was entered inside itself, or while another thread uses it. Enter it once around the whole "
+                "forward pass, and make one for each thread."
+            )
+        self._entry = entry = leaving.Entrance(self)
+        try:
+            self._hear_modules()
+            self._thread = threading.get_ident()
+            self._is_new = self._is_inside = True
+            self._listen()
+            self._enter(self._session)
+        except BaseException as error:
+            entry.leave(error)
+            raise
+        return self
+
+    __exit__ = leaving.Exit()
+
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
+        super().end_backward()
+        if self._is_new and self._is_inside and self._hook is None:  # after a plain step
+            self._hear_modules()
+
+    def _hear_modules(self) -> None:
+        self._hook = modules.add_pre_hook(self._before_module)
+
+    def _ignore_modules(self) -> None:
+        modules.remove_pre_hook(self._before_module)
+        self._hook = None
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leaves it; does nothing if that was done already (Note: [interrupted leaving] in leaving.py)."""
+        if self._entry is None or not self._entry.may_end_here():
+            return
+        self._entry.is_over = True
+        leaving.to_the_end(partial(self._leave_entry, error))
+
+    def _leave_entry(self, error: BaseException | None) -> None:
+        """Takes everything away. It may be called again if it was interrupted."""
+        entry = self._entry
+        if entry is None:
+            return
+        self._ignore_modules()
+        self._chain.clear()
+        self._is_inside = False
+        self._unlisten()
+        if error is not None and is_out_of_memory(error):
+            advise(error, str(self.budget), "")
+        self._leave_session(error)
+        entry.end()  # not before: where nothing can be called, all of this is done when something is entered next
+        self._entry = None
+
+    def window(self, model: nn.Module, *inputs: Any) -> Window:
+        """A forward pass whose inputs are known: inside the ``with``, its Session is open.
+
+        Args:
+            model: the model.
+            inputs: what it is called with, nested as it may be.
+        """
+        return Window(self, model, signature_of(inputs))
+
+    def call(self, model: nn.Module, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs a forward pass, and once more under a leaner plan if an allocation has failed in it.
+
+        It runs once more where what it has changed can be restored: the global generators and the buffers of the model.
+        With several processes it does not, because the others would not repeat their part.
+
+        Args:
+            model: the model.
+            function: what runs the forward pass, with ``args`` and ``kwargs``.
+        """
+        before = self._before.get(model)
+        if before is None:
+            before = self._before[model] = Before(model)
+        with before:
+            try:
+                with self.window(model, args, kwargs):
+                    return function(*args, **kwargs)
+            except RuntimeError as error:  # torch.OutOfMemoryError is one
+                if not is_out_of_memory(error):
+                    raise
+                alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+                if not alone or not before.restore() or not self._escalate():
+                    advise(error, str(self.budget), " and the step cannot be repeated in less memory")
+                    raise
+                error.__traceback__ = None  # which holds what the forward pass has made
+            self._retried += 1
+            release_buffers()
+            gc.collect()
+            if accelerator.kind_in_use():
+                torch.accelerator.empty_cache()
+            try:
+                with self.window(model, args, kwargs):
+                    return function(*args, **kwargs)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    advise(error, str(self.budget), ", and again under the leanest plan")
+                raise
+
+    def step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Calls a model for training: as :meth:`call`, with the model itself as the function."""
+        return self.call(model, model, *args, **kwargs)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_before"):
+            self.close()
+
+    def __deepcopy__(self, memo: Any) -> Budgeted:
+        return Budgeted(self.budget, self.allow, **self._arguments)
+
+    # -- what there is to tell -----------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the step in progress, or of the last one."""
+        return self._session.policy
+
+    @property
+    def found(self) -> Within:
+        """What became of the budget, for the last kind of steps."""
+        planned = [bucket for bucket in self.buckets if bucket.plan is not None]
+        bucket = self.last if self.last is not None else Bucket()
+        found = bucket.found
+        if found.plan is None and planned and not found.trouble:
+            found = planned[-1].found
+        escalated = sum(guard.escalated for guard in self._guards)
+        trouble = found.trouble or (MIXED if self.order.is_mixed else "")
+        return replace(found, shapes=len(planned), escalated=escalated, retried=self._retried, trouble=trouble)
+
+    def report(self) -> Report:
+        """The report of the last step, and what became of the budget."""
+        report = self._session.report()
+        return replace(report, steps=self.begun, notes=(*report.notes, str(self.found)))
+
+    @property
+    def begun(self) -> int:
+        """How many forward passes have begun, also of Sessions that are not used any more."""
+        used: list[Session] = [each.session for each in self.buckets if each.session is not None]
+        return self._steps + sum(session.report().steps for session in used)
+
+    # -- a forward pass begins -----------------------------------------------------------------------------------
+
+    def _before_module(self, module: nn.Module, args: Any) -> None:
+        """Note: [between steps]."""
+        if not self._is_new or self._thread != threading.get_ident() or not torch.is_grad_enabled() or in_backward():
+            return
+        signature = signature_of(args)
+        if not signature and len(self._chain) < 8:
+            self._chain.append(module)
+            return
+        chain, self._chain = self._chain, []
+        self._begin(chain[0] if chain else module, signature)
+        self._exchange(chain, module)
+        if self._open and isinstance(self._open[0], Unhooked):
+            self._ignore_modules()  # a plain step hears of no modules, which takes time
+
+    def _exchange(self, chain: list[nn.Module], module: nn.Module) -> None:
+        """Opens the Session that was chosen, in the place of the open one if that can be taken away."""
+        if not self._open or self._session is self._open[0]:
+            return
+        if not self._may_replace():
+            self._attach(self._open[0])
+        else:
+            is_told = self._hook is not None and modules.comes_after(self._hook)
+            self._leave_session(None)
+            self._enter(self._session)
+            for each in chain if is_told else (*chain, module):
+                self._session.enter_module(each)
+
+    def _may_replace(self) -> bool:
+        """Whether the open Session's hooks are the innermost ones, so that they can be taken away."""
+        return self._open[0].is_innermost and current_function_mode() in self._modes
+
+    def _begin(self, model: nn.Module, signature: Signature) -> None:
+        """Chooses the Session for a forward pass with these inputs."""
+        self._is_new = False
+        if not self.recording.is_inside:
+            self._advance("safe")
+        self._witness = Witness.of(model) or self._witness
+        if self.phase and self.last is not None:
+            self._session = self.last.session or self._session
+            self._attach()
+            return  # a step has one plan, whatever its second model is given
+        if self.period > 1:
+            self._listen()
+        self.last = bucket = self.buckets.of(signature)
+        self._look_at(bucket)
+        bucket.met += 1
+        if bucket.session is None:
+            spare, self._spare = self._spare, None
+            bucket.session = spare if spare is not None else self.session_with(self._derived(bucket))
+        if self._course is not None and self._course.is_over(bucket):
+            self.abandon()
+        may_start = self._course is None and not self.phase and not bucket.is_done
+        if may_start and (bucket.met > 1 or self.buckets.largest() is None):
+            self._start(Course(self, bucket))
+        self._session = bucket.session
+        if isinstance(self._session, Unhooked):
+            self._session.begin_step()
+        self._attach()
+
+    def _look_at(self, bucket: Bucket) -> None:
+        """Has a bucket profiled again whose last step did not match its plan."""
+        plan = bucket.plan
+        most = MOST_SURVEYS if self.order.is_mixed else 2
+        if plan is not None and bucket.is_done and plan.unknown and bucket.surveys < most:
+            bucket.is_done = False
+            self.note_order(2 * MOST_CYCLES)
+        for guard in self._guards:
+            over = guard.most_excess - guard.room
+            if bucket.plan is guard.plan and over > 0 and bucket.planner is not None and bucket.is_done:
+                bucket.margin += over
+                bucket.is_done = False
+                guard.most_excess = 0
+
+    def _derived(self, bucket: Bucket) -> Policy:
+        """The policy for the first steps of a bucket (Note: [new shapes])."""
+        known = self.buckets.largest()
+        if known is None or known.planner is None:
+            if self.given is None:
+                return KeepForSurvey(cycles=1)
+            return self._guarded(self.given) if len(self.buckets) == 1 else Alike(self.given)
+        times = size_ratio(known.signature, bucket.signature)
+        if times <= 1 and known.plan is not None:
+            return Alike(known.plan)
+        return Alike(known.planner.at_most(int(self.nbytes_of(known.plain_nbytes) / times)))
+
+    # -- Sessions ------------------------------------------------------------------------------------------------
+
+    def session_with(self, policy: Policy, is_unhooked: bool = False, **options: Any) -> Session:
+        """A new Session with that policy; with ``is_unhooked``, one that installs nothing."""
+        if is_unhooked:
+            return Unhooked(policy)
+        return Session(policy, **({"stop_if_useless": False} | self._options | options))
+
+    def use(self, bucket: Bucket, policy: Policy, is_unhooked: bool = False, **options: Any) -> None:
+        """From the next forward pass on, steps of that bucket run under that policy, in a new Session."""
+        if bucket.session is not None:
+            self._steps += bucket.session.report().steps
+        bucket.session = self.session_with(policy, is_unhooked, **options)
+
+    def go_back(self, bucket: Bucket, session: Session) -> None:
+        """The same, under a Session that was in use before."""
+        assert bucket.session is not None
+        self._steps += bucket.session.report().steps - session.report().steps
+        bucket.session = session
+
+    def use_alike(self, bucket: Bucket, plan: Plan) -> None:
+        """The same, under the plan of another shape."""
+        self.use(bucket, Alike(plan))
+
+    def nbytes_of(self, plain_nbytes: int) -> int:
+        """The budget in bytes.
+
+        A share is one of the first plain step's peak, whatever shapes come later; of the largest one's, where passes
+        of several kinds come in any order.
+        """
+        if not self._nbytes or self.order.is_mixed:
+            self._nbytes = max(self._nbytes, parse_budget(self.budget, plain_nbytes + self.spared()))
+        return self._nbytes
+
+    def forget_nbytes(self) -> None:
+        """The step of which the budget was a share was not like others."""
+        self._nbytes = 0
+
+    def begin_cycles(self) -> None:
+        """The next forward pass is the first one of a step."""
+        for bucket in self.buckets:
+            if bucket.session is not None:
+                bucket.session.begin_cycles()
+
+    def restart(self, period: int, forwards: int) -> None:
+        """A step has so many backward and forward passes, and all that was measured is of other steps."""
+        self.abandon()
+        self._steps = self.begun
+        self.buckets.clear()
+        self._guards.clear()
+        self.period, self.forwards, self.given = period, forwards, None
+        self._nbytes, self.last = 0, None
+
+    def mix(self) -> None:
+        """Passes of several kinds come in no order that repeats itself: each kind is planned for by itself."""
+        super().mix()
+        warnings.warn(f"a plan within {self.budget} was asked for, but {MIXED}", stacklevel=2)
+
+    def profiled(self, profile: StepProfile) -> None:
+        """Is called with each profile, at the end of a backward pass."""
+
+    def settled(self) -> None:
+        """Is called when steps of a kind have been profiled and counted: from now on they run under their plan."""
+
+    def guarded(self, bucket: Bucket, plan: Plan, budget: int) -> Policy:
+        """The policy for a plan of that bucket: the plan itself where nothing is left to be held in less."""
+        self._guards = [guard for guard in self._guards if guard.plan is not bucket.plan]
+        policy = in_front_of(plan, budget, "spill" if "spill" in (self._options.get("stores") or {}) else None)
+        if isinstance(policy, Guard):
+            self._guards.append(policy)
+        return policy
+
+    def _guarded(self, plan: Plan) -> Policy:
+        if not isinstance(plan, Plan):
+            raise PlanError(
+                f"training within a budget was asked for with the plan {plan!r:.80}, but that is no Plan. Pass what "
+                f"backstash.plan() has returned, or leave plan= out."
+            )
+        return plan
+
+    def _enter(self, session: Session) -> None:
+        self._meet()
+        below = current_function_mode()
+        self._open.append(session)  # first: what is not noted cannot be left
+        session.__enter__()
+        self._spans.begin()
+        self._modes = below, current_function_mode()
+
+    def _leave_session(self, error: BaseException | None) -> None:
+        """Leaves the open Session first: what is measured may be forgotten later, but no hook may stay."""
+        if self._open:
+            self._spans.end()
+            self._open[-1].__exit__(None if error is None else type(error), error, None)
+            self._open.clear()
+        if error is not None:
+            self._break_off()
+
+    def _escalate(self) -> bool:
+        """Has the next forward pass hold less. Returns False where nothing less is known."""
+        bucket = self.last
+        if bucket is None:
+            return False
+        bucket.is_done = True
+        known = bucket if bucket.planner is not None else self.buckets.largest()
+        if known is None or known.planner is None:
+            self.use(bucket, get("lossless"))
+            bucket.found = replace(bucket.found, trouble="an allocation failed in plain steps: the policy is lossless")
+            return True
+        current = bucket.plan
+        leaner = known.planner.at_most(0 if current is None else int(0.8 * current.peak_nbytes))
+        if current is not None and leaner.peak_nbytes >= current.peak_nbytes:
+            return False
+        bucket.plan = leaner
+        bucket.found = replace(bucket.found, plan=leaner, planned_nbytes=leaner.peak_nbytes, reached_nbytes=0)
+        self.use(bucket, leaner if known is bucket else Alike(leaner))
+        return True
+
+
+class Window:
+    """A forward pass of a budget whose inputs are known.
+
+    Args:
+        budgeted: what keeps the budget.
+        model: the model that runs.
+        signature: of its inputs.
+    """
+
+    def __init__(self, budgeted: Budgeted, model: nn.Module, signature: Signature) -> None:
+        self._budgeted, self._model, self._signature = budgeted, model, signature
+        self._entry: leaving.Entrance | None = None
+
+    def __enter__(self) -> None:
+        leaving.leave_abandoned()
+        self._entry = entry = leaving.Entrance(self)
+        try:
+            self._budgeted._begin(self._model, self._signature)
+            self._budgeted._enter(self._budgeted._session)
+        except BaseException as error:
+            entry.leave(error)
+            raise
+
+    __exit__ = leaving.Exit()
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._entry is None or not self._entry.may_end_here():
+            return
+        self._entry.is_over = True
+        leaving.to_the_end(partial(self._leave_entry, error))
+
+    def _leave_entry(self, error: BaseException | None) -> None:
+        entry = self._entry
+        if entry is None:
+            return
+        self._budgeted._leave_session(error)
+        entry.end()  # not before, as in a Budgeted
+        self._entry = None
+
+
+KEEPERS["budgeted"] = Budgeted

@@ -1,0 +1,725 @@
+"""The measurements of one kind of steps in their order: its profile, and the peak that its plan reaches.
+
+1. Of the first kind two steps are kept as they are. What is proven on first use is proven, and it is seen how many
+   backward passes make a step (cycles.py).
+2. Three steps run as in plain PyTorch, without any hooks, and are timed.
+3. In one step, or in some where there is more to try, every choice is tried on the values (survey.py), and the next
+   one is recorded. If codecs with an error are allowed, one more step measures what they do to the gradients
+   (probing.py). From then on there is a plan.
+4. One step under the plan proves its recipes, and one is counted. If its peak is above the budget, the next plan leaves
+   more room, and so on.
+5. Some more steps are timed.
+
+Note: [bounded shares]
+    What the course itself computes, it computes between steps: choices that are tried, the record that is read, the
+    search for a plan. A small step is over in less time than any of these. So each is done in slices, one after each
+    backward pass, and a slice takes one or two plain steps and LEAST seconds at most, or as long as what cannot be
+    divided: one choice of one value, and the profiler's end. While there is no plan, steps between two slices run as
+    plain ones do. The first solution that keeps the budget is the plan, and when the search is over, a faster one takes
+    its place. The search finds the same however it is divided, and no step waits for another.
+
+Note: [accumulated gradients]
+    A backward pass takes more if it adds to gradients that are there. If some of a loop's passes do and others do not,
+    one that does is surveyed and counted, unless those of its kind never do, as where the first batch of each step has
+    a size of its own.
+
+Note: [freed unseen]
+    The profiler sees the memory that the program's own threads free. A thread of a communication library, which may
+    hold the last reference to a buffer, is not among them: what it frees seems to be alive until its address is used
+    again. Which thread is the last one differs from step to step. And a step that follows an interrupted one may free
+    what that has left behind, and so take less than others do. So a budget is refused only if several steps say so, and
+    a share is one of the latest of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from backstash.codecs.base import Encoded
+from backstash.errors import BudgetError
+from backstash.planning.measure.events import Event
+from backstash.planning.measure.link import Link
+from backstash.planning.measure.probing import Probe
+from backstash.planning.measure.profiling import profile_of
+from backstash.planning.measure.recording import Recording
+from backstash.planning.measure.survey import (
+    Births,
+    KeepForSurvey,
+    KeepForTiming,
+    KindMeasurements,
+    Silent,
+    Stopwatch,
+    Survey,
+)
+from backstash.planning.measure.timeline import Timeline
+from backstash.planning.model.plan import Plan
+from backstash.planning.model.problem import StepProfile
+from backstash.planning.run.buckets import Bucket, Buckets, size_ratio
+from backstash.planning.run.cycles import Order
+from backstash.planning.search.planner import Planner
+from backstash.policies import Policy, get
+from backstash.saved import without_cycle
+from backstash.session import Session
+from backstash.torch_internals import has_compiled
+
+Awaited = Literal["cycle", "safe"]
+"""The end of a backward pass, or a place where the profiler may be started and stopped."""
+
+TIMED_STEPS, FINALLY_TIMED = 20, 8
+"""How many steps under a plan are timed at most, and how many of them last, when kinds of passes are not noted."""
+
+PLAIN_STEPS = 3
+"""How many plain steps are timed."""
+
+SHARE, SHARE_OF_PLAIN, LEAST = 1.0, 2.0, 0.004
+"""How long a slice of what the course computes may take: plain steps, also after a plain step, which has no hooks that
+take time as well, and seconds (Note: [bounded shares])."""
+
+MOST_TRIED = 64
+"""In how many steps choices are tried at most, before what is left is tried in the recorded one."""
+
+WORTH = 0.005
+"""By what share of its time a step has to become faster for a plan to take another one's place."""
+
+MOST_PLANS = 5
+"""How many plans are tried until one keeps the budget."""
+
+MOST_SURVEYED = 3
+"""How many steps are surveyed until a budget is refused (Note: [freed unseen])."""
+
+MOST_RECORDED = 24
+"""How many steps are recorded at most, until one is of the kind that is asked for."""
+
+MOST_MOVED = 4
+"""How many steps are awaited at most until they stay on one thread."""
+
+MOST_SMALLER = 10
+"""How many recorded steps may be smaller than the first one of all, until one of them is taken for it."""
+
+MOST_ALONE = 2
+"""How many recorded steps of the right kind may add to no gradients, until one of them is taken for all."""
+
+MOST_PROBED = 3
+"""How many steps are asked at most what rounding does to the gradients: a loss scale that overflows tells nothing."""
+
+PATIENCE = 6
+"""After how many forward passes of other shapes a course ends, to begin again when its own shape comes."""
+
+Waiting = Generator[Awaited, None, None]
+
+clock = time.perf_counter
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python's garbage collector does not run: what a slice makes and drops would set it off again and again.
+
+    A full collection takes longer than many small steps.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def usual(times: Sequence[float]) -> float:
+    """Returns the median of the faster half of some times: other work, of the machine or of the course, only adds."""
+    return median(sorted(times)[: (len(times) + 1) // 2])
+
+
+class Keys(Births):
+    """Notes the values of a pass, and tells another watcher everything.
+
+    Attributes:
+        keys: the keys of the values with their specs.
+        inner: the other watcher; None for nobody.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[str, str] = {}
+        self.inner: Births | None = None
+
+    def storing(self, encoded: Encoded) -> None:
+        """Tells it."""
+        if self.inner is not None:
+            self.inner.storing(encoded)
+
+    def fetched(self, encoded: Encoded) -> None:
+        """Tells it."""
+        if self.inner is not None:
+            self.inner.fetched(encoded)
+
+    def taken(self, memory: Tensor) -> None:
+        """Tells it."""
+        if self.inner is not None:
+            self.inner.taken(memory)
+
+    def released(self, memory: Tensor) -> None:
+        """Tells it."""
+        if self.inner is not None:
+            self.inner.released(memory)
+
+    def decided(self, value: Any, whole: Tensor, find_recipe: Any) -> None:
+        """Notes a value, and tells it."""
+        self.keys[value.key] = str(value.facts.spec)
+        if self.inner is not None:
+            self.inner.decided(value, whole, find_recipe)
+
+    def read(self, tensor: Tensor, is_stored: bool, key: str) -> None:
+        """Tells it."""
+        if self.inner is not None:
+            self.inner.read(tensor, is_stored, key)
+
+
+class MeasuredLoop(Protocol):
+    """What a course asks of the training loop in which it measures, beside what it is told of passes.
+
+    Attributes:
+        adds_up, may_add_up, cycles, forwards, last, order, passed, period, recording: as in Following.
+        allow, budget, device, error_limit, is_hurried, spared: as in Budgeted.
+        buckets: the kinds of steps.
+        given: the plan that the user gave; None where there is none.
+        has_planned: whether a plan was made.
+        link: the way to another memory, where values may be moved.
+        tries: the families of choices that are measured.
+    """
+
+    adds_up: bool
+    may_add_up: bool
+    cycles: int
+    forwards: int
+    period: int
+    last: Bucket | None
+    order: Order
+    passed: dict[str, str]
+    recording: Recording
+    allow: tuple[str, ...]
+    budget: int | str
+    buckets: Buckets
+    device: str
+    error_limit: float | None
+    given: Plan | None
+    has_planned: bool
+    is_hurried: bool
+    link: Link | None
+    spared: Callable[[], int]
+    tries: tuple[str, ...]
+
+    @property
+    def is_steady(self) -> bool:
+        """As Following.is_steady."""
+
+    @property
+    def phase(self) -> int:
+        """As Following.phase."""
+
+    def find_period(self) -> bool:
+        """As Following.find_period."""
+
+    def end_order(self) -> None:
+        """As Following.end_order."""
+
+    def watch(self, watcher: Births | None) -> None:
+        """As Following.watch."""
+
+    def use(self, bucket: Bucket, policy: Policy, is_unhooked: bool = False, **options: Any) -> None:
+        """As Budgeted.use."""
+
+    def use_alike(self, bucket: Bucket, plan: Plan) -> None:
+        """As Budgeted.use_alike."""
+
+    def go_back(self, bucket: Bucket, session: Session) -> None:
+        """As Budgeted.go_back."""
+
+    def guarded(self, bucket: Bucket, plan: Plan, budget: int) -> Policy:
+        """As Budgeted.guarded."""
+
+    def nbytes_of(self, plain_nbytes: int) -> int:
+        """As Budgeted.nbytes_of."""
+
+    def forget_nbytes(self) -> None:
+        """As Budgeted.forget_nbytes."""
+
+    def profiled(self, profile: StepProfile) -> None:
+        """As Budgeted.profiled."""
+
+    def settled(self) -> None:
+        """As Budgeted.settled."""
+
+
+class Course:
+    """The measurements of one bucket.
+
+    Args:
+        owner: the loop, which opens the Sessions.
+        bucket: the kind of steps.
+    """
+
+    def __init__(self, owner: MeasuredLoop, bucket: Bucket) -> None:
+        self._owner: MeasuredLoop = weakref.proxy(owner)  # which holds this object
+        self._bucket = bucket
+        self._seconds = 0.0  # of a plain step
+        self._plain: list[float] = []  # times of plain steps
+        self._times: list[float] | None = None  # of steps as they run now; None where they are not timed
+        self._used = 0.0  # seconds of the slice that follows the last pass which are used up already
+        self._spent = 0.0  # seconds that were computed between steps
+        self._passed = 0  # forward passes of other shapes since the last one of its own
+
+    def is_over(self, bucket: Bucket) -> bool:
+        """Is told of each forward pass. Returns whether this course waits in vain, because other shapes come."""
+        self._passed = 0 if bucket is self._bucket else self._passed + 1
+        return self._passed > PATIENCE and self._owner.buckets.largest() is not None
+
+    def run(self) -> Waiting:
+        """Measures. Yields what it waits for."""
+        bucket, owner = self._bucket, self._owner
+        if bucket.planner is not None and (bucket.plan is None or not bucket.plan.unknown):
+            yield from self._plan_within()  # the profile is known, and its plan needs more room or was not counted
+        elif owner.given is not None and len(owner.buckets) == 1 and bucket.plan is None:
+            owner.period, owner.forwards = max(1, owner.given.cycles), owner.given.cycles
+            self._use(owner.given)
+            yield from self._count()
+            if owner.given.unknown or bucket.found.reached_nbytes > bucket.found.budget_nbytes:
+                yield from self._first_steps()  # the plan is for other steps than these
+        else:
+            yield from self._first_steps()
+        owner.settled()
+        if self._bucket.found.plan is not None:
+            yield from self._improve()
+            yield from self._time()
+        self._bucket.is_done = True
+
+    def give_up(self, why: str) -> None:
+        """From now on the steps run under the rules, because there can be no plan."""
+        bucket = self._bucket
+        bucket.is_done = True
+        bucket.found = replace(bucket.found, trouble=f"no plan: {why}; the policy is lossless")
+        self._owner.use(bucket, get("lossless"))
+        warnings.warn(
+            f"a plan within {self._owner.budget} was asked for, but {why}. The policy is lossless now.", stacklevel=2
+        )
+
+    # -- slices (Note: [bounded shares]) --------------------------------------------------------------------------
+
+    @property
+    def _share(self) -> float:
+        """How many seconds a slice takes at most."""
+        if self._owner.is_hurried:
+            return math.inf
+        is_plain = self._times is not None and self._times is self._plain
+        return (SHARE_OF_PLAIN if is_plain else SHARE) * self._seconds + LEAST
+
+    def _step(self) -> Waiting:
+        """Waits for a step, and times it where steps are timed."""
+        began = clock()
+        for _ in range(self._owner.period or 1):
+            yield "cycle"
+        self._used = 0.0
+        if self._times is not None and self._owner.last is self._bucket:
+            self._times.append(clock() - began)
+            if self._times is self._plain:
+                self._seconds = usual(self._plain)
+            else:
+                self._bucket.found = replace(self._bucket.found, seconds=usual(self._times))
+
+    def _slice(self, work: Iterator[None]) -> bool:
+        """Does some work. Returns whether it is done."""
+        with uncollected():
+            began = clock()
+            until = began + self._share - self._used
+            is_done = False
+            while not is_done and clock() < until:
+                is_done = next(work, self) is self
+        took = clock() - began
+        self._spent += took
+        self._used += took  # what comes next before the next step has the rest of the share
+        return is_done
+
+    def _steps_until(self, work: Iterator[None], is_enough: Callable[[], bool] = lambda: False) -> Waiting:
+        """Does work between steps, until it is done or enough of it is."""
+        while not self._slice(work) and not is_enough():
+            yield from self._step()
+
+    def _read(self, events: list[Event]) -> Generator[Awaited, None, Timeline]:
+        """Reads a record between steps."""
+        line = Timeline([], self._owner.device)
+        yield from self._steps_until(line.read(events))
+        return line
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _first_steps(self) -> Waiting:
+        owner = self._owner
+        is_first = owner.buckets.largest() is None
+        firsts, passes = [], 0
+        while passes < (owner.period or 1) or not owner.find_period():
+            yield "cycle"
+            passes += 1
+            firsts.append((owner.passed, owner.last))
+            if not is_first:
+                break
+        values, began_in = firsts[max(0, len(firsts) - owner.phase - owner.period) if is_first else 0]
+        while owner.phase:
+            yield "cycle"
+        if is_first and not owner.order.begins_with_a_step:
+            self._bucket = began_in or self._bucket
+        bucket = self._bucket
+        fingerprint = owner.buckets.fingerprint(values)
+        known = owner.buckets.known(fingerprint)
+        if known is not None and not known.unknown and bucket.surveys == 0 and known.cycles == owner.forwards:
+            self._use(known)
+            yield from self._count()
+        elif is_first or self._may_survey():
+            yield from self._survey()
+            if self._bucket.planner is not None:
+                yield from self._plan_within()
+                if self._bucket is bucket and bucket.plan is not None:
+                    owner.buckets.keep(fingerprint, bucket.plan)
+        else:
+            yield from self._count_derived()
+
+    def _may_survey(self) -> bool:
+        """Whether a plain step of this bucket takes no more than one that has run already."""
+        largest = self._owner.buckets.largest()
+        return largest is None or size_ratio(largest.signature, self._bucket.signature) <= 1
+
+    def _survey(self) -> Waiting:
+        """Profiles a step."""
+        bucket, owner = self._bucket, self._owner
+        bucket.surveys += 1
+        surveys: list[Survey] = []
+        watch = Stopwatch()
+
+        def watcher() -> Births:
+            surveys.append(Survey(owner.tries, watch, measured))
+            return surveys[-1]
+
+        measured = KindMeasurements()
+
+        is_first = owner.buckets.largest() is None
+        before = bucket.session
+        timed = min(PLAIN_STEPS, 1) if owner.is_hurried else PLAIN_STEPS
+        if len(self._plain) < timed:
+            self._run_plain()
+            for _ in range(MOST_RECORDED):
+                yield from self._step()
+                if len(self._plain) >= timed:
+                    break
+        keeping: list[KeepForSurvey] = []
+
+        def keep() -> None:
+            keeping.append(KeepForSurvey(cycles=owner.forwards))
+            self._run(bucket, keeping[-1])
+
+        def wait() -> None:
+            assert owner.last is not None
+            self._bucket = owner.last
+            self._wait_under(None if is_first else before)
+
+        lines: list[list[Event]] = []
+        keep()
+        yield from self._try_choices(partial(Survey, owner.tries, watch, measured), is_first)
+        yield from self._record(watcher, lines, is_first, keep, wait)
+        if not lines and not is_first:
+            if before is not None:
+                owner.go_back(bucket, before)  # which has a plan for another shape
+            return
+        if not lines:
+            self.give_up("its steps run on more than one thread, of which torch's profiler sees one")
+            return
+        bucket = self._bucket
+        line = yield from self._read(lines[0])
+        kept = max(position.most_nbytes for position in line.positions)
+        self._seconds = self._seconds or sum(position.seconds for position in line.positions)
+        squares: dict[str, float] = {}
+        if "bounded" in owner.tries:
+            yield from self._probe(surveys[-1], squares)
+            self._wait_under(None if is_first else before)
+        profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
+        planned = {value.key for value in profile.values}
+        skipped = {key for survey in surveys for key in survey.found} - surveys[-1].found.keys()  # of other branches
+        asked = keeping[-1].asked
+        of_others = owner.order.values - {without_cycle(key) for key in planned}
+        skipped |= {key for key in asked if without_cycle(key) in of_others}
+        others_asked = tuple(key for key in asked if key not in planned and key not in skipped)
+        profile = replace(profile, others=others_asked, cycles=owner.forwards)
+        bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=self._seconds)
+        owner.profiled(profile)
+        bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
+
+    def _try_choices(self, survey: Callable[[float], Survey], is_any: bool) -> Waiting:
+        """Tries the choices of values in as many steps as that takes, a share in each of them.
+
+        Args:
+            survey: makes a survey that takes so many seconds at most.
+            is_any: whether steps of any bucket will do.
+        """
+        for _ in range(0 if self._owner.is_hurried else MOST_TRIED):
+            trying = survey(self._share)
+            self._owner.watch(trying)
+            yield from self._step()
+            self._owner.watch(None)
+            self._spent += trying.spent
+            if trying.is_complete and (is_any or self._owner.last is self._bucket):
+                return
+
+    def _run(self, bucket: Bucket, policy: Policy, **options: Any) -> None:
+        """From now on, steps of that bucket run under that policy, and are not timed."""
+        self._times = None
+        self._owner.watch(None)
+        self._owner.use(bucket, policy, **options)
+
+    def _run_plain(self) -> None:
+        """From now on, the steps run as in plain PyTorch, and are timed."""
+        if has_compiled():  # what is compiled would be compiled once more where there are no hooks
+            self._run(self._bucket, KeepForTiming())
+            self._owner.watch(Silent())
+        else:
+            self._run(self._bucket, KeepForTiming(), is_unhooked=True)
+        self._times = self._plain
+
+    def _wait_under(self, session: Session | None) -> None:
+        """From now on, as long as there is no plan, the steps run under a Session that was in use, or as plain ones."""
+        if session is None:
+            self._run_plain()
+        else:
+            self._times = None
+            self._owner.go_back(self._bucket, session)
+
+    def _is_as_large(self, other: Bucket | None) -> bool:
+        """Whether a step of another kind takes no less than one of this bucket, of which a budget may be a share."""
+        return other is not None and size_ratio(self._bucket.signature, other.signature) >= 1
+
+    def _probe(self, survey: Survey, squares: dict[str, float]) -> Waiting:
+        """Measures in a step what rounding does to the gradients, and adds it to ``squares``, by key (see Probe)."""
+        bucket, owner = self._bucket, self._owner
+        is_any, tried = owner.buckets.largest() is None, 0
+        self._run(bucket, KeepForSurvey(cycles=owner.forwards), overwrite_gradients=False)
+        for _ in range(MOST_RECORDED):
+            probe = Probe(survey.found)
+            owner.watch(probe.watcher)
+            with probe.waiting():
+                for _ in range(owner.period or 1):
+                    yield "cycle"
+            owner.watch(None)
+            is_own = is_any or owner.last is bucket
+            tried += is_own
+            squares |= probe.squares if is_own else {}
+            if squares or tried == MOST_PROBED:
+                break
+        if not squares and any(found.rounded for found in survey.found.values()):
+            why = "nothing is rounded, because what that does to the gradients could not be measured"
+            bucket.found = replace(bucket.found, trouble=why)
+            warnings.warn(f"a plan with codecs that have an error was asked for, but {why}.", stacklevel=2)
+
+    def _plan_within(self) -> Waiting:
+        """Makes a plan, counts a step under it, and makes another one as long as the budget is not kept."""
+        bucket, owner = self._bucket, self._owner
+        is_first = not owner.has_planned
+        surveyed = 1
+        for _ in range(MOST_PLANS):
+            planner = bucket.planner
+            assert planner is not None
+            budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
+            nbytes = max(1, budget - bucket.margin)
+            if not planner.has_found(nbytes):
+                yield from self._steps_until(planner.search(), partial(planner.has_found, nbytes))
+            is_so_far = planner.has_found(nbytes) and not planner.is_searched
+            try:
+                plan = planner.plan_so_far(nbytes) if is_so_far else planner.plan(nbytes)
+            except BudgetError as error:
+                if bucket.plan is not None:
+                    return  # with room left for safety nothing fits, so the plan that there is stays
+                if is_first and surveyed < MOST_SURVEYED:
+                    surveyed += 1
+                    bucket.surveys -= 1  # the next one takes the place of the one before
+                    owner.forget_nbytes()
+                    bucket.found = replace(bucket.found, trouble=f"no plan yet: {error}")  # other shapes may come now
+                    yield from self._survey()
+                    bucket.found = replace(bucket.found, trouble="")
+                    continue
+                if is_first:
+                    raise
+                plan = planner.at_most(0)
+                bucket.found = replace(
+                    bucket.found, trouble=f"no plan fits {bucket.signature}: the leanest one is used"
+                )
+                warnings.warn(str(error), stacklevel=2)
+            self._use(plan, budget)
+            yield from self._count()
+            over = bucket.found.reached_nbytes - budget
+            if over <= 0:
+                return
+            bucket.margin += over + (over >> 3)
+
+    def _use(self, plan: Plan, budget: int = 0) -> None:
+        bucket, owner = self._bucket, self._owner
+        if bucket.plan is not None and bucket.plan.unknown:
+            plan = plan.united(bucket.plan)  # steps of this shape take one branch or the other
+        bucket.found = replace(
+            bucket.found,
+            budget_nbytes=budget or plan.budget,
+            plain_nbytes=bucket.found.plain_nbytes or plan.plain_peak_nbytes,
+            planned_nbytes=plan.peak_nbytes,
+            plans=bucket.found.plans + 1,
+            plain_seconds=self._seconds or bucket.found.plain_seconds or plan.plain_seconds,
+            seconds=0.0,
+            measured_passes=owner.cycles,
+            measured_seconds=self._spent,
+            plan=plan,
+        )
+        policy = owner.guarded(bucket, plan, budget or plan.budget)
+        bucket.plan, owner.has_planned = plan, True
+        self._run(bucket, policy)
+
+    def _count_derived(self) -> Waiting:
+        """Counts a step of a shape that is larger than the profiled ones, and leaves more room until it fits."""
+        bucket, owner = self._bucket, self._owner
+        largest = owner.buckets.largest()
+        assert largest is not None and largest.planner is not None
+        budget = owner.nbytes_of(largest.plain_nbytes)
+        times = size_ratio(largest.signature, bucket.signature)
+        for _ in range(MOST_PLANS):
+            plan = largest.planner.at_most(int((budget - bucket.margin) / times))
+            found = replace(bucket.found, budget_nbytes=budget, planned_nbytes=int(plan.peak_nbytes * times), plan=plan)
+            bucket.found = replace(found, plans=found.plans + 1)
+            owner.use_alike(bucket, plan)
+            yield from self._count()
+            over = bucket.found.reached_nbytes - budget
+            if over <= 0 or plan.peak_nbytes <= largest.planner.at_most(0).peak_nbytes:
+                return
+            bucket.margin += over + (over >> 3)
+
+    def _count(self) -> Waiting:
+        """Proves the recipes of a plan in one step, and counts the peak of another."""
+        bucket = self._bucket
+        for _ in range(MOST_RECORDED):
+            for _ in range(self._owner.period or 1):
+                yield "cycle"
+            if self._owner.last is bucket:
+                break
+        lines: list[list[Event]] = []
+        yield from self._record(Births, lines)
+        self._times = []
+        if lines:
+            line = yield from self._read(lines[0])
+            reached = max(position.most_nbytes for position in line.positions)
+            bucket.found = replace(bucket.found, reached_nbytes=reached)
+
+    def _improve(self) -> Waiting:
+        """Goes on with the search while steps run under the first plan that was found, and takes a faster one."""
+        bucket, owner = self._bucket, self._owner
+        planner, first = bucket.planner, bucket.plan
+        if planner is None or first is None or first.is_empty or planner.is_searched:
+            return
+        yield from self._steps_until(planner.search())
+        bucket.found = replace(bucket.found, measured_passes=owner.cycles, measured_seconds=self._spent)
+        budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
+        best = planner.plan(max(first.peak_nbytes, budget - bucket.margin))
+        if best.seconds < first.seconds - WORTH * planner.profile.seconds and bucket.plan is first:
+            yield from self._plan_within()
+
+    def _time(self) -> Waiting:
+        """Times some steps: while the kinds of passes are noted, which takes time, and then as they will stay."""
+        for _ in range(TIMED_STEPS - FINALLY_TIMED):
+            yield from self._step()
+        self._owner.end_order()
+        self._times = []
+        for _ in range(FINALLY_TIMED):
+            yield from self._step()
+
+    def _record(
+        self,
+        watcher: Callable[[], Births],
+        lines: list[list[Event]],
+        is_any: bool = False,
+        prepare: Callable[[], None] = lambda: None,
+        wait: Callable[[], None] | None = None,
+    ) -> Waiting:
+        """Records a step of this bucket, or of any, and adds it to ``lines`` (Note: [where a step begins]).
+
+        Args:
+            watcher: makes the watcher of the recorded step.
+            lines: the outermost events of the record are added to it.
+            is_any: whether a step of any bucket will do.
+            prepare: is called before it.
+            wait: is called after the recorded step. Where shares are bounded, another step runs then, because the end
+                of the profiler takes as long as some small steps.
+        """
+        while True:
+            prepare()
+            yield from self._record_once(watcher, lines, is_any, wait)
+            if lines or not self._owner.recording.gave_way:
+                return
+            self._owner.recording.gave_way = False
+            self._owner.watch(None)  # and once more when the program has profiled what it wanted to
+
+    def _record_once(
+        self,
+        watcher: Callable[[], Births],
+        lines: list[list[Event]],
+        is_any: bool,
+        wait: Callable[[], None] | None,
+    ) -> Waiting:
+        owner, recording = self._owner, self._owner.recording
+        period = owner.period or 1
+        moved = 0
+        while not recording.is_running:
+            yield "safe"
+            if not owner.is_steady:
+                moved += 1
+                if moved > MOST_MOVED:
+                    return
+                yield "cycle"
+            elif not recording.start():
+                yield "cycle"  # another profiler runs
+        for _ in range(period):
+            yield "cycle"
+        while owner.cycles % period:  # the first passes of a step may leave to the others what they have made
+            yield "cycle"
+        alone = 0
+        for tried in range(MOST_RECORDED):
+            if not recording.is_running:
+                return  # Note: [one thread] in recording.py
+            recording.begin_step()
+            told = watcher()
+            owner.watch(told)
+            for _ in range(period):
+                yield "cycle"
+            owner.watch(None)
+            is_own = owner.last is self._bucket or (is_any and (tried >= MOST_SMALLER or self._is_as_large(owner.last)))
+            is_full = owner.adds_up or not owner.may_add_up or period > 1  # Note: [accumulated gradients]
+            alone += is_own and not is_full
+            if is_own and (is_full or alone > MOST_ALONE):
+                recording.end_step()
+                self._spent += told.spent if isinstance(told, Survey) else 0.0
+                if wait is not None:
+                    wait()
+                    if math.isfinite(self._share):
+                        yield from self._step()
+                yield "safe"
+                began = clock()
+                with uncollected():
+                    events = recording.stop()
+                self._used = clock() - began
+                self._spent += self._used
+                lines += [] if events is None else [events]
+                return
+        yield "safe"
+        recording.close()
+        recording.listen()

@@ -1,0 +1,335 @@
+"""Follows a training loop from backward pass to backward pass, and has a course measure what it asks for."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Generator
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from backstash.capture import passes
+from backstash.planning.measure.recording import Recording, Thread
+from backstash.planning.measure.survey import Births
+from backstash.planning.run.buckets import Bucket
+from backstash.planning.run.course import Awaited, Course, Keys
+from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES, Order
+from backstash.planning.run.spans import Spans
+from backstash.planning.run.unhooked import Unhooked
+from backstash.session import Session
+
+PATIENCE = 64
+"""For how many backward passes the profiler may wait for a place where it can be started."""
+
+STEADY = 2
+"""How many backward passes in a row run on one thread before a profiler is started there, if any ran on another."""
+
+
+class Witness:
+    """A weight that tells whether gradients are there.
+
+    It is known by its module and its name, since torch swaps no parameter to which there is a weak reference.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Witness | None:
+        """The first weight of a model that is trained; None if there is none."""
+        each = ((module, pair) for module in model.modules() for pair in module.named_parameters(recurse=False))
+        return next((cls(module, name) for module, (name, weight) in each if weight.requires_grad), None)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether its gradient is there."""
+        module = self._module()
+        weights = {} if module is None else dict(module.named_parameters(recurse=False))
+        return self._name in weights and weights[self._name].grad is not None
+
+
+class Following:
+    """Tells a course of the backward passes that it waits for.
+
+    Attributes:
+        recording: the profiler's record.
+        last: the kind of the step which has ended, or is in progress.
+        adds_up: whether the last backward pass added to gradients that were there.
+        may_add_up: whether any backward pass did.
+        period: backward passes in a step; 0 as long as that is not known.
+        forwards: forward passes in a step, or several in a row for one backward pass.
+        cycles: backward passes of steps so far; a step begins where they are a multiple of the period.
+        passed: the values of the last backward pass that was watched, by their keys with their specs.
+        order: the kinds of passes (Note: [longer periods] in cycles.py).
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.recording = Recording()
+        self.last: Bucket | None = None
+        self.adds_up = self.may_add_up = False
+        self._session = session  # that of the step in progress, or of the last one
+        self._spans = Spans()
+        self._thread_of_pass: weakref.ref[Thread] | None = None
+        self._stayed = STEADY  # how many backward passes have ended since passes moved to another thread
+        self._is_own = True  # whether the backward pass in progress is that of a step
+        self.period = self.cycles = 0
+        self.forwards = 1
+        self.passed: dict[str, str] = {}
+        self.order = Order()
+        self._keys = Keys()
+        self._is_ordering = False  # whether the kinds of passes are noted
+        self._left = 0  # passes whose kinds are noted in any case
+        self._begun: list[int] = []  # how many forward passes had begun before each of these passes, and after the last
+        self._watcher: Births | None = None
+        self._watching = ExitStack()
+        self._course: Course | None = None
+        self._running: Generator[Awaited, None, None] | None = None
+        self._awaited: Awaited | None = None
+        self._waited = 0
+        self._is_new = True  # whether a forward pass begins with the next module
+        self._is_inside = False  # the with
+        self._witness: Witness | None = None
+
+    def between_steps(self) -> None:
+        """The program is between two steps, and no optimizer's step runs. Frameworks that know this call it."""
+        self.recording.is_inside = False
+        self._advance("safe")
+
+    def close(self) -> None:
+        """Stops whatever is being measured. Training goes on under the plans that there are."""
+        self.abandon()
+        self.recording.close()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether there is a plan, and nothing is measured or watched for the time being."""
+        is_planned = self.last is not None and self.last.plan is not None
+        return is_planned and self._course is None and not self._is_ordering
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether passes stay on the thread that asks, so that a profiler sees them all (Note: [one thread])."""
+        is_here = self._thread_of_pass is None or self._thread_of_pass() is Thread.current()
+        return is_here and self._stayed >= STEADY and self.recording.is_here
+
+    def _meet(self) -> None:
+        """A forward or a backward pass begins on this thread."""
+        here = Thread.current()
+        if self._thread_of_pass is not None and self._thread_of_pass() is not here:
+            self._stayed = 0
+        self._thread_of_pass = weakref.ref(here)
+        self.recording.meet()
+
+    def watch(self, watcher: Births | None) -> None:
+        """From now on, that watcher is told what the Sessions do; None for nobody."""
+        self._keys.inner = watcher
+        self._watcher = self._keys if self._is_ordering else watcher
+        self._attach()
+
+    def _attach(self, session: Session | None = None) -> None:
+        """Has the watcher watch a Session, by default that of the step that begins."""
+        self._watching.close()
+        if self._watcher is not None:
+            self._watching.enter_context((session or self._session).watched_by(self._watcher))
+
+    def _start(self, course: Course) -> None:
+        self._course = course
+        self._running = course.run()
+        self._waited = 0
+        self.note_order()
+        self._listen()
+        self.recording.listen()
+        self._resume()
+
+    def _listen(self) -> None:
+        passes.listen(self, of_grad=True)
+
+    @property
+    def phase(self) -> int:
+        """How many passes of the step in progress have run."""
+        return self.cycles % (self.period or 1)
+
+    def _unlisten(self) -> None:
+        is_between = self.period <= 1 or (self._is_new and not self.phase)  # else passes would not be counted
+        if self._course is None and not self._is_inside and is_between:
+            passes.unlisten(self)
+
+    def _resume(self) -> None:
+        assert self._running is not None
+        running = self._running
+        try:
+            self._awaited = next(running)
+        except StopIteration:
+            self.abandon()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _advance(self, event: Awaited) -> None:
+        if self._running is not None and self._awaited == event:
+            self._resume()
+        elif self._course is None and event == "safe":
+            self.recording.close()
+
+    def abandon(self) -> None:
+        """Stops the course in progress, if any."""
+        running, self._running, self._course, self._awaited = self._running, None, None, None
+        if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_RUNNING:
+            running.close()
+        self._stop_ordering()
+        self.watch(None)
+        self._unlisten()
+        if not self.recording.is_inside:  # else between_steps() does it, or the next forward pass
+            self.recording.close()
+
+    def begin_backward(self, tensors: Any) -> None:
+        """A backward pass begins."""
+        if self._is_measuring:
+            return
+        self._is_own = (self._course is None and self.period <= 1) or self._spans.include(tensors)
+        if not self._is_own:
+            return
+        self._meet()
+        self.recording.note_pass(is_backward=True)
+        self.adds_up = self._witness is not None and self._witness.has_gradient
+        self.may_add_up = self.may_add_up or self.adds_up
+
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
+        if self._is_measuring or not self._is_own:
+            return
+        self._is_new = True
+        self._stayed += 1
+        self.cycles += 1
+        self.recording.note_pass(is_backward=False)
+        if not self.phase and self.period > 1:
+            self.begin_cycles()
+        if self._is_ordering:
+            self._end_pass()
+        if self._course is None:
+            self._unlisten()
+            return
+        self._advance("cycle")
+        if not self.recording.is_inside:
+            self._advance("safe")
+        elif self._awaited == "safe":
+            self._waited += 1
+            if self._waited > PATIENCE and self._course is not None:
+                self._course.give_up("the loop runs in a closure of its optimizer, where nothing can be profiled")
+                self.abandon()
+
+    def fail_backward(self) -> None:
+        """A backward pass has raised."""
+        if self._is_own and not self._is_measuring:
+            self._break_off()
+
+    def _break_off(self) -> None:
+        """A step has raised: the next pass is taken for the first one of a step."""
+        self.cycles = 0
+        self._is_new = True
+        if self.period > 1:
+            self.begin_cycles()
+        self.order.clear()
+        self.abandon()
+
+    # -- the order of passes ---------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> int:
+        """How many forward passes have begun."""
+        raise NotImplementedError
+
+    def begin_cycles(self) -> None:
+        """The next forward pass is the first one of a step."""
+        raise NotImplementedError
+
+    def restart(self, period: int, forwards: int) -> None:
+        """A step has so many backward and forward passes, and all that was measured is of other steps."""
+        raise NotImplementedError
+
+    def note_order(self, passes: int = 0) -> None:
+        """From now on, until no step is measured and no question is left, the kinds of passes are noted.
+
+        Args:
+            passes: of so many in any case.
+        """
+        self._left = 0 if self.order.is_mixed else max(self._left, passes)
+        if not self._is_ordering:
+            self._is_ordering = True
+            self._forget_order()
+            self._keys.keys.clear()
+        self.watch(self._keys.inner)
+
+    def end_order(self) -> None:
+        """From now on the kinds of passes are not noted any more, unless a question is left."""
+        self._stop_ordering()
+        self.watch(self._keys.inner)
+
+    def _stop_ordering(self) -> None:
+        is_open = bool(self.period) and (self._left > 0 or self.order.unresolved > 0)
+        self._is_ordering = self._is_ordering and is_open
+
+    def _forget_order(self) -> None:
+        self.order.clear()
+        self._begun = [self.begun]
+
+    def find_period(self) -> bool:
+        """Returns whether it is known how many passes make a step, by those that were noted so far."""
+        if not self.period:
+            self.period = self.order.first_period()
+            if self.period > 1:
+                self.forwards = self._forwards_of(self.period)
+            if self.period:
+                self.order.settle(self.period, self.phase)
+        return bool(self.period)
+
+    def _forwards_of(self, period: int) -> int:
+        """How many forward passes the last so many backward passes had."""
+        return max(1, self._begun[-1] - self._begun[max(0, len(self._begun) - 1 - period)])
+
+    def _end_pass(self) -> None:
+        """Notes the kind of the pass that has ended (Note: [longer periods] in cycles.py)."""
+        if isinstance(self._session, Unhooked):  # nobody knows what it has saved
+            self._forget_order()
+            return
+        self.passed = dict(self._keys.keys)
+        self._keys.keys.clear()
+        self.order.add(self.passed)
+        self._begun.append(self.begun)
+        self._left = max(0, self._left - 1)
+        if self.period and not self.order.is_mixed and self.order.is_odd(self.period, (self.cycles - 1) % self.period):
+            self._resolve()
+        if self._course is None:
+            self._stop_ordering()
+            if not self._is_ordering:
+                self.watch(None)
+
+    def _resolve(self) -> None:
+        """Finds out why a pass was not the one of the pattern, if enough of them were seen since."""
+        shift = self.order.shift((self.cycles - 1) % self.period)
+        longer = self.order.longer_period()
+        if shift is not None:
+            self.cycles -= shift
+        elif longer == self.period:  # its passes have changed
+            self.order.settle(longer, self.phase)
+        elif longer and self.order.values_in(longer) <= MOST_VALUES:
+            self.restart(longer, self._forwards_of(longer))
+            self.order.settle(longer, self.phase)
+            return
+        elif longer or self.order.unresolved > 2 * MOST_CYCLES:
+            self.mix()
+        else:
+            return
+        self._forget_order()
+
+    def mix(self) -> None:
+        """Passes of several kinds come in no order that repeats itself."""
+        self.order.is_mixed = True
+
+    @property
+    def _is_measuring(self) -> bool:
+        """Whether what runs now is the course itself, which may ask for gradients of its own."""
+        return self._running is not None and inspect.getgeneratorstate(self._running) == inspect.GEN_RUNNING

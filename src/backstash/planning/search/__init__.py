@@ -1,0 +1,1 @@
+"""The fastest ways to hold a step's values within a budget."""

@@ -1,0 +1,406 @@
+"""The fastest plan within a budget: found by a search, and tried in steps of its own where that can be done.
+
+Note: [rehearsed plans]
+    The model adds up what lies in one position as if it were there at the same moment, and knows nothing of what
+    kernels allocate in a different way when their input is remade. So a plan of a profile that was taken just now is
+    tried in a step of its own. The peak that this step reaches is the plan's predicted one. If it is above the budget,
+    a smaller solution is tried; if it is below, perhaps a faster one fits. What is reserved for other numbers is added
+    to what a step reaches (Note: [reserve] in problem.py). Then the step is timed, in turns with plain steps, and the
+    time that it takes is the plan's predicted one. The error of its gradients is measured as well. If it
+    is above the limit, a plan within a lower limit is looked for. What the policy lossless does is tried and timed as
+    well, because no plan of the same bytes should be slower. A program that trains in its own loop is asked for no
+    steps, so its plans keep to what is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from backstash.codecs.base import drafting
+from backstash.errors import BudgetError, PlanError
+from backstash.planning.model.budget import limit_of_errors, parse_budget, restrict, with_choices
+from backstash.planning.model.decision import Decision
+from backstash.planning.model.explain import size
+from backstash.planning.model.peak import Bytes, PeakModel, own_seconds
+from backstash.planning.model.plan import Plan
+from backstash.planning.model.problem import Choice, StepProfile
+from backstash.planning.model.rounding import codec_named
+from backstash.planning.search.exact import Solution, exact, solution
+from backstash.planning.search.greedy import Frontier
+from backstash.planning.search.spare import spare_ways
+from backstash.planning.search.timings import Timings
+from backstash.planning.search.usual import like_lossless
+
+TIGHTENINGS = 3
+"""How many times the limit on errors is lowered at most, if the measured error of a plan is above it."""
+
+DRAFTS = 32
+"""At most this part of a budget, one in so many, is left free so that the host need not wait for an accelerator."""
+
+ROUNDING = 4 << 10
+"""Bytes that are added to a rehearsed peak, because steps differ by some small tensors, such as copies of indices."""
+
+VARIATION = 0.002
+"""Share of encoded bytes that is added as well: dropout makes more zeros in one step than in another."""
+
+REHEARSALS = 4
+"""How many solutions are tried in a step at most, for one budget."""
+
+
+class Planner:
+    """Makes plans of one profile for many budgets: the frontier is searched once.
+
+    It remembers what solutions have reached in steps of their own (Note: [rehearsed plans]).
+
+    Args:
+        profile, allow, error_limit: as for :func:`plan`.
+    """
+
+    def __init__(
+        self,
+        profile: StepProfile,
+        allow: str | Sequence[str] = ("lossless", "recompute"),
+        error_limit: float | None = None,
+    ) -> None:
+        if not isinstance(profile, StepProfile):
+            raise PlanError(
+                f"a plan was asked for of {profile!r:.80}, but that is no StepProfile. Pass what "
+                f"backstash.profile(step) has returned, or StepProfile.from_json(text)."
+            )
+        self.error_limit = limit_of_errors(error_limit, allow)
+        self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
+        self.profile = profile = with_choices(profile, self.allow)
+        self._allowed = restrict(profile, allow)
+        self._model = PeakModel(self._allowed)
+        self._limit = self.error_limit  # for the search, which may have to aim lower
+        self._frontier: Frontier | None = None
+        self._searching: Iterator[None] = iter(())
+        self._solutions: tuple[Solution, ...] = ()
+        kept = (0,) * len(profile.values)
+        self._everything = Solution(kept, profile.plain_peak_nbytes, profile.seconds, 0.0)
+        usual = like_lossless(self._allowed)
+        self._usual = solution(self._model, usual) if any(usual) else None  # what the policy lossless does
+        self._rehearsed: dict[Solution, int] = {}
+        self._reserves: dict[Solution, int] = {}  # bytes of these peaks
+        self._alive: dict[Solution, Bytes] = {}  # bytes that were alive at each position, with what is reserved
+        self._measured: dict[Solution, float] = {}
+        self._timings = Timings(profile)
+
+    @property
+    def solutions(self) -> tuple[Solution, ...]:
+        """The best ways to hold the values, in the order of their peaks; whatever is left of the search is done first.
+
+        The last one keeps everything. Its peak is that of the plain step, which was measured.
+        """
+        for _ in self.search():
+            pass
+        return self._solutions
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the search for the best solutions is over."""
+        return bool(self._solutions)
+
+    def search(self) -> Iterator[None]:
+        """Searches for the best solutions a little at a time. All who iterate share one search."""
+        if self._frontier is None:
+            self._frontier = Frontier(self._model, self._limit)
+            self._searching = self._frontier.search()
+        if not self.is_searched:
+            for _ in self._searching:  # no "yield from", which would end the search with who left it
+                yield
+            self._solutions = self._below_plain(self._frontier.solutions())
+
+    def _search_anew(self) -> None:
+        self._frontier, self._solutions = None, ()
+
+    def _below_plain(self, found: Sequence[Solution]) -> tuple[Solution, ...]:
+        last = self._everything
+        return (*(each for each in found if any(each.choices) and each.peak_nbytes < last.peak_nbytes), last)
+
+    def has_found(self, nbytes: int) -> bool:
+        """Whether a solution within so many bytes is known already."""
+        lowest = None if self._frontier is None else self._frontier.lowest_nbytes
+        return self._everything.peak_nbytes <= nbytes or (lowest is not None and lowest <= nbytes)
+
+    def plan_so_far(self, nbytes: int) -> Plan:
+        """Returns the fastest plan of those that were found so far within so many bytes, of which there is one.
+
+        What it predicts is right, but nothing faster was searched for.
+        """
+        if self._everything.peak_nbytes <= nbytes or self._frontier is None:
+            return self._plan(nbytes, self._everything)
+        known = self._below_plain(self._frontier.solutions())
+        found = next(found for found in reversed(known) if found.peak_nbytes <= nbytes)
+        return self._with_drafts(self._plan(nbytes, found, known), found)
+
+    def plan(self, budget: int | str, solver: Literal["greedy", "exact"] = "greedy") -> Plan:
+        """Returns the plan for a budget. See :func:`plan`."""
+        nbytes = parse_budget(budget, self.profile.plain_peak_nbytes)
+        if solver not in ("greedy", "exact"):
+            raise PlanError(
+                f"a plan was asked for by the solver {solver!r}, but there are 'greedy' and 'exact'. Pass one of them."
+            )
+        if self._everything.peak_nbytes <= nbytes:
+            return self._plan(nbytes, self._everything)
+        chosen = self._choose(nbytes, solver)
+        for _ in range(TIGHTENINGS):
+            if chosen is None or self._error(chosen) <= self.error_limit:
+                break
+            self._limit *= 0.9 * chosen.error / self._error(chosen)
+            self._search_anew()
+            chosen = self._choose(nbytes, solver)
+        if chosen is not None and self._error(chosen) <= self.error_limit:
+            chosen = self._roomier(nbytes, chosen, solver)
+            return self._with_drafts(self._plan(nbytes, chosen), chosen)
+        lowest = self._lowest()
+        least = min(self._predicted(lowest), self.profile.plain_peak_nbytes)  # for which the plan is to keep everything
+        smallest = self._plan(least, lowest)
+        floor = int(self._model.base.max())
+        held = f"; {size(floor)} of it is there whatever is done with saved tensors" if nbytes < floor else ""
+        raise BudgetError(
+            f"a plan was asked for within {size(nbytes)} ({nbytes} bytes) above what is held before the step, allowing "
+            f"{', '.join(self.allow) or 'nothing'}, but the smallest budget that fits is {least} bytes "
+            f"({size(least)}){held}. A step then takes {1000 * lowest.seconds:.0f} ms instead of "
+            f"{1000 * self.profile.seconds:.0f} ms. Pass that budget, allow more, or train on smaller batches.",
+            least,
+            lowest.seconds,
+            smallest,
+        )
+
+    def at_most(self, nbytes: int) -> Plan:
+        """Returns the fastest plan that is predicted to stay within so many bytes, or else that of the least peak."""
+        found = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), self.solutions[0])
+        return self._with_drafts(self._plan(max(nbytes, found.peak_nbytes), found), found)
+
+    def _with_drafts(self, plan: Plan, found: Solution) -> Plan:
+        """Returns a plan that says for how many bytes of drafts there is room (Note: [drafts] in stash/drafts.py).
+
+        It is predicted to take as much more as the largest draft needs for which there is none, within the budget.
+        """
+        drafted = self._drafted_nbytes(found)
+        if not any(drafted):
+            return plan
+        peak_nbytes = max(plan.peak_nbytes, min(plan.budget, plan.peak_nbytes + self._lacking(found)))
+        room = self._model.in_flight(self._live(found), peak_nbytes)
+        decisions = (replace(each, in_flight_nbytes=more) for each, more in zip(plan.decisions, room, strict=True))
+        return replace(plan, decisions=tuple(decisions), peak_nbytes=peak_nbytes)
+
+    def _roomier(self, nbytes: int, chosen: Solution, solver: str) -> Solution:
+        """Returns a solution that has room for its drafts, if that takes no more than a small share of the budget."""
+        lacking = min(self._lacking(chosen), nbytes // DRAFTS)
+        if self._predicted(chosen) + lacking <= nbytes:
+            return chosen
+        roomier = self._choose(nbytes - lacking, solver)
+        return chosen if roomier is None or self._error(roomier) > self.error_limit else roomier
+
+    def _lacking(self, found: Solution) -> int:
+        """Returns how many bytes the largest draft of a solution takes for which there is no room below its peak."""
+        room = self._model.in_flight(self._live(found), self._predicted(found))
+        return max(0, *(nbytes - more for nbytes, more in zip(self._drafted_nbytes(found), room, strict=True)))
+
+    def _drafted_nbytes(self, found: Solution) -> list[int]:
+        """Returns the bytes of the values that may be drafted, 0 for others."""
+        if self.profile.device == "cpu":
+            return [0] * len(found.choices)
+        chosen = zip(self._allowed.values, found.choices, strict=True)
+        return [value.nbytes if _is_drafted(value.choices[index]) else 0 for value, index in chosen]
+
+    def _plan(self, budget: int, found: Solution, known: tuple[Solution, ...] = ()) -> Plan:
+        decisions, first = [], {value.reads[0]: value.key for value in reversed(self.profile.values)}
+        roomy = self._model.has_room(found.choices, found.peak_nbytes)
+        spare = spare_ways(self._model, found.choices, self._predicted(found))
+        order = {self._allowed.values[at].key: number for number, at in enumerate(spare, 1)}
+        for value, index, has_room in zip(self._allowed.values, found.choices, roomy, strict=True):
+            choice = value.choices[index]
+            facts = value.key, value.module, value.op, value.spec, value.nbytes, choice.name, choice.kind
+            costs = choice.held_nbytes, own_seconds(choice, len(value.reads)), choice.error, choice.reason
+            asked = tuple(first[at] for at in choice.fetches if at not in value.reads)
+            decisions.append(Decision(*facts, *costs, has_room, asked, choice.reserve_nbytes, order.get(value.key, 0)))
+        seconds = self._timings.predict(budget, found)
+        return Plan(
+            budget,
+            self._predicted(found, budget),
+            seconds,
+            self.profile.plain_peak_nbytes,
+            self.profile.seconds,
+            self.allow,
+            self.error_limit,
+            max(found.error, self._measured.get(found, 0.0)),
+            tuple(decisions),
+            self._timings.frontier(found, seconds, (known or self.solutions) if any(found.choices) else (found,)),
+            self.profile.fingerprint(),
+            self.profile.device,
+            self.profile.others,
+            self.profile.cycles,
+            self.profile.store,
+            self.profile.directory,
+            self._reserve(found),
+        )
+
+    # -- steps of their own --------------------------------------------------------------------------------------------
+
+    def _error(self, found: Solution) -> float:
+        """Returns the predicted error of the gradients, or the measured one if that is possible and it is larger."""
+        if found.error and self.profile.off_by is not None and found not in self._measured:
+            measured = self.profile.off_by(self._plan(found.peak_nbytes, found))  # type: ignore[call-arg]  # no method
+            self._measured[found] = 0.0 if measured is None else measured
+        return max(found.error, self._measured.get(found, 0.0))
+
+    def _choose(self, nbytes: int, solver: str) -> Solution | None:
+        """Returns the fastest solution within a budget, rehearsed if that is possible; None if there is none."""
+        chosen = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), None)
+        if solver == "exact":
+            best = exact(self._model, nbytes, self._limit)
+            chosen = best if best is not None and (chosen is None or best.seconds < chosen.seconds) else chosen
+        if self.profile.rehearse is not None:
+            chosen = self._rehearse(nbytes, chosen)
+        return chosen
+
+    def _rehearse(self, budget: int, first: Solution | None) -> Solution | None:
+        """The fastest solution that was seen to keep the budget, if any: ``first``, or the lowest, is tried first."""
+        distinct = {*self.solutions[:-1], *(() if first is None else (first,))}  # the last one is the plain step
+        candidates = sorted(distinct, key=lambda found: found.peak_nbytes)
+        trial = candidates[0] if first is None and candidates else first
+        for _ in range(REHEARSALS):
+            if trial is None or trial in self._rehearsed:
+                break
+            off = self._reached(trial) - trial.peak_nbytes  # others will be off by as much
+            fitting = [found for found in candidates if found.peak_nbytes + off <= budget]
+            trial = fitting[-1] if fitting else candidates[0]
+        if self._usual is not None and self._usual.peak_nbytes <= budget:
+            self._reached(self._usual)
+        if not any(reached <= budget for reached in self._rehearsed.values()):
+            self._lowest()  # solutions are off by different amounts, so perhaps one of the lowest fits
+        seen = self._rehearsed.items()
+        kept = [each for each, at in seen if at <= budget and self._measured.get(each, 0.0) <= self.error_limit]
+        return self._timings.fastest(kept, lambda found: self._plan(found.peak_nbytes, found), self._usual)
+
+    def _lowest(self) -> Solution:
+        """The solution with the least peak: the least that was seen, where plans can be tried in a step."""
+        if self.profile.rehearse is None:
+            return self.solutions[0]
+        seen = min((*self.solutions[:-1][:REHEARSALS], *self._rehearsed), key=self._reached, default=self._everything)
+        return seen if self._rehearsed.get(seen, 0) < self._everything.peak_nbytes else self._everything
+
+    def _predicted(self, found: Solution, budget: int | None = None) -> int:
+        """Returns the peak that is predicted: what was rehearsed, else what the model says.
+
+        Args:
+            found: the solution.
+            budget: that of a plan. If the plain step fits, the plan says no more than the budget.
+        """
+        if found == self._everything and self.profile.rehearse is not None:
+            most = found.peak_nbytes + ROUNDING  # these steps differ by some small tensors as well
+            return most if budget is None else min(budget, most)
+        return self._rehearsed.get(found, found.peak_nbytes)
+
+    def _live(self, found: Solution) -> Bytes:
+        """Returns the bytes that are predicted to be alive at each position, of which the most are the peak."""
+        live = self._alive.get(found)
+        if live is None:
+            modelled = self._model.evaluate(found.choices).live
+            live = modelled + max(0, self._predicted(found) - int(modelled.max()))
+        return live
+
+    def _reserve(self, found: Solution) -> int:
+        """Returns how many bytes of the predicted peak are there for numbers that encode worse."""
+        if found not in self._reserves:
+            live = self._model.evaluate(found.choices).live
+            self._reserves[found] = int(live.max() - (live - self._model.reserved(found.choices)).max())
+        return self._reserves[found]
+
+    def _reached(self, found: Solution) -> int:
+        assert self.profile.rehearse is not None
+        if found not in self._rehearsed:
+            tried = self._plan(found.peak_nbytes, found)
+            encoded = sum(decision.held_nbytes for decision in tried.decisions if decision.kind == "encode")
+            margin = ROUNDING + int(VARIATION * encoded)
+            reached = np.array(self.profile.rehearse(tried), np.int64)  # type: ignore[call-arg]  # no method
+            reserved = self._model.reserved(found.choices)
+            is_alike = len(reached) == len(reserved)  # else a function has run in this step that did not in the other
+            live = reached + (reserved if is_alike else reserved.max())
+            most = int(live.max())
+            if is_alike:
+                self._alive[found] = live + margin
+            self._reserves[found] = most - int(reached.max())
+            self._rehearsed[found] = margin + most
+        return self._rehearsed[found]
+
+
+def _is_drafted(choice: Choice) -> bool:
+    """Whether a value may be encoded on an accelerator before the host knows that its planes are whole."""
+    codec = codec_named(choice.name) if choice.kind == "encode" else None
+    return codec is not None and drafting(codec) is not None
+
+
+def plan(
+    profile: StepProfile,
+    budget: int | str,
+    allow: str | Sequence[str] = ("lossless", "recompute"),
+    *,
+    error_limit: float | None = None,
+    solver: Literal["greedy", "exact"] = "greedy",
+) -> Plan:
+    """Returns the fastest plan whose peak stays within a budget.
+
+    A larger budget never gets a slower plan. If the plain step fits, the plan is empty. If the profile was taken in
+    this process, the step runs a few times more under plans, and is undone (Note: [rehearsed plans]).
+
+    Args:
+        profile: the step, as ``backstash.profile(step)`` returns it.
+        budget: how many bytes the counted peak may have above what is held before the step, or a text such as
+            ``"2GiB"``, ``"512 MiB"`` or ``"60%"``, which is of the plain step's peak.
+        allow: what may be done with values: ``"lossless"`` (all exact codecs), ``"recompute"``, ``"offload"``,
+            ``"bounded"`` (codecs with an error), and names of codecs.
+        error_limit: how far all gradients together may be off, as a share of their length, where a codec with an error
+            is allowed; 0.01 by default. Without one, gradients are exact.
+        solver: ``"greedy"`` needs nothing but NumPy. ``"exact"`` looks for the best plan there is for this budget,
+            which takes minutes for some hundred values, and needs ``backstash[planner]``.
+
+    Raises:
+        BudgetError: no plan fits. The error names the smallest budget, and has the plan for it.
+        PlanError: an argument means nothing.
+    """
+    return Planner(profile, allow, error_limit).plan(budget, solver)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How many times as large a batch may be.
+
+    Attributes:
+        plain: in plain PyTorch.
+        planned: with the plan that has the lowest peak of all.
+        seconds: time of a step under that plan over that of a plain step, on batches of the same size.
+    """
+
+    plain: float
+    planned: float
+    seconds: float
+
+
+def growth(
+    profile: StepProfile,
+    budget_nbytes: int,
+    allow: str | Sequence[str] = ("lossless", "recompute"),
+    error_limit: float | None = None,
+) -> Growth:
+    """Estimates how many times as large the batch of a profiled step may be within a budget.
+
+    Every byte that the step takes above what is held before it is taken to grow with the batch. What does not, such as
+    the gradient of a weight before it is added up, makes the estimate too small and never too large.
+
+    Args:
+        profile: the step.
+        budget_nbytes: the budget, in bytes above what is held before the step.
+        allow, error_limit: what a plan may do, as for :func:`backstash.planning.search.planner.plan`.
+    """
+    lowest = Planner(profile, allow, error_limit).solutions[0]
+    plain = budget_nbytes / max(1, profile.plain_peak_nbytes)
+    seconds = lowest.seconds / profile.seconds if profile.seconds else 1.0
+    return Growth(plain, max(plain, budget_nbytes / max(1, lowest.peak_nbytes)), seconds)
