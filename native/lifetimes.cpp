@@ -1,4 +1,4 @@
-// Estimates of what a compiled graph holds at each operator: integrations/compile/lifetimes.py in C++, step by step.
+// Estimates of what a compiled graph holds at each operator: compile/budget/lifetimes.py in C++, step by step.
 //
 // A value has a number below `count`; the planes of an encoded value are `count` above it, and an encoded image as one
 // call decodes it is twice `count` above. Everything of the reference that is a set is a list without repeats here.
@@ -28,7 +28,7 @@ enum Fact : uint32_t {
     GRADIENT_RESULT = 8192,
 };
 
-// A joint graph, as integrations/compile/joint.py has it. Absent numbers and bytes are -1.
+// A joint graph, as compile/budget/joint.py has it. Absent numbers and bytes are -1.
 struct Graph {
     int64_t count;
     const int64_t* starts;  // where the reads of each value begin in `reads`, and the end of all

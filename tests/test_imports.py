@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "backstash"
 MODULES = sorted(SOURCE.rglob("*.py"))
+COMPILE = sorted((SOURCE / "compile").rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "config", "manager"}
 PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("understand/architecture.md", "architecture.md")]
 HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning"}
@@ -105,17 +106,10 @@ ALLOWED: dict[str, set[str]] = {
         "session",
         "rewrites.state",
     },
-    "integrations": {
-        "accelerator",
+    "compile": {
         "arguments",
         "errors",
         "torch_internals",
-        "policies.base",
-        "stash.ledger",
-        "stash.regions",
-        "stash.tables",
-        "capture.leaving",
-        "capture.modules",
         "version",
         "saved",
         "effects",
@@ -123,8 +117,23 @@ ALLOWED: dict[str, set[str]] = {
         "ops.formats",
         "codecs",
         "policies",
+        "stash.ledger",
+        "stash.regions",
+        "stash.tables",
+        "planning.model.budget",
+    },
+    "integrations": {
+        "accelerator",
+        "arguments",
+        "errors",
+        "torch_internals",
+        "policies.base",
+        "stash.ledger",
+        "capture.leaving",
+        "capture.modules",
         "session",
-        "planning",
+        "planning.run.budgeted",
+        "compile",
     },
     "report": {
         "accelerator",
@@ -159,7 +168,7 @@ ALLOWED: dict[str, set[str]] = {
         "planning.measure.profiling",
         "integrations.loop",
         "integrations.notebook",
-        "integrations.compile",
+        "compile",
         "report.meter",
     },
     "cli": {
@@ -169,6 +178,7 @@ ALLOWED: dict[str, set[str]] = {
         "policies",
         "stash.ledger",
         "stash.tables",
+        "compile",
         "integrations",
         "planning",
         "report",
@@ -195,6 +205,9 @@ POLICIES = {
     "published": {"saved", "codecs", "policies.base"},
     "comet": {*_FAMILY, "errors", "needs", "torch_internals"},
 }
+
+ROOMS = ("graph", "forms", "budget", "inductor")
+"""The rooms of compile/, of which each may import those before it, for type annotations as well."""
 
 
 # The same for the rooms of planning/, of which each may import those above it that its row names.
@@ -227,15 +240,15 @@ def parsed(path: Path) -> ast.Module:
     return tree
 
 
-def imports(path: Path, anywhere: bool = True, for_annotations: bool = False) -> Iterator[str]:
+def imports(path: Path, anywhere: bool = True, annotations: bool = False) -> Iterator[str]:
     """The modules of the package that a file imports, and the names that it imports from them, without ``backstash.``.
 
     Args:
         path: the file.
         anywhere: whether imports inside functions count as well.
-        for_annotations: whether imports for type annotations alone count as well.
+        annotations: whether imports for type annotations alone count as well, which needs ``anywhere``.
     """
-    tree = ast.parse(path.read_text()) if for_annotations else parsed(path)
+    tree = ast.parse(path.read_text()) if annotations else parsed(path)
     for node in ast.walk(tree) if anywhere else tree.body:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -245,6 +258,31 @@ def imports(path: Path, anywhere: bool = True, for_annotations: bool = False) ->
         else:
             continue
         yield from (name.removeprefix("backstash.") for name in names if name.split(".")[0] == "backstash")
+
+
+def reached(paths: Iterable[Path], anywhere: bool, annotations: bool = False) -> dict[str, set[str]]:
+    """For each of these modules those of them that it imports, and that these import, and so on.
+
+    Args:
+        paths: the modules' files.
+        anywhere, annotations: as for :func:`imports`.
+    """
+    of_path = {path: module(path) for path in paths}
+    names = set(of_path.values()) - {""}
+    direct = {}
+    for path, name in of_path.items():
+        found = imports(path, anywhere, annotations)
+        direct[name] = {name if name in names else name.rpartition(".")[0] for name in found} & names
+    everything: dict[str, set[str]] = {}
+    for start in direct:
+        waiting, seen = list(direct[start]), set()
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += direct[name]
+        everything[start] = seen
+    return everything
 
 
 def within(name: str, allowed: set[str]) -> bool:
@@ -275,7 +313,7 @@ def test_layers_of_policies(path: Path) -> None:
 def test_layers_of_planning(path: Path) -> None:
     room = path.relative_to(SOURCE / "planning").parts[0]
     allowed = {f"planning.{each}" for each in {room} | PLANNING.get(room, set())}
-    beside = {name for name in imports(path, for_annotations=True) if within(name, {"planning"})}
+    beside = {name for name in imports(path, annotations=True) if within(name, {"planning"})}
     assert {name for name in beside if not within(name, allowed)} == set()
 
 
@@ -293,37 +331,39 @@ def test_no_unit_is_reached_again_from_below() -> None:
         above.add(row)
 
 
-def circles(paths: Sequence[Path], **counted: bool) -> list[str]:
-    """The modules that are imported again by something that they import.
-
-    Args:
-        paths: the modules that are looked at.
-        counted: which imports count, as for :func:`imports`.
-    """
-    names = {module(path) for path in paths} - {""}
-    direct = {}
-    for path in paths:
-        found = imports(path, **counted)
-        direct[module(path)] = {name if name in names else name.rpartition(".")[0] for name in found} & names
-    reached: dict[str, set[str]] = {}
-    for start in direct:
-        waiting, seen = list(direct[start]), set()
-        while waiting:
-            name = waiting.pop()
-            if name not in seen:
-                seen.add(name)
-                waiting += direct[name]
-        reached[start] = seen
-    return [name for name, seen in reached.items() if name in seen]
-
-
 def test_no_module_is_imported_again_by_what_it_imports() -> None:
+    found = reached(MODULES, anywhere=False)
     # The files of a backend of ops are parts of their package's __init__, and import it.
-    assert [name for name in circles(MODULES, anywhere=False) if not name.startswith("ops.")] == []
+    assert [name for name, seen in found.items() if name in seen and not name.startswith("ops.")] == []
 
 
-def test_planning_goes_in_no_circle_whatever_it_imports_for() -> None:
-    assert circles(sorted((SOURCE / "planning").rglob("*.py")), for_annotations=True) == []
+@pytest.mark.parametrize("path", COMPILE, ids=identifier)
+def test_a_room_of_compile_imports_those_before_it(path: Path) -> None:
+    _, *rest = module(path).split(".")
+    found = {name for name in imports(path, annotations=True) if within(name, {"compile"})}
+    if not rest:  # the package itself has the names that users call
+        allowed = {"inductor.options"}
+    elif len(rest) == 1:  # a room itself has none
+        allowed = set()
+    else:
+        allowed = set(ROOMS[: ROOMS.index(rest[0]) + 1])
+    assert {name for name in found if not within(name, {f"compile.{room}" for room in allowed})} == set()
+
+
+def test_compile_has_these_rooms_and_no_other() -> None:
+    assert {path.parent.name for path in COMPILE} == {"compile", *ROOMS}
+    assert [path.name for path in COMPILE if path.parent.name == "compile"] == ["__init__.py"]
+
+
+def test_no_module_of_compile_is_imported_again_even_for_annotations() -> None:
+    found = reached(COMPILE, anywhere=True, annotations=True)
+    assert [name for name, seen in found.items() if name in seen] == []
+    assert found["compile"] > {"compile.inductor.partitioner", "compile.graph.emit"}
+
+
+def test_no_module_of_planning_is_imported_again_even_for_annotations() -> None:
+    found = reached(sorted((SOURCE / "planning").rglob("*.py")), anywhere=True, annotations=True)
+    assert [name for name, seen in found.items() if name in seen] == []
 
 
 def test_the_page_of_the_architecture_shows_the_same_table() -> None:

@@ -4,8 +4,8 @@ from typing import Any as _Any
 
 from backstash import codecs, policies
 from backstash.codecs import Codec, Encoded, register_codec
+from backstash.compile import compile_backend, compile_options
 from backstash.errors import BackstashError
-from backstash.integrations.compile import compile_backend, compile_options
 from backstash.integrations.loop import unwrap, wrap
 from backstash.planning.measure.profiling import profile
 from backstash.planning.model.plan import Plan

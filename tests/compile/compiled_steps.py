@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from backstash import compile_backend
-from backstash.integrations.compile import CompileBackend
+from backstash.compile import CompileBackend
 
 Forward = Callable[[nn.Module], Tensor]
 """Returns a loss, given a (compiled) model."""

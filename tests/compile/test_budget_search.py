@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from backstash import compile_backend, compile_options, policies
-from backstash.integrations.compile import budget
-from backstash.integrations.compile.joint import Joint
-from backstash.integrations.compile.lifetimes import Lifetimes
-from backstash.integrations.compile.reading import operator_name
-from backstash.integrations.compile.search import GraphSearch
+from backstash.compile.budget import splitting
+from backstash.compile.budget.joint import Joint
+from backstash.compile.budget.lifetimes import Lifetimes
+from backstash.compile.budget.search import GraphSearch
+from backstash.compile.graph.reading import operator_name
 from backstash.report.meter import CountedPeak
 from tests.compile.compiled_steps import Bottleneck, differences, gradients
 
@@ -65,7 +65,7 @@ def test_a_search_looks_at_a_few_sets_for_each_value(policy: Any, monkeypatch: p
 def searched(model: nn.Module, x: Tensor, policy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a search for the lowest peak is given: the graph, the options, and what torch would save."""
     found: list[Any] = []
-    search = budget._searched
+    search = splitting._searched
 
     def noted(joint: Joint, starts: Any, options: Any, nbytes: int) -> Any:
         names = starts[0].names
@@ -73,7 +73,7 @@ def searched(model: nn.Module, x: Tensor, policy: Any, monkeypatch: pytest.Monke
         found.append((joint, options, [number for number in options.held if number in numbers]))
         return search(joint, starts, options, nbytes)
 
-    monkeypatch.setattr(budget, "_searched", noted)
+    monkeypatch.setattr(splitting, "_searched", noted)
     _, net = compiled(model, policy, 1000)
     net(x).square().mean().backward()
     return found[0]

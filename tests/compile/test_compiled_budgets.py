@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from backstash import compile_backend, policies
-from backstash.integrations.compile.joint import Joint
+from backstash.compile.budget.joint import Joint
 from backstash.report.meter import CountedPeak
 from tests import networks
 from tests.compile.compiled_steps import Bottleneck, Forward, differences, gradients

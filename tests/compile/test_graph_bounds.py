@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from backstash import compile_backend, compile_options, policies
 from backstash.codecs import Szp
-from backstash.integrations.compile.bounds import BLOCK, BoundedValue, ValueFacts, loop_of
-from backstash.integrations.compile.emit import run_now
-from backstash.integrations.compile.graph_bounded import GraphSzp
+from backstash.compile.forms.bounded import GraphSzp
+from backstash.compile.forms.bounds import BLOCK, BoundedValue, ValueFacts, loop_of
+from backstash.compile.graph.emit import run_now
 from backstash.policies import Policy, Stash
 from backstash.policies.base import Outcome
 from backstash.policies.comet import comet

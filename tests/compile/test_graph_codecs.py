@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import Bitmask, BlockQuant, Codec, FewBit, Minifloat
-from backstash.integrations.compile.emit import run_now
-from backstash.integrations.compile.graph_codecs import Bits, GraphCodec, GraphFacts, Integers, form_of
-from backstash.integrations.compile.layout import in_memory_order, like_original
+from backstash.compile.forms.codecs import Bits, GraphCodec, GraphFacts, Integers, form_of
+from backstash.compile.graph.emit import run_now
+from backstash.compile.graph.layout import in_memory_order, like_original
 from backstash.saved import Mask, TensorSpec, Test
 
 LOSSY: list[Codec] = [

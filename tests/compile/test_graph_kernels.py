@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 
 from backstash import compile_backend, policies
 from backstash.codecs import BlockQuant, Codec, FewBit, Minifloat
-from backstash.integrations.compile.emit import GraphEmitter, run_now
-from backstash.integrations.compile.graph_codecs import GraphCodec, GraphFacts, form_of
-from backstash.integrations.compile.graph_kernels import decode_by_kernel, encode_by_kernel, is_for_backward_alone
+from backstash.compile.forms.codecs import GraphCodec, GraphFacts, form_of
+from backstash.compile.forms.kernels import decode_by_kernel, encode_by_kernel, is_for_backward_alone
+from backstash.compile.graph.emit import GraphEmitter, run_now
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -147,7 +147,7 @@ def test_gradients_have_the_bits_of_the_operators(policy: Any, dynamic: bool, mo
         return gradients(model, lambda net: net(x), torch.compile(model, backend=backend, dynamic=dynamic))
 
     found = step()
-    monkeypatch.setattr("backstash.integrations.compile.rewrite.encode_by_kernel", lambda *_: None)
+    monkeypatch.setattr("backstash.compile.forms.rewrite.encode_by_kernel", lambda *_: None)
     expected = step()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert not torch.equal(found[0], gradients(model, lambda net: net(x))[0])

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from backstash.integrations.compile.emit import GraphEmitter
-from backstash.integrations.compile.graph_offload import Offloaded, offloaded
+from backstash.compile.forms.offload import Offloaded, offloaded
+from backstash.compile.graph.emit import GraphEmitter
 from backstash.torch_internals import offload_operators
 
 

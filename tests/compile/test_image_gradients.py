@@ -15,7 +15,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from backstash import policies
-from backstash.integrations.compile import compile_backend, image_gradients, partitioner
+from backstash.compile import compile_backend
+from backstash.compile.graph import image_gradients
+from backstash.compile.inductor import partitioner
 from backstash.report.meter import CountedPeak
 
 backward = torch.ops.aten.convolution_backward.default

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from backstash import compile_backend, policies
-from backstash.integrations.compile import budget
-from backstash.integrations.compile.joint import Joint
-from backstash.integrations.compile.lifetimes import Lifetimes
+from backstash.compile.budget import splitting
+from backstash.compile.budget.joint import Joint
+from backstash.compile.budget.lifetimes import Lifetimes
 from backstash.ops.cpu import library
 from tests.compile.compiled_steps import Bottleneck
 
@@ -75,13 +75,13 @@ def programs() -> dict[str, tuple[nn.Module, Tensor]]:
 def graphs(model: nn.Module, x: Tensor, policy: Any, fuses: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Each graph that a search is given, with what may be done."""
     found: list[Any] = []
-    search = budget._searched
+    search = splitting._searched
 
     def noted(joint: Joint, starts: Any, options: Any, nbytes: int) -> Any:
         found.append((joint, options))
         return search(joint, starts, options, nbytes)
 
-    monkeypatch.setattr(budget, "_searched", noted)
+    monkeypatch.setattr(splitting, "_searched", noted)
     torch._dynamo.reset()
     ours = compile_backend(policy, budget=1000, min_nbytes=0)
     ours.treatment.fuses = fuses

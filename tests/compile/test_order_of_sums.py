@@ -13,7 +13,7 @@ from compiled_steps import differences, gradients
 from torch import Tensor, nn
 
 from backstash import compile_options
-from backstash.integrations.compile.partitioner import FUSED_SUMS
+from backstash.compile.inductor.partitioner import FUSED_SUMS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

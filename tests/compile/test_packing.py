@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from backstash.integrations.compile.emit import GraphEmitter, run_now
-from backstash.integrations.compile.layout import pack, pack_bools
+from backstash.compile.graph.emit import GraphEmitter, run_now
+from backstash.compile.graph.layout import pack, pack_bools
 
 SHAPES = [(8, 3, 5), (7, 37), (1000,), (3, 16, 6, 6), (9, 8), (1,), (1, 1, 24)]
 

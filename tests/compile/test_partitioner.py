@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Session, compile_backend, policies
+from backstash.compile import patch_compile
+from backstash.compile.budget.splitting import parse_graph_budget
+from backstash.compile.graph.effect import forward_can_compute
 from backstash.errors import UnknownNameError
-from backstash.integrations.compile import patch_compile
-from backstash.integrations.compile.budget import parse_graph_budget
-from backstash.integrations.compile.effect import forward_can_compute
 from backstash.policies import Keep, Policy, Rules
 from backstash.report.meter import CountedPeak
 from backstash.saved import Effect, Need, SavedTensor

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from backstash.integrations.compile.emit import run_now
-from backstash.integrations.compile.graph_codecs import Sides
-from backstash.integrations.compile.reading import FUNCTIONS, SHAPES, SIGNS
+from backstash.compile.forms.codecs import Sides
+from backstash.compile.graph.emit import run_now
+from backstash.compile.graph.reading import FUNCTIONS, SHAPES, SIGNS
 from backstash.needs import FUNCTIONS as NODE_FUNCTIONS
 from backstash.needs import TABLE
 from backstash.saved import Mask

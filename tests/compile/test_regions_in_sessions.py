@@ -13,7 +13,7 @@ from compiled_steps import gradients
 from torch import Tensor, nn
 
 from backstash import Session, compile_backend, policies
-from backstash.integrations.compile.account import GraphAccount, report_of
+from backstash.compile.forms.account import GraphAccount, report_of
 from backstash.stash.ledger import Entry
 from backstash.stash.regions import GraphOutput, Region, RegionCall
 

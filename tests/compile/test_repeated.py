@@ -11,12 +11,13 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from backstash import compile_backend, compile_options
-from backstash.integrations.compile import image_calls, partitioner
-from backstash.integrations.compile.image_calls import call_twice
-from backstash.integrations.compile.joint import Joint
-from backstash.integrations.compile.lifetimes import Lifetimes
-from backstash.integrations.compile.reading import operator_name
-from backstash.integrations.compile.repeated import repeat_for_readers
+from backstash.compile.budget.joint import Joint
+from backstash.compile.budget.lifetimes import Lifetimes
+from backstash.compile.graph import image_calls
+from backstash.compile.graph.image_calls import call_twice
+from backstash.compile.graph.reading import operator_name
+from backstash.compile.graph.repeated import repeat_for_readers
+from backstash.compile.inductor import partitioner
 from backstash.report.meter import CountedPeak
 from backstash.torch_internals import format_of
 

@@ -12,10 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from backstash import compile_backend
-from backstash.integrations.compile import convolutions, partitioner
-from backstash.integrations.compile.reading import operator_name
-from backstash.integrations.compile.saved_inputs import copied_inputs
-from backstash.integrations.compile.values import Split
+from backstash.compile.forms.saved_inputs import copied_inputs
+from backstash.compile.graph import convolutions
+from backstash.compile.graph.reading import operator_name
+from backstash.compile.graph.values import Split
+from backstash.compile.inductor import partitioner
 from tests.compile.compiled_steps import Forward, differences, gradients
 
 

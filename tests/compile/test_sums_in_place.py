@@ -14,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from backstash import compile_options
-from backstash.integrations.compile.joint import Joint
-from backstash.integrations.compile.lifetimes import Lifetimes
-from backstash.integrations.compile.sums import add_products_in_place, added_product, early_products, take_apart
+from backstash.compile.budget.joint import Joint
+from backstash.compile.budget.lifetimes import Lifetimes
+from backstash.compile.graph.sums import add_products_in_place, added_product, early_products, take_apart
 from backstash.report.meter import CountedPeak
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,8 +12,8 @@ import typer
 
 from backstash.cli.endings import exits
 from backstash.cli.options import Arguments, IsModule, Quiet, Script
+from backstash.compile import patch_compile
 from backstash.errors import PlanError
-from backstash.integrations.compile import patch_compile
 from backstash.integrations.launcher import Launched, execute, launch_under, require_script
 from backstash.planning.model.budget import limit_of_errors, parse_budget
 from backstash.planning.model.explain import outline

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Protocol
 
+from backstash.compile import patch_compile
 from backstash.errors import ScriptError
-from backstash.integrations.compile import patch_compile
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.stash.ledger import Report

@@ -77,7 +77,7 @@ class PeakRow:
     """Some of what was alive when a step took most.
 
     Attributes:
-        role: what it was for, as planning.trace.Buffer has it.
+        role: what it was for, as planning.model.trace.Buffer has it.
         name: the operation that it was allocated in or after.
         nbytes: bytes of all such buffers.
         count: how many they were.
