@@ -200,8 +200,11 @@ class Planner:
 
     def _lacking(self, found: Solution) -> int:
         """Returns how many bytes the largest draft of a solution takes for which there is no room below its peak."""
+        drafted = self._drafted_nbytes(found)
+        if not any(drafted):
+            return 0
         room = self._model.in_flight(self._live(found), self._predicted(found))
-        return max(0, *(nbytes - more for nbytes, more in zip(self._drafted_nbytes(found), room, strict=True)))
+        return max(0, *(nbytes - more for nbytes, more in zip(drafted, room, strict=True)))
 
     def _drafted_nbytes(self, found: Solution) -> list[int]:
         """Returns the bytes of the values that may be drafted, 0 for others."""

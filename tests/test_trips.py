@@ -1,0 +1,61 @@
+"""The trips that the page of the architecture tells, beside what a run enters."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "understand" / "architecture.md"
+STATION = re.compile(r"^\d+\. `([\w/]+\.py)`, `(\w+)`: ", re.MULTILINE)
+
+
+@cache
+def traced(name: str) -> dict[str, Any]:
+    """What a trip has entered, without compiled functions, of which the interpreter keeps no record."""
+    settings = {**os.environ, "BACKSTASH_KERNELS": "reference"} if name == "relu" else dict(os.environ)
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.trips", name], capture_output=True, text=True, check=False, cwd=ROOT, env=settings
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def told(name: str) -> str:
+    (text,) = re.findall(rf"<!-- trip: {name}\..*?-->\n(.*?)<!-- End of the trip. -->", PAGE.read_text(), re.DOTALL)
+    return str(text)
+
+
+def in_order(stations: list[tuple[str, str]], entered: list[list[str]]) -> None:
+    rest = iter(entered)
+    for file, function in stations:
+        assert any(each == [file, function] for each in rest), f"{file}, {function}: not entered after those before it"
+
+
+@pytest.mark.parametrize(("name", "stretch"), [("relu", "first"), ("budget", "run")])
+def test_a_trip_goes_as_it_is_told(name: str, stretch: str) -> None:
+    stations = STATION.findall(told(name))
+    assert len(stations) == len(re.findall(r"^\d+\. ", told(name), re.MULTILINE)) > 10
+    in_order(stations, traced(name)[stretch]["functions"])
+
+
+def test_a_repeated_step_asks_neither_the_needs_nor_the_policy() -> None:
+    stations, repeated = STATION.findall(told("relu")), traced("relu")["repeated"]["functions"]
+    skipped = [at for at, station in enumerate(stations, 1) if list(station) not in repeated]
+    assert [f"without {' and '.join(map(str, skipped))}"] == re.findall(r"without [\d and]+\d", told("relu"))
+    in_order([station for at, station in enumerate(stations, 1) if at not in skipped], repeated)
+
+
+@pytest.mark.parametrize("name", ["relu", "budget"])
+def test_no_trip_enters_more_files_than_is_told(name: str) -> None:
+    (most,) = re.findall(r"enters at most (\d+) files", told(name))
+    assert max(stretch["files"] for stretch in traced(name).values()) <= int(most)
