@@ -60,7 +60,7 @@ def test_a_plan_that_encodes_does_not_wait(network: str, allow: tuple[str, ...],
     profile = bs.profile(training.step, training.model, allow=allow, device="fake", min_nbytes=MIN_NBYTES)
     planner = Planner(profile, allow, 0.05 if "bounded" in allow else None)
     lowest = planner.solutions[0]  # which encodes most
-    plan = planner._with_drafts(planner._plan(int(1.25 * lowest.peak_nbytes), lowest), lowest)
+    plan = planner._with_drafts(planner._plan(int(1.1 * lowest.peak_nbytes), lowest), lowest)
     assert any(decision.kind == "encode" and decision.in_flight_nbytes for decision in plan.decisions)
     session = training.session(plan.guarded() if is_guarded else plan)
     no_wait(training, session, 5)

@@ -64,6 +64,8 @@ class Plan(Policy):
         store, directory: as in StepProfile: where values are moved to.
         reserve_nbytes: how many bytes of ``peak_nbytes`` are there for numbers that encode worse than the profiled ones
             (Note: [reserve] in problem.py). A step with the profiled numbers takes so much less.
+        in_flight_nbytes: how many bytes of ``peak_nbytes`` are there for values that an accelerator holds beside their
+            planes (Note: [drafts] in stash/drafts.py).
     """
 
     budget: int
@@ -83,6 +85,7 @@ class Plan(Policy):
     store: str = "host"
     directory: str = ""
     reserve_nbytes: int = 0
+    in_flight_nbytes: int = 0
     _by_key: dict[str, Decision] = field(init=False, compare=False)
     _others: frozenset[str] = field(init=False, compare=False)
     _met: set[str] = field(init=False, compare=False, default_factory=set)
@@ -112,7 +115,7 @@ class Plan(Policy):
             return "two of them have the same key"
         if (
             self.budget <= 0
-            or min(self.peak_nbytes, self.plain_peak_nbytes, self.reserve_nbytes) < 0
+            or min(self.peak_nbytes, self.plain_peak_nbytes, self.reserve_nbytes, self.in_flight_nbytes) < 0
             or self.cycles < 1
         ):
             return "a number of bytes or of forward passes is below what there can be"

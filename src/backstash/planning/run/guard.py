@@ -98,6 +98,7 @@ class Guard(Wrapper):
         self.excess = self.most_excess = self.escalated = 0
         self._budget_nbytes = budget_nbytes
         self._room = max(0, budget_nbytes - plan.peak_nbytes) + int(READY * plan.reserve_nbytes)
+        self._allocated_room = self._room + plan.in_flight_nbytes  # an allocator counts drafts as well
         self._spill = spill
         self._allocated = allocated
         self._planned = {decision.key: decision.held_nbytes for decision in plan.decisions}
@@ -183,7 +184,7 @@ class Guard(Wrapper):
             self._known[saved.key] = known = saved, self.plan.decide(saved)
         if saved.need is Need.SHAPE:
             return known[1]
-        is_over = max(self.excess, self._allocated_excess(saved.key)) > self._room
+        is_over = self.excess > self._room or self._allocated_excess(saved.key) > self._allocated_room
         if saved.key in self._remade and isinstance(known[1], Keep):
             stored = self._stored.decide(saved)
             return Recompute(stored if isinstance(stored, (Keep, Stash)) else Keep(), any_producer=True)
@@ -197,7 +198,7 @@ class Guard(Wrapper):
 
     def in_flight_for(self, key: str) -> int:
         """Returns what the plan says, if as much is left of the room that there is for all that was not planned."""
-        return min(self.plan.in_flight_for(key), max(0, self._room - self.excess))
+        return min(self.plan.in_flight_for(key), max(0, self._allocated_room - self.excess))
 
     def observe(self, outcome: Outcome) -> None:
         """Adds up what is held above the plan."""

@@ -185,10 +185,13 @@ class Planner:
         drafted = self._drafted_nbytes(found)
         if not any(drafted):
             return plan
-        peak_nbytes = max(plan.peak_nbytes, min(plan.budget, plan.peak_nbytes + self._lacking(found)))
+        more = max(0, min(self._lacking(found), plan.budget - plan.peak_nbytes))
+        peak_nbytes = plan.peak_nbytes + more
         room = self._model.in_flight(self._live(found), peak_nbytes)
-        decisions = (replace(each, in_flight_nbytes=more) for each, more in zip(plan.decisions, room, strict=True))
-        return replace(plan, decisions=tuple(decisions), peak_nbytes=peak_nbytes)
+        decisions = tuple(
+            replace(each, in_flight_nbytes=nbytes) for each, nbytes in zip(plan.decisions, room, strict=True)
+        )
+        return replace(plan, decisions=decisions, peak_nbytes=peak_nbytes, in_flight_nbytes=more)
 
     def _roomier(self, nbytes: int, chosen: Solution, solver: str) -> Solution:
         """Returns a solution that has room for its drafts, if that takes no more than a small share of the budget."""
