@@ -1,7 +1,7 @@
 // Exponents as codes into a window. Compiled once per instruction set by foreach_isa.h.
 //
 // All kernels work on whole blocks; the last one, where it is shorter, goes through memory of its own, with zeros behind
-// it, which have code 0. There are no intrinsics: these are loops over bytes that compilers turn into vector code.
+// it, which have code 0. Most of these are loops over bytes that compilers turn into vector code.
 
 constexpr int64_t kSize = kExponentsBlock, kRows = kExponentsBlock / kExponentsLanes, kLanes = kExponentsLanes;
 
@@ -36,50 +36,72 @@ inline void split(const uint32_t* x, Block<bits>& block) {
     split(upper, block);
 }
 
-// The sum of the bytes, of which none is above 16 and all together are below 65536.
-inline int sum_of(const uint8_t* counts) {
+// A byte for each lane. Where a register is smaller, compilers take several.
+typedef uint8_t Bytes __attribute__((vector_size(32)));
+
+inline Bytes load_bytes(const uint8_t* x) {
+    Bytes bytes;
+    std::memcpy(&bytes, x, sizeof bytes);
+    return bytes;
+}
+inline Bytes splat_bytes(uint8_t x) { return Bytes{} + x; }
+
+// The sum of the bytes, of which none is above 16.
+inline int sum_of(const Bytes& counts) {
     constexpr uint64_t even = 0x00ff00ff00ff00ff;
-    uint64_t sum = 0;
-    for (int i = 0; i < kLanes; i += 8) {
-        uint64_t word;
-        std::memcpy(&word, counts + i, sizeof word);
-        sum += (word & even) + (word >> 8 & even);
-    }
+    uint64_t words[kLanes / 8], sum = 0;
+    std::memcpy(words, &counts, sizeof words);
+    for (uint64_t word : words) sum += (word & even) + (word >> 8 & even);
     return int(sum * 0x0001000100010001 >> 48);
 }
 
-// What the window of a block begins after: see _windows in ops/reference/exponents.py.
+struct Window {
+    int base;     // what it begins after
+    int escapes;  // elements out of it, but for exponents of 0
+};
+
+// The window of a block: see _windows in ops/reference/exponents.py.
 template <int bits>
-inline int window_of(const uint8_t* exponents) {
+inline Window window_of(const uint8_t* exponents) {
     constexpr int width = (1 << bits) - 2;
-    uint8_t largest[kLanes] = {};
-    for (int64_t row = 0; row < kRows; ++row)
-        for (int64_t lane = 0; lane < kLanes; ++lane)
-            largest[lane] = std::max(largest[lane], exponents[row * kLanes + lane]);
+    const Bytes zero{}, size = splat_bytes(width);
+    Bytes largest{}, zeros{};
+    for (int64_t row = 0; row < kRows; ++row) {
+        const Bytes exponent = load_bytes(exponents + row * kLanes);
+        largest = exponent > largest ? exponent : largest;
+        zeros -= Bytes(exponent == zero);
+    }
+    uint8_t lanes[kLanes];
+    std::memcpy(lanes, &largest, sizeof lanes);
     uint8_t high = 0, before = 255;  // the smallest one less 1, so that a lane of zeros has 255
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-        high = std::max(high, largest[lane]);
-        before = std::min(before, uint8_t(largest[lane] - 1));
+        high = std::max(high, lanes[lane]);
+        before = std::min(before, uint8_t(lanes[lane] - 1));
     }
-    const int low = before + 1, tops[4] = {high, low + 2, low + 1, low};
-    int bases[4], most = -1, chosen = 0;
-    uint8_t first[4], counts[4][kLanes] = {};
-    for (int k = 0; k < 4; ++k) {
-        bases[k] = std::min(std::max(tops[k] - width, 0), 255 - width);
-        first[k] = uint8_t(bases[k] + 1);
+    const int some = int(kSize) - sum_of(zeros);
+    int base = std::max(high - width, 0);
+    Bytes counts{}, first = splat_bytes(uint8_t(base + 1));
+    for (int64_t row = 0; row < kRows; ++row) counts -= Bytes(load_bytes(exponents + row * kLanes) - first < size);
+    int most = sum_of(counts);
+    if (most == some) return {base, 0};  // no other window can hold more
+    int bases[3];
+    Bytes firsts[3], others[3] = {};
+    for (int k = 0; k < 3; ++k) {
+        bases[k] = std::min(std::max(before + 3 - k - width, 0), 255 - width);
+        firsts[k] = splat_bytes(uint8_t(bases[k] + 1));
     }
-    for (int k = 0; k < 4; ++k)
-        for (int64_t row = 0; row < kRows; ++row)
-            for (int64_t lane = 0; lane < kLanes; ++lane)
-                counts[k][lane] += uint8_t(uint8_t(exponents[row * kLanes + lane] - first[k]) < width);
-    for (int k = 0; k < 4; ++k) {
-        const int inside = sum_of(counts[k]);
+    for (int64_t row = 0; row < kRows; ++row) {
+        const Bytes exponent = load_bytes(exponents + row * kLanes);
+        for (int k = 0; k < 3; ++k) others[k] -= Bytes(exponent - firsts[k] < size);
+    }
+    for (int k = 0; k < 3; ++k) {
+        const int inside = sum_of(others[k]);
         if (inside > most) {
             most = inside;
-            chosen = bases[k];
+            base = bases[k];
         }
     }
-    return chosen;
+    return {base, some - most};
 }
 
 // Fields of 4 bits: two bytes fold to one. Of 3 bits: eight bytes fold to three.
@@ -109,11 +131,14 @@ inline void unpack_codes(const uint8_t* codes, Block<4>& block) {
 }
 inline void unpack_codes(const uint8_t* codes, Block<3>& block) {
     uint64_t words[kSize / 8];
-    for (int64_t i = 0; i < kSize / 8; ++i) {
-        uint32_t three = 0;
-        std::memcpy(&three, codes + 3 * i, 3);
-        words[i] = three;
+    for (int64_t i = 0; i < kSize / 8 - 1; ++i) {
+        uint32_t four;
+        std::memcpy(&four, codes + 3 * i, sizeof four);
+        words[i] = four & 0xffffff;
     }
+    uint32_t last;  // nothing behind the codes may be read
+    std::memcpy(&last, codes + kSize * 3 / 8 - 4, sizeof last);
+    words[kSize / 8 - 1] = last >> 8;
     for (int64_t i = 0; i < kSize / 8; ++i) {
         uint64_t word = words[i];
         word = (word | word << 20) & 0x00000fff00000fff;
@@ -123,37 +148,54 @@ inline void unpack_codes(const uint8_t* codes, Block<3>& block) {
     std::memcpy(block.wide, words, sizeof words);
 }
 
-// Sixteen packed codes, of which those that are escapes have their lowest bit set in the result and no other bit.
-template <int bits>
-inline uint64_t escapes_of(const uint8_t* codes, int64_t group) {
-    constexpr uint64_t lowest = bits == 4 ? 0x1111111111111111 : 0x0000249249249249;
-    uint64_t word = 0;
-    std::memcpy(&word, codes + group * 2 * bits, 2 * bits);
-    word &= word >> 1;
-    return (bits == 4 ? word & word >> 2 : word & word >> 1) & lowest;
+// How many codes of a block are escapes.
+inline int64_t count_escapes(const uint8_t* codes, const Block<4>*) {
+    const Bytes low = splat_bytes(15), high = splat_bytes(0xf0);
+    Bytes counts{};
+    for (int64_t i = 0; i < kSize / 2; i += kLanes) {
+        const Bytes two = load_bytes(codes + i);
+        counts -= Bytes((two & low) == low) + Bytes((two & high) == high);
+    }
+    return sum_of(counts);
 }
-
-template <int bits>
-inline int64_t count_escapes(const uint8_t* codes) {
+inline int64_t count_escapes(const uint8_t* codes, const Block<3>*) {
+    constexpr int64_t step = 6;  // bytes of sixteen codes
     int64_t count = 0;
-    for (int64_t group = 0; group < kSize / 16; ++group) count += __builtin_popcountll(escapes_of<bits>(codes, group));
+    for (int64_t i = 0; i < kSize * 3 / 8; i += step) {
+        uint64_t word;
+        if (i < kSize * 3 / 8 - step) {
+            std::memcpy(&word, codes + i, sizeof word);
+        } else {  // nothing behind the codes may be read
+            std::memcpy(&word, codes + i - 2, sizeof word);
+            word >>= 16;
+        }
+        count += __builtin_popcountll(word & word >> 1 & word >> 2 & 0x0000249249249249);
+    }
     return count;
 }
 
-// Fills everything of the block but its escapes, and returns its base.
+// Calls with the number of each element of the block whose code is an escape, in order.
+template <int bits, class Body>
+inline void for_escapes(const uint8_t* wide, Body body) {
+    for (int64_t i = 0; i < kSize; i += kWord)
+        for (Word word = ~differs<uint8_t>(wide + i, (1 << bits) - 1); word != 0; word &= word - 1)
+            body(i + __builtin_ctzll(word));
+}
+
+// Fills everything of the block but its escapes, and returns its window.
 template <int bits, class U>
-inline int code_block(const U* x, Block<bits>& block) {
+inline Window code_block(const U* x, Block<bits>& block) {
     constexpr uint8_t escape = (1 << bits) - 1;
     split(x, block);
-    const int base = window_of<bits>(block.exponents);
-    const uint8_t first = uint8_t(base + 1);
+    const Window window = window_of<bits>(block.exponents);
+    const uint8_t first = uint8_t(window.base + 1);
     for (int64_t i = 0; i < kSize; ++i) {
         const uint8_t exponent = block.exponents[i], above = uint8_t(exponent - first);
         const uint8_t code = above < escape - 1 ? uint8_t(above + 1) : escape;
         block.wide[i] = exponent == 0 ? uint8_t(0) : code;
     }
     pack_codes(block);
-    return base;
+    return window;
 }
 
 template <bool stream>
@@ -166,7 +208,8 @@ inline void copy_lines(const void* from, void* to, int64_t nbytes) {
         copy_line<stream>(static_cast<const uint8_t*>(from) + i, static_cast<uint8_t*>(to) + i);
 }
 
-// First pass: all planes of chunks [begin, end), and in `offsets` how many escapes each has.
+// First pass: all planes of chunks [begin, end), in `offsets` how many escapes each has, and in `places` where these are
+// put aside; -1 where there is no room for them.
 template <bool stream, int bits, class U>
 inline void code_range(const ExponentsEncodeJob& job, int64_t begin, int64_t end) {
     const U* x = static_cast<const U*>(job.x);
@@ -174,14 +217,16 @@ inline void code_range(const ExponentsEncodeJob& job, int64_t begin, int64_t end
     uint8_t* const lower = job.fractions;
     uint8_t* const upper = job.fractions + (has_lower ? 2 * job.n : 0);
     Block<bits> block;
+    uint8_t found[kZvcChunk];
     for (int64_t chunk = begin; chunk < end; ++chunk) {
         int64_t count = 0;
         const int64_t last = std::min((chunk + 1) * kZvcChunk, job.n);
         for (int64_t i = chunk * kZvcChunk; i < last; i += kSize) {
+            Window window;
             uint8_t* const codes = job.codes + i / 8 * bits;
             if (last - i >= kSize) {
                 prefetch_ahead(x + i, kSize);
-                job.bases[i / kSize] = uint8_t(code_block<bits>(x + i, block));
+                window = code_block<bits>(x + i, block);
                 copy_lines<stream>(block.fractions, upper + i, kSize);
                 copy_lines<stream>(block.codes, codes, kSize * bits / 8);
                 if (has_lower) copy_lines<stream>(block.lower, lower + 2 * i, 2 * kSize);
@@ -189,14 +234,18 @@ inline void code_range(const ExponentsEncodeJob& job, int64_t begin, int64_t end
                 const size_t rest = size_t(last - i);
                 U padded[kSize] = {};
                 std::memcpy(padded, x + i, rest * sizeof(U));
-                job.bases[i / kSize] = uint8_t(code_block<bits>(padded, block));
+                window = code_block<bits>(padded, block);
                 std::memcpy(upper + i, block.fractions, rest);
                 std::memcpy(codes, block.codes, (rest * bits + 7) / 8);
                 if (has_lower) std::memcpy(lower + 2 * i, block.lower, 2 * rest);
             }
-            count += count_escapes<bits>(block.codes);
+            job.bases[i / kSize] = uint8_t(window.base);
+            if (window.escapes > 0)
+                for_escapes<bits>(block.wide, [&](int64_t at) { found[count++] = block.exponents[at]; });
         }
         job.offsets[chunk] = count;
+        job.places[chunk] = job.slabs->take(count);
+        if (job.places[chunk] >= 0) std::memcpy(job.scratch + job.places[chunk], found, size_t(count));
     }
 }
 
@@ -232,16 +281,21 @@ template <int bits, class U>
 inline void gather_as(const ExponentsEncodeJob& job, int64_t begin, int64_t end) {
     const U* x = static_cast<const U*>(job.x);
     alignas(64) uint8_t own[kSize * bits / 8];
+    Block<bits> block;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
         int64_t at = job.offsets[chunk];
+        const int64_t stop = std::min(chunk + 1 < job.chunks ? job.offsets[chunk + 1] : job.stored, job.room);
+        if (at >= stop) continue;
+        if (job.places[chunk] >= 0) {
+            std::memcpy(job.escapes + at, job.scratch + job.places[chunk], size_t(stop - at));
+            continue;
+        }
         const int64_t last = std::min((chunk + 1) * kZvcChunk, job.n);
         for (int64_t i = chunk * kZvcChunk; i < last; i += kSize) {
-            const uint8_t* codes = codes_of<bits>(job.codes, i, job.n, own);
-            for (int64_t group = 0; group < kSize / 16; ++group) {
-                uint64_t found = escapes_of<bits>(codes, group);
-                for (; found != 0 && at < job.room; found &= found - 1, ++at)
-                    job.escapes[at] = uint8_t(upper_of(x[i + group * 16 + __builtin_ctzll(found) / bits]) >> 7);
-            }
+            unpack_codes(codes_of<bits>(job.codes, i, job.n, own), block);
+            for_escapes<bits>(block.wide, [&](int64_t k) {
+                if (at < stop) job.escapes[at++] = uint8_t(upper_of(x[i + k]) >> 7);
+            });
         }
     }
 }
@@ -261,7 +315,7 @@ inline int64_t disagreements_as(const ExponentsDecodeJob& job, int64_t begin, in
         const int64_t last = std::min((chunk + 1) * kZvcChunk, job.n);
         int64_t count = 0;
         for (int64_t i = chunk * kZvcChunk; i < last; i += kSize)
-            count += count_escapes<bits>(codes_of<bits>(job.codes, i, job.n, own));
+            count += count_escapes(codes_of<bits>(job.codes, i, job.n, own), static_cast<Block<bits>*>(nullptr));
         const int64_t next = last < job.n ? job.offsets[chunk + 1] : job.stored;
         // Unsigned: an offset of garbage may not overflow the sum.
         wrong += uint64_t(job.offsets[chunk]) + uint64_t(count) != uint64_t(next);
@@ -279,11 +333,7 @@ inline const uint8_t* find_exponents(const uint8_t* codes, uint8_t base, const u
     unpack_codes(codes, block);
     for (int64_t i = 0; i < kSize; ++i)
         block.exponents[i] = block.wide[i] == 0 ? uint8_t(0) : uint8_t(base + block.wide[i]);
-    for (int64_t group = 0; group < kSize / 16; ++group) {
-        uint64_t found = escapes_of<bits>(codes, group);
-        for (; found != 0; found &= found - 1)
-            block.exponents[group * 16 + __builtin_ctzll(found) / bits] = *escapes++;
-    }
+    for_escapes<bits>(block.wide, [&](int64_t at) { block.exponents[at] = *escapes++; });
     return escapes;
 }
 
@@ -316,8 +366,8 @@ inline void decode_range(const ExponentsDecodeJob& job, int64_t begin, int64_t e
         if (has_lower) std::memcpy(block.lower, lower + 2 * i, size_t(2 * count));
         if (count == kSize) {
             prefetch_ahead(fractions, kSize);
-            join(block.exponents, fractions, block.lower, joined);
-            copy_lines<stream>(joined, out + i, int64_t(sizeof joined));
+            join(block.exponents, fractions, block.lower, stream ? joined : out + i);
+            if (stream) copy_lines<stream>(joined, out + i, int64_t(sizeof joined));
         } else {
             std::memcpy(block.fractions, fractions, size_t(count));
             join(block.exponents, block.fractions, block.lower, joined);

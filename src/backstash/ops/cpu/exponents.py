@@ -17,50 +17,54 @@ from backstash.ops.reference.exponents import check_exponents, exponents_damage
 
 _lib: Any = library.functions(
     {
-        "bs_exponents_code": (c_int64, [c_void_p, c_int64, c_int, c_int, *[c_void_p] * 4, c_int]),
-        "bs_exponents_gather": (None, [c_void_p, c_int64, c_int, c_int, *[c_void_p] * 3, c_int64, c_int]),
+        "bs_exponents_code": (
+            c_int64,
+            [c_void_p, c_int64, c_int, c_int, *[c_void_p] * 5, c_int64, c_void_p, c_int],
+        ),
+        "bs_exponents_gather": (
+            None,
+            [c_void_p, c_int64, c_int, c_int, *[c_void_p] * 4, c_int64, c_void_p, c_int64, c_int],
+        ),
         "bs_exponents_decode": (c_int, [*[c_void_p] * 5, c_int64, c_void_p, c_int64, c_int, c_int, c_int]),
     }
 )
+
+ASIDE = 8
+"""Escapes are put aside until their number is known, up to one in so many elements; the others are looked for again."""
 
 
 def exponents_encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`backstash.ops.reference.exponents.exponents_encode`."""
     if x.element_size() not in (2, 4):
         return reference.exponents_encode(x, bits)
-    *planes, stored = _coded(x, bits)
-    fractions, codes, bases, offsets = planes
-    return fractions, codes, bases, offsets, _escapes(x, bits, codes, offsets, stored)
+    return _encoded(x, bits, None)[0]
 
 
 def exponents_encode_within(x: Tensor, bits: int, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`backstash.ops.reference.exponents.exponents_encode_within`."""
     if x.element_size() not in (2, 4):
         return reference.exponents_encode_within(x, bits, room)
-    fractions, codes, bases, offsets, stored = _coded(x, bits)
-    count = torch.full((1,), stored, dtype=torch.int64, device="cpu")
-    return fractions, codes, bases, offsets, _escapes(x, bits, codes, offsets, room), count
+    planes, stored = _encoded(x, bits, room)
+    return *planes, torch.full((1,), stored, dtype=torch.int64, device="cpu")
 
 
-def _coded(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Returns the planes but the one of escapes, and the number of these."""
-    n, width = x.numel(), x.element_size()
+def _encoded(x: Tensor, bits: int, room: int | None) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], int]:
+    """Returns the planes, with room for so many escapes, None for as many as there are; and the number of these."""
+    n, width, chunks = x.numel(), x.element_size(), zvc_chunks(x.numel())
     fractions = new_plane((width - 1) * n, torch.uint8)
     codes = new_plane(bytes_for(n, bits), torch.uint8)
     bases = torch.empty(exponents_blocks(n), dtype=torch.uint8, device="cpu")
-    offsets = torch.empty(zvc_chunks(n), dtype=torch.int64, device="cpu")
-    planes = fractions, codes, bases, offsets
-    addresses = [plane.data_ptr() for plane in planes]
-    stored = _lib.bs_exponents_code(x.data_ptr(), n, width, bits, *addresses, threads_for(n * width))
-    return *planes, stored
-
-
-def _escapes(x: Tensor, bits: int, codes: Tensor, offsets: Tensor, room: int) -> Tensor:
-    """Returns the first ``room`` escapes; what is behind the last one is undefined."""
-    n, width, escapes = x.numel(), x.element_size(), new_plane(room, torch.uint8)
-    planes = codes.data_ptr(), offsets.data_ptr(), escapes.data_ptr()
-    _lib.bs_exponents_gather(x.data_ptr(), n, width, bits, *planes, room, threads_for(n * width))
-    return escapes
+    offsets = torch.empty(chunks, dtype=torch.int64, device="cpu")
+    aside = torch.empty(n // ASIDE, dtype=torch.uint8, device="cpu")
+    places = torch.empty(chunks, dtype=torch.int64, device="cpu")
+    what, threads = (x.data_ptr(), n, width, bits), threads_for(n * width)
+    planes = fractions.data_ptr(), codes.data_ptr(), bases.data_ptr(), offsets.data_ptr()
+    stored = _lib.bs_exponents_code(*what, *planes, aside.data_ptr(), aside.numel(), places.data_ptr(), threads)
+    room = stored if room is None else room
+    escapes = new_plane(room, torch.uint8)
+    found = codes.data_ptr(), offsets.data_ptr(), aside.data_ptr(), places.data_ptr(), stored
+    _lib.bs_exponents_gather(*what, *found, escapes.data_ptr(), room, threads)
+    return (fractions, codes, bases, offsets, escapes), stored
 
 
 def exponents_decode(
