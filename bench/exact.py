@@ -3,8 +3,8 @@
     python -m bench.exact --json docs/results/exact-DATE.json
 
 A network runs forward once, and the tensors that it saves are caught by torch's own hooks; weights are left out. Each
-codec encodes those that it takes and does not decline. Speeds are bytes read plus written by the codec over seconds, all
-tensors of a network together; a share is that speed over the one of a copy in the same round.
+codec encodes those that it takes and does not decline. Speeds are bytes read plus written by the codec over seconds,
+all tensors of a network together; a share is that speed over the one of a copy in the same round.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Row:
 
 
 def caught(model: nn.Module, inputs: Any, context: AbstractContextManager[Any]) -> list[Tensor]:
-    """Runs the model forward and returns the large floating tensors that it saves, each storage once, and no weights."""
+    """Runs the model forward. Returns the large floating tensors that it saves, each storage once, and no weights."""
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     found: dict[int, Tensor] = {}
 
@@ -128,12 +128,15 @@ def measure(network: str, name: str, tensors: list[Tensor], rounds: int) -> Row:
         bits = {2: torch.int16, 4: torch.int32}[x.element_size()]
         assert torch.equal(codec.decode(encoded, out).view(bits), x.view(bits)), (network, name)
     dense, small = sum(x.nbytes for x in taken), sum(encoded.nbytes for encoded in stored)
-    seconds: dict[str, list[float]] = {"copy": [], "encode": [], "decode": []}
+    seconds: dict[str, list[float]] = {way: [] for way in ("copy", "encode", "decode")}
+    ways: dict[str, Callable[[], object]] = {
+        "copy": lambda: [out.copy_(x) for out, x in zip(outs, taken, strict=True)],
+        "encode": lambda: [codec.encode(x) for x in taken],
+        "decode": lambda: [codec.decode(encoded, out) for encoded, out in zip(stored, outs, strict=True)],
+    }
     for _ in range(rounds if taken else 0):
-        seconds["copy"].append(_seconds(lambda: [out.copy_(x) for out, x in zip(outs, taken, strict=True)]))
-        seconds["encode"].append(_seconds(lambda: [codec.encode(x) for x in taken]))
-        decode = [(encoded, out) for encoded, out in zip(stored, outs, strict=True)]
-        seconds["decode"].append(_seconds(lambda: [codec.decode(encoded, out) for encoded, out in decode]))
+        for way, run in ways.items():
+            seconds[way].append(_seconds(run))
     every = sum(x.nbytes for x in tensors)
     escapes = sum(encoded.planes["escapes"].numel() for encoded in stored if "escapes" in encoded.planes)
     return Row(

@@ -147,9 +147,9 @@ def test_drafts_have_the_bits_of_encodings_made_with_a_wait(codec: str, monkeypa
     assert _equal(found, Layers(One(CODECS[codec])).train(None, shares)[6:])
 
 
-@pytest.mark.parametrize("codec", ["zvc", "csr", "sliced", "zvc+fp10", "signed", "signed slices", "szp"])
+@pytest.mark.parametrize("codec", ["zvc", "csr", "exponents", "sliced", "zvc+fp10", "signed", "signed slices", "szp"])
 def test_no_value_is_lost_where_there_is_never_room_enough(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (zvc, csr, signed, szp):
+    for module in (zvc, csr, exponents, signed, szp):
         monkeypatch.setattr(module, "room_for", lambda known, most: max(1, known // 2))
     shares = (0.3,) * 5
     expected = Layers(None).train(None, shares)[3:]  # the first step encodes with a wait, and may round

@@ -72,7 +72,7 @@ def _coded(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @kernel("(Tensor x, int bits) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _encoded, without=_WITHOUT)
 def exponents_encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Stores exponents in so many bits each, where they are in the window of their block, and all other bits as they are.
+    """Stores exponents in so many bits each, if they are in the window of their block, and all other bits as they are.
 
     Args:
         x: bfloat16 or float32 [n].
@@ -142,9 +142,7 @@ def exponents_decode(
     halves[:, :-1] = fractions[:lower].clone().view(torch.int16).view(n, out.element_size() // 2 - 1)
 
 
-def check_exponents(
-    fractions: Tensor, codes: Tensor, bases: Tensor, offsets: Tensor, bits: int, out: Tensor
-) -> None:
+def check_exponents(fractions: Tensor, codes: Tensor, bases: Tensor, offsets: Tensor, bits: int, out: Tensor) -> None:
     """Checks that the planes whose sizes do not depend on the numbers are as large as ``out`` needs.
 
     Raises:
