@@ -32,7 +32,7 @@ FORMAT = 1
 SMALLEST = 64 << 10
 """Bytes of the smallest tensor that counts: smaller ones are most of the tensors, and hardly any of the bytes."""
 
-SIZE = families.Size(layers=4, width=512, tokens=512, image=64, batch=4)
+SIZE = families.Size(layers=2, width=512, tokens=512, image=64, batch=4)
 CODECS: dict[str, Codec] = {"zvc": Zvc(), "exponents, 4": Exponents(4), "exponents, 3": Exponents(3)}
 
 
@@ -48,7 +48,7 @@ def _gpt2() -> list[Tensor]:
 
 def _resnet() -> list[Tensor]:
     model = resnet((2, 2, 2, 2), "basic")
-    return caught(model, {"input": torch.randn(8, 3, 160, 160)}, nullcontext())
+    return caught(model, {"input": torch.randn(8, 3, 128, 128)}, nullcontext())
 
 
 NETWORKS: dict[str, Callable[[], list[Tensor]]] = {
@@ -176,9 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="the file to write")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--rounds", type=int, default=9, help="rounds of which the median counts (default: 9)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: torch's)")
     options = parser.parse_args(arguments)
-    backend = backends.name("cpu")
-    results = Results("bench.exact", options.json, arguments, format=FORMAT, backend=backend, rounds=options.rounds)
+    torch.set_num_threads(options.threads)
+    asked = {"backend": backends.name("cpu"), "rounds": options.rounds, "threads": options.threads}
+    results = Results("bench.exact", options.json, arguments, format=FORMAT, **asked)
     rows: list[Row] = []
     for network in options.networks:
         torch.manual_seed(0)

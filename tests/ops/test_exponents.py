@@ -1,4 +1,4 @@
-"""Exponents as codes into windows: equal bytes from the reference and C++, nothing written beside an output, damage."""
+"""Exponents as codes into windows: equal bytes from the reference, C++ and Triton; damage is found."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from native_checks import (
 )
 from test_sparse import check_within, rooms
 from torch import Tensor
+from triton_checks import LENGTHS, filled, half_zeros, launchers, on_device, triton_test
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops.cpu import library
@@ -197,3 +198,45 @@ def test_elements_of_other_sizes_go_to_the_reference() -> None:
     out = torch.empty_like(x)
     cpu.exponents_decode(*cpu.exponents_encode(x, 4), 4, out)
     assert same(out, x)
+
+
+def check_on_triton(x: Tensor, bits: int) -> None:
+    planes = reference.exponents_encode(x, bits)
+    for got, want in zip(launchers.exponents_encode(on_device(x), bits), planes, strict=True):
+        assert same(got.cpu(), want), (x.numel(), bits)
+    assert same(filled(x.numel(), x.dtype, launchers.exponents_decode, *planes, bits), x)
+
+
+@triton_test
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exponents_on_triton(dtype: torch.dtype, bits: int) -> None:
+    for n in LENGTHS:
+        check_on_triton(half_zeros(dtype, n), bits)
+    for n in AROUND_BLOCKS[::4]:
+        check_on_triton(spread(n, dtype, (14, 6, 16, 40)[n % 4], seed=n), bits)
+    for low, width in itertools.product((0, 2, 15, 240, 249, 255), (1, 7, 15)):
+        x = spread(2 * EXPONENTS_BLOCK + 77, dtype, max(1, min(width, 256 - low)), low, seed=low + width)
+        x[::7], x[100:800:31], x[5::64] = 0.0, -0.0, float("inf")
+        check_on_triton(x, bits)
+
+
+@triton_test
+def test_planes_with_room_for_some_escapes_on_triton() -> None:
+    for dtype, bits, n in itertools.product(DTYPES, BITS, (0, 1, 513, ZVC_CHUNK + 300)):
+        x = spread(n, dtype, 40)
+        planes = reference.exponents_encode(x, bits)
+        for room in rooms(planes[-1].numel()):
+            *found, count = launchers.exponents_encode_within(on_device(x), bits, room)
+            check_within([plane.cpu() for plane in found], count.cpu(), planes, room)
+
+
+@triton_test
+def test_damaged_planes_are_read_within_their_bounds_on_triton() -> None:
+    x = spread(ZVC_CHUNK + 100, torch.float32, 60)
+    fractions, codes, bases, offsets, escapes = reference.exponents_encode(x, 4)
+    for wrong in (offsets - (1 << 40), offsets + (1 << 40), flip(offsets, 1, 62)):
+        filled(x.numel(), x.dtype, launchers.exponents_decode, fractions, codes, bases, wrong, escapes, 4)
+    filled(x.numel(), x.dtype, launchers.exponents_decode, fractions, codes, bases, offsets, escapes[:3], 4)
+    with pytest.raises(DamagedPlanesError, match="fractions, codes, bases and offsets"):
+        filled(x.numel(), x.dtype, launchers.exponents_decode, fractions, codes[1:], bases, offsets, escapes, 4)

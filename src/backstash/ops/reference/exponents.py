@@ -11,8 +11,6 @@ from backstash.ops.reference.bits import pack, per_chunk, unpack
 from backstash.ops.reference.sparse import gathered
 from backstash.ops.table import dynamic_size, kernel
 
-_WITHOUT = {"triton": "the reference serves: it does not wait either, but takes some fifty operations"}
-
 
 def _planes(x: Tensor, bits: int, escapes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
@@ -70,7 +68,7 @@ def _coded(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.cat([lower, fractions]), codes, bases.to(torch.uint8), exponents
 
 
-@kernel("(Tensor x, int bits) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _encoded, without=_WITHOUT)
+@kernel("(Tensor x, int bits) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _encoded)
 def exponents_encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Stores exponents in so many bits each, if they are in the window of their block, and all other bits as they are.
 
@@ -95,7 +93,6 @@ def exponents_encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tens
 @kernel(
     "(Tensor x, int bits, int room) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _encoded_within,
-    without=_WITHOUT,
 )
 def exponents_encode_within(x: Tensor, bits: int, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As :func:`exponents_encode`, but a plane of escapes that has a given size, for which no host waits.
@@ -114,7 +111,6 @@ def exponents_encode_within(x: Tensor, bits: int, room: int) -> tuple[Tensor, Te
 
 @kernel(
     "(Tensor fractions, Tensor codes, Tensor bases, Tensor offsets, Tensor escapes, int bits, Tensor(a!) out) -> ()",
-    without=_WITHOUT,
 )
 def exponents_decode(
     fractions: Tensor, codes: Tensor, bases: Tensor, offsets: Tensor, escapes: Tensor, bits: int, out: Tensor
