@@ -260,8 +260,9 @@ inline void code_as(const ExponentsEncodeJob& job, int64_t begin, int64_t end) {
 }
 
 void code(const ExponentsEncodeJob& job, int64_t begin, int64_t end) {
-    if (job.width == 2) return job.bits == 4 ? code_as<4, uint16_t>(job, begin, end) : code_as<3, uint16_t>(job, begin, end);
-    return job.bits == 4 ? code_as<4, uint32_t>(job, begin, end) : code_as<3, uint32_t>(job, begin, end);
+    const bool four = job.bits == 4;
+    if (job.width == 2) return four ? code_as<4, uint16_t>(job, begin, end) : code_as<3, uint16_t>(job, begin, end);
+    return four ? code_as<4, uint32_t>(job, begin, end) : code_as<3, uint32_t>(job, begin, end);
 }
 
 // The codes of a block that begins at element i: where they are, or in `own` with zeros behind them if there are fewer.
@@ -301,8 +302,9 @@ inline void gather_as(const ExponentsEncodeJob& job, int64_t begin, int64_t end)
 }
 
 void gather(const ExponentsEncodeJob& job, int64_t begin, int64_t end) {
-    if (job.width == 2) return job.bits == 4 ? gather_as<4, uint16_t>(job, begin, end) : gather_as<3, uint16_t>(job, begin, end);
-    return job.bits == 4 ? gather_as<4, uint32_t>(job, begin, end) : gather_as<3, uint32_t>(job, begin, end);
+    const bool four = job.bits == 4;
+    if (job.width == 2) return four ? gather_as<4, uint16_t>(job, begin, end) : gather_as<3, uint16_t>(job, begin, end);
+    return four ? gather_as<4, uint32_t>(job, begin, end) : gather_as<3, uint32_t>(job, begin, end);
 }
 
 // How many of the chunks [begin, end) do not announce in their offset and their codes what the next chunk (or the end of
@@ -337,11 +339,14 @@ inline const uint8_t* find_exponents(const uint8_t* codes, uint8_t base, const u
     return escapes;
 }
 
-inline void join(const uint8_t* exponents, const uint8_t* fractions, const uint16_t*, uint16_t* out) {
+// A plane that comes from a store need not be aligned to 16 bits.
+typedef uint16_t Unaligned __attribute__((aligned(1), may_alias));
+
+inline void join(const uint8_t* exponents, const uint8_t* fractions, const Unaligned*, uint16_t* out) {
     for (int64_t i = 0; i < kSize; ++i)
         out[i] = uint16_t((fractions[i] & 0x80) << 8 | exponents[i] << 7 | (fractions[i] & 0x7f));
 }
-inline void join(const uint8_t* exponents, const uint8_t* fractions, const uint16_t* lower, uint32_t* out) {
+inline void join(const uint8_t* exponents, const uint8_t* fractions, const Unaligned* lower, uint32_t* out) {
     uint16_t upper[kSize];
     join(exponents, fractions, lower, upper);
     for (int64_t i = 0; i < kSize; ++i) out[i] = uint32_t(upper[i]) << 16 | lower[i];
@@ -363,13 +368,15 @@ inline void decode_range(const ExponentsDecodeJob& job, int64_t begin, int64_t e
         escapes = find_exponents<bits>(codes, job.bases[i / kSize], escapes, block);
         const int64_t count = std::min(last - i, kSize);
         const uint8_t* fractions = upper + i;
-        if (has_lower) std::memcpy(block.lower, lower + 2 * i, size_t(2 * count));
         if (count == kSize) {
             prefetch_ahead(fractions, kSize);
-            join(block.exponents, fractions, block.lower, stream ? joined : out + i);
+            if (has_lower) prefetch_ahead(lower + 2 * i, 2 * kSize);
+            const Unaligned* below = reinterpret_cast<const Unaligned*>(lower + (has_lower ? 2 * i : 0));
+            join(block.exponents, fractions, below, stream ? joined : out + i);
             if (stream) copy_lines<stream>(joined, out + i, int64_t(sizeof joined));
         } else {
             std::memcpy(block.fractions, fractions, size_t(count));
+            if (has_lower) std::memcpy(block.lower, lower + 2 * i, size_t(2 * count));
             join(block.exponents, block.fractions, block.lower, joined);
             std::memcpy(out + i, joined, size_t(count) * sizeof(U));
         }
@@ -387,6 +394,7 @@ inline void decode_as(const ExponentsDecodeJob& job, int64_t begin, int64_t end)
 }
 
 void decode(const ExponentsDecodeJob& job, int64_t begin, int64_t end) {
-    if (job.width == 2) return job.bits == 4 ? decode_as<4, uint16_t>(job, begin, end) : decode_as<3, uint16_t>(job, begin, end);
-    return job.bits == 4 ? decode_as<4, uint32_t>(job, begin, end) : decode_as<3, uint32_t>(job, begin, end);
+    const bool four = job.bits == 4;
+    if (job.width == 2) return four ? decode_as<4, uint16_t>(job, begin, end) : decode_as<3, uint16_t>(job, begin, end);
+    return four ? decode_as<4, uint32_t>(job, begin, end) : decode_as<3, uint32_t>(job, begin, end);
 }
