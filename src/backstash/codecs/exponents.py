@@ -51,7 +51,7 @@ class Exponents:
         of 4,096 elements begins in ``escapes``; ``escapes`` uint8 [number of escapes], in order.
         Code 0 is the exponent 0, of zeros and subnormals, in every block; a code from 1 to 2**bits - 2 is the exponent
         that is so much above the base of its block of 512; code 2**bits - 1 is an exponent that is no such one, and is
-        an escape. The kernels say which base a block has; decoding does not depend on it.
+        an escape. How a base is chosen stands beside the kernel (ops/reference/exponents.py); decoding does not ask.
     Bytes: (itemsize - 1) * n + ceil(n * bits / 8) + ceil(n / 512) + 8 * ceil(n / 4096) + escapes, where escapes are at
         most n: in the worst case 9 / 8 of the dense bytes of float32, and 5 / 4 of those of bfloat16, and a bit.
     Determinism: the same planes on every backend.
@@ -120,7 +120,11 @@ class Exponents:
         return self.bits + 8 / EXPONENTS_BLOCK + 64 / 4096 + 8 * escapes
 
     def encode(self, x: Tensor) -> Encoded:
-        """One pass over ``x``, and another one over the codes, for the escapes."""
+        """One pass over ``x``.
+
+        On CPU escapes are put aside in it until their number is known, up to one in eight elements; if there are more,
+        the others are looked for in another pass.
+        """
         spec = require_accepted(self, x)
         return self._encoded(spec, _ops.exponents_encode(flat(x), self.bits))
 

@@ -19,7 +19,11 @@ SZP_BLOCK = 32
 """Values of an szp block. Every block has its own width, and one bit of each of its values fills a word."""
 
 EXPONENTS_BLOCK = 512
-"""Elements whose exponents are coded in one window. A chunk of ZVC_CHUNK is a whole number of such blocks."""
+"""Elements whose exponents are coded in one window. A chunk of ZVC_CHUNK is a whole number of such blocks.
+
+On what a Llama and a GPT-2 save, blocks of 128 are 0.4 % larger, because of their bases, and blocks of 1,024 less than
+0.1 % smaller. An outlier is one of fewer neighbours in a small block.
+"""
 
 EXPONENTS_LANES = 32
 """Lanes of such a block: element ``i`` is in lane ``i % EXPONENTS_LANES``."""
