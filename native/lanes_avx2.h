@@ -14,8 +14,9 @@ template <class U>
 struct Lanes;
 
 template <>
-struct Lanes<uint8_t> : Whole256<uint8_t> {  // blend only
+struct Lanes<uint8_t> : Whole256<uint8_t> {  // no compress and expand
     static Register splat(uint8_t v) { return _mm256_set1_epi8(char(v)); }
+    static Word differs(Register a, Register b) { return ~uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(a, b))); }
     static Register blend(Word m, Register set, Register clear) {
         // Byte i of the register gets byte i / 8 of the mask, then looks at its own bit in it.
         const Register bytes = _mm256_shuffle_epi8(

@@ -14,8 +14,9 @@ template <class U>
 struct Lanes;
 
 template <>
-struct Lanes<uint8_t> : Whole512<uint8_t> {  // blend only
+struct Lanes<uint8_t> : Whole512<uint8_t> {  // no compress and expand
     static Register splat(uint8_t v) { return _mm512_set1_epi8(char(v)); }
+    static Word differs(Register a, Register b) { return _mm512_cmpneq_epi8_mask(a, b); }
     static Register blend(Word m, Register set, Register clear) { return _mm512_mask_blend_epi8(m, clear, set); }
 };
 

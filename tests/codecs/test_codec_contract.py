@@ -25,6 +25,7 @@ from backstash.codecs import (
     Dct,
     Deflate,
     Encoded,
+    Exponents,
     FewBit,
     Lz4,
     Minifloat,
@@ -52,6 +53,7 @@ BUILT_IN = {
     "csr": [Csr(), Csr(min_saving=0.5), Csr(values=Minifloat("fp8")), Csr(values=Minifloat("fp10"))],
     "deflate": [Deflate(), Deflate(level=6)],
     "dct": [Dct(), Dct("optH", 2)],
+    "exponents": [Exponents(), Exponents(3)],
     "fewbit": [FewBit(), FewBit("tanh", 4)],
     "lz4": [Lz4()] if find_spec("lz4") else [],
     "minifloat": [Minifloat(), Minifloat("fp10"), Minifloat("float8_e4m3fn"), Minifloat("float8_e5m2", 16)],
@@ -103,6 +105,11 @@ def test_shape(x: Tensor) -> None:
 @given(tensors.floats())
 def test_zvc(x: Tensor) -> None:
     assert checked(Zvc(), x)
+
+
+@given(tensors.floats((torch.float32, torch.bfloat16)), st.sampled_from(BUILT_IN["exponents"]))
+def test_exponents(x: Tensor, codec: Codec) -> None:
+    assert checked(codec, x)
 
 
 @given(tensors.floats())
@@ -284,6 +291,8 @@ def _facts(codec: Codec, x: Tensor, encoded: Encoded) -> dict[str, float]:
     if minifloat is not None:
         form, size = FORMATS[minifloat.format], minifloat.group_size
         facts |= {"word": form.dtype.itemsize, "fields": form.fields, "groups": -(-x.numel() // size) if size else 0}
+    if isinstance(codec, Exponents):
+        facts |= {"bits": codec.bits, "escapes": encoded.planes["escapes"].numel()}
     if isinstance(codec, FewBit):
         facts["bits"] = codec.bits
     if isinstance(codec, BlockQuant):

@@ -17,6 +17,7 @@ from backstash.codecs import (
     BlockQuant,
     Codec,
     Csr,
+    Exponents,
     FewBit,
     Minifloat,
     Narrow,
@@ -25,6 +26,7 @@ from backstash.codecs import (
     Szp,
     Zvc,
     csr,
+    exponents,
     signed,
     szp,
     zvc,
@@ -37,7 +39,7 @@ from backstash.stash import comparing, drafts
 from backstash.stash.remaking import REPEAT
 from tests.device import fake
 
-EXACT: dict[str, Codec] = {"zvc": Zvc(), "csr": Csr(), "sliced": Sliced(Zvc(), 3)}
+EXACT: dict[str, Codec] = {"zvc": Zvc(), "csr": Csr(), "exponents": Exponents(3), "sliced": Sliced(Zvc(), 3)}
 LOSSY: dict[str, Codec] = {
     "zvc+fp8": Zvc(values=Minifloat("fp8")),
     "zvc+fp10": Zvc(values=Minifloat("fp10")),
@@ -145,9 +147,9 @@ def test_drafts_have_the_bits_of_encodings_made_with_a_wait(codec: str, monkeypa
     assert _equal(found, Layers(One(CODECS[codec])).train(None, shares)[6:])
 
 
-@pytest.mark.parametrize("codec", ["zvc", "csr", "sliced", "zvc+fp10", "signed", "signed slices", "szp"])
+@pytest.mark.parametrize("codec", ["zvc", "csr", "exponents", "sliced", "zvc+fp10", "signed", "signed slices", "szp"])
 def test_no_value_is_lost_where_there_is_never_room_enough(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (zvc, csr, signed, szp):
+    for module in (zvc, csr, exponents, signed, szp):
         monkeypatch.setattr(module, "room_for", lambda known, most: max(1, known // 2))
     shares = (0.3,) * 5
     expected = Layers(None).train(None, shares)[3:]  # the first step encodes with a wait, and may round

@@ -61,6 +61,10 @@ def test_nothing_is_read_or_written_past_the_planes(width: int, isa: str) -> Non
                 bounded = [at_page_end(plane, keep) for plane in cpu.szp_encode(x, grid)]
                 cpu.szp_decode(*bounded, grid[1:2], out)
             cpu.szp_range(x)
+            for bits in (3, 4):
+                coded = [at_page_end(plane, keep) for plane in cpu.exponents_encode(x, bits)]
+                cpu.exponents_decode(*coded, bits, out)
+                assert same(out, x)
             for bits in (1, 2, 4, 8):
                 groups = [at_page_end(plane, keep) for plane in cpu.blockquant_encode(x, bits, 16, True, 0)[:2]]
                 cpu.blockquant_decode(*groups, bits, 16, out)

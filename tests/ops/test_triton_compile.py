@@ -25,6 +25,7 @@ from backstash.saved import Test
 if find_spec("triton") is not None:
     from backstash.ops.triton import (
         blockquant,
+        exponents,
         fewbit,
         masks,
         minifloat,
@@ -79,6 +80,11 @@ def calls() -> Iterator[Call]:
         yield sparse.csr_counted, (x,)
         yield sparse.csr_compact, (x, flat(torch.int32, 17), flat(torch.uint8, 1000), flat(dtype, 1000))
         yield sparse.csr_decode, (flat(torch.uint8, 1000), flat(torch.int32, 17), flat(dtype, 1000), x)
+    for dtype, bits in itertools.product((torch.float32, torch.bfloat16), (3, 4)):
+        yield exponents.exponents_encode_within, (flat(dtype), bits, 1000)
+        fractions, codes = flat(torch.uint8, (dtype.itemsize - 1) * N), flat(torch.uint8, bytes_for(N, bits))
+        bases, offsets, escapes = flat(torch.uint8, N // 512), flat(torch.int64, 1), flat(torch.uint8, 1000)
+        yield exponents.exponents_decode, (fractions, codes, bases, offsets, escapes, bits, flat(dtype))
     for dtype, bits in itertools.product((torch.float32, torch.float16, torch.bfloat16), (1, 3, 4)):
         thresholds, values = [0.5 * i - 1 for i in range(2**bits - 1)], [0.4 * i - 1 for i in range(2**bits)]
         yield fewbit.fewbit_encode, (flat(dtype), thresholds, bits)

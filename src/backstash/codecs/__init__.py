@@ -11,6 +11,7 @@ from backstash.codecs.blockquant import BlockQuant
 from backstash.codecs.csr import Csr
 from backstash.codecs.dct import Dct
 from backstash.codecs.deflate import Deflate, Lz4, Zstd
+from backstash.codecs.exponents import Exponents
 from backstash.codecs.fewbit import FewBit
 from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.narrow import Narrow
@@ -33,6 +34,7 @@ __all__ = [
     "Deflate",
     "Encoded",
     "ErrorBound",
+    "Exponents",
     "FewBit",
     "Lz4",
     "Minifloat",
@@ -97,6 +99,7 @@ for _codec in (
     Zvc,
     Minifloat,
     Csr,
+    Exponents,
     FewBit,
     Rle,
     Deflate,

@@ -18,6 +18,16 @@ CSR_ROW = 256
 SZP_BLOCK = 32
 """Values of an szp block. Every block has its own width, and one bit of each of its values fills a word."""
 
+EXPONENTS_BLOCK = 512
+"""Elements whose exponents are coded in one window. A chunk of ZVC_CHUNK is a whole number of such blocks.
+
+On what a Llama and a GPT-2 save, blocks of 128 are 0.4 % larger, because of their bases, and blocks of 1,024 less than
+0.1 % smaller. An outlier is one of fewer neighbours in a small block.
+"""
+
+EXPONENTS_LANES = 32
+"""Lanes of such a block: element ``i`` is in lane ``i % EXPONENTS_LANES``."""
+
 
 class Activation(IntEnum):
     """The functions that the kernel ``affine`` can apply to its result, by the codes of ``native/affine.cpp``.
@@ -64,6 +74,11 @@ def window_bits(kernel: Sequence[int]) -> int:
 def zvc_chunks(numel: int) -> int:
     """Returns the number of ZVC chunks of ``numel`` elements."""
     return (numel + ZVC_CHUNK - 1) // ZVC_CHUNK
+
+
+def exponents_blocks(numel: int) -> int:
+    """Returns the number of blocks of EXPONENTS_BLOCK of ``numel`` elements."""
+    return (numel + EXPONENTS_BLOCK - 1) // EXPONENTS_BLOCK
 
 
 def csr_rows(numel: int) -> int:

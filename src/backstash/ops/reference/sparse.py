@@ -76,11 +76,11 @@ def zvc_encode_within(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Ten
     """
     flags = bits_of(x) != 0
     counts = per_chunk(flags)
-    (values,) = _gathered(flags, room, x)
+    (values,) = gathered(flags, room, x)
     return pack(flags.long(), 1), counts.cumsum(0) - counts, values, flags.sum(0, keepdim=True)
 
 
-def _gathered(flags: Tensor, room: int, *tensors: Tensor) -> list[Tensor]:
+def gathered(flags: Tensor, room: int, *tensors: Tensor) -> list[Tensor]:
     """Returns the first ``room`` elements of each tensor that have a flag, and zeros where there are fewer.
 
     No size depends on the data, so the host does not wait for a device.
@@ -88,9 +88,9 @@ def _gathered(flags: Tensor, room: int, *tensors: Tensor) -> list[Tensor]:
     ranks = flags.cumsum(0) - 1
     places = torch.where(flags & (ranks < room), ranks, room)  # one more place takes all the others
     found = [x.new_zeros(room + 1) for x in tensors]
-    for gathered, x in zip(found, tensors, strict=True):
-        bits_of(gathered).scatter_(0, places, bits_of(x))
-    return [gathered[:room].clone() for gathered in found]
+    for plane, x in zip(found, tensors, strict=True):
+        bits_of(plane).scatter_(0, places, bits_of(x))
+    return [plane[:room].clone() for plane in found]
 
 
 def with_room(values: Tensor, room: int) -> Tensor:
@@ -159,7 +159,7 @@ def csr_encode_within(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Ten
     rows = torch.zeros(csr_rows(x.numel()) + 1, dtype=torch.int32, device=x.device)
     rows[1:] = padded.view(-1, CSR_ROW).sum(1).cumsum(0)
     columns = torch.arange(x.numel(), device=x.device).remainder(CSR_ROW).to(torch.uint8)
-    columns, values = _gathered(flags, room, columns, x)
+    columns, values = gathered(flags, room, columns, x)
     return columns, rows, values, flags.sum(0, keepdim=True)
 
 
