@@ -458,7 +458,24 @@ def plans() -> str:
     return f"{about} {machine_line(_PLANS)}\n\n{table(header, rows)}"
 
 
+def exact_codecs() -> str:
+    """Exact codecs on what networks save: ratios by dtype, and the speed of the codec of exponents."""
+    results = load("exact")
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in results["rows"]:
+        found.setdefault((row["network"].partition(",")[0], row["dtype"]), {})[row["codec"]] = row
+    rows = []
+    for (network, dtype), by_codec in found.items():
+        four = by_codec["exponents, 4"]
+        speeds = [f"{four[way]['share_of_copy']['median']:.2f}" if four[way] else "-" for way in ("encode", "decode")]
+        ratios = [f"{by_codec[name]['ratio']:.2f}" for name in ("zvc", "exponents, 4", "exponents, 3")]
+        rows.append((network, dtype, *ratios, *speeds))
+    head = ("network", "dtype", "zvc", "exponents, 4 bits", "exponents, 3 bits", "encode (4 bits)", "decode (4 bits)")
+    return f"{machine_line('exact')}\n\n{table(head, rows)}"
+
+
 TABLES = {
+    "exact-codecs": exact_codecs,
     "allocators": allocators,
     "plans": plans,
     "frontier": frontier,

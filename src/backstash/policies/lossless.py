@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backstash.codecs import Binary, Bitmask, Narrow, Shape, Zvc
+from backstash.codecs import Binary, Bitmask, Exponents, Narrow, Shape, Zvc
 from backstash.codecs.bitmask import FLOATS
 from backstash.codecs.narrow import INTEGERS
 from backstash.policies.base import Action, Keep, Policy, Recompute, Stash
@@ -22,10 +22,13 @@ class Lossless(Policy):
     Args:
         min_saving: the smallest share of a value's bytes that makes compression worthwhile (see codecs.Zvc).
         recompute: whether values are remade.
+        dense: whether what is left, dense values, is stored with shorter exponents (see codecs.Exponents): a quarter less
+            in bfloat16, an eighth in float32, for two more passes over each value.
     """
 
     min_saving: float = 0.02
     recompute: bool = True
+    dense: bool = False
 
     is_fixed = True
     min_nbytes = None  # the first step decides
@@ -45,7 +48,7 @@ class Lossless(Policy):
             windowed = () if saved.window is None else (Narrow(saved.window),)
             return Stash((*windowed, Narrow()))
         if saved.spec.dtype in FLOATS:
-            stash = Stash((Binary(), Zvc(self.min_saving)))
+            stash = Stash((Binary(), Zvc(self.min_saving), *((Exponents(),) if self.dense else ())))
             return Recompute(stash) if self.recompute else stash
         return Keep(f"no exact codec takes {saved.spec.dtype}")
 
@@ -62,6 +65,6 @@ class KeepAll(Policy):
         return Keep()
 
 
-def lossless(min_saving: float = 0.02, recompute: bool = True) -> Lossless:
+def lossless(min_saving: float = 0.02, recompute: bool = True, dense: bool = False) -> Lossless:
     """Returns the policy :class:`Lossless`."""
-    return Lossless(min_saving, recompute)
+    return Lossless(min_saving, recompute, dense)

@@ -1,0 +1,63 @@
+"""The policy lossless with dense values in fewer bits: the same gradients, and fewer bytes than without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import backstash as bs
+from backstash.bits import equal_bits
+
+
+class Block(nn.Module):
+    """A gated layer, of whose saved tensors none has zeros and some can only be kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.gate = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def _step(policy: bs.Policy | None, dtype: torch.dtype) -> tuple[list[Tensor], bs.Session | None]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3))).to(dtype)
+    batch = torch.randn(8, 64, 64, dtype=dtype)
+    session = None if policy is None else bs.Session(policy, model=model, min_nbytes=0)
+    for _ in range(3):
+        model.zero_grad()
+        if session is None:
+            loss = model(batch).square().mean()
+        else:
+            with session:
+                loss = model(batch).square().mean()
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], session
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 1.2), (torch.float32, 1.08)])
+def test_dense_values_take_fewer_bytes_and_gradients_have_the_same_bits(
+    dtype: torch.dtype, least: float, recompute: bool
+) -> None:
+    plain, _ = _step(None, dtype)
+    found = {}
+    for dense in (False, True):
+        gradients, session = _step(bs.policies.lossless(recompute=recompute, dense=dense), dtype)
+        assert all(equal_bits(mine, other) for mine, other in zip(gradients, plain, strict=True))
+        assert session is not None
+        found[dense] = session.report()
+    assert found[True].stash_nbytes * least < found[False].stash_nbytes
+    assert not any(row.codec == "exponents" for row in found[False].rows)
+    assert any(row.codec == "exponents" for row in found[True].rows)
+
+
+def test_half_precision_is_kept() -> None:
+    _, session = _step(bs.policies.lossless(recompute=False, dense=True), torch.float16)
+    assert session is not None
+    assert not any(row.codec == "exponents" for row in session.report().rows)
