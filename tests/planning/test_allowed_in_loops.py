@@ -38,7 +38,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     def measured(device: str, offload_to: object = None) -> Link:
         return Link("disk", str(tmp_path), Speed(0.0, 1e-10, 0.0), Speed(1e-4, 1e-10, 1.0), Speed(1e-4, 1e-10, 1.0))
 
-    for module in ("profiling", "budgeted"):
+    for module in ("measure.profiling", "run.budgeted"):
         monkeypatch.setattr(f"backstash.planning.{module}.measured", measured)
     return tmp_path
 

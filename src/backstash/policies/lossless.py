@@ -22,8 +22,8 @@ class Lossless(Policy):
     Args:
         min_saving: the smallest share of a value's bytes that makes compression worthwhile (see codecs.Zvc).
         recompute: whether values are remade.
-        dense: whether what is left, dense values, is stored with shorter exponents (see codecs.Exponents): a quarter less
-            in bfloat16, an eighth in float32, for two more passes over each value.
+        dense: whether what is left, dense values, is stored with shorter exponents (see codecs.Exponents): a quarter
+            less in bfloat16 and an eighth in float32, for two more passes over each value.
     """
 
     min_saving: float = 0.02
