@@ -99,14 +99,14 @@ for _ in range(60):
 
 
 def budget() -> dict[str, Any]:
-    """``backstash run --budget 85% train.py``, from where all modules of the command line are there."""
+    """``backstash run --budget 90% train.py``, from where all modules of the command line are there."""
     import backstash.cli.commands  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.py"
         path.write_text(SCRIPT)
         trip = Trip()
-        sys.argv = ["backstash", "run", "--budget", "85%", str(path)]
+        sys.argv = ["backstash", "run", "--budget", "90%", str(path)]
         with trip.traced():
             with suppress(SystemExit):
                 runpy.run_module("backstash", run_name="__main__", alter_sys=True)

@@ -362,7 +362,7 @@ class Survey(Births):
         forms = [table.FORMS.get(reader.op) for reader in readers]
         is_direct = all(form is not None and base.direct(codec, form) is not None for form in forms)
         nbytes, most = whole.untyped_storage().nbytes(), codec.nbytes_bound(encoded.spec)
-        spare = 0 if whole.is_cpu else self._spare(codec, whole, encoded)
+        spare = 0 if whole.is_cpu or encoded.nbytes == most else self._spare(codec, whole, encoded)
         choice = Choice(
             base.label(codec) if codec.bound is None else codec_name(codec),
             "encode",
