@@ -159,7 +159,7 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
     return true;
 }
 
-// The op of a node of torch's own, as needs.op_of; types of other nodes come and go, and are not asked about here.
+// The op of a node of torch's own, as formulas.op_of; types of other nodes come and go, and are not asked about here.
 PyObject* op_of(PyObject* node) {
     PyObject* op = PyDict_GetItemWithError(known_ops, type_of(node));
     if (op != nullptr) return Py_NewRef(op);

@@ -183,7 +183,7 @@ _MOST_SPECS = 4096
 
 
 class Effect(Enum):
-    """How a small error in a saved value changes the gradients that backward computes from it (see effects.py)."""
+    """How a small error in a saved value changes the gradients that backward computes from it (see formulas.py)."""
 
     UNKNOWN = "unknown"
     """The effect is not known or not bounded: the value is a divisor, or one number for many elements."""

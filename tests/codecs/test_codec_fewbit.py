@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backstash import needs
 from backstash.codecs import FewBit
 from backstash.codecs.base import SINGLES
 from backstash.codecs.fewbit import ACTIVATIONS, BITS, grid
 from backstash.codecs.fewbit_table import TABLE
 from backstash.errors import CodecRefusedError, DamagedPlanesError
+from backstash.formulas import FORMULAS, requirement_of
 from backstash.saved import TensorSpec
 from studies import fewbit_table
 
@@ -159,11 +159,11 @@ def test_unknown_functions_and_bits() -> None:
 
 
 def functions_of(y: Tensor) -> set[str | None]:
-    """The functions that the needs table finds in what the node of ``y`` saved."""
+    """The functions that the table of formulas finds in what the node of ``y`` saved."""
     node = y.grad_fn
     roles = [name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_")]
     spec = TensorSpec.of(y)
-    return {needs.requirement_of(node, role, spec, {role: spec}).function for role in roles}
+    return {requirement_of(node, role, spec, {role: spec}).function for role in roles}
 
 
 @pytest.mark.parametrize("function", ACTIVATIONS)
@@ -187,8 +187,8 @@ def test_nodes_with_other_scalars_are_not_served(other: Callable[[Tensor], Tenso
     assert functions_of(other(torch.randn(3, requires_grad=True))) == {None}
 
 
-def test_the_needs_table_and_the_codec_know_the_same_functions() -> None:
-    assert {name for functions in needs.FUNCTIONS.values() for name in functions} == set(ACTIVATIONS)
+def test_the_table_of_formulas_and_the_codec_know_the_same_functions() -> None:
+    assert {name for formula in FORMULAS.values() for name in formula.functions} == set(ACTIVATIONS)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1])

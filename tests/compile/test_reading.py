@@ -11,13 +11,17 @@ from torch import Tensor
 
 from backstash.compile.forms.codecs import Sides
 from backstash.compile.graph.emit import run_now
-from backstash.compile.graph.reading import FUNCTIONS, SHAPES, SIGNS
-from backstash.needs import FUNCTIONS as NODE_FUNCTIONS
-from backstash.needs import TABLE
-from backstash.saved import Mask
+from backstash.compile.graph.reading import LIKE, SIZES
+from backstash.formulas import FORMULAS, OPERATORS, function_of
+from backstash.saved import Mask, Need
 
 _aten = torch.ops.aten
 ODD = [0.0, -0.0, 1e-40, -1e-40, 0.5, -0.5, 3.0, -3.0, 6.0, 1e30, -1e30, float("inf"), -float("inf"), float("nan")]
+
+SIGNS = {entry: formula for entry, formula in OPERATORS.items() if formula.need is Need.SIGN}
+SHAPES = {entry for entry, formula in OPERATORS.items() if formula.need is Need.SHAPE} | {
+    (name, "self") for name in LIKE | SIZES
+}
 
 Operator = tuple[Callable[..., Tensor], dict[str, Any]]
 
@@ -40,7 +44,9 @@ SIGN_CASES: dict[str, list[Operator]] = {
 
 
 def mask_of(entry: tuple[str, str], arguments: dict[str, Any]) -> Mask:
-    mask = SIGNS[entry](lambda name: arguments[name])
+    build = SIGNS[entry].mask
+    assert build is not None
+    mask = build(arguments.__getitem__)
     assert mask is not None
     return mask
 
@@ -145,11 +151,33 @@ def test_an_operator_that_reads_a_shape_gets_the_same_from_any_values(name: str)
         assert torch.equal(expected, found) if isinstance(expected, Tensor) else expected == found
 
 
-def test_the_tables_agree_with_those_of_autograd_nodes() -> None:
-    shapes = {name.removeprefix("aten::") for name, _ in SHAPES}
-    eager = {op for op, role in TABLE if role == "self" and TABLE[op, role].need.name == "SHAPE"}
-    for op in ("MaxPool2DWithIndices", "AvgPool3D", "AdaptiveMaxPool2D", "ReflectionPad1D", "NllLoss"):
-        assert op in eager
-    assert {"max_pool2d_with_indices_backward", "avg_pool3d_backward", "nll_loss_backward"} <= shapes
-    named = {FUNCTIONS[entry](lambda name: "none") for entry in FUNCTIONS}
-    assert named <= {function for functions in NODE_FUNCTIONS.values() for function in functions}
+def test_rows_that_name_the_same_operator_read_the_same() -> None:
+    for formula in FORMULAS.values():
+        for entry in formula.operators:
+            served = OPERATORS[entry]
+            assert (served.need, served.mask, served.effect) == (formula.need, formula.mask, formula.effect)
+
+
+def test_every_operator_that_a_row_names_has_that_argument() -> None:
+    for name, argument in OPERATORS:
+        packet = getattr(_aten, name.removeprefix("aten::"))
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        assert any(argument == each.name for overload in overloads for each in overload._schema.arguments), name
+
+
+@pytest.mark.parametrize(
+    ("entry", "arguments", "function"),
+    [
+        (("aten::gelu_backward", "self"), {"approximate": "none"}, "gelu"),
+        (("aten::gelu_backward", "self"), {"approximate": "tanh"}, "gelu_tanh"),
+        (("aten::silu_backward", "self"), {}, "silu"),
+        (("aten::tanh_backward", "output"), {}, "tanh"),
+        (("aten::sigmoid_backward", "output"), {}, "sigmoid"),
+        (("aten::softplus_backward", "self"), {"beta": 1, "threshold": 20}, "softplus"),
+        (("aten::softplus_backward", "self"), {"beta": 2, "threshold": 20}, None),
+        # Two rows name it, of which one reads the result: from the argument alone it is not known which.
+        (("aten::elu_backward", "self_or_result"), {"alpha": 1, "scale": 1, "input_scale": 1}, None),
+    ],
+)
+def test_the_function_of_an_operator(entry: tuple[str, str], arguments: dict[str, Any], function: str | None) -> None:
+    assert function_of(OPERATORS[entry], arguments.__getitem__) == function

@@ -1,4 +1,4 @@
-"""Cases for the rows of ``needs.TABLE``: ops and values that are chosen to go wrong."""
+"""Cases for the rows of ``formulas.FORMULAS``: ops and values that are chosen to go wrong."""
 
 from __future__ import annotations
 

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backstash import Session, effects, needs, policies
+from backstash import Session, policies
 from backstash.codecs import BlockQuant
+from backstash.formulas import op_of, requirement_of
 from backstash.policies.base import Keep, Outcome, Stash
 from backstash.saved import Effect, SavedTensor, TensorSpec
 
 
 def weight(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def effect_of_value(node: Any, op: str, role: str, x: Tensor) -> tuple[Effect, int]:
+    """The effect of an error in ``x``, which the node has saved, and how many neighbours share its scale."""
+    spec = TensorSpec.of(x)
+    found = requirement_of(node, role, spec, {role: spec}, op)
+    return found.effect, found.row
 
 
 CASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
@@ -58,7 +67,7 @@ def test_gradients_are_linear_in_what_is_called_so(case: str) -> None:
     for middle, a, b in zip(exact, above, below, strict=True):
         torch.testing.assert_close((a + b) / 2, middle, rtol=1e-4, atol=1e-4)
     result = function(x.requires_grad_())
-    effect, _ = effects.of(result.grad_fn, op, role, TensorSpec.of(x))
+    effect, _ = effect_of_value(result.grad_fn, op, role, x)
     assert effect in (Effect.LINEAR, Effect.NORMALISED)
 
 
@@ -72,7 +81,7 @@ def test_what_is_broadcast_or_a_divisor_is_not_known_to_bear_an_error() -> None:
         (x.logsumexp(1), "Logsumexp", "result", factor),
         (factor.pow(-0.5), "Pow", "self", factor),
     ):
-        assert effects.of(result.grad_fn, op, role, TensorSpec.of(value)) == (Effect.UNKNOWN, 0)
+        assert effect_of_value(result.grad_fn, op, role, value) == (Effect.UNKNOWN, 0)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +96,13 @@ def test_what_is_broadcast_or_a_divisor_is_not_known_to_bear_an_error() -> None:
 def test_a_row_is_what_shares_statistics(norm: nn.Module, shape: tuple[int, ...], row: int) -> None:
     x = torch.randn(shape, requires_grad=True)
     node = norm(x).grad_fn
-    assert effects.of(node, needs.op_of(node), "input", TensorSpec.of(x)) == (Effect.NORMALISED, row)
+    assert effect_of_value(node, op_of(node), "input", x) == (Effect.NORMALISED, row)
 
 
 def test_channels_that_lie_apart_have_no_row() -> None:
     x = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last).requires_grad_()
     node = nn.BatchNorm2d(8)(x).grad_fn
-    assert effects.of(node, "NativeBatchNorm", "input", TensorSpec.of(x)) == (Effect.NORMALISED, 1)
+    assert effect_of_value(node, "NativeBatchNorm", "input", x) == (Effect.NORMALISED, 1)
 
 
 class RmsNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""Every row of needs.TABLE is proven: what the row keeps is enough for the same gradient bits.
+"""Every row of formulas.FORMULAS that reads less than the value is proven: the gradients have the same bits.
 
 Each case builds an op that hits one row, on values chosen to go wrong: NaN of both signs and with a payload,
 infinities, both zeros, subnormals, the bounds and their neighbours, in numbers that fill vector registers and leave a
@@ -24,8 +24,9 @@ from needs_cases import CASES, FLOATS, IMAGE, LAST, LAST_3D, VOLUME, Case, Key, 
 from session_checks import Always
 from torch import Tensor
 
-from backstash import Need, Policy, Session, Stash, needs
+from backstash import Need, Policy, Session, Stash
 from backstash.backward import unpack as unpack_module
+from backstash.formulas import FORMULAS
 from backstash.saved import Mask, TensorSpec, Test
 from backstash.stash import decode
 from backstash.stash.ledger import Entry
@@ -33,6 +34,8 @@ from backstash.torch_internals import clamp_passes_bounds
 
 CODECS = {Need.SHAPE: "shape", Need.SIGN: "bitmask", Need.INDEX: "narrow"}
 ROOT = Path(__file__).parents[2]
+NARROW = {key: formula for key, formula in FORMULAS.items() if formula.need is not Need.VALUE}
+"""The rows that read less than the value."""
 
 
 # -- the proof -------------------------------------------------------------------------------------------------------
@@ -70,7 +73,7 @@ by_case = pytest.mark.parametrize("case", CASES, ids=str)
 @by_case
 def test_row(case: Case) -> None:
     """The row was used, and the gradients are the same bits, for every dtype that torch has a kernel for."""
-    need = needs.TABLE[case.key].need
+    need = FORMULAS[case.key].need
     nan = need is not Need.SIGN  # see test_row_with_nan
     for dtype in case.dtypes:
         expected = run(case, dtype, None, 1, nan)
@@ -84,7 +87,7 @@ def test_row(case: Case) -> None:
             assert (row.need, row.codec) == (need.name, CODECS[need]), (dtype, row.reason)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if needs.TABLE[case.key].need is Need.SIGN], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if FORMULAS[case.key].need is Need.SIGN], ids=str)
 def test_row_with_nan(case: Case) -> None:
     """Here a value need not be encoded, but the gradients must be the same bits.
 
@@ -104,7 +107,7 @@ def test_signs_on_devices_whose_kernels_take_bools(policy: str | Policy, monkeyp
     """As on CUDA: what reads a stand-in for relu's result is given a bool, what reads any other one is not."""
     monkeypatch.setattr(decode, "COPIES_BOOLS", frozenset())
     for case in CASES:
-        if needs.TABLE[case.key].need is not Need.SIGN:
+        if FORMULAS[case.key].need is not Need.SIGN:
             continue
         for dtype in case.dtypes:
             expected = run(case, dtype, None, 1, nan=False)
@@ -128,7 +131,7 @@ def leaves_it_to_value(case: Case, dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("garbage", [math.nan, -1e30], ids=["NaN", "large"])
-@pytest.mark.parametrize("case", [case for case in CASES if needs.TABLE[case.key].need is Need.SHAPE], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if FORMULAS[case.key].need is Need.SHAPE], ids=str)
 def test_shape_is_enough(case: Case, garbage: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients do not depend on the contents of the stand-in's memory."""
     made = []
@@ -187,12 +190,12 @@ def test_stand_in_has_the_layout_and_no_memory() -> None:
 
 
 def test_every_row_has_a_case() -> None:
-    assert {case.key for case in CASES} == set(needs.TABLE)
+    assert {case.key for case in CASES} == set(NARROW)
 
 
 def test_every_sign_row_was_really_used_in_every_dtype() -> None:
     """At least one case of each row uses the row in each dtype."""
-    for key, row in needs.TABLE.items():
+    for key, row in NARROW.items():
         if row.need is not Need.SIGN or (key[0] == "ClampMax" and not clamp_passes_bounds):
             continue  # where torch's clamp does not pass a gradient at its bound, no mask says "below a bound"
         for dtype in FLOATS:
@@ -207,7 +210,7 @@ def test_without_its_row_a_tensor_needs_its_value(monkeypatch: pytest.MonkeyPatc
         case = next(case for case in CASES if case.key == key)
         expected = run(case, torch.float32, None, seed=4)
         with monkeypatch.context() as patch:
-            patch.delitem(needs.TABLE, key)
+            patch.delitem(FORMULAS, key)
             session = Session("lossless", min_nbytes=0)
             got = run(case, torch.float32, session, seed=4)
         assert row_of(session, key).need == "VALUE"
@@ -299,7 +302,7 @@ def derivatives() -> dict[str, str]:
     return texts
 
 
-@pytest.mark.parametrize("key", needs.TABLE, ids=":".join)
+@pytest.mark.parametrize("key", NARROW, ids=":".join)
 def test_torch_s_formula_reads_the_role(key: Key) -> None:
     op, role = key
     assert op in derivatives(), f"no derivative is called {op}"
@@ -329,11 +332,11 @@ def proven(key: Key) -> str:
 
 def test_documentation_lists_exactly_the_rows() -> None:
     listed = {key: need for key, (need, _) in documented().items()}
-    assert listed == {key: row.need.name for key, row in needs.TABLE.items()}
+    assert listed == {key: row.need.name for key, row in NARROW.items()}
 
 
 def test_documentation_says_what_is_proven() -> None:
-    assert {key: text for key, (_, text) in documented().items()} == {key: proven(key) for key in needs.TABLE}
+    assert {key: text for key, (_, text) in documented().items()} == {key: proven(key) for key in NARROW}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -5,54 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from backstash.codecs.base import is_dense
-from backstash.codecs.direct import Direct, Factors, MaskBits, Slices, Slopes, WindowOffsets
+from backstash.codecs.direct import Direct, MaskBits
+from backstash.formulas import FORMULAS
 from backstash.saved import TensorSpec
 
-READERS = frozenset(
-    {
-        ("Addmm", "mat1"),
-        ("Convolution", "input"),
-        ("Elu", "result"),
-        ("Elu", "self"),
-        ("Gelu", "self"),
-        ("Hardsigmoid", "self"),
-        ("Hardtanh", "self"),
-        ("LeakyRelu", "result"),
-        ("LeakyRelu", "self"),
-        ("LogSoftmax", "result"),
-        ("MaxPool2DWithIndices", "result1"),
-        ("Mm", "self"),
-        ("Mul", "other"),
-        ("Mul", "self"),
-        ("NativeBatchNorm", "input"),
-        ("NativeGroupNorm", "input"),
-        ("NativeLayerNorm", "input"),
-        ("Relu", "result"),
-        ("Sigmoid", "result"),
-        ("Silu", "self"),
-        ("Softmax", "result"),
-        ("Softplus", "self"),
-        ("Tanh", "result"),
-        ("Threshold", "self"),
-    }
-)
-"""Saved tensors that a kernel of this package reads: the autograd node, and its formula's name for the tensor."""
+CLAIMED = {key: formula.claimed_as for key, formula in FORMULAS.items() if formula.claimed_as is not None}
+"""Saved tensors that a kernel of this package reads, by the autograd node and its formula's name, and in which form."""
 
-FORMS: dict[str, type[Direct]] = {
-    "Convolution": Slices,
-    "Elu": Slopes,
-    "Gelu": Slopes,
-    "Hardtanh": MaskBits,
-    "LeakyRelu": Slopes,
-    "MaxPool2DWithIndices": WindowOffsets,
-    "Mul": Factors,
-    "Relu": MaskBits,
-    "Sigmoid": Slopes,
-    "Silu": Slopes,
-    "Softplus": Slopes,
-    "Tanh": Slopes,
-    "Threshold": MaskBits,
-}
+FORMS: dict[str, type[Direct]] = {op: form for (op, _), form in CLAIMED.items() if issubclass(form, Direct)}
 """The form in which a node's kernel reads planes without decoding them; the other nodes' kernels read the whole."""
 
 LARGE = 1 << 18
@@ -83,7 +43,7 @@ NEVER_WHOLE = frozenset({"Mul"})
 """Nodes whose kernel is asked only where it can read planes directly."""
 
 
-MASKED = frozenset({"Hardtanh", "Relu", "Threshold"})
+MASKED = frozenset(op for op, form in FORMS.items() if form is MaskBits)
 """Nodes whose kernel reads a mask's bits.
 
 A claim takes several times as long as decoding the bits of a small value to numbers. So these are decoded below
@@ -97,7 +57,7 @@ TINY = 1 << 16
 def can_claim(op: str, role: str, spec: TensorSpec) -> bool:
     """Whether that saved tensor of that node may be unpacked as a claim."""
     return (
-        (op, role) in READERS
+        (op, role) in CLAIMED
         and spec.device.type == "cpu"
         and not spec.dtype.is_complex  # a formula would conjugate the claim
         and is_dense(spec.shape, spec.stride)

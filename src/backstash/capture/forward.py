@@ -20,7 +20,7 @@ from backstash.capture import naming
 from backstash.capture.names import Names, scalar_of
 from backstash.capture.naming import find_saved, weight_copies
 from backstash.capture.side_effects import SideEffect, affected
-from backstash.needs import op_of
+from backstash.formulas import op_of
 from backstash.policies.base import Policy, is_watching
 from backstash.saved import PLAIN, Need, SavedTensor
 from backstash.stash import compiled, held, parameters, regions, wrapped

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from backstash import needs
+from backstash import formulas
 from backstash.capture.learned import Learned
 from backstash.saved import SavedTensor, TensorSpec
 from backstash.stash import compiled
@@ -272,7 +272,7 @@ class Names:
         Returns:
             The places, and whether they are those of an earlier step (Note: [known nodes]).
         """
-        op = needs.op_of(node)
+        op = formulas.op_of(node)
         frame = self.frames[-1]
         self._is_fresh = False
         number = frame.counts.get(op, 0)
@@ -292,7 +292,7 @@ class Names:
         builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
         for role, saved in found:
             assert saved.spec is not None
-            reading = needs.requirement_of(asked, role, saved.spec, specs, op) if builtin else needs.VALUE
+            reading = formulas.requirement_of(asked, role, saved.spec, specs, op) if builtin else formulas.VALUE
             if saved.wrapping is not None:
                 reading = saved.wrapping.reading(reading)
             claimable = builtin and saved.wrapping is None and self._can_claim(op, role, saved.spec)
@@ -314,7 +314,7 @@ class Names:
         for known in self.learned.nodes.get(index, ()):
             if known.places[0].facts.spec == saved.spec:
                 return known.places[0], True
-        place = Place(_facts(frame, "?", number, "saved", saved.spec, needs.VALUE))
+        place = Place(_facts(frame, "?", number, "saved", saved.spec, formulas.VALUE))
         if saved.wrapping is None:
             self._remember(index, KnownNode(("saved",), [place], ()))
         return place, False
@@ -326,7 +326,9 @@ class Names:
         nodes[index] = (node, *nodes.get(index, ())[: MOST_VARIANTS - 1])
 
 
-def _facts(frame: Frame, op: str, number: int, role: str, spec: TensorSpec, reading: needs.Requirement) -> SavedTensor:
+def _facts(
+    frame: Frame, op: str, number: int, role: str, spec: TensorSpec, reading: formulas.Requirement
+) -> SavedTensor:
     return SavedTensor(
         f"{frame.label}/{op}#{number}:{role}",
         op,

@@ -31,7 +31,7 @@ class Quantized(Policy):
     """Values in a few bits each between the extremes of their group, after ActNN (ICML 2021); the rest is exact.
 
     A value is rounded only if it is known for each of its readers what an error does to the gradients
-    (``SavedTensor.effect``, effects.py):
+    (``SavedTensor.effect``, formulas.py):
 
     * A value in which the gradients are linear, such as the input of a layer, has ``bits`` bits. Its errors cancel on
       average.

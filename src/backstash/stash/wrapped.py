@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash import needs
+from backstash import formulas
 from backstash.codecs.shape import stand_in
 from backstash.errors import SavedTensorModifiedError
 from backstash.saved import PLAIN, Need, TensorSpec, is_odd, is_tensor
@@ -90,13 +90,13 @@ class Wrapping:
         self._dtype = inner.dtype
         self._is_elementwise = _is_elementwise(x)
 
-    def reading(self, reading: needs.Requirement) -> needs.Requirement:
+    def reading(self, reading: formulas.Requirement) -> formulas.Requirement:
         """What backward reads of the inner tensor if it reads ``reading`` of the wrapper.
 
         Note: [needs of a wrapper] says why that may be more.
         """
         if not self._is_elementwise:
-            return needs.VALUE
+            return formulas.VALUE
         return replace(reading, window=None) if reading.need is Need.INDEX else reading
 
     @property

@@ -18,7 +18,7 @@ from backstash.compile.graph.layers import Layer
 from backstash.compile.graph.ranges import limit_of
 from backstash.compile.graph.reading import TESTS, Reader, operator_name
 from backstash.compile.graph.values import SavedValue, spec_of
-from backstash.effects import neighbours
+from backstash.formulas import neighbours
 from backstash.policies.base import Keep, Policy, Recompute
 from backstash.saved import Effect, Mask, Need, SavedTensor, TensorSpec
 

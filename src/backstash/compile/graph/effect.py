@@ -17,44 +17,12 @@ import torch
 from torch import fx
 
 from backstash.compile.graph.reading import TESTS, Reader, arguments_of, is_view, operator_name
+from backstash.formulas import OPERATORS
 from backstash.saved import Effect
 
 _MOST_NODES = 64
 """A value that more operators than this are computed from is not followed."""
 
-LINEAR = frozenset(
-    {
-        ("aten::mm", "self"),
-        ("aten::mm", "mat2"),
-        ("aten::addmm", "mat1"),
-        ("aten::addmm", "mat2"),
-        ("aten::bmm", "self"),
-        ("aten::bmm", "mat2"),
-        ("aten::convolution_backward", "input"),
-        ("aten::_softmax_backward_data", "output"),
-    }
-)
-SENSITIVE = frozenset(
-    {
-        ("aten::gelu_backward", "self"),
-        ("aten::silu_backward", "self"),
-        ("aten::tanh_backward", "output"),
-        ("aten::sigmoid_backward", "output"),
-        ("aten::elu_backward", "self_or_result"),
-        ("aten::softplus_backward", "self"),
-        ("aten::log_sigmoid_backward", "self"),
-        ("aten::mish_backward", "self"),
-        ("aten::hardswish_backward", "self"),
-    }
-)
-NORMS = frozenset(
-    {
-        ("aten::native_batch_norm_backward", "input"),
-        ("aten::native_layer_norm_backward", "input"),
-        ("aten::native_group_norm_backward", "input"),
-        ("aten::_fused_rms_norm_backward", "input"),
-    }
-)
 AFFINE = frozenset({"aten::add", "aten::sub", "aten::neg", "aten::mul", "aten::div", "prims::convert_element_type"})
 COPIES = frozenset(
     {"aten::clone", "aten::_to_copy", "prims::convert_element_type", "aten::constant_pad_nd", "aten::relu"}
@@ -139,19 +107,18 @@ class _Walk:
     def read(self, node: fx.Node, value: fx.Node, argument: str, state: _State) -> Influence:
         """The effect of an error in ``value``, which ``node`` reads as ``argument``."""
         name, named = operator_name(node), arguments_of(node)
-        entry = name, argument
         if node.target in TESTS and node not in self._gradients:
             if not forward_can_compute(node):
                 return UNKNOWN
             self.tests.add(node)
             return NONE
-        if entry in NORMS:
-            return Influence(
-                Effect.NORMALISED if not state.is_curved else Effect.SENSITIVE, _row_dimensions(node, named)
-            )
-        if entry in SENSITIVE or ("attention" in name and argument in ("query", "key", "value", "out")):
+        formula = OPERATORS.get((name, argument))
+        kind = None if formula is None else formula.effect
+        if kind is Effect.NORMALISED:
+            return Influence(kind if not state.is_curved else Effect.SENSITIVE, _row_dimensions(node, named))
+        if kind is Effect.SENSITIVE or ("attention" in name and argument in ("query", "key", "value", "out")):
             return Influence(Effect.SENSITIVE)
-        if entry in LINEAR:
+        if kind is Effect.LINEAR:
             others = [other for other in node.all_input_nodes if other is not value]
             if any(other in self._gradients for other in others):
                 return Influence(state.effect, state.statistics)

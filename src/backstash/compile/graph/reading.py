@@ -1,22 +1,22 @@
-"""The backward graph's need of a saved value: a table from (aten operator, argument) to Need, and a walk.
+"""The backward graph's need of a saved value, found by a walk over the operators that read it.
 
-In a compiled graph there are no autograd nodes, so the table of :mod:`backstash.needs` is stated once more for the
-operators that a backward graph is made of. Every row is proven by tests/compile/test_reading.py as those of needs.py
-are: the operator is given what the row allows, and adversarial values for all the rest.
+In a compiled graph there are no autograd nodes. The rows of :mod:`backstash.formulas` name the operators that read the
+same; those that a graph has besides are here. Every one is proven by tests/compile/test_reading.py: the operator is
+given what the row allows, and adversarial values for all the rest.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from backstash.saved import Mask, Need, Test
+from backstash.formulas import OPERATORS, function_of, mask_of_formula
+from backstash.saved import Mask, Need
 
 RANDOM = frozenset({"prims::inductor_random", "prims::inductor_randint"})
 """Random numbers that a seed determines, each from its place in the tensor."""
@@ -39,87 +39,13 @@ _REDUCTIONS = frozenset({"aten::sum", "aten::mean", "aten::amax", "aten::amin", 
 SUMS = frozenset(f"aten::{name}" for name in ("sum", "mean", "var_mean", "var", "prod", "cumsum", "cumprod"))
 """Reductions whose bits depend on the order in which they take their elements."""
 
-MaskOf = Callable[[Callable[[str], Any]], Mask | None]
-"""Builds a mask from a function that returns an argument of the operator by name; None if the row does not hold."""
-
-
-def _threshold(argument: Callable[[str], Any]) -> Mask | None:
-    edge = argument("threshold")
-    if not isinstance(edge, (int, float)) or not edge < math.inf:
-        return None
-    return Mask(Test.NOT_LE, float(edge), if_set=math.inf, if_clear=float(edge))
-
-
-def _leaky_relu(argument: Callable[[str], Any]) -> Mask | None:
-    return Mask(Test.GT, 0.0)
-
-
-def _hardtanh(argument: Callable[[str], Any]) -> Mask | None:
-    low, high = float(argument("min_val")), float(argument("max_val"))
-    middle = low / 2 + high / 2
-    return Mask(Test.NOT_OUTSIDE, low, high, if_set=middle, if_clear=low, nan=True) if low < middle < high else None
-
-
-def _hardsigmoid(argument: Callable[[str], Any]) -> Mask | None:
-    return Mask(Test.INSIDE, -3.0, 3.0, if_set=0.0, if_clear=3.0)
-
-
-def _shrink(argument: Callable[[str], Any]) -> Mask | None:
-    edge = float(argument("lambd"))
-    return Mask(Test.CLOSED, -edge, edge, if_set=0.0, if_clear=math.inf, nan=True) if 0.0 <= edge < math.inf else None
-
-
-def _sign(argument: Callable[[str], Any]) -> Mask | None:
-    return Mask(Test.GT, 0.0, ternary=True)
-
-
-SIGNS: dict[tuple[str, str], MaskOf] = {
-    ("aten::threshold_backward", "self"): _threshold,
-    ("aten::leaky_relu_backward", "self"): _leaky_relu,
-    ("aten::hardtanh_backward", "self"): _hardtanh,
-    ("aten::hardsigmoid_backward", "self"): _hardsigmoid,
-    ("aten::hardshrink_backward", "self"): _shrink,
-    ("aten::softshrink_backward", "self"): _shrink,
-    ("aten::sgn", "self"): _sign,
-    ("aten::sign", "self"): _sign,
-}
-"""Arguments of which an operator reads one side of a threshold only."""
-
-SHAPES: frozenset[tuple[str, str]] = frozenset(
-    {
-        *((f"aten::max_pool{d}d_with_indices_backward", "self") for d in (2, 3)),
-        *((f"aten::adaptive_max_pool{d}d_backward", "self") for d in (2, 3)),
-        *((f"aten::fractional_max_pool{d}d_backward", "self") for d in (2, 3)),
-        *((f"aten::avg_pool{d}d_backward", "self") for d in (2, 3)),
-        *((f"aten::_adaptive_avg_pool{d}d_backward", "self") for d in (2, 3)),
-        *((f"aten::reflection_pad{d}d_backward", "self") for d in (1, 2, 3)),
-        *((f"aten::replication_pad{d}d_backward", "self") for d in (1, 2, 3)),
-        ("aten::nll_loss_backward", "self"),
-        ("aten::nll_loss2d_backward", "self"),
-        ("aten::zeros_like", "self"),
-        ("aten::ones_like", "self"),
-        ("aten::full_like", "self"),
-        ("aten::empty_like", "self"),
-        ("aten::new_zeros", "self"),
-        ("aten::new_ones", "self"),
-        ("aten::new_full", "self"),
-        ("aten::new_empty", "self"),
-        ("aten::new_empty_strided", "self"),
-        ("aten::sym_size", "self"),
-        ("aten::sym_stride", "self"),
-        ("aten::sym_numel", "self"),
-        ("aten::sym_storage_offset", "self"),
-    }
+LIKE = frozenset(f"aten::{name}_like" for name in ("zeros", "ones", "full", "empty")) | frozenset(
+    f"aten::{name}" for name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
 )
-"""Arguments of which an operator reads sizes, strides, dtype and device only."""
+"""Operators that read sizes, strides, dtype and device of a tensor to make another one like it."""
 
-FUNCTIONS: dict[tuple[str, str], Callable[[Callable[[str], Any]], str | None]] = {
-    ("aten::gelu_backward", "self"): lambda argument: "gelu_tanh" if argument("approximate") == "tanh" else "gelu",
-    ("aten::silu_backward", "self"): lambda argument: "silu",
-    ("aten::tanh_backward", "output"): lambda argument: "tanh",
-    ("aten::sigmoid_backward", "output"): lambda argument: "sigmoid",
-}
-"""Arguments that an operator reads for the derivative of one function only, with that function's name."""
+SIZES = frozenset(f"aten::sym_{name}" for name in ("size", "stride", "numel", "storage_offset"))
+"""Operators that return one of a tensor's numbers."""
 
 _COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
 TESTS = frozenset(
@@ -235,17 +161,16 @@ def readers(value: fx.Node) -> Iterator[Reader]:
 
 
 def _read(node: fx.Node, through: fx.Node, argument: str, named: dict[str, Any]) -> Reader:
-    entry = operator_name(node), argument
-    if entry in SHAPES:
+    name, dtype = operator_name(node), through.meta["val"].dtype
+    formula = OPERATORS.get((name, argument))
+    if (formula is not None and formula.need is Need.SHAPE) or (argument == "self" and name in LIKE | SIZES):
         return Reader(node, through, argument, Need.SHAPE)
-    dtype = through.meta["val"].dtype
-    if entry in SIGNS and dtype.is_floating_point:
-        mask = SIGNS[entry](lambda name: named[name])
-        if mask is not None and mask.fits(dtype):
-            return Reader(node, through, argument, Need.SIGN, mask)
-    if entry in FUNCTIONS:
-        return Reader(node, through, argument, Need.VALUE, function=FUNCTIONS[entry](lambda name: named[name]))
-    return Reader(node, through, argument, Need.VALUE if dtype.is_floating_point else Need.INDEX)
+    mask = None if formula is None else mask_of_formula(formula, named.__getitem__, dtype)
+    if mask is not None:
+        return Reader(node, through, argument, Need.SIGN, mask)
+    function = None if formula is None else function_of(formula, named.__getitem__)
+    need = Need.VALUE if dtype.is_floating_point or function is not None else Need.INDEX
+    return Reader(node, through, argument, need, function=function)
 
 
 def _mentions(argument: Any, value: fx.Node) -> bool:

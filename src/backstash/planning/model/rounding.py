@@ -1,6 +1,6 @@
 """Codecs with an error for a plan: which of them suit a value, and the names by which a plan keeps them.
 
-A value may be rounded where it is known for each of its readers what an error does to the gradients (effects.py). How
+A value may be rounded where it is known for each of its readers what an error does to the gradients (formulas.py). How
 large the error of the gradients becomes is measured (probing.py).
 """
 

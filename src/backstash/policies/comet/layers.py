@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backstash.needs import op_of
+from backstash.formulas import op_of
 from backstash.policies.comet.bound import channel_norms, coverage
 
 LAYERS: dict[str, frozenset[tuple[str, str]]] = {
