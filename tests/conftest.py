@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import random
+import zlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,6 +24,39 @@ settings.register_profile(
     deadline=None,  # the first call of an op costs more than all the others, and no test depends on the machine
 )
 settings.load_profile("backstash")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--cases``."""
+    parser.addoption(
+        "--cases",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run N cases of each test that has more (its mark `cases` may ask for others); 0, the default, runs all",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after the marks have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out cases of tests that have more of them than ``--cases`` asks for.
+
+    The first case stays, which is the simplest one in most tests. The others are drawn by a checksum of their names, so
+    that every run and every worker draws the same, and a new case changes little about which of the old ones are drawn.
+    """
+    most = config.getoption("cases")
+    if not most:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen: set[pytest.Item] = set()
+    for first, *others in cases.values():
+        mark = first.get_closest_marker("cases")
+        wanted = most if mark is None else mark.args[0]
+        chosen |= {first, *sorted(others, key=lambda item: zlib.crc32(item.nodeid.encode()))[: wanted - 1]}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_configure() -> None:
