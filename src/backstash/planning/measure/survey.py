@@ -28,7 +28,7 @@ from torch import Tensor
 
 from backstash import accelerator
 from backstash.backward import table
-from backstash.codecs import base
+from backstash.codecs import Exponents, base
 from backstash.codecs.base import Codec, Encoded, flat
 from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError
@@ -189,6 +189,7 @@ class SurveyedValue:
         facts: of the saved tensor with the strongest need.
         nbytes: bytes of its storage.
         choices: keep, and what each codec would take; without the choice to remake it.
+        exact: the choice of them that leaves out zeros or keeps fewer bits; None where there is none.
         parents: the values that it would be remade from; None where it cannot be remade.
         remake_seconds: time to remake it once from them.
         reason: why it cannot be remade, or what is repeated.
@@ -201,6 +202,7 @@ class SurveyedValue:
     facts: SavedTensor
     nbytes: int
     choices: list[Choice]
+    exact: Choice | None = None
     parents: tuple[Value, ...] | None = None
     remake_seconds: float = 0.0
     reason: str = ""
@@ -320,13 +322,24 @@ class Survey(Births):
 
     def _try_codecs(self, value: Value, facts: SavedTensor, whole: Tensor, found: SurveyedValue) -> None:
         action = self._exact.decide(facts)
-        members = [saved for saved in value.saved() if saved.tensor is not None]
+        readers = [saved.tensor for saved in value.saved() if saved.tensor is not None]
         for codec in action.codecs if isinstance(action, Stash) else ():
-            if codec.accepts(TensorSpec.of(whole)) is None and codec.declines(whole) is None:
-                tried = self._try_codec(codec, whole, [saved.tensor for saved in members if saved.tensor is not None])
-                if tried is not None and tried.choice.held_nbytes <= WORTHWHILE * found.nbytes:
-                    found.choices.append(tried.choice)
-                    return  # a Stash takes the first codec that accepts
+            found.exact = self._worthwhile(codec, whole, readers, found.nbytes)
+            if found.exact is not None:
+                found.choices.append(found.exact)
+                break  # a Stash takes the first codec that accepts
+        if facts.need is Need.VALUE:
+            least = found.nbytes if found.exact is None else found.exact.held_nbytes
+            dense = self._worthwhile(Exponents(), whole, readers, least)
+            if dense is not None:
+                found.choices.append(dense)
+
+    def _worthwhile(self, codec: Codec, whole: Tensor, readers: list[SavedTensor], nbytes: int) -> Choice | None:
+        """Returns the choice of an exact codec, if it takes the value and that in clearly fewer bytes than these."""
+        if codec.accepts(TensorSpec.of(whole)) is not None or codec.declines(whole) is not None:
+            return None
+        tried = self._try_codec(codec, whole, readers)
+        return None if tried is None or tried.choice.held_nbytes > WORTHWHILE * nbytes else tried.choice
 
     def _try_rounding(self, value: Value, facts: SavedTensor, whole: Tensor, found: SurveyedValue) -> None:
         members = [saved for saved in value.saved() if saved.tensor is not None]
@@ -446,8 +459,8 @@ def _noise(whole: Tensor, rounded: Tensor) -> float:
 
 
 def _movable(value: Value, found: SurveyedValue) -> Movable:
-    """Returns what it takes to move a value in the smallest exact form that was found."""
-    exact = found.choices[1] if len(found.choices) > 1 else None
+    """Returns what it takes to move a value, in the exact form that leaves out zeros if it has one."""
+    exact = found.exact
     if exact is not None:
         decoded = exact.held_nbytes + exact.decode_nbytes
         return Movable(exact.held_nbytes, decoded, exact.encode_seconds, exact.decode_seconds)

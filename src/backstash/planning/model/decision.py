@@ -80,8 +80,8 @@ def action_of(decision: Decision, saved: SavedTensor, store: str, is_empty: bool
             return stored
         codec = codec_named(decision.choice)
         assert codec is not None  # a Plan is made of known names only
-        exact = stored.codecs if isinstance(stored, Stash) and codec.bound is not None else ()
-        return Stash((codec, *exact))  # if an element is infinite or NaN, an exact codec may take it
+        others = stored.codecs if isinstance(stored, Stash) else ()
+        return Stash((codec, *others))  # a codec may refuse numbers of another step, such as an infinity
     if decision.kind == "offload":
         return Stash((*(stored.codecs if isinstance(stored, Stash) else ()), Raw()), store)
     return Keep("the plan says so: the plain step fits" if is_empty else "the plan says so")
