@@ -8,14 +8,20 @@ COMPILING := Installing backstash: its C++ kernels are compiled, which takes a m
 
 # Tests run in two processes. A process that has finished takes over tests of the other process.
 PYTEST := -m pytest -q -n 2 --dist worksteal --durations=10
-REFERENCE_TESTS := $(addprefix tests/gradients/test_,consumers.py factors.py random_programs.py models.py)
+# Two cases of each test that has more, or as many as its mark says: what fits into some minutes.
+THINNED := -m "not slow" --cases 2
+QUICK_TESTS := tests/test_imports.py tests/codecs/test_codec_contract.py tests/stores/test_disk.py \
+	tests/planning/test_plan_runs.py $(addprefix tests/gradients/test_,needs.py changes_after_save.py lifetimes.py \
+	recompute.py unseen_changes.py claims.py models.py)
+REFERENCE_TESTS := $(addprefix tests/gradients/test_,consumers.py factors.py random_programs.py models.py) \
+	-k "not test_network or resnet18 or vgg_small"
 
 # Another version of torch has an environment of its own, in build: see test-torch.
 TORCH ?=
 OTHER := build/torch-$(TORCH)
 TESTS ?= tests
 
-.PHONY: demo test test-all test-rest test-slow test-reference test-torch lint bench figures docs wheel clean
+.PHONY: demo quick test test-all test-reference test-torch lint bench figures docs wheel clean
 
 demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
@@ -23,26 +29,28 @@ demo: $(VENV)/.demo
 	$(BIN)/backstash compare examples/train_images.py --network resnet --batch 192 --steps 8 --out demo-results/resnet
 	$(BIN)/python examples/within_a_budget.py
 
+# The core, in a minute.
+quick: $(VENV)/.dev
+	$(BIN)/python $(PYTEST) -m "not slow" --cases 1 $(QUICK_TESTS)
+
 test: $(VENV)/.dev
-	$(BIN)/python $(PYTEST) -m "not slow"
+	$(BIN)/python $(PYTEST) $(THINNED)
 
-test-slow: $(VENV)/.dev
-	$(BIN)/python $(PYTEST) -m slow
-
+# Every case of every test, an hour or more on two processors; those of gradients with the reference kernels; and programs
+# from a seed of the day.
 test-all: $(VENV)/.dev
 	$(BIN)/python $(PYTEST)
-
-# Everything that `make test` leaves out.
-test-rest: test-slow test-reference
+	BACKSTASH_KERNELS=reference $(BIN)/python $(PYTEST) -m "not slow" $(REFERENCE_TESTS)
+	$(BIN)/python -m tests.fuzz --minutes 5 --seed $$(date +%s)
 
 # Tests of gradients with the reference kernels, and of two networks, because networks take minutes with these kernels.
 test-reference: export BACKSTASH_KERNELS = reference
 test-reference: $(VENV)/.dev
-	$(BIN)/python $(PYTEST) -m "not slow" $(REFERENCE_TESTS) -k "not test_network or resnet18 or vgg_small"
+	$(BIN)/python $(PYTEST) $(THINNED) $(REFERENCE_TESTS)
 
-# The tests that are not slow, with another torch: `make test-torch TORCH=2.15.0`, and TESTS=tests/compile for a part.
+# The tests with another torch: `make test-torch TORCH=2.15.0`, and TESTS=tests/compile for a part.
 test-torch: $(OTHER)/.dev
-	$(OTHER)/bin/python $(PYTEST) -m "not slow" $(TESTS)
+	$(OTHER)/bin/python $(PYTEST) $(THINNED) $(TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "observe": ("capture/observer", "capture/side_effects", "capture/modules", "capture/hooks", "capture/learned"),
     "note how values are made": ("stash/calls", "stash/contents", "stash/producers", "stash/patterns"),
     "pack": ("capture/forward", "stash/held", "stash/parameters", "stash/wrapped"),
-    "name": ("capture/names", "capture/naming", "needs"),
+    "name": ("capture/names", "capture/naming", "formulas"),
     "wait and decide": ("stash/pending", "stash/place", "policies/"),
     "encode": ("stash/encode", "stash/value", "stash/live", "stash/accounts", "codecs/"),
     "find and prove recipes": (

@@ -17,6 +17,9 @@ from hypothesis import settings
 from backstash.planning.run import course
 from backstash.proofs import proofs
 
+FEW_EXAMPLES = 15
+"""Of hypothesis, where the cases of tests are thinned out too."""
+
 settings.register_profile(
     "backstash",
     settings.get_profile("ci" if "CI" in os.environ else "default"),
@@ -59,12 +62,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in chosen]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Silences torch's profiler, and makes ``torch.manual_seed`` cheap on machines without an accelerator.
+
+    With ``--cases``, hypothesis makes fewer examples as well.
 
     For each kind of device that is not there torch notes the seed together with a formatted stack trace, which takes
     1 ms below pytest's deep stack. Tens of thousands of calls spent a quarter of the suite's time on that.
     """
+    if config.getoption("cases"):
+        settings.register_profile("backstash", settings.get_profile("backstash"), max_examples=FEW_EXAMPLES)
+        settings.load_profile("backstash")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     for module in (torch.cuda, torch.xpu, torch.mtia):
         if not module.is_available():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "backstash"
-CASES = "3"
+CASES = "2"
 """As many cases of a test as ``make test`` runs (--cases)."""
 
 

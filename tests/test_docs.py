@@ -18,6 +18,8 @@ import pytest
 import backstash
 from backstash import errors
 
+pytestmark = pytest.mark.cases(10_000)  # they take little, and each file has to keep the rules
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 WRITTEN = [page for page in PAGES if page.name not in ("CONTRIBUTING.md", "CHANGELOG.md")]  # those with figures

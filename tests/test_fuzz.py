@@ -131,6 +131,7 @@ def test_programs_and_standalone_files_are_valid_python() -> None:
         compile(standalone(generate(1), "summary", kind), "standalone", "exec")
 
 
+@pytest.mark.slow
 def test_every_kind_is_generated() -> None:
     programs = (generate(seed, changing=seed % 2 == 0) for seed in range(1500))
     assert {statement.kind for program in programs for statement in program.statements()} == set(KINDS)
@@ -180,6 +181,7 @@ def test_a_program_that_is_not_deterministic_is_skipped(monkeypatch: pytest.Monk
     assert check(program).skipped
 
 
+@pytest.mark.slow
 def test_a_standalone_file_shows_the_failure(tmp_path: Path) -> None:
     """The file runs without the fuzzer, and ends without an error if nothing fails."""
     program = parse(PLANTED)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cases(10_000)  # they take little, and each file has to keep the rules
+
 SOURCE = Path(__file__).parents[1] / "src" / "backstash"
 MODULES = sorted(SOURCE.rglob("*.py"))
 COMPILE = sorted((SOURCE / "compile").rglob("*.py"))

@@ -33,12 +33,13 @@ OF_CUDA_ALONE = {
 )
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_on_the_fake_device(file: Path, which: str) -> None:
+def test_on_the_fake_device(file: Path, which: str, request: pytest.FixtureRequest) -> None:
     arguments = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.device.fake", "--color=no", "-m", which)
+    cases = f"--cases={request.config.getoption('cases')}"
     unset = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments, str(file)],
+        [sys.executable, "-m", "pytest", *arguments, cases, str(file)],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import backstash
 
 PUBLIC = [
@@ -63,6 +65,7 @@ def test_importing_starts_nothing_and_brings_nothing_heavy() -> None:
     assert not [module for module in found["modules"] if module.startswith("torch._inductor")]
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_on_import() -> None:
     done = subprocess.run([sys.executable, "-c", "import backstash"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

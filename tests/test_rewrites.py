@@ -19,6 +19,7 @@ from tests import networks
 # ---- what is legal -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_vgg_switches_every_relu_and_no_dropout() -> None:
     features = networks.vgg16().get_submodule("features")
     classifier = [nn.Linear(512, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 10)]

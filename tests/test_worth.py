@@ -103,6 +103,7 @@ def test_a_switch_turns_it_off(clock: Clock) -> None:
         Session("lossless", stop_if_useless=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_steps_that_take_turns_do_not_flap(clock: Clock) -> None:
     """Whatever becomes of it, it is compared less and less often."""
     session, model = Session("lossless", min_nbytes=256), network(USELESS)

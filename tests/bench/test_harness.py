@@ -89,6 +89,7 @@ def check_case(case: dict[str, Any]) -> None:
     assert {total["codec"] for total in stashed["by_codec"]} >= {"zvc"}
 
 
+@pytest.mark.slow
 def test_one_case_with_a_number_of_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--quick", "--case", "vgg_small", "--rounds", "2", "--candidates", "lossless", "--skip-resident"]
     assert run.main(arguments) == 0

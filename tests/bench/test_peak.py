@@ -10,6 +10,7 @@ import pytest
 from bench import peak
 
 
+@pytest.mark.slow
 def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "peak.json"
     assert peak.main(["--quick", "--seconds", "1", "--skip-resident", "--cases", "vgg_small", "--json", str(out)]) == 0

@@ -20,6 +20,7 @@ from tests.networks.transformers_vision import VISION
 SMALL = QUICK[0]
 
 
+@pytest.mark.slow
 def test_one_round_of_a_small_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_compare_of_a_script_that_fails_shows_why_and_writes_nothing(
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_compare_says_that_a_script_was_killed(tmp_path: Path, invoke: Invoke) -> None:
     path = tmp_path / "greedy.py"
     path.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")

@@ -247,6 +247,7 @@ def test_the_command_line_says_what_to_install(missing: str, monkeypatch: pytest
         cli.main()
 
 
+@pytest.mark.slow
 def test_the_library_needs_no_command_line_and_no_charts() -> None:
     code = "import sys, backstash; print({'typer', 'rich', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -267,6 +268,7 @@ def test_reports_go_where_the_command_was_started(
     assert (tmp_path / "report.html").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ending", ["sys.stdout.close()", "sys.stdout = None", "sys.stderr.close()", "sys.stderr = None"]
 )
@@ -283,6 +285,7 @@ def test_a_script_may_close_what_it_prints_to(ending: str, script: str) -> None:
     assert ("train.py, 5 steps" in ran.stdout) != (ending == "sys.stdout.close()")
 
 
+@pytest.mark.slow
 def test_what_runs_after_the_last_line_finds_what_the_script_has_defined(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -92,6 +92,7 @@ def test_every_registered_codec_is_checked_here() -> None:
     assert set(codecs.names()) == set(BUILT_IN)
 
 
+@pytest.mark.cases(100)
 @pytest.mark.parametrize("codec", EACH)
 def test_built_in_tensors(codec: Codec) -> None:
     assert check_codec(codec).encoded > (10 if "dct" in getattr(codec, "label", "") else 50)  # few of these are images
@@ -210,6 +211,7 @@ def test_bitmask(x: Tensor, codec: Codec) -> None:
     assert checked(codec, x)
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("codec", EACH)
 @given(x=ANY)
 def test_declines_is_a_look(codec: Codec, x: Tensor) -> None:
@@ -314,6 +316,7 @@ def _facts(codec: Codec, x: Tensor, encoded: Encoded) -> dict[str, float]:
     return facts
 
 
+@pytest.mark.cases(100)
 @pytest.mark.parametrize("codec", EACH)
 @given(x=st.one_of(ANY, tensors.two_values()))
 def test_docstrings_bytes_are_the_bytes(codec: Codec, x: Tensor) -> None:

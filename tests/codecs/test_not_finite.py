@@ -116,6 +116,7 @@ CAUSES: dict[str, tuple[float, int, float]] = {
 }
 
 
+@pytest.mark.cases(30)
 @pytest.mark.parametrize("cause", CAUSES.values(), ids=CAUSES)
 @pytest.mark.parametrize("kind", ["images", "tokens"])
 @pytest.mark.parametrize("policy", LOSSY.values(), ids=LOSSY)

@@ -16,6 +16,7 @@ SLOW, FUSED = (0, 2, 6), (2,)
 """Seeds of programs under aot_eager, and of one under Inductor."""
 
 
+@pytest.mark.slow
 def test_a_short_program_under_two_budgets() -> None:
     none = frozenset[int]()
     program = Program(0, "tokens", ("gated",), none, none, False, False, False, True, (0.8, 0.001))

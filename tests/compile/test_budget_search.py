@@ -46,6 +46,7 @@ def blocks(count: int) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*(Bottleneck(64) for _ in range(count))), torch.randn(4, 64, 16, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lossless", policies.quantized(4)], ids=repr)
 def test_a_search_looks_at_a_few_sets_for_each_value(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
@@ -79,6 +80,7 @@ def searched(model: nn.Module, x: Tensor, policy: Any, monkeypatch: pytest.Monke
     return found[0]
 
 
+@pytest.mark.slow
 def test_everything_rounded_is_where_a_search_may_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     joint, options, start = searched(*blocks(6), policies.quantized(4), monkeypatch)
     first = GraphSearch(joint, options, 1000, start, is_rounded=True)
@@ -90,6 +92,7 @@ def test_everything_rounded_is_where_a_search_may_begin(monkeypatch: pytest.Monk
     assert not GraphSearch(joint, options, 1 << 40, start, is_rounded=True).run().rounded
 
 
+@pytest.mark.slow
 def test_nothing_is_computed_again_from_what_a_search_has_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     joint, options, start = searched(*blocks(6), policies.quantized(4), monkeypatch)
     always = Lifetimes(joint).estimate({number: options.held[number] for number in start}).again
@@ -171,6 +174,7 @@ def test_a_comparison_beside_a_rounded_value_reads_its_bits_alone() -> None:
     assert Lifetimes(joint, saved, {test: value}).estimate(exact).peak == Lifetimes(joint).estimate(exact).peak
 
 
+@pytest.mark.slow
 def test_a_sum_of_gradients_that_several_read_is_stored_where_values_may_be_rounded() -> None:
     model, x = blocks(4)
     rounding = policies.quantized(4)

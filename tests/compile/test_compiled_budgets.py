@@ -124,6 +124,7 @@ class PartlyCheckpointed(nn.Module):
         return torch.tanh(x).square().sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selective", [False, True])
 def test_what_a_checkpoint_inside_drops_stays_dropped_and_the_rest_follows_the_budget(selective: bool) -> None:
     torch.manual_seed(0)

@@ -135,6 +135,7 @@ class Layers(nn.Module):
 POLICIES = [policies.quantized(4), policies.quantized(2), policies.gist("float8_e4m3fn"), policies.gist("fp10")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_gradients_have_the_bits_of_the_operators(policy: Any, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +191,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES[::2], ids=repr)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_inductor_calls_the_kernels(name: str, policy: Any) -> None:
@@ -207,6 +209,7 @@ def test_inductor_calls_the_kernels(name: str, policy: Any) -> None:
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 def test_images_are_decoded_by_one_call_each() -> None:
     """In the backward graph under Inductor, and nowhere else."""
     torch.manual_seed(5)

@@ -55,6 +55,7 @@ def step(
     return model, gradients(model, torch.compile(forward, options=options, backend=backend))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "shape", "budget"), CASES)
 def test_other_bits_are_announced(loss: Loss, shape: tuple[int, int], budget: str) -> None:
     model, expected = step(loss, shape, {})
@@ -67,6 +68,7 @@ def test_other_bits_are_announced(loss: Loss, shape: tuple[int, int], budget: st
         assert any(FUSED_SUMS in note for note in options.report().notes)
 
 
+@pytest.mark.slow
 def test_a_sum_of_what_was_stored_is_not_named() -> None:
     """A product's gradient is a call of a library, and its result is read from memory."""
     torch._dynamo.reset()

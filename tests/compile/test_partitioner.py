@@ -82,6 +82,7 @@ def test_the_stash_counted_by_a_session_around_is_what_the_report_says(model: nn
     assert stash + seen.parameter_nbytes == said.stash_nbytes + said.parameter_nbytes
 
 
+@pytest.mark.slow
 def test_channels_last(model: nn.Module) -> None:
     model = model.to(memory_format=torch.channels_last)
     compare(model, loss_of(images().contiguous(memory_format=torch.channels_last)))
@@ -127,6 +128,7 @@ def test_dynamic_shapes(model: nn.Module) -> None:
     assert {"bits", "bitmask"} <= {row.codec for row in report.rows}
 
 
+@pytest.mark.slow
 def test_a_symbolic_batch_of_rows_that_no_byte_divides() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -178,7 +180,7 @@ def test_two_backward_passes_through_one_graph(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "squeezenet1_1",
+        pytest.param("squeezenet1_1", marks=pytest.mark.slow),
         pytest.param("googlenet", marks=pytest.mark.slow),
         pytest.param("mobilenet_v2", marks=pytest.mark.slow),
         pytest.param("resnet_cifar20", marks=pytest.mark.slow),
@@ -191,6 +193,7 @@ def test_networks_of_the_benchmarks(name: str) -> None:
     assert ratio > {"googlenet": 1.2, "mobilenet_v2": 1.4, "resnet_cifar20": 1.0, "squeezenet1_1": 1.2}[name]
 
 
+@pytest.mark.slow
 def test_compiled_autograd(model: nn.Module) -> None:
     expected = gradients(model, loss_of(images()), torch.compile(model, backend="aot_eager"))
     torch._dynamo.reset()
@@ -364,6 +367,7 @@ def test_a_program_that_knows_nothing_of_it_is_treated(monkeypatch: pytest.Monke
     assert "no graph with a backward pass" in str(patched.report())
 
 
+@pytest.mark.slow
 def test_a_budget_recomputes_and_rounds_only_as_far_as_it_must() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64)) for _ in range(3)))
@@ -415,6 +419,7 @@ def test_budgets_are_read_as_people_write_them() -> None:
     assert {text: parse_graph_budget(text, 1000) for text in texts | shares} == texts | shares
 
 
+@pytest.mark.slow
 def test_a_share_is_one_of_what_is_estimated_for_compiled_plain() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Sigmoid()) for _ in range(4)))

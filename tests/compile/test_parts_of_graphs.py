@@ -48,6 +48,7 @@ class Repeated(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "width"), [(Branching, 8), (Repeated, 16)])
 def test_functions_in_a_graph_under_a_budget(model: Callable[[], nn.Module], width: int) -> None:
     torch.manual_seed(0)
@@ -121,6 +122,7 @@ class Selecting(nn.Module):
         return self.last(functional.gelu(chosen)).square().sum()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_an_estimate_says_that_it_does_not_count_what_depends_on_the_data() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 8)

@@ -114,6 +114,7 @@ def test_two_calls_and_a_loop_of_steps() -> None:
     assert len({report.saved_nbytes for report in seen}) == 1
 
 
+@pytest.mark.slow
 def test_sizes_that_are_symbols() -> None:
     model, _ = built(policies.get("quantized"), dynamic=True)
     for rows in (128, 96):

@@ -142,6 +142,7 @@ def test_inductors_bits_and_peak_of_depthwise_convolutions(monkeypatch: pytest.M
     assert peaks[2] + images <= peaks[1] < peaks[0]
 
 
+@pytest.mark.slow
 def test_calls_are_marked_in_graphs_of_exact_budgets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = depthwise()
     counts: list[int] = []

@@ -83,6 +83,7 @@ def test_a_weight_that_is_written_to_between_the_passes_is_an_error_as_in_eager_
         loss.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"dynamic": True}, {"dynamic": False}])
 def test_other_layouts_and_symbolic_sizes(settings: dict[str, Any]) -> None:
     model = network(channels_last=True)
@@ -109,6 +110,7 @@ def test_inductors_bits_with_weights_saved_themselves() -> None:
     assert len([each for each in saved(compiled, lambda net: net(x).sum()) if each.dim() == 2]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [2, 16])
 def test_inductors_bits_of_convolutions_with_groups(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their gradients have other bits in other memory formats, which a convolution that is computed again must keep."""

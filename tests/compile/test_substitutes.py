@@ -71,6 +71,7 @@ def off(found: list[Any], exact: list[Any]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
 
 
+@pytest.mark.slow
 def test_weights_are_rounded_and_scores_are_not_saved() -> None:
     exact, plain = step("keep")
     found, report = step(policies.quantized(8))

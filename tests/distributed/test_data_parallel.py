@@ -52,6 +52,7 @@ def _ddp(options: dict[str, Any]) -> None:
     assert_no_weight_encoded(make, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}],

@@ -680,6 +680,7 @@ UNFILLED = {
 }
 
 
+@pytest.mark.cases(20)
 @by_part
 @pytest.mark.parametrize("op", OPS, ids=[op.formatted_name for op in OPS])
 def test_filled_memory_has_no_op_compute_anything_else(op: Any, which: str) -> None:

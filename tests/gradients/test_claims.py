@@ -182,6 +182,7 @@ def train(
     return [grad.inner if isinstance(grad, (Doubles, Logs)) else grad for grad in grads]
 
 
+@pytest.mark.cases(30)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("wrapped", [None, Doubles, Logs], ids=["plain", "doubles", "logs"])
 @pytest.mark.parametrize("around", AROUND)

@@ -297,6 +297,7 @@ def test_needs_are_those_of_the_reference() -> None:
         squared(root * 2.0).sum().backward()
 
 
+@pytest.mark.slow
 def test_kernels_of_another_version_do_not_keep_the_package_from_being_imported(tmp_path: Path) -> None:
     """The first kernel that is called says what is wrong, and until then the references serve."""
     package = Path(compiled.__file__).parents[1]

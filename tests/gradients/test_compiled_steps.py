@@ -77,6 +77,7 @@ def lines(session: Session) -> list[str]:
     return [*rows, f"{report.named} {report.recognised} {report.peak_stash_nbytes} {report.parameter_nbytes}"]
 
 
+@pytest.mark.slow
 def test_sessions_say_the_same() -> None:
     said = []
     for choice in ("auto", "reference"):

@@ -411,6 +411,7 @@ for parameter in net.parameters():
 """
 
 
+@pytest.mark.slow
 def test_reports_and_gradients_are_those_of_the_references() -> None:
     printed = [
         subprocess.run(

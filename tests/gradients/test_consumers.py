@@ -227,6 +227,7 @@ POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", POINTWISE)
 def test_what_is_written_over_gradients(name: str, dtype: torch.dtype) -> None:

@@ -181,6 +181,7 @@ by_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
+@pytest.mark.cases(30)
 @by_policy
 @pytest.mark.parametrize("duck", DUCKS.values(), ids=DUCKS)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)

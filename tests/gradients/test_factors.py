@@ -112,6 +112,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.cases(60)
 @pytest.mark.parametrize("policy", ["lossless", "lossless_stored"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -205,6 +205,7 @@ def run(layer: str, step: str, session: Session | None) -> tuple[int, list[Tenso
     return measure(again, repeats=1, warmup=2).peak_nbytes, gradients
 
 
+@pytest.mark.cases(6)
 @pytest.mark.filterwarnings("ignore:Using backward")  # its graph is freed with the gradient
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layer", LAYERS)

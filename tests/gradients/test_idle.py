@@ -115,6 +115,7 @@ def test_what_the_program_holds_no_longer_is_stored_some_steps_later() -> None:
     assert codecs[-1] - {"kept"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("min_nbytes", [None, 0])
 def test_a_large_step_of_which_the_program_holds_everything_makes_it_idle(
     min_nbytes: int | None, monkeypatch: pytest.MonkeyPatch

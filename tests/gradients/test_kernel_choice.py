@@ -144,6 +144,7 @@ def cases(names: list[str], quick: tuple[str, ...]) -> list[Any]:
     return found
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize(("number", "is_cast", "samples"), cases([op.formatted_name for op in OPS], QUICK))
 def test_op(number: int, is_cast: bool, samples: int, different: Different) -> None:
     op = OPS[number]
@@ -312,6 +313,7 @@ def test_a_function_that_tells_its_state(around: str) -> None:
     assert any("tells" in reason for reason in remade), remade
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_tells_is_repeatable")
 def test_a_function_that_tells_its_state_within_a_budget(tmp_path: Path) -> None:
     """Also where its proof comes from a file."""

@@ -50,6 +50,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.cases(40)
 @by_policy
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

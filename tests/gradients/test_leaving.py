@@ -447,11 +447,13 @@ def _run(trial: Trial) -> list[str]:
     return trial.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lossless", "idle", "offload", "around", "wrap"])
 def test_ctrl_c_wherever_python_looks_for_it(name: str) -> None:
     assert trials(name, "call", 12, step=2) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lossless", "around", "wrap", "budget", "wrap budget"])
 def test_the_recursion_limit_at_each_depth(name: str) -> None:
     assert trials(name, "depth", 15, step=2) == []
@@ -462,6 +464,7 @@ def test_a_signal_at_any_time(name: str) -> None:
     assert trials(name, "signal", 4) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiled.functions is None, reason="nothing is compiled")
 def test_an_allocation_that_fails() -> None:
     pytest.importorskip("_testcapi")

@@ -157,7 +157,7 @@ IN_EVERY_WAY = {"vgg_small", "squeezenet1_1"}
 IN_THREE_WAYS = {"googlenet_bn", "resnet18"}
 """Networks that ``make test`` trains in each precision and each layout: concatenation and residuals.
 
-``make test`` trains all other networks in float32. ``make test-slow`` trains the networks in the remaining ways.
+``make test`` trains all other networks in float32. ``make test-all`` trains the networks in the remaining ways.
 """
 
 THREE_WAYS = (Training(), Training("autocast", torch.channels_last), Training("bfloat16", torch.channels_last))
@@ -172,7 +172,7 @@ LONGEST = {
     "resnet_cifar1202",
     "wrn28_10",
 }
-"""Networks that only ``make test-slow`` trains: their layers are like those of smaller networks."""
+"""Networks that only ``make test-all`` trains: their layers are like those of smaller networks."""
 
 HUGE = {"resnet1517"}
 """A network that no test trains: it has 505 blocks like ResNet-152's and 2 GB of weights. ``studies.deep`` does."""
@@ -218,6 +218,7 @@ def network(name: str) -> nn.Module:
     return model
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(("name", "training"), list(network_cases()))
 def test_network(name: str, training: Training) -> None:
     sizes = smallest_sizes(training)[: 1 if name in DEEP | WIDE | LIKE_OTHERS else None]

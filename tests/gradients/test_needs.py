@@ -70,6 +70,7 @@ def row_of(session: Session, key: Key) -> Entry:
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
+@pytest.mark.cases(120)
 @by_case
 def test_row(case: Case) -> None:
     """The row was used, and the gradients are the same bits, for every dtype that torch has a kernel for."""
@@ -87,6 +88,7 @@ def test_row(case: Case) -> None:
             assert (row.need, row.codec) == (need.name, CODECS[need]), (dtype, row.reason)
 
 
+@pytest.mark.cases(60)
 @pytest.mark.parametrize("case", [case for case in CASES if FORMULAS[case.key].need is Need.SIGN], ids=str)
 def test_row_with_nan(case: Case) -> None:
     """Here a value need not be encoded, but the gradients must be the same bits.
@@ -102,6 +104,7 @@ def test_row_with_nan(case: Case) -> None:
             assert not differences(expected, got), (dtype, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lossless", "cdma", Always(Stash("zvc"))], ids=["lossless", "cdma", "zvc"])
 def test_signs_on_devices_whose_kernels_take_bools(policy: str | Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA: what reads a stand-in for relu's result is given a bool, what reads any other one is not."""
@@ -130,6 +133,7 @@ def leaves_it_to_value(case: Case, dtype: torch.dtype) -> bool:
     return any(infinite)
 
 
+@pytest.mark.cases(60)
 @pytest.mark.parametrize("garbage", [math.nan, -1e30], ids=["NaN", "large"])
 @pytest.mark.parametrize("case", [case for case in CASES if FORMULAS[case.key].need is Need.SHAPE], ids=str)
 def test_shape_is_enough(case: Case, garbage: float, monkeypatch: pytest.MonkeyPatch) -> None:

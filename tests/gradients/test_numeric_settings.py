@@ -112,6 +112,7 @@ def test_around_the_forward_pass(setting: str, context: str) -> None:
     assert settings("cpu") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_inside_the_forward_pass(context: str) -> None:
     """Each layer has settings of its own, and other ones than the backward pass; they change from step to step."""
@@ -199,6 +200,7 @@ with torch.backends.opt_einsum.flags(enabled=True, strategy="greedy"):
 """
 
 
+@pytest.mark.slow
 def test_the_order_of_contractions() -> None:
     """Of a package that is not installed, for which another one stands."""
     done = subprocess.run([sys.executable, "-c", CONTRACTING], capture_output=True, text=True, check=False)

@@ -34,6 +34,7 @@ MAKERS: dict[str, Callable[[str], Policy]] = {
 }
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("make", [Cnn, Transformer])
 @pytest.mark.parametrize("policy", MAKERS)
 def test_gradients_are_bit_equal(store: Store, policy: str, make: type[nn.Module]) -> None:

@@ -30,7 +30,7 @@ SECOND_ORDER_SAMPLES = 3
 """Likewise, for gradients of gradients."""
 
 QUICK_SAMPLES, QUICK_SECOND_ORDER_SAMPLES = 4, 1
-"""How many of these samples ``make test`` runs; ``make test-slow`` runs the others."""
+"""How many of these samples ``make test`` runs; ``make test-all`` runs all."""
 
 EXCEPTIONS: dict[str, str] = {}
 """Ops that are left out, with the reason."""
@@ -210,6 +210,7 @@ def _op_forwards(op: Any, count: int, device: str) -> Iterator[Forward]:
         yield forward
 
 
+@pytest.mark.cases(40)
 @by_part
 @by_op
 def test_op(op: Any, which: str) -> None:
@@ -218,6 +219,7 @@ def test_op(op: Any, which: str) -> None:
     check_first_order(op.formatted_name, part(op_forwards(op, SAMPLES), which, QUICK_SAMPLES))
 
 
+@pytest.mark.cases(20)
 @by_part
 @by_op
 def test_op_second_order(op: Any, which: str) -> None:
@@ -256,6 +258,7 @@ def module_forwards(info: Any, training: bool, device: str = "cpu") -> Iterator[
         yield forward
 
 
+@pytest.mark.cases(20)
 @by_part
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("info", MODULES, ids=[info.name for info in MODULES])
@@ -270,6 +273,7 @@ def test_exceptions_name_ops_of_the_database() -> None:
     assert EXCEPTIONS.keys() <= {op.formatted_name for op in OPS}
 
 
+@pytest.mark.slow
 def test_most_samples_are_really_encoded() -> None:
     """Counts the saved tensors of one sample of every eighth op."""
     tally = Tally()

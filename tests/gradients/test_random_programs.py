@@ -52,6 +52,7 @@ def assert_no_failure(program: Program) -> None:
     assert failure is None, f"{failure.kind}: {failure.detail}\n\n{to_text(program)}"
 
 
+@pytest.mark.cases(208)
 @pytest.mark.parametrize("seed", range(BY_FEATURE))
 @pytest.mark.parametrize("feature", OPTIONAL)
 def test_program_with_feature(feature: str, seed: int) -> None:
@@ -59,11 +60,13 @@ def test_program_with_feature(feature: str, seed: int) -> None:
     assert_no_failure(generate(1000 * (1 + OPTIONAL.index(feature)) + seed, features=[feature], policy=policy))
 
 
+@pytest.mark.cases(30)
 @pytest.mark.parametrize("seed", range(MIXED))
 def test_program_with_mixed_features(seed: int) -> None:
     assert_no_failure(generate(seed, shape=SMALL, changing=False))
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("seed", range(CHANGING))
 def test_program_that_changes_from_step_to_step(seed: int) -> None:
     assert_no_failure(generate(seed, shape=SMALL, changing=True))
@@ -83,6 +86,7 @@ CHANGED_AFTERWARDS = (
 """Programs that change what a costly call is repeated from after the Session was left: an error, as the hazards say."""
 
 
+@pytest.mark.cases(200)
 @pytest.mark.parametrize("policy", BY_NAME)
 @pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
 def test_named_program(path: Path, policy: str) -> None:

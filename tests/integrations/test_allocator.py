@@ -29,6 +29,7 @@ print(json.dumps([kept, ProcessorTime.now().since(before).page_faults]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_kept_memory_is_not_paged_in_again() -> None:
     found = {}

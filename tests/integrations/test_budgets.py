@@ -171,6 +171,7 @@ def test_an_allocation_that_fails_in_a_wrapped_model_is_repeated_once() -> None:
 # -- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trainer_of_hugging_face(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

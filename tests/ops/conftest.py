@@ -52,6 +52,14 @@ def threads(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Has one case of each interpreted test stay where ``--cases`` thins them out: an interpreter takes seconds."""
+    for item in items:
+        if "backend" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.cases(1))
+
+
 class Interpreter:
     """A process that runs tests with Triton's interpreter; it starts with the first one."""
 

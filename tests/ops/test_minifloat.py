@@ -196,6 +196,7 @@ def test_zvc_minifloat_damage_is_found_before_anything_is_written(n: int, format
         assert (out.view(torch.uint8) == 0xA5).all() and untouched(), i
 
 
+@pytest.mark.slow
 @native_test
 @pytest.mark.parametrize("threads", [2], indirect=True)
 @pytest.mark.parametrize(("isa", "format"), isas_and(FORMATS), indirect=["isa"])

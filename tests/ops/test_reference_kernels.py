@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 STEP = """
 import hashlib
 import sys
@@ -37,6 +39,7 @@ print(hashlib.sha256(bits).hexdigest(), loaded)
 """
 
 
+@pytest.mark.slow
 def test_the_reference_serves_alone_and_gives_the_same_bits() -> None:
     """Runs the step with the reference in a process of its own, and in this one with the kernels that serve here."""
     run = subprocess.run(

@@ -55,6 +55,7 @@ def check_szp(x: Tensor, error: float, mode: str = "abs", offset: int = 0) -> No
     assert same(out, again) and untouched()
 
 
+@pytest.mark.slow
 @native_test
 @pytest.mark.parametrize(("isa", "dtype"), isas_and(SMALL_FLOATS), indirect=["isa"])
 def test_szp(dtype: torch.dtype, isa: str) -> None:

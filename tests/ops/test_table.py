@@ -39,6 +39,7 @@ def built(backend: str) -> bool:
     return library.available() if backend == "native" else find_spec("triton") is not None
 
 
+@pytest.mark.cases(1000)
 @pytest.mark.parametrize("kernel", TABLE)
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_a_backend_has_the_kernel_or_the_row_says_why_not(backend: str, kernel: str) -> None:
@@ -56,6 +57,7 @@ def test_a_backend_has_the_kernel_or_the_row_says_why_not(backend: str, kernel: 
         assert getattr(kernels(backend), kernel) is row.reference
 
 
+@pytest.mark.cases(1000)
 @pytest.mark.parametrize("kernel", TABLE)
 def test_every_kernel_has_examples_and_a_docstring(kernel: str) -> None:
     row = TABLE[kernel]
@@ -93,6 +95,7 @@ def test_which_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         Kernels("reference").window_shop  # noqa: B018
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("n", [16, 0])
 @pytest.mark.parametrize("kernel", REGISTERED)
 def test_opcheck(kernel: str, n: int) -> None:

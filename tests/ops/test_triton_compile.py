@@ -202,6 +202,7 @@ def compilations() -> Iterator[ParameterSet]:
         seen[op] += 1
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize(("call", "capability"), list(compilations()))
 def test_compiles(call: Call, capability: int, recorder: Recorder) -> None:
     op, arguments = call

@@ -74,6 +74,7 @@ def test_fields_and_bytes_that_share_bits() -> None:
         assert window_bits([2**width]) == width
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(launchers is None, reason="Triton is not installed: pip install triton")
 def test_importing_the_package_imports_no_triton_and_starts_no_cuda() -> None:
     script = (

@@ -72,6 +72,7 @@ def off(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
     return [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
 
 
+@pytest.mark.slow
 def test_rounding_in_a_loop_keeps_the_budget_and_is_off_by_what_is_predicted() -> None:
     run = Budgeted("75%", "bounded", error_limit=0.02, min_nbytes=1024)
     errors = off(trained(run, 32), trained(None, 32))
@@ -119,6 +120,7 @@ def test_moving_in_a_loop_has_the_bits_of_plain_training_and_leaves_no_file(fast
     assert list(fast.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_wrapped_model_may_round() -> None:
     def wrapped() -> nn.Module:
         return bs.wrap(network(), budget="75%", allow="bounded", error_limit=0.02, min_nbytes=1024)
@@ -127,6 +129,7 @@ def test_a_wrapped_model_may_round() -> None:
     assert errors[:4] == [0.0] * 4 and 0 < errors[-1] <= FACTOR * 0.02
 
 
+@pytest.mark.slow
 def test_a_plan_that_rounds_is_replanned_within_its_own_limit() -> None:
     model = network()
     x, y = torch.randn(4, 3, 32, 32), torch.randint(0, 2, (4,))
@@ -177,6 +180,7 @@ def test_what_means_nothing_is_an_error_before_training(tmp_path: Path) -> None:
         Budgeted("50%", "offload", device="cpu", offload_to=file / "below")
 
 
+@pytest.mark.slow
 def test_two_models_in_turns_are_rounded_within_the_limit() -> None:
     def gradients(session: Any) -> list[Tensor]:
         models = network(), nn.Sequential(network(2))
@@ -220,6 +224,7 @@ def test_nothing_is_left_if_training_fails_while_it_is_measured(last: int) -> No
     assert torch.autograd.backward.__module__ == "torch.autograd"
 
 
+@pytest.mark.slow
 def test_a_script_may_be_rounded(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

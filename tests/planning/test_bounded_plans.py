@@ -87,7 +87,10 @@ def measured(plan: bs.Plan, model: nn.Module, loss: Callable[[], Tensor]) -> flo
     return math.sqrt(off / sum(float(b.square().sum()) for b in plain))
 
 
-@pytest.mark.parametrize("make", [convolutions, lstm, pytest.param(transformer, marks=pytest.mark.slow)])
+_SLOW = [pytest.param(make, marks=pytest.mark.slow) for make in (lstm, transformer)]
+
+
+@pytest.mark.parametrize("make", [convolutions, *_SLOW])
 def test_the_error_of_a_plan_is_the_predicted_one_and_within_the_limit(make: Callable[[], Made]) -> None:
     torch.manual_seed(0)
     model, loss = make()
@@ -108,6 +111,7 @@ def test_the_error_of_a_plan_is_the_predicted_one_and_within_the_limit(make: Cal
     assert measured(plan, model, loss) <= plan.error_limit == 0.003
 
 
+@pytest.mark.slow
 def test_what_fits_with_an_error_alone_is_feasible_with_it_alone() -> None:
     torch.manual_seed(0)
     model, loss = convolutions()

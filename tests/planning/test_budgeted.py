@@ -95,6 +95,7 @@ def test_a_session_around_each_forward_pass_keeps_the_budget() -> None:
     assert any("planned" in note and "reached" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_each_shape_has_a_plan_of_its_own() -> None:
     session = Budgeted("60%", min_nbytes=1024)
     assert_same([16] * 8 + [16] * 20 + [12, 16, 12, 12, 12, 12, 12, 12, 12] + [12] * 20, session)
@@ -104,6 +105,7 @@ def test_each_shape_has_a_plan_of_its_own() -> None:
     assert {plan.budget for plan in plans if plan is not None} == {session.found.budget_nbytes}
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_larger_shape_keeps_the_budget_and_is_never_run_plainly() -> None:
     session = Budgeted("60%", min_nbytes=1024)
     model = network()
@@ -122,6 +124,7 @@ def test_the_first_step_of_a_larger_shape_keeps_the_budget_and_is_never_run_plai
     assert session.buckets.of(signature_of([torch.randn(8, 3, 18, 18)])).planner is None
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_count() -> None:
     session = Budgeted("70%", min_nbytes=1024)
     assert_same([16] * 18, session, accumulate=3)
@@ -201,6 +204,7 @@ def test_nested_tensors_are_inputs(layout: torch.layout) -> None:
     session.close()
 
 
+@pytest.mark.slow
 def test_plans_are_kept_in_a_folder_and_spare_the_next_run_its_profile(tmp_path: Path) -> None:
     first = Budgeted("60%", min_nbytes=1024, folder=tmp_path)
     trained(lambda model: first, [16] * 12)
@@ -219,6 +223,7 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         Budgeted("60%", folder=tmp_path / "missing")
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_is_an_error_of_the_backward_pass() -> None:
     session = Budgeted(1000, min_nbytes=1024)
     with pytest.raises(BudgetError, match="the smallest budget that fits"):
@@ -227,6 +232,7 @@ def test_a_budget_that_nothing_fits_is_an_error_of_the_backward_pass() -> None:
     assert_nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("step", [0, 2, 3, 5])
 @pytest.mark.parametrize("error", [KeyError("the model's own"), KeyboardInterrupt()])
@@ -300,6 +306,7 @@ def test_a_forward_pass_whose_allocation_failed_runs_once_more_with_the_same_bit
     assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_second_failure_is_the_original_error_with_advice() -> None:
     session = Budgeted("60%", min_nbytes=1024)
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as caught:
@@ -309,6 +316,7 @@ def test_a_second_failure_is_the_original_error_with_advice() -> None:
     assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_pass_is_not_repeated_whose_buffers_are_too_large_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of batch norm write new statistics without a new version, so nobody knows what was written."""
     monkeypatch.setattr(retry, "LARGEST_BUFFERS", 16)
@@ -347,6 +355,7 @@ def test_memory_that_is_not_there_is_the_original_error_with_advice() -> None:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
 
+@pytest.mark.slow
 def test_a_budget_is_not_refused_for_memory_that_one_step_held_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a communication library's thread may do, whose frees the profiler does not see."""
     profiles: list[StepProfile] = []

@@ -169,6 +169,7 @@ def plain_peak_of(program: Callable[..., Step]) -> int:
     return counted.peak_nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_plan_is_for_all_passes_of_a_step(name: str) -> None:
     program, cycles, forwards, budget = PROGRAMS[name]
@@ -194,6 +195,7 @@ class Recurrent(nn.Module):
         return self.layers(x)[0].square().mean()
 
 
+@pytest.mark.slow
 def test_shapes_that_never_come_back_have_the_plan_of_the_largest() -> None:
     def trained_with(context: AbstractContextManager[Any]) -> list[Tensor]:
         torch.manual_seed(0)
@@ -293,6 +295,7 @@ def test_backward_passes_of_others_are_none_of_a_step(steps: int) -> None:
     assert session.cycles == cycles
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_backward_passes_that_a_compiler_writes_down_are_none_of_a_step() -> None:
     """It goes backward to learn a graph, and would write the notes of the profiler into it."""

@@ -157,6 +157,7 @@ def use_profile(found: StepProfile) -> None:
             continue
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("kind", "use"), [("Plan", use_plan), ("StepProfile", use_profile)])
 def test_a_wrong_value_at_any_place_is_refused_or_does_no_harm(kind: str, use: Callable[[Any], None]) -> None:

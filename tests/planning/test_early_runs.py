@@ -26,11 +26,13 @@ def test_no_budget_is_refused_and_each_is_kept(name: str) -> None:
     assert_keeps(program, share, period, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critics", [5, 12])
 def test_any_number_of_critics(critics: int) -> None:
     assert_keeps(adversarial(critics, nothing), 80, critics + 1, 14)
 
 
+@pytest.mark.slow
 def test_passes_in_no_order_are_warned_of_and_kept_apart() -> None:
     def program() -> tuple[Any, list[nn.Parameter]]:
         draw = random.Random(0)
@@ -49,6 +51,7 @@ def test_passes_in_no_order_are_warned_of_and_kept_apart() -> None:
     assert "no order that repeats itself" in str(run.found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 8, 21])
 def test_random_loops(seed: int) -> None:
     assert failure(seed) == ""

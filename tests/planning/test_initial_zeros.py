@@ -156,6 +156,7 @@ def peaks(model: nn.Module, plan: bs.Plan) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_plan_of_fresh_weights_keeps_its_budget_in_every_step(name: str) -> None:
     planner = planner_of(network(BLOCKS[name]))

@@ -106,6 +106,7 @@ def test_two_interrupts_in_a_row_leave_no_profiler() -> None:
         assert_usable(found, also_by_the_program=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
 def test_alarms_that_the_program_catches() -> None:
     """At any moment, in native code too: a process that dies has an exit status of its own."""

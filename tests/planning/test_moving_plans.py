@@ -41,6 +41,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allow", [("offload",), ("offload", "lossless", "recompute")])
 def test_what_was_moved_comes_back_with_the_same_bits_within_the_budget(fast: Path, allow: tuple[str, ...]) -> None:
     model, x = network(), torch.randn(4, 3, 96, 96)

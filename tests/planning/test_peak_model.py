@@ -119,6 +119,7 @@ def slow_live(profile: StepProfile, choices: list[int]) -> tuple[list[int], floa
     return total, seconds
 
 
+@pytest.mark.cases(80)
 @pytest.mark.parametrize("kind", [ReferenceSearch, search_from_kept])
 @pytest.mark.parametrize("seed", range(40))
 def test_the_arrays_say_what_the_rules_say(seed: int, kind: Callable[[PeakModel], Search]) -> None:

@@ -347,6 +347,7 @@ def test_the_difference_of_two_plans() -> None:
     assert "-> not there" in a.diff(fewer) and "not there ->" in fewer.diff(a)
 
 
+@pytest.mark.slow
 def test_equal_profiles_have_equal_plans() -> None:
     """Also where the search draws random numbers, and whatever happens between two plans."""
     profile = restrict(resnet((1, 0, 0, 0), 16, 2, 32), ("recompute", "lossless"))

@@ -118,6 +118,7 @@ session.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["here", "by a future", "on another thread"])
 def test_annotations_begin_in_one_record_and_end_in_another(ends: str) -> None:
     """Torch would write to the memory of a record that is gone, which the process may end of much later."""

@@ -41,6 +41,7 @@ def test_what_has_room_fits_beside_all_else_that_is_read_with_it(seed: int) -> N
             assert has_room == all(live[r] + more <= limit for r, more in zip(value.reads, beside, strict=True))
 
 
+@pytest.mark.slow
 def test_nothing_is_claimed_where_the_plan_has_room_and_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

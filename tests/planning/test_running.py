@@ -78,6 +78,7 @@ def test_a_step_that_fits_is_left_alone() -> None:
     assert run.found.plan is not None and run.found.plan.is_empty
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_says_what_would() -> None:
     with pytest.raises(BudgetError, match="the smallest budget that fits") as caught:
         trained(Budgeted(1000, min_nbytes=1024))
@@ -91,6 +92,7 @@ def test_a_budget_that_means_nothing_is_an_error_at_once(budget: Any) -> None:
         Budgeted(budget)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_when_the_loop_fails() -> None:
     backward = torch.autograd.backward
 
@@ -142,6 +144,7 @@ def invoked(tmp_path: Any, *args: str, steps: int = 8) -> Any:
     return CliRunner().invoke(app, [*args, str(script)])
 
 
+@pytest.mark.slow
 def test_run_with_a_budget_says_what_was_reached(tmp_path: Any) -> None:
     within = invoked(tmp_path, "run", "--allocator", "system", "--budget", "85%")
     alone = invoked(tmp_path, "run", "--allocator", "system", "--policy", "keep")
@@ -156,6 +159,7 @@ def test_run_with_a_budget_says_what_was_reached(tmp_path: Any) -> None:
     assert loss in alone.output
 
 
+@pytest.mark.slow
 def test_a_plan_is_written_and_run(tmp_path: Any) -> None:
     file = tmp_path / "plan.json"
     made = invoked(tmp_path, "plan", "--budget", "85%", "--out", str(file))

@@ -65,6 +65,7 @@ def network(activation: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, WIDTH), ACTIVATIONS[activation](), *hidden, nn.Linear(WIDTH, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", STEPS)
 def test_three_quarters_of_plain_are_enough(name: str, activation: str) -> None:

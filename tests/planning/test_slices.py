@@ -77,6 +77,7 @@ class Loop:
         return self.clock.now - began - seconds
 
 
+@pytest.mark.slow
 def test_no_step_waits_for_the_search(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(course, "SHARE", 0.1)
     monkeypatch.setattr(course, "SHARE_OF_PLAIN", 0.1)
@@ -96,6 +97,7 @@ def test_no_step_waits_for_the_search(clock: Clock, monkeypatch: pytest.MonkeyPa
     loop.session.close()
 
 
+@pytest.mark.slow
 def test_a_plan_of_slices_is_the_one_that_is_found_at_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     profiles: list[StepProfile] = []
     made = course.profile_of
@@ -135,6 +137,7 @@ def test_plain_steps_have_no_hooks(clock: Clock) -> None:
     assert not nn.modules.module._global_forward_pre_hooks
 
 
+@pytest.mark.slow
 def test_a_loop_inside_of_one_with_goes_on_after_plain_steps(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(course, "LEAST", 500 * TICK)
 

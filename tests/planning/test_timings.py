@@ -61,6 +61,7 @@ def test_a_plan_says_the_time_that_its_steps_took() -> None:
     assert all(a[1] > b[1] for a, b in pairwise(plan.frontier))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(90, 80, 70, 60), (60, 70, 80, 90), (80, 60, 90, 70)])
 def test_no_plan_for_a_larger_budget_is_said_to_be_slower(order: tuple[int, ...]) -> None:
     found, _ = rehearsed([FACTORS[share] for share in order])
@@ -70,6 +71,7 @@ def test_no_plan_for_a_larger_budget_is_said_to_be_slower(order: tuple[int, ...]
     assert all(plan.seconds > found.seconds for plan in plans.values())
 
 
+@pytest.mark.slow
 def test_what_lossless_does_is_taken_where_its_step_is_faster_by_more_than_noise() -> None:
     for factor in (1.3, 1.19, 1.1):
         found, asked = rehearsed([1.2], factor)

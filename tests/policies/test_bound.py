@@ -51,6 +51,7 @@ def weight_gradient(grad: Tensor, x: Tensor, case: dict[str, Any]) -> Tensor:
     return torch.ops.aten.convolution_backward(grad, x, weight, None, *geometry, [False, True, False])[1]
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", GEOMETRIES)

@@ -32,6 +32,7 @@ def test_a_batch_norm_has_the_predicted_error() -> None:
     assert 0.8 < sorted(ratios)[len(ratios) // 2] < 1.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["szp", "sz"])
 def test_a_convolution_with_a_remade_input_has_the_predicted_error(codec: str) -> None:
     plain, _ = train(model := Residual(), sgd(model), "keep", 60)

@@ -23,6 +23,7 @@ from backstash.policies import Keep, Recompute, Rules, Stash
 from backstash.policies.comet import Comet, Record, comet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "codec"), star(["conv+linear", "conv"], ["sz", "szp"]))
 def test_training_reaches_the_same_loss(layers: str, codec: str) -> None:
     model = network()

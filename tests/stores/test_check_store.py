@@ -160,6 +160,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_drop_inside_a_put_that_deadlocks_is_caught() -> None:
     done = subprocess.run([sys.executable, "-c", DEADLOCK], capture_output=True, text=True, check=False)
     assert "got a deadlock. The garbage collector may run finalizers inside put: guard it with an RLock." in done.stdout

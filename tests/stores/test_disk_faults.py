@@ -155,6 +155,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing(small_disk: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", KILLED, small_disk], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "written\n"

@@ -241,6 +241,7 @@ def test_the_largest_batch_is_found_in_a_few_tries(monkeypatch: pytest.MonkeyPat
     assert largest * 0.99 - 1 <= found.batch <= largest and len(counted) < 12
 
 
+@pytest.mark.slow
 def test_a_smallest_plan_is_made_once_for_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     smallest = gist._smallest
@@ -282,6 +283,7 @@ def test_the_command_runs_the_benchmark_where_it_is_given(tmp_path: Path) -> Non
     assert "== layers ==" in done.stdout and json.loads((tmp_path / "g.json").read_text())["complete"]
 
 
+@pytest.mark.slow
 def test_the_command_passes_arguments_and_the_exit_code_on(capfd: pytest.CaptureFixture[str]) -> None:
     result = CliRunner().invoke(commands.app, ["bench", "gist", "--batch", "0", "--help"])
     assert result.exit_code == 0 and "python -m studies.gist" in capfd.readouterr().out

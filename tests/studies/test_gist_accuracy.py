@@ -96,6 +96,7 @@ def test_the_steps_fit_the_time(data: datasets.Dataset) -> None:
     assert gist_accuracy.fit(QUICK, data, STAND_INS, seconds=1000.0).steps == QUICK.steps
 
 
+@pytest.mark.slow
 def test_quick_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     file = tmp_path / "new" / "accuracy.json"

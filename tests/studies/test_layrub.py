@@ -74,6 +74,7 @@ def test_layers_are_counted_as_papers_do() -> None:
     assert (deep.RESNET1517.layers, deep.RESNET15170.layers) == (1517, 15170)
 
 
+@pytest.mark.slow
 def test_what_is_not_there() -> None:
     with pytest.raises(SystemExit, match="the network 'vgg17' was asked for; use some of alexnet"):
         layrub.main(["--networks", "vgg17"])

@@ -10,6 +10,7 @@ import pytest
 from studies import sz_table
 
 
+@pytest.mark.slow
 def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "sz.json"
     assert sz_table.main(["--quick", "--json", str(file)]) == 0

@@ -331,21 +331,23 @@ class Survey(Births):
         if facts.need is Need.VALUE:
             least = found.nbytes if found.exact is None else found.exact.held_nbytes
             dense = self._worthwhile(Exponents(), whole, readers, least)
-            if dense is not None:
+            # Of float32 the reserve would eat most of the eighth that is saved.
+            if dense is not None and dense.held_nbytes + dense.reserve_nbytes <= WORTHWHILE * least:
                 found.choices.append(dense)
 
     def _worthwhile(self, codec: Codec, whole: Tensor, readers: list[SavedTensor], nbytes: int) -> Choice | None:
         """Returns the choice of an exact codec, if it takes the value and that in clearly fewer bytes than these."""
-        if codec.accepts(TensorSpec.of(whole)) is not None or codec.declines(whole) is not None:
-            return None
-        tried = self._try_codec(codec, whole, readers)
+        with self._trial():  # a look at a sample takes memory too, which is not the step's
+            refused = codec.accepts(TensorSpec.of(whole)) or codec.declines(whole)
+        tried = None if refused is not None else self._try_codec(codec, whole, readers)
         return None if tried is None or tried.choice.held_nbytes > WORTHWHILE * nbytes else tried.choice
 
     def _try_rounding(self, value: Value, facts: SavedTensor, whole: Tensor, found: SurveyedValue) -> None:
         members = [saved for saved in value.saved() if saved.tensor is not None]
         readers = [saved.tensor for saved in members if saved.tensor is not None]
         for codec in candidates(facts, readers):
-            refused = codec.accepts(TensorSpec.of(whole)) or misreads(codec, members) or codec.declines(whole)
+            with self._trial():
+                refused = codec.accepts(TensorSpec.of(whole)) or misreads(codec, members) or codec.declines(whole)
             tried = self._try_codec(codec, whole, readers) if refused is None else None
             if tried is not None and tried.choice.held_nbytes < found.nbytes and math.isfinite(tried.noise):
                 found.rounded.append(tried)
