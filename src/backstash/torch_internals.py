@@ -23,6 +23,9 @@ import torch
 from torch.utils._device import DeviceContext  # which torch itself imports on first use only
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+TESTED = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
+"""The versions of torch with which the tests were run, oldest first: docs/use/versions.md shows what each can do."""
+
 
 def find(path: str) -> Any:
     """A function of torch by its path.
@@ -36,7 +39,7 @@ def find(path: str) -> Any:
         if found is None:
             raise ImportError(
                 f"backstash needs torch.{path}, which torch {torch.__version__} does not have. backstash is tested "
-                f"with torch 2.11 to 2.15: install one of these, or a newer backstash."
+                f"with torch {TESTED[0]} to {TESTED[-1]}: install one of these, or a newer backstash."
             )
     return found
 
