@@ -66,7 +66,9 @@ def check_contents(package: Path) -> None:
     else:
         with tarfile.open(package) as archive:
             names = archive.getnames()
-        needed = [f"/{name}" for name in ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "setup.py")]
+        needed = [
+            f"/{name}" for name in ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "setup.py")
+        ]
     for end in needed:
         if not any(name.endswith(end) for name in names):
             raise SystemExit(f"{package.name} lacks {end[1:]}. See license-files in pyproject.toml, and MANIFEST.in.")

@@ -96,7 +96,9 @@ class Release:
         if done.returncode:
             last = next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
             where = log.relative_to(self.root)
-            raise StepError(f"{shlex.join(command)} ended with {done.returncode}: {last.strip()[:200]}. See {where}. {do}")
+            raise StepError(
+                f"{shlex.join(command)} ended with {done.returncode}: {last.strip()[:200]}. See {where}. {do}"
+            )
 
 
 def check_versions(release: Release) -> str:
@@ -117,7 +119,9 @@ def check_changelog(release: Release) -> str:
     """Checks that CHANGELOG.md has an entry for the version, in which something stands."""
     version = release.version()
     entries = re.split(r"^## ", release.text("CHANGELOG.md"), flags=re.MULTILINE)[1:]
-    named = [entry for entry in entries if re.search(rf"(?<![\w.]){re.escape(version)}(?![\w.])", entry.partition("\n")[0])]
+    named = [
+        entry for entry in entries if re.search(rf"(?<![\w.]){re.escape(version)}(?![\w.])", entry.partition("\n")[0])
+    ]
     if not named:
         raise StepError(f"CHANGELOG.md has no entry for {version}. Add a heading such as '## {version} (2030-01-31)'.")
     changes = len(re.findall(r"^\* ", named[0], re.MULTILINE))
@@ -132,7 +136,10 @@ def check_licence(release: Release) -> str:
     if hashlib.sha256(text.encode()).hexdigest() != APACHE:
         raise StepError("LICENSE is not the official text of the Apache License 2.0. Put that text there, unchanged.")
     project = release.project()
-    named = {"pyproject.toml": project.get("license"), "CITATION.cff": _match(release, "CITATION.cff", r"^license: *(\S+)$")}
+    named = {
+        "pyproject.toml": project.get("license"),
+        "CITATION.cff": _match(release, "CITATION.cff", r"^license: *(\S+)$"),
+    }
     other = [f"{name} has {found!r}" for name, found in named.items() if found != "Apache-2.0"]
     if other:
         raise StepError(f"LICENSE is Apache-2.0, but {' and '.join(other)}. Write Apache-2.0 there.")
@@ -149,7 +156,9 @@ def check_tree(release: Release) -> str:
         raise StepError(f"git cannot tell what is committed: {done.stderr.strip()[:200]}. Run this in a clone.")
     changed = done.stdout.splitlines()
     if changed:
-        raise StepError(f"{len(changed)} files are not as committed, such as {changed[0][3:]}. Commit them, or remove them.")
+        raise StepError(
+            f"{len(changed)} files are not as committed, such as {changed[0][3:]}. Commit them, or remove them."
+        )
     return "as committed"
 
 
@@ -194,7 +203,9 @@ def tested_torch(release: Release) -> tuple[str, ...]:
             needs = [str(one) for one in release.project().get("dependencies", ())]  # type: ignore[attr-defined]
             oldest = next((one.partition(">=")[2] for one in needs if one.startswith("torch>=")), None)
             if not found or oldest is None or not f"{found[0]}.".startswith(f"{oldest}."):
-                raise StepError(f"TESTED begins with {found[:1]}, but pyproject.toml asks for torch>={oldest}. Make them agree.")
+                raise StepError(
+                    f"TESTED begins with {found[:1]}, but pyproject.toml asks for torch>={oldest}. Make them agree."
+                )
             return found
     raise StepError("src/backstash/torch_internals.py names no TESTED versions of torch. Add them.")
 
@@ -222,7 +233,9 @@ def _packages(release: Release) -> list[Path]:
     version = release.version()
     if len(found) != 3 or any(f"-{version}" not in path.name for path in found):
         names = ", ".join(path.name for path in found) or "nothing"
-        raise StepError(f"build/dist has {names}, but an sdist and two wheels of {version} were asked for. Run make wheel.")
+        raise StepError(
+            f"build/dist has {names}, but an sdist and two wheels of {version} were asked for. Run make wheel."
+        )
     return found
 
 

@@ -29,6 +29,8 @@ NETWORK = {
 }
 """Modules by which a program reaches another machine."""
 
+IMPORTING = ("import_module", "__import__")
+
 UNPICKLING = {"compile/inductor/options.py"}
 """Where something is unpickled: what Inductor takes from its own cache."""
 
@@ -53,9 +55,8 @@ def imported(path: Path) -> Iterator[str]:
             yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield (node.module or "").split(".")[0]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
-            if isinstance(node.args[0], ast.Constant):
-                yield str(node.args[0].value).split(".")[0]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in IMPORTING:
+            yield from (str(word.value).split(".")[0] for word in node.args[:1] if isinstance(word, ast.Constant))
 
 
 def called(path: Path) -> set[str]:
@@ -116,7 +117,15 @@ print(len(bs.plan(profile, "4MiB").to_json()))
 
 
 def test_nothing_is_unpickled_but_what_inductor_has_in_its_cache() -> None:
-    loads = ("pickle.loads", "pickle.load", "pickle.Unpickler", "torch.load", "marshal.loads", "shelve.open", "dill.loads")
+    loads = (
+        "pickle.loads",
+        "pickle.load",
+        "pickle.Unpickler",
+        "torch.load",
+        "marshal.loads",
+        "shelve.open",
+        "dill.loads",
+    )
     assert where(*loads) == UNPICKLING
     assert not any({"marshal", "shelve", "dill", "cloudpickle", "joblib"} & set(imported(path)) for path in MODULES)
 

@@ -384,7 +384,7 @@ CHECKPOINT_RUNNERS = (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",
 )
-"""What runs a checkpoint. From torch 2.14 on, the first and the last have the second do it, if it is without reentrance."""
+"""What runs a checkpoint. From torch 2.14 on, the first and the last have the second run those without reentrance."""
 
 ASKS_FOR_HOOKS = "respect_saved_tensors_hooks"
 """By this parameter a checkpoint is told whether what it keeps goes through saved-tensor hooks (pytorch#191236)."""

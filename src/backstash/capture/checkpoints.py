@@ -37,8 +37,8 @@ from backstash.torch_internals import (
     hooks_around_checkpoints,
     push_function_mode,
     remove_function_mode,
-    replace_checkpoint_runners,
     replace_checkpoint_hooks,
+    replace_checkpoint_runners,
 )
 
 _lock = threading.Lock()
