@@ -23,6 +23,10 @@ APACHE = "283ea6cc2997a1a70da0049e09adf9317bb60ca1b51279b65196b83a69e1996b"
 """SHA-256 of the official text of the Apache License 2.0, without white space at its ends."""
 
 
+_OF_MAKE = re.compile(r"make(\[\d+\])?: ")
+"""How lines begin that make itself prints after what has failed."""
+
+
 class StepError(Exception):
     """A step has failed; the text says what was found and what to do."""
 
@@ -94,7 +98,8 @@ class Release:
             except OSError as error:
                 raise StepError(f"{shlex.join(command)} could not be started: {error}. Install it.") from None
         if done.returncode:
-            last = next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            last = next((line for line in reversed(lines) if not _OF_MAKE.match(line)), "nothing was printed")
             where = log.relative_to(self.root)
             raise StepError(
                 f"{shlex.join(command)} ended with {done.returncode}: {last.strip()[:200]}. See {where}. {do}"

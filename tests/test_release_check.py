@@ -123,7 +123,9 @@ def with_make(release: object, make: Callable[[], str]) -> object:
 
 
 def test_a_command_that_fails_is_told_with_its_last_line(release: object) -> None:
-    failing = with_make(release, lambda: "import sys; print(1); print('no page of that name'); sys.exit(3)")
+    failing = with_make(
+        release, lambda: "import sys; print(1); print('no page of that name'); print('make[1]: Error 1'); sys.exit(3)"
+    )
     with pytest.raises(check.StepError, match=r"ended with 3: no page of that name. See build/release-check/docs.log"):
         check.check_docs(failing)
     with pytest.raises(check.StepError, match="could not be started"):

@@ -23,7 +23,7 @@ import torch
 from torch.utils._device import DeviceContext  # which torch itself imports on first use only
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-TESTED = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
+TESTED = ("2.11.0", "2.13.0", "2.15.0")
 """The versions of torch with which the tests were run, oldest first: docs/use/versions.md shows what each can do."""
 
 
