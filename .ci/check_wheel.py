@@ -1,4 +1,4 @@
-"""Tries what ``make wheel`` built: repairs the wheel's tag, installs wheel and sdist in fresh environments, trains.
+"""Tries what ``make wheel`` built: repairs a wheel's tag, installs wheels and sdist in fresh environments, trains.
 
 ``python .ci/check_wheel.py FOLDER`` does all of it; the environments take torch and its dependencies from the Python
 that runs this. ``python .ci/check_wheel.py --installed`` only trains, with the backstash that is installed.
@@ -10,8 +10,10 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 TRIAL = """
@@ -48,6 +50,30 @@ def train(python: str, folder: str, kernels: str, scratch: Path) -> None:
     subprocess.run([python, "-W", "ignore", "-c", TRIAL, folder, kernels], check=True, cwd=scratch, env=environment)
 
 
+def check_contents(package: Path) -> None:
+    """Checks what a package holds beside code: its licence, and native code where its name says so, and only there.
+
+    Raises:
+        SystemExit: something is missing, or is there that should not be.
+    """
+    if package.suffix == ".whl":
+        with zipfile.ZipFile(package) as archive:
+            names = archive.namelist()
+        needed = ["/licenses/LICENSE"]
+        is_pure, native = package.stem.endswith("-any"), [name for name in names if ".so" in Path(name).suffixes]
+        if is_pure == bool(native):
+            raise SystemExit(f"{package.name} has {native or 'no native code'}, which does not go with its name.")
+    else:
+        with tarfile.open(package) as archive:
+            names = archive.getnames()
+        needed = [
+            f"/{name}" for name in ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "setup.py")
+        ]
+    for end in needed:
+        if not any(name.endswith(end) for name in names):
+            raise SystemExit(f"{package.name} lacks {end[1:]}. See license-files in pyproject.toml, and MANIFEST.in.")
+
+
 def repair(wheel: Path) -> Path:
     """Gives a Linux wheel the tag of the oldest Linux that it fits. Returns the wheel to use."""
     if "-linux_" not in wheel.name:
@@ -57,7 +83,7 @@ def repair(wheel: Path) -> Path:
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     subprocess.run([*command, "-w", str(wheel.parent), str(wheel)], check=True, env={**os.environ, "PATH": path})
     wheel.unlink()
-    (repaired,) = wheel.parent.glob("*.whl")
+    (repaired,) = set(wheel.parent.glob("*.whl")) - set(wheel.parent.glob("*-any.whl"))
     return repaired
 
 
@@ -92,10 +118,13 @@ def main() -> None:
             train(sys.executable, sys.prefix, "native", Path(scratch))
         return
     dist = Path(sys.argv[1])
-    (wheel,) = dist.glob("*.whl")
+    (pure,) = dist.glob("*-any.whl")
+    (native,) = set(dist.glob("*.whl")) - {pure}
     (sdist,) = dist.glob("*.tar.gz")
-    try_package(repair(wheel), "native")
-    try_package(sdist, "reference")
+    native = repair(native)
+    for package, kernels in ((native, "native"), (pure, "reference"), (sdist, "reference")):
+        check_contents(package)
+        try_package(package, kernels)
 
 
 if __name__ == "__main__":

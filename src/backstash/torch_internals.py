@@ -23,6 +23,9 @@ import torch
 from torch.utils._device import DeviceContext  # which torch itself imports on first use only
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+TESTED = ("2.11.0", "2.13.0", "2.15.0")
+"""The versions of torch with which the tests were run, oldest first: docs/use/versions.md shows what each can do."""
+
 
 def find(path: str) -> Any:
     """A function of torch by its path.
@@ -36,7 +39,7 @@ def find(path: str) -> Any:
         if found is None:
             raise ImportError(
                 f"backstash needs torch.{path}, which torch {torch.__version__} does not have. backstash is tested "
-                f"with torch 2.11 to 2.15: install one of these, or a newer backstash."
+                f"with torch {TESTED[0]} to {TESTED[-1]}: install one of these, or a newer backstash."
             )
     return found
 
@@ -376,18 +379,22 @@ def checkpoint_hooks() -> Any:
     return getattr(checkpoint, "_checkpoint_hook", None)
 
 
-CHECKPOINT_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-"""What runs a checkpoint without reentrance. From torch 2.15 on, the first does it for the second."""
+CHECKPOINT_RUNNERS = (
+    "_checkpoint_impl",
+    "_checkpoint_without_reentrant_generator_impl",
+    "_checkpoint_without_reentrant_generator",
+)
+"""What runs a checkpoint. From torch 2.14 on, the first and the last have the second run those without reentrance."""
 
 ASKS_FOR_HOOKS = "respect_saved_tensors_hooks"
 """By this parameter a checkpoint is told whether what it keeps goes through saved-tensor hooks (pytorch#191236)."""
 
 
-def asking_generators() -> dict[str, Any]:
-    """The functions of :data:`CHECKPOINT_GENERATORS` that have that parameter, by name; none before torch 2.15."""
+def asking_runners() -> dict[str, Any]:
+    """The functions of :data:`CHECKPOINT_RUNNERS` that have that parameter, by name; none before torch 2.14."""
     from torch.utils import checkpoint
 
-    found = {name: getattr(checkpoint, name, None) for name in CHECKPOINT_GENERATORS}
+    found = {name: getattr(checkpoint, name, None) for name in CHECKPOINT_RUNNERS}
     return {name: function for name, function in found.items() if function is not None and _asks_for_hooks(function)}
 
 
@@ -396,9 +403,9 @@ def _asks_for_hooks(function: Callable[..., Any]) -> bool:
     return ASKS_FOR_HOOKS in inspect.signature(function).parameters
 
 
-def replace_checkpoint_generators(generators: Mapping[str, Any]) -> None:
+def replace_checkpoint_runners(runners: Mapping[str, Any]) -> None:
     """Have checkpoints run by these functions."""
-    for name, function in generators.items():
+    for name, function in runners.items():
         setattr(torch.utils.checkpoint, name, function)
 
 

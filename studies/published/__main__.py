@@ -56,6 +56,7 @@ _ABOUT = {
     "steps": "times of steps, plain and under a policy: `backstash bench run`",
     "steptime": "times of steps of full networks under a Session: `backstash bench steptime`",
     "sz": "ratio and speed of the error-bounded coder, beside others: `backstash bench sz_table`",
+    "torch-versions": "tests with each torch that we name: `python -m studies.torch_versions`",
     "zoo": "models of torchvision and timm beside plain PyTorch: `python -m studies.zoo`",
     "zoo-transformers": "architectures of transformers beside plain PyTorch: `python -m studies.zoo`",
 }

@@ -131,7 +131,30 @@ def _summary(models: list[dict[str, Any]]) -> str:
     )
 
 
+def torch_versions() -> str:
+    """What the library does with each version of torch, from the tests that ran with it."""
+    versions = load("torch-versions")["versions"].values()
+    parts = list(dict.fromkeys(name for found in versions for name in found["parts"]))
+
+    def outcome(part: dict[str, Any] | None) -> str:
+        if part is None:
+            return "-"
+        failed = len(part["failed"])
+        return f"{failed} of {failed + part['passed']} fail" if failed else f"all {part['passed']} pass"
+
+    rows = []
+    for found in versions:
+        asks = "asks whether hooks are respected; the Session answers" if found["answered"] else "does not ask"
+        cells = [outcome(found["parts"].get(name)) for name in parts]
+        rows.append((found["torch"], *cells, asks if found["problem"] is None else found["problem"]))
+    about = load("torch-versions")
+    commit = about["machine"]["commit"][:12]
+    line = f"Tests of each part that ran with each torch, {about['started'][:10]}, commit `{commit}`."
+    return f"{line}\n\n" + table(("torch", *parts, "a selective checkpoint"), rows)
+
+
 TABLES = {
+    "torch-versions": torch_versions,
     "families": families,
     "session-window": session_window,
     "examples": examples,

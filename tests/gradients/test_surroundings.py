@@ -21,6 +21,7 @@ from backstash import Policy, Session
 from backstash.errors import (
     SessionError,
 )
+from backstash.torch_internals import hooks_around_checkpoints
 
 
 def test_nested_session_is_refused() -> None:
@@ -235,6 +236,90 @@ def test_a_selective_checkpoint_in_a_session_warns_of_nothing() -> None:
         return [x.grad]
 
     assert not differences(run(None), run(Session(min_nbytes=0)))
+
+
+def _later(run: Any, asked: list[Any]) -> Any:
+    """What runs every checkpoint in torch, as it will be if it refuses at once to run without an answer."""
+
+    def checkpoint_impl(
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        use_reentrant: bool | None = None,
+        respect_saved_tensors_hooks: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        if use_reentrant and respect_saved_tensors_hooks is not None:
+            raise ValueError("only supported when use_reentrant=False")
+        if not use_reentrant:
+            asked.append(respect_saved_tensors_hooks)
+            if respect_saved_tensors_hooks is None and hooks_around_checkpoints() is not None:
+                raise RuntimeError("pass respect_saved_tensors_hooks=True|False")
+        if ASKS:
+            options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
+        return run(function, args, kwargs, use_reentrant=use_reentrant, **options)
+
+    return checkpoint_impl
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_session_answers_where_torch_refuses_to_run_a_checkpoint_without_an_answer(
+    idle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An imitation of a torch that raises before anything runs; this torch's own path where it has that function."""
+    asked: list[Any] = []
+    plain = getattr(torch.utils.checkpoint, "_checkpoint_impl", None)
+    run_plain = plain or (lambda function, args, kwargs, **options: checkpoint(function, *args, **options, **kwargs))
+    later = _later(run_plain, asked)
+    monkeypatch.setattr(torch.utils.checkpoint, "_checkpoint_impl", later, raising=False)
+    keeping = partial(create_selective_checkpoint_contexts, [torch.ops.aten.convolution.default])
+
+    def call(function: Any, x: Tensor, **options: Any) -> Tensor:
+        if plain is not None:
+            return checkpoint(function, x, **options)  # type: ignore[no-any-return]
+        return torch.utils.checkpoint._checkpoint_impl(function, (x,), {}, **options)  # type: ignore[no-any-return, attr-defined]
+
+    def run(session: Session | None) -> list[Tensor | None]:
+        torch.manual_seed(6)
+        model, x = network(), images().requires_grad_()
+        with nullcontext() if session is None else session:
+            h = call(model[:2], call(torch.sin, x, use_reentrant=True), use_reentrant=False)
+            h = call(model[2:5], h, use_reentrant=False, context_fn=keeping)
+            loss = model[5:](h).square().sum()
+        loss.backward()
+        return [x.grad, *gradients_of(model)]
+
+    session = Session("keep" if idle else "lossless", min_nbytes=1 << 40 if idle else 0)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with hooks, pytest.raises(RuntimeError, match="pass respect"):
+        run(None)
+    del asked[:]
+    assert not differences(run(session), run(session))
+    assert asked == [False] * 4
+    assert torch.utils.checkpoint._checkpoint_impl is later  # type: ignore[attr-defined]
+    with session, hooks, pytest.raises(RuntimeError, match="pass respect"):  # the program's own hooks, its own answer
+        call(torch.relu, torch.ones(4, requires_grad=True), use_reentrant=False)
+    monkeypatch.undo()
+    if plain is not None:
+        assert not differences(run(None), run(session))
+
+
+@pytest.mark.skipif(not ASKS, reason="this torch does not ask")
+def test_what_a_program_tells_a_checkpoint_reaches_torch() -> None:
+    """True hands what is kept to the Session, and a checkpoint with reentrance is still not given an answer."""
+    keeping = partial(create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default])
+    x = torch.randn(64, 64, requires_grad=True)
+    seen = []
+    for answer in (True, False):
+        with Session("keep", min_nbytes=0) as session:
+            call = partial(checkpoint, lambda y: y.tanh().exp(), x, context_fn=keeping, use_reentrant=False)
+            call(respect_saved_tensors_hooks=answer).sum().backward()
+        seen.append(len(session.report().rows))
+    assert seen[0] > seen[1]
+    with Session(), pytest.raises(ValueError, match="use_reentrant=False"):
+        checkpoint(torch.relu, x, use_reentrant=True, respect_saved_tensors_hooks=False)
 
 
 def test_reentrant_checkpoint_still_frees_segment_by_segment() -> None:

@@ -9,7 +9,7 @@ Note: [recomputed alike]
     nothing are spared that, because hooks cost each call of a module some microseconds.
 
 Note: [kept by checkpoints]
-    What a selective checkpoint keeps, it keeps itself, past all saved-tensor hooks. From torch 2.15 on it asks whether
+    What a selective checkpoint keeps, it keeps itself, past all saved-tensor hooks. From torch 2.14 on it asks whether
     that is to go through the hooks around it, and it warns, and later raises an error, where nobody has said so. The
     hooks are the Session's and not the program's, which was never asked. So a Session answers in its place that all
     stays as it is without a Session. A program that says True is not overruled, and where hooks of its own lie between,
@@ -29,7 +29,7 @@ from backstash.capture.leaving import to_the_end
 from backstash.capture.observer import Observer
 from backstash.torch_internals import (
     ASKS_FOR_HOOKS,
-    asking_generators,
+    asking_runners,
     checkpoint_hooks,
     current_function_mode,
     has_compiled,
@@ -37,8 +37,8 @@ from backstash.torch_internals import (
     hooks_around_checkpoints,
     push_function_mode,
     remove_function_mode,
-    replace_checkpoint_generators,
     replace_checkpoint_hooks,
+    replace_checkpoint_runners,
 )
 
 _lock = threading.Lock()
@@ -48,7 +48,7 @@ _open: dict[object, Callable[..., Any]] = {}
 _original: Any = None
 """Torch's class, as long as a Session is open on any thread."""
 
-_generators: dict[str, Any] = {}
+_runners: dict[str, Any] = {}
 """Torch's functions that ask whether hooks are to be respected, by name."""
 
 
@@ -66,10 +66,10 @@ def admit(hooks: object, pack: Callable[..., Any]) -> None:
         if found is not None and not _is_remembering(found):
             _original = found
             replace_checkpoint_hooks(_remembering(found))
-        for name, generator in asking_generators().items():
-            if generator is not _answering(_generators.setdefault(name, generator)):
-                _generators[name] = generator
-                replace_checkpoint_generators({name: _answering(generator)})
+        for name, runner in asking_runners().items():
+            if runner is not _answering(_runners.setdefault(name, runner)):
+                _runners[name] = runner
+                replace_checkpoint_runners({name: _answering(runner)})
 
 
 def dismiss(hooks: object) -> None:
@@ -80,9 +80,9 @@ def dismiss(hooks: object) -> None:
             return
         if _is_remembering(checkpoint_hooks()):
             replace_checkpoint_hooks(_original)
-        for name, now in asking_generators().items():
-            if name in _generators and now is _answering(_generators[name]):
-                replace_checkpoint_generators({name: _generators[name]})
+        for name, now in asking_runners().items():
+            if name in _runners and now is _answering(_runners[name]):
+                replace_checkpoint_runners({name: _runners[name]})
 
 
 def _is_remembering(hooks: Any) -> bool:
@@ -93,17 +93,20 @@ def _is_remembering(hooks: Any) -> bool:
 def _answering(original: Any) -> Any:
     """Runs a checkpoint, which is told to keep what it keeps by itself (Note: [kept by checkpoints])."""
     signature = inspect.signature(original)
+    may_be_reentrant = "use_reentrant" in signature.parameters  # and then torch takes no answer
 
     @wraps(original)
-    def generate(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        hooks = hooks_around_checkpoints()
-        if given.arguments.get(ASKS_FOR_HOOKS) is None and _is_ours(hooks):
+        is_asked = given.arguments.get(ASKS_FOR_HOOKS) is None
+        if may_be_reentrant and given.arguments.get("use_reentrant") is not False:
+            is_asked = False
+        if is_asked and _is_ours(hooks_around_checkpoints()):
             given.arguments[ASKS_FOR_HOOKS] = False
         return original(*given.args, **given.kwargs)
 
-    hide_from_dynamo(generate)
-    return generate
+    hide_from_dynamo(run)
+    return run
 
 
 def _is_ours(hooks: Any) -> bool:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from backstash.stash.summary import LARGEST, headline, holdings, row_label
+from backstash.stash.helping import holdings, row_label, what_now
+from backstash.stash.summary import LARGEST, headline
 from backstash.stash.tables import amount, ms
 
 if TYPE_CHECKING:
     from backstash.stash.ledger import Entry, Report
 
+_CODE = re.compile(r"`([^`]*)`")
+
 _STYLE = """
 .backstash{font:14px/1.45 system-ui,sans-serif;color:#1b1b1b;background:#fff}
 .backstash h1{font-size:22px;margin:0 0 4px}.backstash h2{font-size:16px;margin:26px 0 6px}
-.backstash p{margin:2px 0 10px;color:#555}.backstash .scroll{overflow-x:auto}
+.backstash p{margin:2px 0 10px;color:#555}.backstash p.help{margin:0 0 4px;color:inherit}
+.backstash .scroll{overflow-x:auto}
 .backstash table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
 .backstash th{text-align:left;border-bottom:2px solid #999;padding:4px 14px 4px 0;white-space:nowrap}
 .backstash td{text-align:left;border-bottom:1px solid #ddd;padding:3px 14px 3px 0;vertical-align:top}
@@ -77,6 +82,9 @@ def page(report: Report) -> str:
 
 def _heading(report: Report, level: int) -> str:
     text = f"<h{level}>{escape(headline(report))}</h{level}>"
+    for line in what_now(report):
+        line = _CODE.sub(r"<code>\1</code>", escape(line))
+        text += f"<p class=help>{line}</p>"
     if report.rows:
         text += f"<p>in step {report.steps} under {escape(report.policy)}</p>"
     return text + "".join(f"<p>note: {escape(note)}</p>" for note in report.notes)

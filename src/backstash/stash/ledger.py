@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from backstash.stash import html
+from backstash.stash.helping import Suggestion, suggestions
 from backstash.stash.summary import headline, summary
 from backstash.stash.tables import mib, ms, ratio, table
 
@@ -209,6 +210,11 @@ class Report:
         """Time that backward waited for stores."""
         return sum(row.stall_seconds for row in self.rows)
 
+    @property
+    def suggestions(self) -> tuple[Suggestion, ...]:
+        """What would leave fewer bytes on the device, most first; the first two are at the top of the summary."""
+        return suggestions(self)
+
     def by_codec(self) -> tuple[CodecTotal, ...]:
         """Totals per codec, largest saving first. Speeds are dense bytes per second of host time."""
         groups: dict[str, list[Entry]] = defaultdict(list)
@@ -258,6 +264,7 @@ class Report:
         }
         totals["ratio"] = self.ratio if math.isfinite(self.ratio) else None
         totals["notes"] = list(self.notes)
+        totals["suggestions"] = [asdict(one) for one in self.suggestions]
         totals["by_codec"] = [asdict(total) for total in self.by_codec()]
         totals["peak"] = [asdict(row) for row in self.peak]
         totals["gradient_error"] = [
@@ -294,7 +301,7 @@ class Report:
         return headline(self)
 
     def summary(self, width: int | None = None) -> str:
-        """What was gained, how values are stored, and which of them still take the most.
+        """What was gained, what would help now, how values are stored, and which of them still take the most.
 
         Args:
             width: characters of a line. By default the terminal's, between 60 and 120.

@@ -1,17 +1,19 @@
-"""A report in a few lines: what was gained, how it is stored, and which values still take the most.
+"""A report in a few lines: what was gained, what to do now, how it is stored, and which values still take the most.
 
 Functions of plain data. The report itself is in ledger.py.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from backstash.stash.tables import amount, change, folded, ms, paragraph, ratio, shortened, table
+from backstash.stash.helping import NOTHING_REMADE as NOTHING_REMADE
+from backstash.stash.helping import holdings, row_label, what_now
+from backstash.stash.tables import amount, change, ms, paragraph, ratio, shortened, table
 
 if TYPE_CHECKING:
     from backstash.stash.ledger import Entry, Report
@@ -19,34 +21,11 @@ if TYPE_CHECKING:
 LARGEST = 10
 """How many of the values that are still held a summary shows."""
 
+_CODE = re.compile(r"`[^`]*`")
+_UNBROKEN = "\N{NO-BREAK SPACE}"
+
 NARROWEST, WIDEST = 60, 120
 """Characters of a line of a summary, whatever the terminal's width is."""
-
-NOTHING_REMADE = "nothing is made again"
-"""Part of the note of a Session that remakes nothing, because a step saves little."""
-
-_BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
-_QUANTIZED_BITS = 8 + 64 / 256
-"""Bits per value of the policy ``quantized(8)``: two float32 extremes for each group of 256 values."""
-
-
-@dataclass(frozen=True)
-class HeldValues:
-    """Values of one kind that are still held on the device.
-
-    Attributes:
-        name: their module and role, where the numbers of repeated blocks are ``*``.
-        count: how many they are.
-        nbytes: bytes that the device holds for them.
-        why: why they are held, in a few words.
-        advice: what would make them smaller; empty if nothing is known.
-    """
-
-    name: str
-    count: int
-    nbytes: int
-    why: str
-    advice: str
 
 
 def headline(report: Report) -> str:
@@ -77,6 +56,9 @@ def summary(report: Report, width: int | None = None) -> str:
     """
     width = width or min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
     lines = paragraph(headline(report), width)
+    for line in what_now(report):
+        whole = _CODE.sub(lambda code: code[0].replace(" ", _UNBROKEN), line)  # what is to be typed stays on one line
+        lines += (part.replace(_UNBROKEN, " ") for part in paragraph(whole, width))
     if report.rows:
         about = f"in step {report.steps} under {report.policy}"
         if report.parameter_nbytes:
@@ -144,74 +126,6 @@ def _largest(report: Report, width: int) -> list[str]:
         rest = sum(one.nbytes for one in held[LARGEST:])
         lines.append(f"and {amount(rest)} in {len(held) - LARGEST} more kinds of values")
     return ["", *(line[:width].rstrip() for line in lines)]
-
-
-def holdings(report: Report) -> list[HeldValues]:
-    """The values that the device holds, largest first. Values of repeated blocks are one row."""
-    was_remaking = not any(NOTHING_REMADE in note for note in report.notes)
-    groups: dict[tuple[str, str, str, str], list[Entry]] = defaultdict(list)
-    for row in report.rows:
-        if row.device_nbytes:
-            groups[_folded(row.key), row.spec, row_label(row), why(row, was_remaking)].append(row)
-    found = []
-    for (name, _, _, reason), alike in groups.items():
-        shown = name if len(alike) > 1 else alike[0].key.replace("#0:", ":")
-        nbytes = sum(row.device_nbytes for row in alike)
-        found.append(HeldValues(shown.lstrip("/") or "?", len(alike), nbytes, reason, advice(alike, reason)))
-    return sorted(found, key=lambda one: -one.nbytes)
-
-
-def row_label(row: Entry) -> str:
-    """The form in which a value is stored, and where, if that is not the device."""
-    return row.codec if row.store == "device" else f"{row.codec} in {row.store}"
-
-
-def why(row: Entry, was_remaking: bool = True) -> str:
-    """Why a value is still held, in a few words.
-
-    Args:
-        row: the value.
-        was_remaking: whether values were remade where that is possible, so that a reason against it says something.
-    """
-    if row.codec != "kept":
-        return row.codec
-    reason, _, origin = row.reason.partition("; not recomputed: ")
-    if reason.startswith("held by the program"):
-        return "in use"
-    if reason == "small":
-        return "too small"
-    if reason.endswith("of a sample is not zero"):
-        return "unknown origin" if was_remaking and origin == "what made it is not known" else "dense"
-    if reason == "the policy says so":
-        return "by the policy"
-    return shortened(reason, 24) if reason else "kept"
-
-
-def advice(rows: Sequence[Entry], reason: str) -> str:
-    """What would make values of one kind smaller, which are held for that reason, as far as it is known untried.
-
-    The bits of a gradient stay as they are if a value is made again, so that comes first. A budget has it done.
-    """
-    row = rows[0]
-    if reason == "too small":
-        return "a smaller min_nbytes"
-    if reason == "by the policy":
-        return "the policy lossless"
-    if reason == "in use" or row.need in ("", "SIGN", "SHAPE", "INDEX"):
-        return ""
-    if row.codec == "kept" and all(one.remake_seconds for one in rows):
-        return f"recompute: {ms(sum(one.remake_seconds for one in rows))}"
-    bits = _BITS.get(row.spec.partition(" ")[0])
-    if row.codec == "kept" and row.effect and bits:
-        held = sum(one.device_nbytes for one in rows)
-        return f"8 bits: -{amount(round(held * (1 - _QUANTIZED_BITS / bits)))}"
-    return "offload"
-
-
-def _folded(key: str) -> str:
-    """A key with ``*`` for the numbers of modules, and without the number of the first node of its kind."""
-    path, slash, node = key.rpartition("/")
-    return folded(path) + slash + node.replace("#0:", ":")
 
 
 def _stores(report: Report) -> set[str]:

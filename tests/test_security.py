@@ -1,0 +1,167 @@
+"""What SECURITY.md says of the source: no network, nothing unpickled, files that nobody else can read."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from backstash import BackstashError, Plan
+from backstash.stores.file import UnnamedFile
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "backstash"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+NETWORK = {
+    *("socket", "socketserver", "ssl", "select", "selectors", "asyncio", "urllib", "http", "ftplib", "smtplib"),
+    *("poplib", "imaplib", "nntplib", "telnetlib", "xmlrpc", "webbrowser", "wsgiref", "cgi"),
+    *("requests", "urllib3", "httpx", "aiohttp", "websockets", "paramiko", "grpc", "zmq", "huggingface_hub", "wandb"),
+    *("sentry_sdk", "boto3", "fsspec", "mlflow"),
+}
+"""Modules by which a program reaches another machine."""
+
+IMPORTING = ("import_module", "__import__")
+
+UNPICKLING = {"compile/inductor/options.py"}
+"""Where something is unpickled: what Inductor takes from its own cache."""
+
+EVALUATING = {"testing/codec.py", "integrations/launcher.py"}
+"""Where a text is run as Python: the repr of a codec under test, and the user's training script."""
+
+STARTING = {
+    "cli/benching.py",
+    "cli/running.py",
+    "integrations/allocator.py",
+    "report/compare.py",
+    "report/doctor.py",
+    "report/machine.py",
+}
+"""Where other programs are started; SECURITY.md names them."""
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The first names of all modules that a file imports, inside functions and by name as well."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").split(".")[0]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in IMPORTING:
+            yield from (str(word.value).split(".")[0] for word in node.args[:1] if isinstance(word, ast.Constant))
+
+
+def called(path: Path) -> set[str]:
+    """The functions that a file calls, as they are written."""
+    return {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def where(*functions: str) -> set[str]:
+    """The files that call one of these functions."""
+    return {relative(path) for path in MODULES if called(path) & set(functions)}
+
+
+def test_no_module_imports_one_for_the_network() -> None:
+    found = {relative(path): set(imported(path)) & NETWORK for path in MODULES}
+    assert len(found) > 200
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_an_import_of_one_for_the_network_would_be_found(tmp_path: Path) -> None:
+    lines = ["import socket", "from urllib.request import urlopen", "def f(): import requests", "import http.client"]
+    lines.append("importlib.import_module('httpx')")
+    for line in lines:
+        file = tmp_path / "module.py"
+        file.write_text(line)
+        assert set(imported(file)) & NETWORK, line
+
+
+def test_training_opens_no_connection() -> None:
+    """An import, a step, a report and a plan, in a process in which every socket is an error, torch's own included."""
+    program = """
+import sys
+def refuse(event, arguments):
+    if event.startswith(("socket.connect", "socket.bind", "socket.getaddrinfo", "urllib.")):
+        raise RuntimeError(event)
+import torch
+sys.addaudithook(refuse)
+import backstash as bs
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+x = torch.randn(256, 64)
+def step():
+    with session:
+        loss = model(x).square().mean()
+    loss.backward()
+for session in (bs.Session("lossless", min_nbytes=0), bs.Session("offload", min_nbytes=0)):
+    step(); step()
+    str(session.report()), session.report().to_html(), session.report().to_json()
+profile = bs.profile(lambda: model(x).square().mean().backward(), model)
+print(len(bs.plan(profile, "4MiB").to_json()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
+def test_nothing_is_unpickled_but_what_inductor_has_in_its_cache() -> None:
+    loads = (
+        "pickle.loads",
+        "pickle.load",
+        "pickle.Unpickler",
+        "torch.load",
+        "marshal.loads",
+        "shelve.open",
+        "dill.loads",
+    )
+    assert where(*loads) == UNPICKLING
+    assert not any({"marshal", "shelve", "dill", "cloudpickle", "joblib"} & set(imported(path)) for path in MODULES)
+
+
+def test_text_is_run_in_two_places_only() -> None:
+    assert where("eval", "exec") == EVALUATING
+
+
+def test_other_programs_are_started_where_the_page_says() -> None:
+    starts = ("subprocess.run", "subprocess.Popen", "subprocess.check_output", "os.system", "os.popen", "os.execve")
+    found = where(*starts)
+    assert found == STARTING
+    assert not any(keyword for path in MODULES for keyword in re.findall(r"shell=True", path.read_text()))
+    row = next(line for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| other programs"))
+    for file in found:
+        assert file in row or f"src/backstash/{file.split('/')[0]}/`" in row, file
+
+
+def test_a_plan_that_somebody_edited_is_refused() -> None:
+    code = {"backstash": "Plan", "version": 3, "checksum": "sha256:0", "content": {"__reduce__": "os.system"}}
+    with pytest.raises(BackstashError, match="checksum"):
+        Plan.from_json(json.dumps(code))
+
+
+@pytest.mark.parametrize("has_unnamed_files", [True, False])
+def test_the_file_of_a_disk_store_is_nobody_else_s(
+    has_unnamed_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_unnamed_files:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    before = os.umask(0)  # a umask of nothing hides nothing
+    try:
+        file = UnnamedFile(tmp_path)
+    finally:
+        os.umask(before)
+    found = os.fstat(file._descriptor)
+    assert stat.S_IMODE(found.st_mode) == 0o600 and found.st_nlink == 0
+    assert list(tmp_path.iterdir()) == []
+    file.close()
