@@ -1,0 +1,148 @@
+"""``bs.verify``: runs a step as it is and without savers, and compares what backward gets with what forward had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from backstash.arguments import check_model, check_step
+from backstash.errors import MeasureError
+from backstash.rewrites.state import State, StepState
+from backstash.saved import is_tensor
+from backstash.verify.checksum import checksum, numbers_of, why_unchecked
+from backstash.verify.facts import generator_digests
+from backstash.verify.gradients import gradient_errors, state_sums, unequal_names
+from backstash.verify.reference import Reference
+from backstash.verify.runlog import RunLog
+from backstash.verify.verdict import Verification, judge, needs_closer_look
+from backstash.verify.watch import Watch
+
+MOST_KEPT = 8
+"""Of how many differing values the elements are compared."""
+
+
+def verify(
+    step: Callable[[], object], model: nn.Module | None = None, *, tolerance: float = 0.0, name: str = "step"
+) -> Verification:
+    """Checks that backward reads the bits that forward had, under whatever stores or recomputes them.
+
+    The step runs twice from the same state: as it is, with the checksum of every saved tensor compared, and with every
+    checkpoint, offloader and Session switched off, whose gradients are compared. If anything differs, both run once
+    more to say where, how far and why. Afterwards everything that the step reaches is as it was before, as after
+    :func:`backstash.profile`.
+
+    Args:
+        step: runs forward and backward, such as ``lambda: criterion(model(x), y).backward()``. Optimizers may step in
+            it.
+        model: the model that it trains. Without it, the modules that the step calls outermost are taken.
+        tolerance: relative error up to which hooks may round the values that they store.
+        name: of the step in the report.
+
+    Raises:
+        MeasureError: the step ran no backward pass.
+        TypeError: ``step`` cannot be called without arguments, or ``model`` is no module.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        >>> x = torch.ones(4, 8, requires_grad=True)
+        >>> options = {"use_reentrant": False, "preserve_rng_state": False}
+        >>> found = verify(lambda: checkpoint(model, x, **options).sum().backward())
+        >>> found.verdict, found.findings[0].cause.kind
+        ('differs', 'generator')
+    """
+    check_step(step, "verify")
+    if model is not None:
+        check_model(model, "verify", ", or None for the modules that the step calls")
+    with _Repeated(step, [] if model is None else [model]) as repeated:
+        watch = Watch()
+        watched = repeated.run(watch)
+        if not watched.passes:
+            raise MeasureError(
+                "verify was asked for a step, but it ran no backward pass. Pass a function that runs forward and "
+                "backward, such as lambda: criterion(model(x), y).backward()."
+            )
+        plain = Reference(watched.recomputing)
+        reference = repeated.run(plain)
+        if not needs_closer_look(watched, reference):
+            return judge(name, watched, reference)
+        numbers = [each.number for each in watched.differences[:MOST_KEPT]]
+        regions = {each.region for each in watched.differences[:MOST_KEPT] if each.region is not None}
+        look = Watch(numbers, regions, watched.recomputing, keeps_gradients=True)
+        closer = repeated.run(look)
+        again = Reference(watched.recomputing, keeps_gradients=True)
+        log = repeated.run(again)
+        differing = [place for place, names in enumerate(unequal_names(closer.gradients, log.gradients)) if names]
+        errors = gradient_errors(look.gradients[differing[0]], again.gradients[differing[0]]) if differing else []
+        return judge(name, watched, reference, closer, log, errors, tolerance)
+
+
+class _Repeated:
+    """Inside the ``with``, a step runs again and again from the same state, which is restored at the end."""
+
+    def __init__(self, step: Callable[[], object], models: list[nn.Module]) -> None:
+        self._step, self._models = step, models
+        self._found: dict[int, State] = {}
+        self._leaves: list[Tensor] = []
+
+    def __enter__(self) -> _Repeated:
+        self._outer = StepState(self._step, self._models)
+        self._outer.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._outer.__exit__(*error)
+        for state in self._found.values():
+            state.restore()
+            state.restore_gradients()
+
+    def run(self, under: Watch | Reference) -> RunLog:
+        """Runs the step once and returns the record.
+
+        Raises:
+            RuntimeError: from the step, if no value differs before.
+        """
+        self._outer.rewind()
+        for state in (*self._outer.states, *self._found.values()):
+            state.restore()
+            state.set_gradients_aside()
+        under.paths.found_root = self._note
+        for leaf in self._leaves:
+            leaf.grad = None
+        try:
+            with _as_context(under):
+                returned = self._step()
+        except RuntimeError:
+            if not under.log.differing:
+                raise
+            returned = None
+        tensors = [x for x in _tensors(returned) if why_unchecked(x) is None]
+        under.log.returned = numbers_of([checksum(x) for x in tensors])
+        under.log.state = state_sums(under.paths)
+        under.log.generators = generator_digests()
+        self._leaves = [x for _, x in under.paths.parameters()]
+        return under.log
+
+    def _note(self, module: nn.Module) -> None:
+        """Notes the state of a module that is called outermost for the first time."""
+        known = {id(each) for model in self._models for each in model.modules()}
+        if id(module) not in known and id(module) not in self._found:
+            self._found[id(module)] = state = State(module)
+            state.set_gradients_aside()
+
+
+def _as_context(under: Watch | Reference) -> AbstractContextManager[Any]:
+    return under
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if is_tensor(tree):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        return [x for each in tree for x in _tensors(each)]
+    if isinstance(tree, dict):
+        return [x for each in tree.values() for x in _tensors(each)]
+    return []
