@@ -76,6 +76,12 @@ def _of_hooks(found: ValueDifference) -> Cause:
             f"{who} returned the value on another device ({_parts(found.got)[2]})",
             "have the unpack hook move the value back to the device that it came from",
         )
+    if found.version:
+        return Cause(
+            "in place",
+            f"it was changed in place after it was saved ({_times(found.version)}), and {who} hide that from autograd",
+            "use the operation that is not in place, or have the pack hook keep x._version and the unpack hook compare it",
+        )
     if found.same_as is not None:
         return Cause(
             "swapped",
@@ -114,6 +120,9 @@ def _of_region(found: ValueDifference, region: RegionLog) -> Cause:
     kind, text = found.operation.get("kind", ""), found.operation.get("text", "")
     subject = found.operation.get("subject", "")
     where = f" ({text})" if text else ""
+    foreign = [each for each in changed.get("generator", []) if each[1] in ("python", "numpy")]
+    if foreign and kind in ("operation", "numbers", "input", "kernel") and "argument" not in subject:
+        return _of_generator(foreign, region, where)
     if kind == "seeded" or (not kind and "generator" in changed):
         return _of_generator(changed.get("generator", []), region, where)
     if "autocast" in changed and kind in ("", "dtype", "operation", "numbers"):

@@ -15,11 +15,8 @@ import torch
 from torch import nn
 
 from backstash import accelerator
-from backstash.torch_internals import (
-    autocast_of,
-    count_function_modes,
-    deterministic,
-)
+from backstash.torch_internals import autocast_of, count_function_modes, deterministic
+from backstash.verify.paths import address_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +135,7 @@ class Written:
     def _add(self, kind: str, name: str, x: Any) -> None:
         if isinstance(x, torch.Tensor) and not x.is_inference():
             held = weakref.ref(x) if kind == "input" else partial(_same, x)  # an input is held by whoever needs it
-            self._versions.append((kind, name, held, x._version, _address(x)))
+            self._versions.append((kind, name, held, x._version, address_of(x)))
 
     def changed(self) -> list[Change]:
         """What was written or switched since."""
@@ -153,20 +150,13 @@ class Written:
                 continue
             if x._version != version:
                 found.append(Change(kind, name, f"version {version}", f"version {x._version}"))
-            elif address and _address(x) and _address(x) != address:
+            elif address and address_of(x) and address_of(x) != address:
                 found.append(Change(kind, name, "its memory", "other memory"))
         return found
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-def _address(x: torch.Tensor) -> int:
-    try:
-        return x.data_ptr()
-    except RuntimeError:  # of a tensor without a storage
-        return 0
 
 
 def _mode(training: bool) -> str:

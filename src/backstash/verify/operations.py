@@ -16,6 +16,7 @@ from torch import Tensor
 from backstash.saved import is_tensor
 from backstash.torch_internals import TorchDispatchMode, is_seeded_tag
 from backstash.verify.checksum import Checksum, checksum, numbers_of, why_unchecked
+from backstash.verify.paths import address_of
 
 _SILENT = ("aten.detach", "aten.alias", "aten.sym_size", "aten.sym_stride", "prim.device")
 _BLANK = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
@@ -83,12 +84,12 @@ class OperationLog(TorchDispatchMode):
         outputs = list(_tensors(returned))
         is_blank = name.startswith(_BLANK)
         for each in outputs:
-            address = _address(each)
+            address = address_of(each)
             (self._blank.add if is_blank else self._blank.discard)(address)
             self._made[address] = name.split(".")[1]
         for each, is_written in zip(given, writes, strict=False):
             if is_written:
-                self._blank.discard(_address(each))
+                self._blank.discard(address_of(each))
         self.operations.append(
             Operation(
                 name,
@@ -105,12 +106,12 @@ class OperationLog(TorchDispatchMode):
         return returned
 
     def _sum(self, x: Tensor, is_written: bool) -> Checksum | None:
-        if why_unchecked(x) is not None or (is_written and _address(x) in self._blank) or _address(x) in self._blank:
+        if why_unchecked(x) is not None or (is_written and address_of(x) in self._blank) or address_of(x) in self._blank:
             return None
         return checksum(x)
 
     def _name(self, x: Tensor) -> str:
-        made = self._made.get(_address(x))
+        made = self._made.get(address_of(x))
         return f"the result of {made}" if made is not None else self._name_of(x) or "a tensor from outside"
 
 
@@ -139,11 +140,25 @@ def first_difference(forward: Sequence[Operation], again: Sequence[Operation]) -
     resolved = [
         [(_resolve(op.inputs, numbers), _resolve(op.outputs, numbers)) for op in run] for run in (forward, again)
     ]
-    for place, (op, other) in enumerate(zip(forward, again, strict=False)):
-        found = _compare(op, other, *resolved[0][place], *resolved[1][place])
+    for place, other_place in _aligned([op.name for op in forward], [op.name for op in again]):
+        found = _compare(forward[place], again[other_place], *resolved[0][place], *resolved[1][other_place])
         if found is not None:
             return found
     return None
+
+
+def _aligned(forward: Sequence[str], again: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Pairs of places. A cast on one side alone is passed over: autocast keeps casts of weights from forward."""
+    one = two = 0
+    while one < len(forward) and two < len(again):
+        if forward[one] != again[two] and _CAST in (forward[one], again[two]):
+            one, two = one + (forward[one] == _CAST), two + (again[two] == _CAST)
+            continue
+        yield one, two
+        one, two = one + 1, two + 1
+
+
+_CAST = "aten._to_copy.default"
 
 
 def _compare(
@@ -153,16 +168,16 @@ def _compare(
         return FirstDifference(kind, op.path, op.short_name, text, subject)
 
     if op.name != other.name:
-        kind = "dtype" if "_to_copy" in (op.short_name, other.short_name) else "operation"
-        return found(kind, f"forward ran {op.short_name} where the recomputation ran {other.short_name}")
+        return found("operation", f"forward ran {op.short_name} where the recomputation ran {other.short_name}")
     if op.numbers != other.numbers:
         return found("numbers", f"{op.short_name} was called with other arguments: {_apart(op.numbers, other.numbers)}")
+    if op.shapes != other.shapes:
+        text = f"{op.short_name} returned {', '.join(op.shapes)} and then {', '.join(other.shapes)}"
+        return found("dtype", text)
     for place, (one, two) in enumerate(zip(given, given_again, strict=False)):
         if one is not None and two is not None and one != two:
             name = op.names[place]
             return found("input", f"{op.short_name} read {name}, which had other bits", name)
-    if op.shapes != other.shapes:
-        return found("dtype", f"{op.short_name} returned {op.shapes} and then {other.shapes}")
     if any(one != two for one, two in zip(got, got_again, strict=False) if one is not None and two is not None):
         if op.is_seeded:
             return found("seeded", f"{op.short_name} drew other random numbers")
@@ -218,12 +233,5 @@ def _apart(one: str, other: str) -> str:
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
-    address = _address(x)
+    address = address_of(x)
     return (x.stride(), address % 64) if x.layout is torch.strided and not x.is_nested else ()
-
-
-def _address(x: Tensor) -> int:
-    try:
-        return x.data_ptr()
-    except RuntimeError:  # of a tensor without a storage
-        return 0

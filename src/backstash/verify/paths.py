@@ -76,7 +76,7 @@ class ModulePaths:
         """The parameter or the buffer at an address."""
         for kind, held in (("the buffer", self.buffers()), ("the parameter", self.parameters())):
             for name, x in held:
-                if address and _address(x) == address:
+                if address and address_of(x) == address:
                     return f"{kind} {name}"
         return None
 
@@ -119,7 +119,8 @@ def _joined(prefix: str, name: str) -> str:
     return ".".join(each for each in (prefix, name) if each)
 
 
-def _address(x: Tensor) -> int:
+def address_of(x: Tensor) -> int:
+    """Where the first element lies; 0 of a tensor without memory."""
     try:
         return x.data_ptr()
     except RuntimeError:  # of a tensor without a storage

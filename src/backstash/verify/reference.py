@@ -34,6 +34,8 @@ from backstash.torch_internals import (
     ignore_global_hooks_of_compiled_modules,
     is_dynamo_compiling,
     is_traced,
+    push_saved_tensor_hooks,
+    remove_saved_tensor_hooks,
     replace_function_apply,
     replace_hook_pushing,
 )
@@ -52,6 +54,7 @@ class Reference:
         recomputing: names of custom autograd functions that recompute (Note: [functions that recompute]).
         keeps_gradients: whether the gradients themselves are kept, and not only their checksums.
         eager: whether compiled functions run in eager mode.
+        copies: whether autograd saves copies, which nobody can change in place.
 
     Attributes:
         log: the record of the run.
@@ -59,10 +62,11 @@ class Reference:
         gradients: for each backward pass, the gradients by name.
     """
 
-    def __init__(self, recomputing: Collection[str] = (), keeps_gradients: bool = False, eager: bool = True) -> None:
+    def __init__(self, recomputing: Collection[str] = (), keeps_gradients: bool = False, eager: bool = True, copies: bool = False) -> None:
         self.log, self.paths = RunLog(), ModulePaths()
         self.gradients: list[dict[str, Tensor]] = []
         self._recomputing, self._keeps, self._eager = frozenset(recomputing), keeps_gradients, eager
+        self._copies = copies
 
     def __enter__(self) -> Reference:
         ignore_global_hooks_of_compiled_modules()
@@ -88,6 +92,8 @@ class Reference:
                 nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
             )
             passes.listen(self, of_grad=True)
+            if self._copies:
+                push_saved_tensor_hooks(_copy, _copied)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -96,6 +102,8 @@ class Reference:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._copies:
+            remove_saved_tensor_hooks(_copy)
         passes.unlisten(self)
         for hook in getattr(self, "_module_hooks", ()):
             hook.remove()
@@ -244,3 +252,14 @@ def _unreached(result: Any, inputs: list[Tensor]) -> int:
                 seen.add(following)
                 waiting.append(following)
     return len(wanted)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()
+
+
+_copy.only_observes = True  # type: ignore[attr-defined]  # so that a Session may be opened inside
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x

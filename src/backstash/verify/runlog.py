@@ -105,6 +105,8 @@ class RunLog:
         sessions: the policies of Sessions that were entered, and whether they promise the same bits.
         compiled: how many graphs were compiled.
         passes: how many backward passes there were.
+        changed: by the number of such a region, the facts that differ, as in ValueDifference.
+        operations: by the number of a region whose operations were written down, the first that differs.
         error: the type and message of the exception that ended the run, or None.
     """
 
@@ -126,6 +128,8 @@ class RunLog:
     compiled: int = 0
     passes: int = 0
     error: str | None = None
+    changed: dict[str, list[list[str]]] = field(default_factory=dict)
+    operations: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The record as JSON."""

@@ -20,6 +20,8 @@ from backstash.verify.runlog import RunLog
 from backstash.verify.verdict import Verification, judge, needs_closer_look
 from backstash.verify.watch import Watch
 
+IN_PLACE = "modified by an inplace operation"
+
 MOST_KEPT = 8
 """Of how many differing values the elements are compared."""
 
@@ -65,19 +67,17 @@ def verify(
                 "verify was asked for a step, but it ran no backward pass. Pass a function that runs forward and "
                 "backward, such as lambda: criterion(model(x), y).backward()."
             )
-        plain = Reference(watched.recomputing)
-        reference = repeated.run(plain)
-        if not needs_closer_look(watched, reference):
-            return judge(name, watched, reference)
-        numbers = [each.number for each in watched.differences[:MOST_KEPT]]
-        regions = {each.region for each in watched.differences[:MOST_KEPT] if each.region is not None}
-        look = Watch(numbers, regions, watched.recomputing, keeps_gradients=True)
-        closer = repeated.run(look)
-        again = Reference(watched.recomputing, keeps_gradients=True)
-        log = repeated.run(again)
-        differing = [place for place, names in enumerate(unequal_names(closer.gradients, log.gradients)) if names]
+        reference = repeated.run_plainly(watched.recomputing)
+        if not needs_closer_look(watched, reference.log):
+            return judge(name, watched, reference.log)
+        look = repeated.look_closer(watched)
+        if look.log.differing and not watched.differing:  # in regions that are known as such only now
+            watched = look.log
+            look = repeated.look_closer(watched)
+        again = repeated.run_plainly(watched.recomputing, keeps_gradients=True)
+        differing = [place for place, names in enumerate(unequal_names(look.log.gradients, again.log.gradients)) if names]
         errors = gradient_errors(look.gradients[differing[0]], again.gradients[differing[0]]) if differing else []
-        return judge(name, watched, reference, closer, log, errors, tolerance)
+        return judge(name, watched, reference.log, look.log, again.log, errors, tolerance)
 
 
 class _Repeated:
@@ -99,6 +99,31 @@ class _Repeated:
             state.restore()
             state.restore_gradients()
 
+    def run_plainly(self, recomputing: list[str], keeps_gradients: bool = False) -> Reference:
+        """Runs the step without savers. If it cannot go backward without them, autograd saves copies.
+
+        A saver that copies, or that hides a version, lets a program go on which changes saved values in place.
+        """
+        under = Reference(recomputing, keeps_gradients)
+        try:
+            self.run(under)
+        except RuntimeError as error:
+            if IN_PLACE not in str(error):
+                raise
+            under = Reference(recomputing, keeps_gradients, copies=True)
+            self.run(under)
+        return under
+
+    def look_closer(self, watched: RunLog) -> Watch:
+        """Runs the step with what is needed to describe the differences of a run."""
+        numbers = [each.number for each in watched.differences[:MOST_KEPT]]
+        regions = {each.region for each in watched.differences[:MOST_KEPT] if each.region is not None}
+        if watched.error is not None:  # a checkpoint has noticed something by itself, in any of them
+            regions |= {each.number for each in watched.regions if each.runs_again}
+        under = Watch(numbers, regions, watched.recomputing, keeps_gradients=True)
+        self.run(under)
+        return under
+
     def run(self, under: Watch | Reference) -> RunLog:
         """Runs the step once and returns the record.
 
@@ -116,7 +141,7 @@ class _Repeated:
             with _as_context(under):
                 returned = self._step()
         except RuntimeError:
-            if not under.log.differing:
+            if not (under.log.differing or any(each.runs_again for each in under.log.regions)):
                 raise
             returned = None
         tensors = [x for x in _tensors(returned) if why_unchecked(x) is None]

@@ -116,7 +116,9 @@ class Verification:
             return f"rounded: {seen}; what differs is meant"
         if self.verdict == UNSTEADY_VERDICT:
             return f"unsteady: {seen}; kernels of this step do not repeat themselves"
-        return f"differs: {seen}; {_count(log.differing, 'value')} differ{'s' if log.differing == 1 else ''}"
+        if log.differing:
+            return f"differs: {seen}; {_count(log.differing, 'value')} differ{'s' if log.differing == 1 else ''}"
+        return f"differs: {seen}; {'torch noticed it and raised' if log.error else 'no value differs, but gradients or state'}"
 
     def __str__(self) -> str:
         return "\n".join(self.lines(fix=True))
@@ -166,6 +168,8 @@ def judge(
         tolerance: relative error up to which hooks may round.
     """
     findings = _value_findings(watched, closer, tolerance)
+    if watched.error is not None and not findings and closer is not None:
+        findings = _error_findings(closer)
     unequal = [names for names in unequal_names(watched.gradients, reference.gradients)]
     is_steady = again is None or not any(unequal_names(reference.gradients, again.gradients))
     if not any(each.is_wrong for each in findings):
@@ -231,6 +235,19 @@ def _value_findings(watched: RunLog, closer: RunLog | None, tolerance: float) ->
             else:
                 found[key] = Finding(cause, value.place, value, region, count)
     return list(found.values())
+
+
+def _error_findings(closer: RunLog) -> list[Finding]:
+    """What is wrong where a checkpoint has noticed by itself that it computed something else."""
+    for number, operation in sorted(closer.operations.items(), key=lambda item: int(item[0])):
+        region = closer.regions[int(number)]
+        changed = closer.changed.get(number, [])
+        value = ValueDifference(
+            -1, 0, operation["path"], operation["name"], "operation", [], "", "checkpoint", region.number
+        )
+        value.operation, value.changed = operation, changed
+        return [Finding(cause_of(value, region), value.place, None, region, names=(value.place,))]
+    return []
 
 
 def _gradient_findings(

@@ -55,14 +55,19 @@ from backstash.torch_internals import (
     replace_recomputed,
     running_node,
     saved_tensor_hooks,
+    unseen_by_modes,
+    without_gradients,
 )
 from backstash.verify.checksum import Checksum, checksum, numbers_of, why_unchecked
 from backstash.verify.detail import compared
 from backstash.verify.facts import Change, Facts, Written, changes, generator_digests, moved_generators
 from backstash.verify.gradients import gradient_copies, gradient_sums
 from backstash.verify.operations import OperationLog, first_difference
-from backstash.verify.paths import ModulePaths
+from backstash.verify.paths import ModulePaths, address_of
 from backstash.verify.runlog import MOST_DIFFERENCES, RegionLog, RunLog, ValueDifference
+
+_UNREAD = ("running_mean", "running_var")
+"""Roles of what batch norm saves and does not read: its backward in training reads the batch's statistics."""
 
 AUTOGRAD, CHECKPOINT = "autograd", "checkpoint"
 
@@ -71,6 +76,7 @@ class WatchedValue:
     """What is kept of a value from forward to backward."""
 
     __slots__ = (
+        "address",
         "device",
         "dtype",
         "got",
@@ -94,6 +100,7 @@ class WatchedValue:
         self.producer = None if x.grad_fn is None else _short_name(x.grad_fn)
         self.sum: Checksum = checksum(x)
         self.version = 0 if x.is_inference() else x._version
+        self.address = address_of(x)
         self.op = self.role = ""
         self.kept: Tensor | None = None
 
@@ -123,7 +130,7 @@ class WatchedRegion:
         self.log = log
         self.before: Facts | None = None
         self.modules: dict[int, tuple[str, nn.Module]] = {}
-        self.inputs: list[tuple[str, Any]] = []
+        self.inputs: list[tuple[str, Tensor]] = []
         self.written: Written | None = None
         self.changed: list[Change] = []
         self.results: list[tuple[str, str, Checksum, Tensor | None, list[int], str]] = []
@@ -135,7 +142,7 @@ class WatchedRegion:
         """Forward has left the region."""
         if self.before is not None:
             self.log.draws = moved_generators(self.before.generators, generator_digests())
-        self.written = Written(self.modules.values(), [(name, each) for name, each in self.inputs if is_tensor(each)])
+        self.written = Written(self.modules.values(), self.inputs)
         self.inputs, self.modules = [], {}
 
     def begin_again(self) -> None:
@@ -302,7 +309,7 @@ class Watch:
         def unpacked(kept: _Packed) -> Any:
             x = unpack(kept.packed)
             if is_tensor(x):
-                self._compare(kept, kept.value, x, 0)
+                self._compare(kept, kept.value, x, _writes(kept.value, x))
             return x
 
         hide_from_dynamo(packed)
@@ -341,7 +348,7 @@ class Watch:
         def name(x: Tensor) -> str | None:
             address = x.data_ptr()
             for label, each in region.inputs:
-                if is_tensor(each) and each.data_ptr() == address:
+                if each.data_ptr() == address:
                     return label
             return self.paths.name_of_memory(address)
 
@@ -353,7 +360,7 @@ class Watch:
         region.log.keeps_generators = checkpoint_argument(frame, "preserve_rng_state")
         context = checkpoint_argument(frame, "recompute_context")
         region.log.selective = context is not None and type(context).__name__ != "nullcontext"
-        region.inputs = checkpointed_arguments()
+        region.inputs = [named for label, each in checkpointed_arguments() for named in _labelled(label, each)]
         self._frames[frame] = region
         function = checkpoint_argument(frame, "fn")
 
@@ -363,7 +370,7 @@ class Watch:
             try:
                 if log is None:
                     return function(*args, **kwargs)
-                region.inputs = [(f"argument {place}", each) for place, each in enumerate(args)]
+                region.inputs = _named(args)
                 with log:
                     return function(*args, **kwargs)
             finally:
@@ -387,6 +394,7 @@ class Watch:
         region.operations = None
         if found is not None:
             self._operations[region.log.number] = asdict(found)
+            self.log.changed[str(region.log.number)] = _listed(region.changed)
 
     def _apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
         """In the place of ``Function.apply``: callables that will be called again in backward are regions."""
@@ -396,7 +404,7 @@ class Watch:
         if cls is ReentrantCheckpoint:
             region = self._new_region("checkpoint(use_reentrant=True)")
             region.log.keeps_generators = bool(args[1])
-            region.inputs = [(f"argument {place}", each) for place, each in enumerate(args[2:])]
+            region.inputs = _named(args[2:])
             return original(cls, _RegionFunction(self, region, args[0]), *args[1:], **kwargs)
         if _name_of_class(cls) in self._recomputing:
             given = []
@@ -430,7 +438,7 @@ class Watch:
         stack.append(region)
         try:
             if log is not None:
-                region.inputs = [(f"argument {place}", each) for place, each in enumerate(args)]
+                region.inputs = _named(args)
                 with log:
                     found = function(*args, **kwargs)
             else:
@@ -455,7 +463,7 @@ class Watch:
             number = self._count
             if not region.is_recomputing:
                 self._count += 1
-                kept = x.detach().clone() if number in self._kept else None
+                kept = _copy(x) if number in self._kept else None
                 region.results.append((path, str(number), found, kept, list(x.shape), _dtype(x)))
             elif region.log.runs_again == 1 and region.cursor < len(region.results):
                 before_path, before, total, kept, shape, dtype = region.results[region.cursor]
@@ -466,7 +474,7 @@ class Watch:
                 value.shape, value.dtype, value.device = tuple(shape), getattr(torch, dtype), x.device
                 value.producer, value.sum, value.version = None, total, 0
                 value.op, value.role, value.kept = "Module" if before_path else "Region", "output", kept
-                detail = {} if kept is None else compared(kept, x)
+                detail = {} if kept is None else _unseen(kept, x)
                 self._read.append((value, found, _got(value, x), 0, detail))
 
     # -- values --------------------------------------------------------------------------------------------------
@@ -481,18 +489,20 @@ class Watch:
         number, self._count = self._count, self._count + 1
         value = WatchedValue(number, x, self.paths.current, owner, region)
         if number in self._kept:
-            value.kept = x.detach().clone()
+            value.kept = _copy(x)
         return value
 
     def _compare(self, packed: Any, value: WatchedValue | None, x: Tensor, written: int) -> None:
         if value is None or is_traced():
             return
         value.op, value.role = self._reader(packed)
+        if value.role in _UNREAD:
+            return
         if why_unchecked(x) is not None:
             return
         detail = {}
         if value.kept is not None and value.kept.device == x.device:
-            detail = compared(value.kept, x)
+            detail = _unseen(value.kept, x)
         self._read.append((value, checksum(x), _got(value, x), written, detail))
 
     def _reader(self, packed: Any) -> tuple[str, str]:
@@ -606,7 +616,7 @@ class Watch:
         if other is not None and other is not value and other.sum != value.sum and one != two:
             found.same_as = f"{other.path}/{other.op}:{other.role}"
         if region is not None:
-            found.changed = [[each.kind, each.name, each.before, each.after] for each in region.changed]
+            found.changed = _listed(region.changed)
         return found
 
     def finish(self) -> None:
@@ -615,6 +625,7 @@ class Watch:
         for each in self._differences:
             if each.region is not None and each.region in self._operations:
                 each.operation = self._operations[each.region]
+        self.log.operations = {str(number): found for number, found in self._operations.items()}
         self.log.differing = len(self._differences)
         self.log.differences = self._differences[:MOST_DIFFERENCES]
 
@@ -632,6 +643,30 @@ class _RegionFunction:
         return getattr(self._function, name)
 
 
+def _copy(x: Tensor) -> Tensor:
+    return unseen_by_modes(lambda: x.detach().clone())
+
+
+def _unseen(forward: Tensor, backward: Tensor) -> dict[str, Any]:
+    return without_gradients(lambda: unseen_by_modes(lambda: compared(forward, backward)))
+
+
+def _listed(changed: list[Change]) -> list[list[str]]:
+    return [[each.kind, each.name, each.before, each.after] for each in changed]
+
+
+def _named(args: Any) -> list[tuple[str, Tensor]]:
+    return [named for place, each in enumerate(args) for named in _labelled(f"argument {place}", each)]
+
+
+def _labelled(label: str, tree: Any) -> list[tuple[str, Tensor]]:
+    """The tensors in an argument, with what a reader calls them."""
+    found = _tensors(tree)
+    if is_tensor(tree):
+        return [(label, tree)]
+    return [(f"{label}, tensor {place}", each) for place, each in enumerate(found)]
+
+
 def _described(session: Session) -> tuple[str, bool]:
     from backstash import policies
 
@@ -640,6 +675,13 @@ def _described(session: Session) -> tuple[str, bool]:
         if type(policies.get(each.name)) is type(policy) and repr(policies.get(each.name)) == repr(policy):
             return each.name, each.is_exact
     return repr(policy), isinstance(policy, policies.Lossless)
+
+
+def _writes(value: WatchedValue | None, x: Tensor) -> int:
+    """How often a value was written since forward, if what backward got lies where the value lay."""
+    if value is None or x.is_inference() or not value.address or address_of(x) != value.address:
+        return 0
+    return max(0, x._version - value.version)
 
 
 def _got(value: WatchedValue, x: Tensor) -> str:
