@@ -643,7 +643,7 @@ FAULTS: dict[Callable[[], Step], tuple[str, str]] = {
     threads_changed_before_backward: ("setting", "layers.1"),
     ema_buffer_written_before_backward: ("buffer", "layers.1/Mul:other"),
     torchvision_batch_norm_written_twice: ("buffer written twice", "layers.1.norm"),
-    optimizer_steps_between_two_losses: ("parameter", "0.lin"),
+    optimizer_steps_between_two_losses: ("parameter", "0.act"),
     transformers_mask_in_kwargs_changed: ("argument", "Mul:other"),
     positions_in_a_closure_changed: ("closure", "Sin:self"),
     input_changed_inside_the_region: ("argument", "Mul:other"),

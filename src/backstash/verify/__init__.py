@@ -1,0 +1,10 @@
+"""Whether backward reads the bits that forward had, under anybody's checkpoint, offloader or compiler.
+
+A step is watched as it is (``watch.py``), and run once more with every saver switched off (``reference.py``). Checksums
+are compared, and nothing is held for it. Where something differs, two more runs tell how far and why.
+"""
+
+from backstash.verify.step import verify
+from backstash.verify.verdict import Finding, Verification
+
+__all__ = ["Finding", "Verification", "verify"]

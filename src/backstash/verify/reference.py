@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from backstash.capture import passes
-from backstash.capture.hooks import Hooks
 from backstash.saved import is_tensor
+from backstash.session import Session
 from backstash.torch_internals import (
     ReentrantCheckpoint,
     function_apply,
@@ -71,7 +71,7 @@ class Reference:
     def __enter__(self) -> Reference:
         ignore_global_hooks_of_compiled_modules()
         self._before = hook_pushing()
-        self._install = Hooks.install
+        self._enter_session = Session.__enter__
         self._no_grad_enter = torch.no_grad.__enter__
         self._plain: list[Any] = []
         self._stance: Any = None
@@ -85,7 +85,7 @@ class Reference:
                     self._force_eager()
             replace_hook_pushing(self._push, self._pop)
             replace_function_apply(classmethod(self._apply))
-            Hooks.install = lambda hooks: None  # type: ignore[method-assign]
+            Session.__enter__ = _enter_nothing  # type: ignore[method-assign]
             torch.no_grad.__enter__ = self._enter_no_grad()  # type: ignore[method-assign]
             self._module_hooks = (
                 nn.modules.module.register_module_forward_pre_hook(self._enter_module),
@@ -108,7 +108,7 @@ class Reference:
         for hook in getattr(self, "_module_hooks", ()):
             hook.remove()
         torch.no_grad.__enter__ = self._no_grad_enter  # type: ignore[method-assign]
-        Hooks.install = self._install  # type: ignore[method-assign]
+        Session.__enter__ = self._enter_session  # type: ignore[method-assign]
         replace_function_apply(function_apply)
         replace_hook_pushing(*self._before)
         if self._compile is not None:
@@ -252,6 +252,11 @@ def _unreached(result: Any, inputs: list[Tensor]) -> int:
                 seen.add(following)
                 waiting.append(following)
     return len(wanted)
+
+
+def _enter_nothing(session: Session) -> Session:
+    """In the place of ``Session.__enter__``: what was not entered does nothing when it is left."""
+    return session
 
 
 def _copy(x: Tensor) -> Tensor:

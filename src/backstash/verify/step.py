@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from backstash.arguments import check_model, check_step
 from backstash.errors import MeasureError
-from backstash.rewrites.state import State, StepState
+from backstash.rewrites.state import Generators, State, StepState
 from backstash.saved import is_tensor
 from backstash.verify.checksum import checksum, numbers_of, why_unchecked
 from backstash.verify.facts import generator_digests
@@ -89,15 +89,19 @@ class _Repeated:
         self._leaves: list[Tensor] = []
 
     def __enter__(self) -> _Repeated:
-        self._outer = StepState(self._step, self._models)
-        self._outer.__enter__()
+        self._generators = Generators()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._outer.__exit__(*error)
+        self._restore()
+        for state in self._found.values():
+            state.restore_gradients()
+
+    def _restore(self) -> None:
+        """Puts back what was found in the first run, when something may have been drawn or written already."""
         for state in self._found.values():
             state.restore()
-            state.restore_gradients()
+        self._generators.restore()
 
     def run_plainly(self, recomputing: list[str], keeps_gradients: bool = False) -> Reference:
         """Runs the step without savers. If it cannot go backward without them, autograd saves copies.
@@ -130,26 +134,30 @@ class _Repeated:
         Raises:
             RuntimeError: from the step, if no value differs before.
         """
-        self._outer.rewind()
-        for state in (*self._outer.states, *self._found.values()):
-            state.restore()
+        self._restore()
+        for state in self._found.values():
             state.set_gradients_aside()
         under.paths.found_root = self._note
         for leaf in self._leaves:
             leaf.grad = None
-        try:
-            with _as_context(under):
-                returned = self._step()
-        except RuntimeError:
-            if not (under.log.differing or any(each.runs_again for each in under.log.regions)):
-                raise
-            returned = None
+        with StepState(self._step, self._models):
+            try:
+                with _as_context(under):
+                    returned = self._step()
+            except RuntimeError:
+                if not (under.log.differing or any(each.runs_again for each in under.log.regions)):
+                    raise
+                returned = None
+            self._note_end(under, returned)
+        return under.log
+
+    def _note_end(self, under: Watch | Reference, returned: object) -> None:
+        """Notes the state in which a run ends."""
         tensors = [x for x in _tensors(returned) if why_unchecked(x) is None]
         under.log.returned = numbers_of([checksum(x) for x in tensors])
         under.log.state = state_sums(under.paths)
         under.log.generators = generator_digests()
         self._leaves = [x for _, x in under.paths.parameters()]
-        return under.log
 
     def _note(self, module: nn.Module) -> None:
         """Notes the state of a module that is called outermost for the first time."""

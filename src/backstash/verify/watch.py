@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backstash.backward.install import prepare
 from backstash.capture import checkpoints, passes, transforms
 from backstash.capture.naming import saved_attributes
 from backstash.saved import is_tensor
@@ -69,6 +70,7 @@ from backstash.verify.runlog import MOST_DIFFERENCES, RegionLog, RunLog, ValueDi
 _UNREAD = ("running_mean", "running_var")
 """Roles of what batch norm saves and does not read: its backward in training reads the batch's statistics."""
 
+WITHOUT_REENTRANCE = "checkpoint(use_reentrant=False)"
 AUTOGRAD, CHECKPOINT = "autograd", "checkpoint"
 
 
@@ -199,6 +201,7 @@ class Watch:
     # -- entering and leaving ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watch:
+        prepare()  # what a Session would measure by backward passes of its own
         ignore_global_hooks_of_compiled_modules()
         self._before = hook_pushing()
         self._engine = backward_engine()
@@ -355,7 +358,7 @@ class Watch:
         return name
 
     def _begin_checkpoint(self, frame: Any) -> WatchedRegion:
-        region = self._new_region("checkpoint(use_reentrant=False)")
+        region = self._new_region(WITHOUT_REENTRANCE)
         region.before = Facts.here()
         region.log.keeps_generators = checkpoint_argument(frame, "preserve_rng_state")
         context = checkpoint_argument(frame, "recompute_context")
@@ -545,10 +548,9 @@ class Watch:
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_dynamo_compiling() or is_traced():
             return
-        stack = self._regions()
-        region = stack[-1] if stack else None
-        if region is not None and region.log.kind != "checkpoint(use_reentrant=False)" and output is not None:
-            self._note_result(region, self.paths.current or type(module).__name__, output)
+        for region in self._regions():
+            if region is not None and region.log.kind != WITHOUT_REENTRANCE and output is not None:
+                self._note_result(region, self.paths.current or type(module).__name__, output)
         self.paths.leave()
 
     def begin_backward(self, tensors: Any) -> None:
