@@ -14,7 +14,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 COMPILE = sorted((SOURCE / "compile").rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "config", "manager"}
 PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("understand/architecture.md", "architecture.md")]
-HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning"}
+HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning", "verify"}
 """Units that may install hooks: the Session's own, and those that observe somebody's program from outside."""
 
 SAID_WITH_THEIR_MODULE = {
@@ -70,6 +70,22 @@ ALLOWED: dict[str, set[str]] = {
         "capture",
         "gradient_error",
     },
+    "rewrites": {"accelerator", "bits", "errors", "torch_internals", "saved", "arguments", "session"},
+    "verify": {
+        "accelerator",
+        "arguments",
+        "backward.install",
+        "capture.checkpoints",
+        "capture.naming",
+        "capture.passes",
+        "capture.transforms",
+        "errors",
+        "policies",
+        "rewrites.state",
+        "saved",
+        "session",
+        "torch_internals",
+    },
     "testing": {
         "accelerator",
         "bits",
@@ -81,8 +97,8 @@ ALLOWED: dict[str, set[str]] = {
         "policies.base",
         "stash.ledger",
         "session",
+        "verify",
     },
-    "rewrites": {"accelerator", "bits", "errors", "torch_internals", "saved", "arguments", "session"},
     "planning": {
         "accelerator",
         "arguments",
@@ -149,6 +165,7 @@ ALLOWED: dict[str, set[str]] = {
         "capture.passes",
         "session",
         "testing",
+        "verify",
         "integrations",
         "planning.model.trace",
         "planning.search.schedule",
@@ -170,6 +187,7 @@ ALLOWED: dict[str, set[str]] = {
         "integrations.notebook",
         "compile",
         "report.meter",
+        "verify",
     },
     "cli": {
         "errors",
@@ -182,6 +200,7 @@ ALLOWED: dict[str, set[str]] = {
         "integrations",
         "planning",
         "report",
+        "verify",
     },
     "__main__": {"cli"},
 }

@@ -28,6 +28,7 @@ PUBLIC = [
     "profile",
     "register_codec",
     "unwrap",
+    "verify",
     "wrap",
 ]
 HEAVY = {

@@ -881,7 +881,7 @@ def _cell(function: Any, name: str) -> Any:
 
 
 def checkpoint_argument(frame: Any, name: str) -> Any:
-    """An argument of a region's checkpoint: ``"preserve_rng_state"``, ``"fn"``, ``"recompute_context"``, ``"kwargs"``."""
+    """An argument of a region's checkpoint: ``"preserve_rng_state"``, ``"fn"`` or ``"recompute_context"``."""
     return _in_closure(frame.recompute_fn, name)
 
 

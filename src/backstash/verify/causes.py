@@ -1,4 +1,4 @@
-"""Why a value differs, in one sentence, and what to change where there is a known mend."""
+"""The likely cause of a difference, in one sentence, and what to change where there is a known mend."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _of_hooks(found: ValueDifference) -> Cause:
         return Cause(
             "in place",
             f"it was changed in place after it was saved ({_times(found.version)}), and {who} hide that from autograd",
-            "use the operation that is not in place, or have the pack hook keep x._version and the unpack hook compare it",
+            "use the operation that is not in place; a pack hook can keep x._version, and the unpack hook compare it",
         )
     if found.same_as is not None:
         return Cause(
@@ -255,7 +255,7 @@ def _of_way(
     return Cause(
         "control flow" if kind == "operation" else "numbers",
         f"{text}: the function depends on something in Python that has changed since",
-        "pass what decides in as an argument; determinism_check='default' finds other shapes and dtypes, not other numbers",
+        "pass what decides in as an argument; determinism_check='default' compares shapes and dtypes alone",
     )
 
 

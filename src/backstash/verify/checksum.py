@@ -4,11 +4,11 @@ Note: [the sum]
     The elements' bytes in row-major order are words of 64 bits. Word i of a piece adds ``w[i] * word + v[i] * (word >>
     32)`` modulo 2^64, where w and v are odd random numbers. A changed bit always changes the sum, because it is
     multiplied by an odd number. A permutation changes it, because positions have weights of their own. The second term
-    is for the highest bit of a word, the sign of a number: multiplied by any odd number it stays the highest bit, so two
-    changed signs would cancel each other in the first term. A NaN is a number like any other.
+    is for the highest bit of a word, the sign of a number: multiplied by any odd number it stays the highest bit, so
+    two changed signs would cancel each other in the first term. A NaN is a number like any other.
 
-    On CPU the sums are NumPy's dot products of blocks that fit into a cache; on an accelerator they are torch's, and stay
-    on the device. Both give the same number.
+    On CPU the sums are NumPy's dot products of blocks that fit into a cache; on an accelerator they are torch's, and
+    stay on the device. Both give the same number.
 """
 
 from __future__ import annotations

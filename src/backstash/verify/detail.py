@@ -15,9 +15,10 @@ def compared(forward: Tensor, backward: Tensor) -> dict[str, Any]:
 
     Returns:
         A dict with ``elements`` and ``differ`` (how many), ``first`` (the index of the first), ``forward`` and
-        ``backward`` (its values), ``relative`` (length of the difference as a share of forward's), ``ulps`` (the largest
-        distance in steps of the dtype, of floating dtypes), ``way``: ``"order"`` (the same elements in another order),
-        ``"blank"`` (all zero, or NaN that was not there), ``"rounded"`` (each element is near its own), or ``""``.
+        ``backward`` (its values), ``relative`` (length of the difference as a share of forward's), ``ulps`` (the
+        largest distance in steps of the dtype, of floating dtypes), ``way``: ``"order"`` (the same elements in another
+        order), ``"blank"`` (all zero, or NaN that was not there), ``"rounded"`` (each element is near its own), or
+        ``""``.
     """
     if forward.shape != backward.shape:
         if forward.numel() == backward.numel():

@@ -88,6 +88,11 @@ def unequal_names(
     ]
 
 
+def first_unequal(got: Sequence[Mapping[str, int | None]], expected: Sequence[Mapping[str, int | None]]) -> int | None:
+    """The number of the first backward pass after which gradients differ, or None."""
+    return next((place for place, names in enumerate(unequal_names(got, expected)) if names), None)
+
+
 def missing_names(got: Sequence[Mapping[str, int | None]], expected: Sequence[Mapping[str, int | None]]) -> list[str]:
     """Names of parameters that have a gradient in the second run's passes, and none in the first's."""
     found: dict[str, None] = {}

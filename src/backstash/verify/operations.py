@@ -75,7 +75,7 @@ class OperationLog(TorchDispatchMode):
         if name.startswith(_SILENT) or len(self.operations) >= _MOST:
             return func(*args, **kwargs)
         given = list(_tensors((args, kwargs)))
-        writes = [is_written for is_written in _written(func, args, kwargs)]
+        writes = list(_written(func, args, kwargs))
         before = [self._sum(each, is_written) for each, is_written in zip(given, writes, strict=False)]
         layouts = [_layout(each) for each in given]
         names = [self._name(each) for each in given]
@@ -106,7 +106,11 @@ class OperationLog(TorchDispatchMode):
         return returned
 
     def _sum(self, x: Tensor, is_written: bool) -> Checksum | None:
-        if why_unchecked(x) is not None or (is_written and address_of(x) in self._blank) or address_of(x) in self._blank:
+        if (
+            why_unchecked(x) is not None
+            or (is_written and address_of(x) in self._blank)
+            or address_of(x) in self._blank
+        ):
             return None
         return checksum(x)
 
@@ -133,7 +137,7 @@ class FirstDifference:
     subject: str = ""
 
 
-def first_difference(forward: Sequence[Operation], again: Sequence[Operation]) -> FirstDifference | None:
+def first_different_operation(forward: Sequence[Operation], again: Sequence[Operation]) -> FirstDifference | None:
     """Returns the first operation that differs; None if there is none, also where the recomputation ends earlier."""
     sums = [each for run in (forward, again) for op in run for each in (*op.inputs, *op.outputs) if each is not None]
     numbers = iter(numbers_of(sums))

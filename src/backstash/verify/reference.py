@@ -1,16 +1,16 @@
 """The same step with everybody's savers switched off: what its gradients are compared with.
 
 Note: [savers switched off]
-    Inside :class:`Reference`, pairs of saved-tensor hooks are not installed, so autograd keeps what it saves, also inside
-    ``checkpoint(use_reentrant=False)``. ``checkpoint(use_reentrant=True)`` calls its function. A Session installs
-    nothing. What torch.compile has compiled runs in eager mode.
+    Inside :class:`Reference`, pairs of saved-tensor hooks are not installed, so autograd keeps what it saves, also
+    inside ``checkpoint(use_reentrant=False)``. ``checkpoint(use_reentrant=True)`` calls its function. A Session
+    installs nothing. What torch.compile has compiled runs in eager mode.
 
 Note: [functions that recompute]
     A custom autograd function that goes backward in its backward recomputes by itself. Its ``forward`` is called as a
-    plain function with grad mode on, and a stand-in for ``ctx``, so that autograd differentiates it. ``torch.no_grad()``
-    in the lines of that ``forward`` itself does nothing then. If the result does not depend on all inputs that ask for a
-    gradient, because ``forward`` detaches them, the custom function is called as ever, and the log says so. Custom
-    functions that do not go backward by themselves are never replaced: what they return is meant.
+    plain function with grad mode on, and a stand-in for ``ctx``, so that autograd differentiates it.
+    ``torch.no_grad()`` in the lines of that ``forward`` itself does nothing then. If the result does not depend on all
+    inputs that ask for a gradient, because ``forward`` detaches them, the custom function is called as ever, and the
+    log says so. Custom functions that do not go backward by themselves are never replaced: what they return is meant.
 """
 
 from __future__ import annotations
@@ -52,20 +52,22 @@ class Reference:
 
     Args:
         recomputing: names of custom autograd functions that recompute (Note: [functions that recompute]).
-        keeps_gradients: whether the gradients themselves are kept, and not only their checksums.
+        keep_pass: number of the backward pass whose gradients are kept, and not only their checksums.
         eager: whether compiled functions run in eager mode.
         copies: whether autograd saves copies, which nobody can change in place.
 
     Attributes:
         log: the record of the run.
         paths: as in Watch.
-        gradients: for each backward pass, the gradients by name.
+        gradients: those of that pass, by name.
     """
 
-    def __init__(self, recomputing: Collection[str] = (), keeps_gradients: bool = False, eager: bool = True, copies: bool = False) -> None:
+    def __init__(
+        self, recomputing: Collection[str] = (), keep_pass: int | None = None, eager: bool = True, copies: bool = False
+    ) -> None:
         self.log, self.paths = RunLog(), ModulePaths()
-        self.gradients: list[dict[str, Tensor]] = []
-        self._recomputing, self._keeps, self._eager = frozenset(recomputing), keeps_gradients, eager
+        self.gradients: dict[str, Tensor] = {}
+        self._recomputing, self._keep_pass, self._eager = frozenset(recomputing), keep_pass, eager
         self._copies = copies
 
     def __enter__(self) -> Reference:
@@ -209,8 +211,8 @@ class Reference:
     def end_backward(self) -> None:
         """A backward pass has ended."""
         self.log.gradients.append(gradient_sums(self.paths))
-        if self._keeps:
-            self.gradients.append(gradient_copies(self.paths))
+        if self._keep_pass == self.log.passes - 1:
+            self.gradients = gradient_copies(self.paths)
 
     def fail_backward(self) -> None:
         """A backward pass has raised."""

@@ -14,7 +14,7 @@ from backstash.rewrites.state import Generators, State, StepState
 from backstash.saved import is_tensor
 from backstash.verify.checksum import checksum, numbers_of, why_unchecked
 from backstash.verify.facts import generator_digests
-from backstash.verify.gradients import gradient_errors, state_sums, unequal_names
+from backstash.verify.gradients import first_unequal, gradient_errors, state_sums
 from backstash.verify.reference import Reference
 from backstash.verify.runlog import RunLog
 from backstash.verify.verdict import Verification, judge, needs_closer_look
@@ -70,14 +70,23 @@ def verify(
         reference = repeated.run_plainly(watched.recomputing)
         if not needs_closer_look(watched, reference.log):
             return judge(name, watched, reference.log)
-        look = repeated.look_closer(watched)
+        differing = first_unequal(watched.gradients, reference.log.gradients)
+        look = repeated.look_closer(watched, differing)
         if look.log.differing and not watched.differing:  # in regions that are known as such only now
             watched = look.log
-            look = repeated.look_closer(watched)
-        again = repeated.run_plainly(watched.recomputing, keeps_gradients=True)
-        differing = [place for place, names in enumerate(unequal_names(look.log.gradients, again.log.gradients)) if names]
-        errors = gradient_errors(look.gradients[differing[0]], again.gradients[differing[0]]) if differing else []
+            look = repeated.look_closer(watched, differing)
+        again = repeated.run_plainly(watched.recomputing, differing)
+        errors = gradient_errors(look.gradients, again.gradients)
         return judge(name, watched, reference.log, look.log, again.log, errors, tolerance)
+
+
+def looked_at(watched: RunLog) -> tuple[list[int], list[int]]:
+    """Numbers of the values that are kept, and of the regions whose operations are written down, in a closer look."""
+    first = watched.differences[:MOST_KEPT]
+    regions = {each.region for each in first if each.region is not None}
+    if watched.error is not None:  # a checkpoint has noticed something by itself, in any of them
+        regions |= {each.number for each in watched.regions if each.runs_again}
+    return [each.number for each in first], sorted(regions)
 
 
 class _Repeated:
@@ -94,8 +103,6 @@ class _Repeated:
 
     def __exit__(self, *error: Any) -> None:
         self._restore()
-        for state in self._found.values():
-            state.restore_gradients()
 
     def _restore(self) -> None:
         """Puts back what was found in the first run, when something may have been drawn or written already."""
@@ -103,28 +110,24 @@ class _Repeated:
             state.restore()
         self._generators.restore()
 
-    def run_plainly(self, recomputing: list[str], keeps_gradients: bool = False) -> Reference:
+    def run_plainly(self, recomputing: list[str], keep_pass: int | None = None) -> Reference:
         """Runs the step without savers. If it cannot go backward without them, autograd saves copies.
 
         A saver that copies, or that hides a version, lets a program go on which changes saved values in place.
         """
-        under = Reference(recomputing, keeps_gradients)
+        under = Reference(recomputing, keep_pass)
         try:
             self.run(under)
         except RuntimeError as error:
             if IN_PLACE not in str(error):
                 raise
-            under = Reference(recomputing, keeps_gradients, copies=True)
+            under = Reference(recomputing, keep_pass, copies=True)
             self.run(under)
         return under
 
-    def look_closer(self, watched: RunLog) -> Watch:
+    def look_closer(self, watched: RunLog, keep_pass: int | None) -> Watch:
         """Runs the step with what is needed to describe the differences of a run."""
-        numbers = [each.number for each in watched.differences[:MOST_KEPT]]
-        regions = {each.region for each in watched.differences[:MOST_KEPT] if each.region is not None}
-        if watched.error is not None:  # a checkpoint has noticed something by itself, in any of them
-            regions |= {each.number for each in watched.regions if each.runs_again}
-        under = Watch(numbers, regions, watched.recomputing, keeps_gradients=True)
+        under = Watch(*looked_at(watched), watched.recomputing, keep_pass)
         self.run(under)
         return under
 
@@ -135,20 +138,28 @@ class _Repeated:
             RuntimeError: from the step, if no value differs before.
         """
         self._restore()
-        for state in self._found.values():
-            state.set_gradients_aside()
         under.paths.found_root = self._note
-        for leaf in self._leaves:
-            leaf.grad = None
         with StepState(self._step, self._models):
+            gradients = [(leaf, leaf.grad) for leaf in self._leaves]
+            for state in self._found.values():
+                state.set_gradients_aside()
+            for leaf in self._leaves:
+                leaf.grad = None
             try:
-                with _as_context(under):
-                    returned = self._step()
-            except RuntimeError:
-                if not (under.log.differing or any(each.runs_again for each in under.log.regions)):
-                    raise
                 returned = None
-            self._note_end(under, returned)
+                try:
+                    with _as_context(under):
+                        returned = self._step()
+                except RuntimeError:
+                    if not (under.log.differing or any(each.runs_again for each in under.log.regions)):
+                        raise
+                self._note_end(under, returned)
+            finally:
+                self._leaves = [x for _, x in under.paths.parameters()]
+                for state in self._found.values():
+                    state.restore_gradients()
+                for leaf, gradient in gradients:
+                    leaf.grad = gradient
         return under.log
 
     def _note_end(self, under: Watch | Reference, returned: object) -> None:
@@ -157,7 +168,6 @@ class _Repeated:
         under.log.returned = numbers_of([checksum(x) for x in tensors])
         under.log.state = state_sums(under.paths)
         under.log.generators = generator_digests()
-        self._leaves = [x for _, x in under.paths.parameters()]
 
     def _note(self, module: nn.Module) -> None:
         """Notes the state of a module that is called outermost for the first time."""

@@ -1,4 +1,4 @@
-"""What ``verify`` found: as data, as text and as JSON."""
+"""The result of ``verify``: as data, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ class Verification:
             return f"unsteady: {seen}; kernels of this step do not repeat themselves"
         if log.differing:
             return f"differs: {seen}; {_count(log.differing, 'value')} differ{'s' if log.differing == 1 else ''}"
-        return f"differs: {seen}; {'torch noticed it and raised' if log.error else 'no value differs, but gradients or state'}"
+        rest = "torch noticed it and raised" if log.error else "no value differs, but gradients or state do"
+        return f"differs: {seen}; {rest}"
 
     def __str__(self) -> str:
         return "\n".join(self.lines(fix=True))
@@ -170,7 +171,7 @@ def judge(
     findings = _value_findings(watched, closer, tolerance)
     if watched.error is not None and not findings and closer is not None:
         findings = _error_findings(closer)
-    unequal = [names for names in unequal_names(watched.gradients, reference.gradients)]
+    unequal = list(unequal_names(watched.gradients, reference.gradients))
     is_steady = again is None or not any(unequal_names(reference.gradients, again.gradients))
     if not any(each.is_wrong for each in findings):
         findings += _gradient_findings(watched, reference, unequal, errors, is_steady, tolerance, bool(findings))
@@ -287,8 +288,8 @@ def _gradient_findings(
         functions = [name for name in watched.recomputing if not reference.replaced.get(name, "?")]
         cause = Cause(
             "function",
-            f"the custom function {functions[0]} recomputes in its backward, and its gradients are not those of its own "
-            f"forward",
+            f"the custom function {functions[0]} recomputes in its backward, and its gradients are not those of its "
+            f"own forward",
             "have its backward restore the generators, autocast and settings of its forward, or use "
             "torch.utils.checkpoint with use_reentrant=False",
         )
@@ -365,8 +366,8 @@ def _notes(watched: RunLog, reference: RunLog) -> list[str]:
             found.append(f"{name} recomputes by itself and was not checked: {reason}")
     if watched.compiled:
         found.append(
-            f"{_count(watched.compiled, 'graph')} compiled by torch.compile: hooks do not see inside, so only gradients "
-            f"were compared, with those of eager mode"
+            f"{_count(watched.compiled, 'graph')} compiled by torch.compile: hooks do not see inside, so only "
+            f"gradients were compared, with those of eager mode"
         )
     for policy, is_exact in watched.sessions.items():
         found.append(
@@ -382,7 +383,23 @@ def _notes(watched: RunLog, reference: RunLog) -> list[str]:
 
 
 def _finding_lines(found: Finding, place: int, fix: bool) -> list[str]:
-    value, rows = found.value, []
+    head, rows = finding_rows(found, place, fix)
+    lines = [head]
+    for label, text in rows:
+        lines += textwrap.wrap(f"  {label:<12}{text}", _WIDTH, subsequent_indent=" " * 14, break_long_words=False)
+    return lines
+
+
+def finding_rows(found: Finding, place: int, fix: bool) -> tuple[str, list[tuple[str, str]]]:
+    """Returns a heading and labelled sentences.
+
+    Args:
+        found: the finding.
+        place: its place among the findings.
+        fix: whether to say what to change.
+    """
+    value = found.value
+    rows: list[tuple[str, str]] = []
     if value is not None:
         head = "the first value that differs" if place == 0 else "another cause"
         rows.append(("where", f"{value.place}, {value.dtype} {value.shape}"))
@@ -402,10 +419,7 @@ def _finding_lines(found: Finding, place: int, fix: bool) -> list[str]:
         rows.append(("also", f"in {found.places - 1} more places, {found.count} values in all"))
     elif found.count > 1 and value is not None:
         rows.append(("also", f"{found.count - 1} more values in the same region"))
-    lines = [head]
-    for label, text in rows:
-        lines += textwrap.wrap(f"  {label:<12}{text}", _WIDTH, subsequent_indent=" " * 14, break_long_words=False)
-    return lines
+    return head, rows
 
 
 def _extent(value: ValueDifference) -> str:

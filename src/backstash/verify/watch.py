@@ -1,15 +1,15 @@
 """Watches a run: of every tensor that autograd saves, forward's checksum is compared with what backward gets.
 
 Note: [everybody's hooks]
-    Only the innermost pair of saved-tensor hooks runs, so a pair of our own around the program would see nothing of what
-    a checkpoint or an offloader stores. Therefore every pair that the program installs is wrapped: its pack hook is given
-    the same tensor, and what its unpack hook returns goes on to backward; the wrapper only sums both. Around the program
-    lies a plain pair of our own, for what nobody else stores. It does what autograd does without hooks, and raises the
-    same error for a tensor that was changed in place.
+    Only the innermost pair of saved-tensor hooks runs, so a pair of our own around the program would see nothing of
+    what a checkpoint or an offloader stores. Therefore every pair that the program installs is wrapped: its pack hook
+    is given the same tensor, and what its unpack hook returns goes on to backward; the wrapper only sums both. Around
+    the program lies a plain pair of our own, for what nobody else stores. It does what autograd does without hooks, and
+    raises the same error for a tensor that was changed in place.
 
 Note: [reentrant regions]
-    ``checkpoint(use_reentrant=True)`` saves nothing in forward. What can be compared are the results of its function and
-    of the modules in it, in forward and in the recomputation, in their order.
+    ``checkpoint(use_reentrant=True)`` saves nothing in forward. What can be compared are the results of its function
+    and of the modules in it, in forward and in the recomputation, in their order.
 
 Note: [no waits]
     Checksums of tensors on an accelerator stay there, and are compared at the end of each backward pass, with one wait
@@ -63,7 +63,7 @@ from backstash.verify.checksum import Checksum, checksum, numbers_of, why_unchec
 from backstash.verify.detail import compared
 from backstash.verify.facts import Change, Facts, Written, changes, generator_digests, moved_generators
 from backstash.verify.gradients import gradient_copies, gradient_sums
-from backstash.verify.operations import OperationLog, first_difference
+from backstash.verify.operations import OperationLog, first_different_operation
 from backstash.verify.paths import ModulePaths, address_of
 from backstash.verify.runlog import MOST_DIFFERENCES, RegionLog, RunLog, ValueDifference
 
@@ -168,10 +168,10 @@ class Watch:
         kept: numbers of values, of which a copy is kept from forward to backward, to compare elements.
         traced: numbers of regions whose operations are written down.
         recomputing: names of custom autograd functions whose callable arguments are regions.
-        keeps_gradients: whether the gradients themselves are kept, and not only their checksums.
+        keep_pass: number of the backward pass whose gradients are kept, and not only their checksums.
 
     Attributes:
-        gradients: for each backward pass, the gradients by name.
+        gradients: those of that pass, by name.
         log: the record of the run.
         paths: the modules that the program calls outermost, and the names of all in them.
     """
@@ -181,12 +181,12 @@ class Watch:
         kept: Collection[int] = (),
         traced: Collection[int] = (),
         recomputing: Collection[str] = (),
-        keeps_gradients: bool = False,
+        keep_pass: int | None = None,
     ) -> None:
         self.log = RunLog()
         self.paths = ModulePaths()
-        self.gradients: list[dict[str, Tensor]] = []
-        self._copies_gradients = keeps_gradients
+        self.gradients: dict[str, Tensor] = {}
+        self._keep_pass = keep_pass
         self._kept, self._traced, self._recomputing = frozenset(kept), frozenset(traced), frozenset(recomputing)
         self._count = 0
         self._here = threading.local()
@@ -393,7 +393,7 @@ class Watch:
         """Notes the first operation of a region that differs."""
         if again is None or region.operations is None:
             return
-        found = first_difference(region.operations.operations, again.operations)
+        found = first_different_operation(region.operations.operations, again.operations)
         region.operations = None
         if found is not None:
             self._operations[region.log.number] = asdict(found)
@@ -458,7 +458,7 @@ class Watch:
                 region.end_forward()
 
     def _note_result(self, region: WatchedRegion, path: str, result: Any) -> None:
-        """Compares a result of a reentrant region with what it was in forward, or notes it (Note: [reentrant regions])."""
+        """Compares a result of a reentrant region with that of forward, or notes it (Note: [reentrant regions])."""
         for x in _tensors(result):
             if why_unchecked(x) is not None:
                 continue
@@ -564,8 +564,8 @@ class Watch:
         """A backward pass has ended."""
         self.flush()
         self.log.gradients.append(gradient_sums(self.paths))
-        if self._copies_gradients:
-            self.gradients.append(gradient_copies(self.paths))
+        if self._keep_pass == self.log.passes - 1:
+            self.gradients = gradient_copies(self.paths)
 
     def fail_backward(self) -> None:
         """A backward pass has raised."""
