@@ -108,8 +108,9 @@ class Verification:
         """The result in one line."""
         log = self.watched
         seen = f"{log.values:,} saved values in {_count(log.passes, 'backward pass', 'backward passes')}"
-        if log.regions:
-            seen += f", {_count(len(log.regions), 'recomputed region')}"
+        regions = sum(bool(each.runs_again) for each in log.regions)
+        if regions:
+            seen += f", {_count(regions, 'recomputed region')}"
         if self.verdict == EQUAL:
             return f"equal: {seen}; backward read the bits that forward had, and gradients equal those without savers"
         if self.verdict == BY_INTENTION:
