@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verify.faults import FAULTS
 
 from backstash.report import verified
 from backstash.report.verified import VerifyRequest
@@ -161,3 +164,33 @@ def test_runs_are_processes_of_their_own(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["findings"][0]["cause"]["kind"] == "generator"
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "verify.md"
+
+
+def _shape(text: str) -> list[str]:
+    """Lines without numbers and widths, which depend on the machine's kernels."""
+    return [re.sub(r"[ ]+", " ", re.sub(r"-?\d[\d.,]*(e[+-]\d+)?", "N", line)).strip() for line in text.splitlines()]
+
+
+def test_the_page_shows_the_real_output(
+    invoke: Invoke, orders: list[VerifyRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = PAGE.read_text()
+    script = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    shown = re.search(r"^```console\n\$ (backstash .*?)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert script is not None and shown is not None
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(script[1])
+    result = invoke(*shlex.split(shown[1])[1:])
+    assert sorted(_shape(result.stdout)) == sorted(_shape(shown[2]))
+    assert result.stdout.splitlines()[:4] == shown[2].splitlines()[:4]
+
+
+def test_the_page_names_every_kind_of_cause_and_option() -> None:
+    text = PAGE.read_text()
+    kinds = {kind for kind, _ in FAULTS.values()}
+    assert {kind for kind in kinds if f"`{kind}`" not in text} == set()
+    for option in ("--fix", "--steps", "--out", "--json", "--tolerance", "--seed"):
+        assert option in text

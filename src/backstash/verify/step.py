@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from backstash.arguments import check_model, check_step
 from backstash.errors import MeasureError
@@ -68,16 +68,25 @@ def verify(
                 "backward, such as lambda: criterion(model(x), y).backward()."
             )
         reference = repeated.run_plainly(watched.recomputing)
-        if not needs_closer_look(watched, reference.log):
+        if not _any_rank(needs_closer_look(watched, reference.log)):
             return judge(name, watched, reference.log)
         differing = first_unequal(watched.gradients, reference.log.gradients)
         look = repeated.look_closer(watched, differing)
-        if look.log.differing and not watched.differing:  # in regions that are known as such only now
+        if _any_rank(bool(look.log.differing and not watched.differing)):  # in regions that are known as such only now
             watched = look.log
             look = repeated.look_closer(watched, differing)
         again = repeated.run_plainly(watched.recomputing, differing)
         errors = gradient_errors(look.gradients, again.gradients)
         return judge(name, watched, reference.log, look.log, again.log, errors, tolerance)
+
+
+def _any_rank(asked: bool) -> bool:
+    """Whether any rank asks for a run: all have to make it, because they wait for each other in it."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return asked
+    answers: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(answers, asked)
+    return any(answers)
 
 
 def looked_at(watched: RunLog) -> tuple[list[int], list[int]]:
