@@ -20,14 +20,14 @@ from typing import Any
 from torch import Tensor
 
 from backstash.report.meter import CountedPeak
-from backstash.verify.watch import Watch
+from backstash.verifying.watch import Watch
 from bench import cases
 from bench.cases import Case, Workload
 from bench.machine import load
 from bench.results import Results
 from bench.rounds import Effort, Summary, interleave, summarise, table
 
-CASES = (Case("resnet50", "resnet50", 4, 160), Case("gpt2", "gpt2", 4, 256, needs="transformers"))
+CASES = (Case("resnet50", "resnet50", 2, 128), Case("gpt2", "gpt2", 2, 128, needs="transformers"))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 COMPILE = sorted((SOURCE / "compile").rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "config", "manager"}
 PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("understand/architecture.md", "architecture.md")]
-HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning", "verify"}
+HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning", "verifying"}
 """Units that may install hooks: the Session's own, and those that observe somebody's program from outside."""
 
 SAID_WITH_THEIR_MODULE = {
@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
         "gradient_error",
     },
     "rewrites": {"accelerator", "bits", "errors", "torch_internals", "saved", "arguments", "session"},
-    "verify": {
+    "verifying": {
         "accelerator",
         "arguments",
         "backward.install",
@@ -97,7 +97,7 @@ ALLOWED: dict[str, set[str]] = {
         "policies.base",
         "stash.ledger",
         "session",
-        "verify",
+        "verifying",
     },
     "planning": {
         "accelerator",
@@ -165,7 +165,7 @@ ALLOWED: dict[str, set[str]] = {
         "capture.passes",
         "session",
         "testing",
-        "verify",
+        "verifying",
         "integrations",
         "planning.model.trace",
         "planning.search.schedule",
@@ -187,7 +187,7 @@ ALLOWED: dict[str, set[str]] = {
         "integrations.notebook",
         "compile",
         "report.meter",
-        "verify",
+        "verifying",
     },
     "cli": {
         "errors",
@@ -200,7 +200,7 @@ ALLOWED: dict[str, set[str]] = {
         "integrations",
         "planning",
         "report",
-        "verify",
+        "verifying",
     },
     "__main__": {"cli"},
 }

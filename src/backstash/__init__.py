@@ -16,7 +16,7 @@ from backstash.report.meter import measure
 from backstash.saved import Need
 from backstash.session import Session
 from backstash.stores import Store
-from backstash.verify import verify
+from backstash.verifying import verify
 from backstash.version import __version__ as __version__
 
 __all__ = [

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import backstash as bs
-from backstash.verify.checksum import checksum
-from backstash.verify.watch import Watch
+from backstash.verifying.checksum import checksum
+from backstash.verifying.watch import Watch
 from tests.device import fake
 
 assert fake.device.type == "fake"

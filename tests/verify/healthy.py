@@ -18,9 +18,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
-from verify.faults import Block, Hooks, Net, Step, data, plain_checkpoint, reentrant_checkpoint, step_of
 
 import backstash as bs
+from verify.faults import Block, Hooks, Net, Step, data, plain_checkpoint, reentrant_checkpoint, step_of
 
 HEALTHY: dict[str, Callable[[], Step]] = {}
 

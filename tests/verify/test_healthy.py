@@ -116,3 +116,22 @@ def test_a_compiled_model_is_compared_with_eager_mode() -> None:
     found = bs.verify(lambda: model(x).sum().backward())
     assert found.exit_code == 0, str(found)
     assert any("torch.compile" in note for note in found.notes)
+
+
+@pytest.mark.slow
+def test_a_compiler_whose_backward_is_wrong_is_found() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def plain(graph: Any, inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def wrong(graph: Any, inputs: Any) -> Any:
+        return make_boxed_func(lambda *args: [None if x is None else x * 1.01 for x in graph.forward(*args)])
+
+    backend = aot_autograd(fw_compiler=plain, bw_compiler=wrong)
+    model = torch.compile(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), backend=backend)
+    x = torch.randn(8, 16)
+    found = bs.verify(lambda: model(x).sum().backward())
+    assert found.first is not None and found.first.cause.kind == "compiled", str(found)
+    assert found.exit_code == 1 and 0.005 < found.errors[0].relative < 0.05

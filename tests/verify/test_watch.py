@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import backstash as bs
 from backstash.capture import passes
 from backstash.torch_internals import backward_engine, function_apply, hook_pushing, saved_tensor_hooks
-from backstash.verify.checksum import PIECE, checksum, numbers_of, why_unchecked
-from backstash.verify.reference import Reference
-from backstash.verify.runlog import RunLog
-from backstash.verify.watch import Watch
+from backstash.verifying.checksum import PIECE, checksum, numbers_of, why_unchecked
+from backstash.verifying.reference import Reference
+from backstash.verifying.runlog import RunLog
+from backstash.verifying.watch import Watch
 from verify.faults import FAULTS, Block, Net, forgetful_checkpoint, plain_checkpoint, step_of
 
 pytest_plugins = ["backstash.testing.plugin"]

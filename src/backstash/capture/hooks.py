@@ -129,7 +129,7 @@ def refuse_other_hooks() -> None:
     """Make sure that a Session may be opened here.
 
     Raises:
-        SessionError: another Session or other saved-tensor hooks are active.
+        SessionError: another Session or other saved-tensor hooks are active, unless ``only_observes`` marks them.
     """
     if modules.is_active():
         raise SessionError(

@@ -11,8 +11,8 @@ from backstash.cli.endings import exits
 from backstash.cli.options import Arguments, IsModule, Quiet, Script, ScriptCommand
 from backstash.report.compare import Program
 from backstash.report.verified import verify_script
-from backstash.verify.page import verification_page
-from backstash.verify.verdict import Verification
+from backstash.verifying.page import verification_page
+from backstash.verifying.verdict import Verification
 
 
 def add_to(app: typer.Typer) -> None:

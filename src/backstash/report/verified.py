@@ -30,13 +30,13 @@ from backstash.integrations.launcher import execute, require_script
 from backstash.report.compare import TAIL, Program
 from backstash.report.steps import Steps
 from backstash.torch_internals import QUIET_LOGS, ignore_global_hooks_of_compiled_modules, in_backward
-from backstash.verify.facts import generator_digests
-from backstash.verify.gradients import first_unequal, gradient_errors, state_sums
-from backstash.verify.reference import Reference
-from backstash.verify.runlog import RunLog
-from backstash.verify.step import IN_PLACE, looked_at
-from backstash.verify.verdict import Verification, judge, needs_closer_look
-from backstash.verify.watch import Watch
+from backstash.verifying.facts import generator_digests
+from backstash.verifying.gradients import first_unequal, gradient_errors, state_sums
+from backstash.verifying.reference import Reference
+from backstash.verifying.runlog import RunLog
+from backstash.verifying.step import IN_PLACE, looked_at
+from backstash.verifying.verdict import Verification, judge, needs_closer_look
+from backstash.verifying.watch import Watch
 
 Told = Callable[[str, str | None], None]
 """A function that is called with the name of a run, and a line that the script has printed; None when a run begins."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from backstash.verify import Verification, verify
+from backstash.verifying import Verification, verify
 
 Verifies = Callable[..., Verification]
 """The type of the fixture's value."""

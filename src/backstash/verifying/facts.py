@@ -16,7 +16,7 @@ from torch import nn
 
 from backstash import accelerator
 from backstash.torch_internals import autocast_of, count_function_modes, deterministic
-from backstash.verify.paths import address_of
+from backstash.verifying.paths import address_of
 
 
 @dataclass(frozen=True, slots=True)

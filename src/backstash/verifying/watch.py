@@ -59,13 +59,13 @@ from backstash.torch_internals import (
     unseen_by_modes,
     without_gradients,
 )
-from backstash.verify.checksum import Checksum, checksum, numbers_of, why_unchecked
-from backstash.verify.detail import compared
-from backstash.verify.facts import Change, Facts, Written, changes, generator_digests, moved_generators
-from backstash.verify.gradients import gradient_copies, gradient_sums
-from backstash.verify.operations import OperationLog, first_different_operation
-from backstash.verify.paths import ModulePaths, address_of
-from backstash.verify.runlog import MOST_DIFFERENCES, RegionLog, RunLog, ValueDifference
+from backstash.verifying.checksum import Checksum, checksum, numbers_of, why_unchecked
+from backstash.verifying.detail import compared
+from backstash.verifying.facts import Change, Facts, Written, changes, generator_digests, moved_generators
+from backstash.verifying.gradients import gradient_copies, gradient_sums
+from backstash.verifying.operations import OperationLog, first_different_operation
+from backstash.verifying.paths import ModulePaths, address_of
+from backstash.verifying.runlog import MOST_DIFFERENCES, RegionLog, RunLog, ValueDifference
 
 _UNREAD = ("running_mean", "running_var")
 """Roles of what batch norm saves and does not read: its backward in training reads the batch's statistics."""
@@ -585,7 +585,10 @@ class Watch:
             self.log.owners[value.owner] = self.log.owners.get(value.owner, 0) + 1
             if one != two or got:
                 other = by_sum.get(two)
+                self.log.differing += 1
                 self._differences.append(self._described(value, one, two, got, written, detail, other))
+        self._differences.sort(key=lambda each: each.number)
+        del self._differences[MOST_DIFFERENCES:]
 
     def _described(
         self,
@@ -622,14 +625,12 @@ class Watch:
         return found
 
     def finish(self) -> None:
-        """Puts the differences in the order of forward."""
-        self._differences.sort(key=lambda each: each.number)
+        """Completes the record."""
         for each in self._differences:
             if each.region is not None and each.region in self._operations:
                 each.operation = self._operations[each.region]
         self.log.operations = {str(number): found for number, found in self._operations.items()}
-        self.log.differing = len(self._differences)
-        self.log.differences = self._differences[:MOST_DIFFERENCES]
+        self.log.differences = self._differences
 
 
 class _RegionFunction:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from backstash.saved import is_tensor
 from backstash.torch_internals import TorchDispatchMode, is_seeded_tag
-from backstash.verify.checksum import Checksum, checksum, numbers_of, why_unchecked
-from backstash.verify.paths import address_of
+from backstash.verifying.checksum import Checksum, checksum, numbers_of, why_unchecked
+from backstash.verifying.paths import address_of
 
 _SILENT = ("aten.detach", "aten.alias", "aten.sym_size", "aten.sym_stride", "prim.device")
 _BLANK = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.verify.checksum import Checksum, checksum, numbers_of, why_unchecked
-from backstash.verify.paths import ModulePaths
+from backstash.verifying.checksum import Checksum, checksum, numbers_of, why_unchecked
+from backstash.verifying.paths import ModulePaths
 
 
 def gradient_sums(paths: ModulePaths) -> dict[str, int | None]:

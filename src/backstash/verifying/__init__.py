@@ -4,7 +4,7 @@ A step is watched as it is (``watch.py``), and run once more with every saver sw
 are compared, and nothing is held for it. Where something differs, two more runs tell how far and why.
 """
 
-from backstash.verify.step import verify
-from backstash.verify.verdict import Finding, Verification
+from backstash.verifying.step import verify
+from backstash.verifying.verdict import Finding, Verification
 
 __all__ = ["Finding", "Verification", "verify"]

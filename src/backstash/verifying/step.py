@@ -12,13 +12,13 @@ from backstash.arguments import check_model, check_step
 from backstash.errors import MeasureError
 from backstash.rewrites.state import Generators, State, StepState
 from backstash.saved import is_tensor
-from backstash.verify.checksum import checksum, numbers_of, why_unchecked
-from backstash.verify.facts import generator_digests
-from backstash.verify.gradients import first_unequal, gradient_errors, state_sums
-from backstash.verify.reference import Reference
-from backstash.verify.runlog import RunLog
-from backstash.verify.verdict import Verification, judge, needs_closer_look
-from backstash.verify.watch import Watch
+from backstash.verifying.checksum import checksum, numbers_of, why_unchecked
+from backstash.verifying.facts import generator_digests
+from backstash.verifying.gradients import first_unequal, gradient_errors, state_sums
+from backstash.verifying.reference import Reference
+from backstash.verifying.runlog import RunLog
+from backstash.verifying.verdict import Verification, judge, needs_closer_look
+from backstash.verifying.watch import Watch
 
 IN_PLACE = "modified by an inplace operation"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from backstash.verify.verdict import Finding, Verification, finding_rows
+from backstash.verifying.verdict import Finding, Verification, finding_rows
 
 _STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;color:#1b1b1b;background:#fff;margin:24px}

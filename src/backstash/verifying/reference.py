@@ -39,10 +39,10 @@ from backstash.torch_internals import (
     replace_function_apply,
     replace_hook_pushing,
 )
-from backstash.verify.checksum import checksum, numbers_of, why_unchecked
-from backstash.verify.gradients import gradient_copies, gradient_sums
-from backstash.verify.paths import ModulePaths
-from backstash.verify.runlog import RunLog
+from backstash.verifying.checksum import checksum, numbers_of, why_unchecked
+from backstash.verifying.gradients import gradient_copies, gradient_sums
+from backstash.verifying.paths import ModulePaths
+from backstash.verifying.runlog import RunLog
 
 _MOST_NODES = 100_000
 

@@ -29,7 +29,7 @@ class ValueDifference:
         version: by how many writes its version has grown since forward.
         same_as: place (``"path/op:role"``) of another value whose bits backward got instead, or None.
         changed: facts that differ between forward and recomputation, each as kind, name, before, after.
-        detail: of the values themselves, where both were kept (see :func:`backstash.verify.detail.compared`).
+        detail: of the values themselves, where both were kept (see :func:`backstash.verifying.detail.compared`).
         operation: the first operation of the region that differs, where operations were written down.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backstash.verify.runlog import RegionLog, ValueDifference
+from backstash.verifying.runlog import RegionLog, ValueDifference
 
 UNSTEADY = "unsteady"
 """The kind of cause of a kernel that does not repeat itself: nobody's fault, and no verdict can be given."""

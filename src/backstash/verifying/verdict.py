@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from backstash.verify.causes import ROUNDED, UNSTEADY, Cause, cause_of
-from backstash.verify.gradients import ParameterError, missing_names, unequal_names
-from backstash.verify.runlog import RegionLog, RunLog, ValueDifference
+from backstash.verifying.causes import ROUNDED, UNSTEADY, Cause, cause_of
+from backstash.verifying.gradients import ParameterError, missing_names, unequal_names
+from backstash.verifying.runlog import RegionLog, RunLog, ValueDifference
 
 EQUAL, DIFFERS, UNSTEADY_VERDICT, BY_INTENTION = "equal", "differs", "unsteady", "rounded"
 _WIDTH = 118
