@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from backstash.report.meter import CountedPeak
-from backstash.verifying.watch import Watch
+from backstash.verifying.watch import WatchedRun
 from bench import cases
 from bench.cases import Case, Workload
 from bench.machine import load
@@ -55,9 +55,9 @@ def ways(workload: Workload) -> dict[str, tuple[Callable[[], Tensor], Callable[[
     """The forward pass and the context of a step, by the way's name."""
     return {
         "plain": (workload.loss, nullcontext),
-        "plain, watched": (workload.loss, Watch),
+        "plain, watched": (workload.loss, WatchedRun),
         "checkpoint": (workload.checkpointed_loss, nullcontext),
-        "checkpoint, watched": (workload.checkpointed_loss, Watch),
+        "checkpoint, watched": (workload.checkpointed_loss, WatchedRun),
     }
 
 
@@ -69,7 +69,7 @@ def step(forward: Callable[[], Tensor], context: Callable[[], AbstractContextMan
         begun = time.perf_counter()
         forward().backward()
         seconds = time.perf_counter() - begun
-    if isinstance(watching, Watch):
+    if isinstance(watching, WatchedRun):
         assert not watching.log.differing, watching.log.differences[0]
         return seconds, watching.log.values, watching.log.nbytes
     return seconds, 0, 0

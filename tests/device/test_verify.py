@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import backstash as bs
 from backstash.verifying.checksum import checksum
-from backstash.verifying.watch import Watch
+from backstash.verifying.watch import WatchedRun
 from tests.device import fake
 
 assert fake.device.type == "fake"
@@ -42,11 +42,11 @@ def test_a_checksum_is_that_of_the_cpu(shape: tuple[int, ...], dtype: torch.dtyp
 
 def test_a_watched_step_waits_once() -> None:
     net, x = network(), torch.randn(16, 32).to("fake")
-    with Watch():
+    with WatchedRun():
         run(net, x).backward()
     with fake.counting() as plain:
         run(net, x).backward()
-    watch = Watch()
+    watch = WatchedRun()
     with watch:
         run(net, x)  # so that weights of checksums are on the device
         with fake.counting() as counts:

@@ -18,7 +18,7 @@ from backstash.torch_internals import backward_engine, function_apply, hook_push
 from backstash.verifying.checksum import PIECE, checksum, numbers_of, why_unchecked
 from backstash.verifying.reference import Reference
 from backstash.verifying.runlog import RunLog
-from backstash.verifying.watch import Watch
+from backstash.verifying.watch import WatchedRun
 from verify.faults import FAULTS, Block, Net, forgetful_checkpoint, plain_checkpoint, step_of
 
 pytest_plugins = ["backstash.testing.plugin"]
@@ -98,7 +98,7 @@ def test_what_has_no_checksum_says_why() -> None:
     assert numbers_of([1, torch.tensor(5), 3]) == [1, 5, 3]
 
 
-@pytest.mark.parametrize("context", [Watch, Reference])
+@pytest.mark.parametrize("context", [WatchedRun, Reference])
 def test_nothing_is_left_behind(context: Any) -> None:
     before = installed()
     net = Net([Block(), Block(drop=0.2)], plain_checkpoint)
@@ -164,7 +164,7 @@ def test_autograds_own_error_is_raised() -> None:
 def test_no_tensor_is_held() -> None:
     net = Net([Block()], plain_checkpoint)
     references = []
-    with Watch() as watch:
+    with WatchedRun() as watch:
         y = net.layers[0](torch.randn(8, 16))
         references.append(weakref.ref(y))
         loss = y.sum()

@@ -36,7 +36,7 @@ from backstash.verifying.reference import Reference
 from backstash.verifying.runlog import RunLog
 from backstash.verifying.step import IN_PLACE, looked_at
 from backstash.verifying.verdict import Verification, judge, needs_closer_look
-from backstash.verifying.watch import Watch
+from backstash.verifying.watch import WatchedRun
 
 Told = Callable[[str, str | None], None]
 """A function that is called with the name of a run, and a line that the script has printed; None when a run begins."""
@@ -53,7 +53,7 @@ class VerifyRequest:
         seed: of all default generators, before the program begins.
         is_reference: whether savers are switched off.
         copies: of a reference run, whether autograd saves copies.
-        kept, traced, recomputing, keep_pass: as in Watch.
+        kept, traced, recomputing, keep_pass: as in WatchedRun.
     """
 
     script: str
@@ -119,11 +119,11 @@ def carry_out_verification(order: VerifyRequest) -> int:
     random.seed(order.seed)
     np.random.seed(order.seed % (1 << 32))
     torch.manual_seed(order.seed)
-    under: Watch | Reference
+    under: WatchedRun | Reference
     if order.is_reference:
         under = Reference(order.recomputing, order.keep_pass, copies=order.copies)
     else:
-        under = Watch(order.kept, order.traced, order.recomputing, order.keep_pass)
+        under = WatchedRun(order.kept, order.traced, order.recomputing, order.keep_pass)
     failed: list[str] = []
     with EndsAfter(order.steps), under:
         exit_code = execute(

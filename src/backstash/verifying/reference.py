@@ -58,7 +58,7 @@ class Reference:
 
     Attributes:
         log: the record of the run.
-        paths: as in Watch.
+        paths: as in WatchedRun.
         gradients: those of that pass, by name.
     """
 

@@ -18,7 +18,7 @@ from backstash.verifying.gradients import first_unequal, gradient_errors, state_
 from backstash.verifying.reference import Reference
 from backstash.verifying.runlog import RunLog
 from backstash.verifying.verdict import Verification, judge, needs_closer_look
-from backstash.verifying.watch import Watch
+from backstash.verifying.watch import WatchedRun
 
 IN_PLACE = "modified by an inplace operation"
 
@@ -48,6 +48,7 @@ def verify(
         TypeError: ``step`` cannot be called without arguments, or ``model`` is no module.
 
     Example:
+        >>> import torch
         >>> from torch.utils.checkpoint import checkpoint
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         >>> x = torch.ones(4, 8, requires_grad=True)
@@ -60,7 +61,7 @@ def verify(
     if model is not None:
         check_model(model, "verify", ", or None for the modules that the step calls")
     with _Repeated(step, [] if model is None else [model]) as repeated:
-        watch = Watch()
+        watch = WatchedRun()
         watched = repeated.run(watch)
         if not watched.passes:
             raise MeasureError(
@@ -134,13 +135,13 @@ class _Repeated:
             self.run(under)
         return under
 
-    def look_closer(self, watched: RunLog, keep_pass: int | None) -> Watch:
+    def look_closer(self, watched: RunLog, keep_pass: int | None) -> WatchedRun:
         """Runs the step with what is needed to describe the differences of a run."""
-        under = Watch(*looked_at(watched), watched.recomputing, keep_pass)
+        under = WatchedRun(*looked_at(watched), watched.recomputing, keep_pass)
         self.run(under)
         return under
 
-    def run(self, under: Watch | Reference) -> RunLog:
+    def run(self, under: WatchedRun | Reference) -> RunLog:
         """Runs the step once and returns the record.
 
         Raises:
@@ -171,7 +172,7 @@ class _Repeated:
                     leaf.grad = gradient
         return under.log
 
-    def _note_end(self, under: Watch | Reference, returned: object) -> None:
+    def _note_end(self, under: WatchedRun | Reference, returned: object) -> None:
         """Notes the state in which a run ends."""
         tensors = [x for x in _tensors(returned) if why_unchecked(x) is None]
         under.log.returned = numbers_of([checksum(x) for x in tensors])
@@ -186,7 +187,7 @@ class _Repeated:
             state.set_gradients_aside()
 
 
-def _as_context(under: Watch | Reference) -> AbstractContextManager[Any]:
+def _as_context(under: WatchedRun | Reference) -> AbstractContextManager[Any]:
     return under
 
 

@@ -161,7 +161,7 @@ class WatchedRegion:
         self.written = None
 
 
-class Watch:
+class WatchedRun:
     """Inside the ``with``, values are compared; ``log`` then has what was found.
 
     Args:
@@ -200,7 +200,7 @@ class Watch:
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> WatchedRun:
         prepare()  # what a Session would measure by backward passes of its own
         ignore_global_hooks_of_compiled_modules()
         self._before = hook_pushing()
@@ -636,7 +636,7 @@ class Watch:
 class _RegionFunction:
     """The function of a reentrant region."""
 
-    def __init__(self, watch: Watch, region: WatchedRegion, function: Callable[..., Any]) -> None:
+    def __init__(self, watch: WatchedRun, region: WatchedRegion, function: Callable[..., Any]) -> None:
         self._watch, self._region, self._function = watch, region, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
