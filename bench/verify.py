@@ -38,6 +38,7 @@ class Cost:
         network: the case's name.
         way: ``"plain"``, ``"checkpoint"``, ``"plain, watched"`` or ``"checkpoint, watched"``.
         seconds: of a step.
+        processor_seconds: of all threads of the process in a step, which other programs' load changes little.
         peak_nbytes: counted peak of a step.
         values: how many values were compared; 0 where nothing is watched.
         value_nbytes: bytes of these.
@@ -46,6 +47,7 @@ class Cost:
     network: str
     way: str
     seconds: Summary
+    processor_seconds: Summary
     peak_nbytes: int
     values: int
     value_nbytes: int
@@ -61,18 +63,20 @@ def ways(workload: Workload) -> dict[str, tuple[Callable[[], Tensor], Callable[[
     }
 
 
-def step(forward: Callable[[], Tensor], context: Callable[[], AbstractContextManager[Any]]) -> tuple[float, int, int]:
-    """Takes a step. Returns its seconds, and how many values and bytes were compared."""
+def step(
+    forward: Callable[[], Tensor], context: Callable[[], AbstractContextManager[Any]]
+) -> tuple[float, float, int, int]:
+    """Takes a step. Returns its seconds, those of the processor, and how many values and bytes were compared."""
     gc.collect()
     watching = context()
     with watching:
-        begun = time.perf_counter()
+        begun, at_work = time.perf_counter(), time.process_time()
         forward().backward()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - begun, time.process_time() - at_work
     if isinstance(watching, WatchedRun):
         assert not watching.log.differing, watching.log.differences[0]
-        return seconds, watching.log.values, watching.log.nbytes
-    return seconds, 0, 0
+        return *seconds, watching.log.values, watching.log.nbytes
+    return *seconds, 0, 0
 
 
 def measure(case: Case, rounds: int) -> list[Cost]:
@@ -88,7 +92,14 @@ def measure(case: Case, rounds: int) -> list[Cost]:
         peaks[name] = counter.peak_nbytes
     runs = interleave({name: partial(step, *way) for name, way in found.items()}, Effort(rounds))
     return [
-        Cost(case.name, name, summarise([seconds for seconds, _, _ in taken]), peaks[name], taken[0][1], taken[0][2])
+        Cost(
+            case.name,
+            name,
+            summarise([each[0] for each in taken]),
+            summarise([each[1] for each in taken]),
+            peaks[name],
+            *taken[0][2:],
+        )
         for name, taken in runs.items()
     ]
 
@@ -123,12 +134,13 @@ def show(costs: Sequence[Cost]) -> str:
                 cost.way,
                 f"{cost.seconds.median * 1e3:.0f}",
                 f"{cost.seconds.median / base.seconds.median:.2f}",
+                f"{cost.processor_seconds.median / base.processor_seconds.median:.2f}",
                 f"{cost.peak_nbytes / 2**20:.1f}",
                 f"{cost.peak_nbytes / base.peak_nbytes:.3f}",
                 str(cost.values),
             )
         )
-    return table(("network", "step", "ms", "times", "peak MiB", "times", "values"), rows)
+    return table(("network", "step", "ms", "times", "processor, times", "peak MiB", "times", "values"), rows)
 
 
 if __name__ == "__main__":
