@@ -84,6 +84,12 @@ def test_changed_signs_do_not_cancel() -> None:
         assert checksum(y) != checksum(x)
 
 
+def test_a_storage_can_be_resized_afterwards() -> None:
+    x = torch.randn(64)
+    checksum(x)
+    x.untyped_storage().resize_(0)  # as FSDP frees what it has gathered
+
+
 def test_a_large_tensor_is_summed_in_pieces() -> None:
     x = torch.arange(PIECE // 4 + 1000, dtype=torch.float32).view(2, -1)
     assert checksum(x.t().contiguous().t()) == checksum(x)

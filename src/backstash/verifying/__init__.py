@@ -5,6 +5,6 @@ are compared, and nothing is held for it. Where something differs, two more runs
 """
 
 from backstash.verifying.step import verify
-from backstash.verifying.verdict import Finding, Verification
+from backstash.verifying.verdict import Verification, VerifyFinding
 
-__all__ = ["Finding", "Verification", "verify"]
+__all__ = ["Verification", "VerifyFinding", "verify"]

@@ -123,7 +123,8 @@ def _of_region(found: ValueDifference, region: RegionLog) -> Cause:
     foreign = [each for each in changed.get("generator", []) if each[1] in ("python", "numpy")]
     if foreign and kind in ("operation", "numbers", "input", "kernel") and "argument" not in subject:
         return _of_generator(foreign, region, where)
-    if kind == "seeded" or (not kind and "generator" in changed):
+    is_forgotten = "generator" in changed and region.keeps_generators is False and kind in ("operation", "numbers")
+    if kind == "seeded" or is_forgotten or (not kind and "generator" in changed):
         return _of_generator(changed.get("generator", []), region, where)
     if "autocast" in changed and kind in ("", "dtype", "operation", "numbers"):
         _, _, before, after = changed["autocast"][0]

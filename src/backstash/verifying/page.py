@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from backstash.verifying.verdict import Finding, Verification, finding_rows
+from backstash.verifying.verdict import Verification, VerifyFinding, finding_rows
 
 _STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;color:#1b1b1b;background:#fff;margin:24px}
@@ -50,7 +50,7 @@ def verification_page(found: Verification) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
-def _finding(found: Finding, place: int) -> str:
+def _finding(found: VerifyFinding, place: int) -> str:
     heading, rows = finding_rows(found, place, fix=True)
     return f"<h2>{escape(heading.capitalize())}</h2>" + _table(("", ""), rows, right=False)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, distributed, nn
+from torch.utils.checkpoint import CheckpointError
 
 from backstash.arguments import check_model, check_step
 from backstash.errors import MeasureError
@@ -83,11 +85,15 @@ def verify(
 
 def _any_rank(asked: bool) -> bool:
     """Whether any rank asks for a run: all have to make it, because they wait for each other in it."""
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not _is_distributed():
         return asked
     answers: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(answers, asked)
     return any(answers)
+
+
+def _is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def looked_at(watched: RunLog) -> tuple[list[int], list[int]]:
@@ -106,6 +112,9 @@ class _Repeated:
         self._step, self._models = step, models
         self._found: dict[int, State] = {}
         self._leaves: list[Tensor] = []
+        self._sharded: list[nn.Module] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._aside: list[tuple[Tensor, Tensor | None]] = []
 
     def __enter__(self) -> _Repeated:
         self._generators = Generators()
@@ -113,11 +122,25 @@ class _Repeated:
 
     def __exit__(self, *error: Any) -> None:
         self._restore()
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+
+    def _undone(self) -> AbstractContextManager[Any]:
+        """What undoes a run. A sharded model keeps its own account of what is where, which is not to be touched.
+
+        So of a distributed program only buffers, gradients and generators are put back.
+        """
+        if _is_distributed():
+            return nullcontext()
+        return StepState(self._step, self._models)
 
     def _restore(self) -> None:
         """Puts back what was found in the first run, when something may have been drawn or written already."""
         for state in self._found.values():
             state.restore()
+        with torch.no_grad():
+            for buffer, content in self._buffers:
+                buffer.copy_(content)
         self._generators.restore()
 
     def run_plainly(self, recomputing: list[str], keep_pass: int | None = None) -> Reference:
@@ -149,7 +172,7 @@ class _Repeated:
         """
         self._restore()
         under.paths.found_root = self._note
-        with StepState(self._step, self._models):
+        with self._undone():
             gradients = [(leaf, leaf.grad) for leaf in self._leaves]
             for state in self._found.values():
                 state.set_gradients_aside()
@@ -160,8 +183,8 @@ class _Repeated:
                 try:
                     with _as_context(under):
                         returned = self._step()
-                except RuntimeError:
-                    if not (under.log.differing or any(each.runs_again for each in under.log.regions)):
+                except RuntimeError as error:  # a checkpoint's own error tells less than what is found
+                    if not under.log.differing and not isinstance(error, CheckpointError):
                         raise
                 self._note_end(under, returned)
             finally:
@@ -181,6 +204,14 @@ class _Repeated:
 
     def _note(self, module: nn.Module) -> None:
         """Notes the state of a module that is called outermost for the first time."""
+        if _is_distributed():
+            if module not in self._sharded:
+                self._sharded.append(module)
+                self._buffers += [(each, each.detach().clone()) for each in module.buffers()]
+                self._aside += [(each, each.grad) for each in module.parameters()]
+                for parameter, _ in self._aside:
+                    parameter.grad = None
+            return
         known = {id(each) for model in self._models for each in model.modules()}
         if id(module) not in known and id(module) not in self._found:
             self._found[id(module)] = state = State(module)

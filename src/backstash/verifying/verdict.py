@@ -19,7 +19,7 @@ _MOST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class VerifyFinding:
     """Differences that have one cause.
 
     Attributes:
@@ -61,7 +61,7 @@ class Verification:
     """
 
     verdict: str
-    findings: tuple[Finding, ...]
+    findings: tuple[VerifyFinding, ...]
     watched: RunLog
     reference: RunLog
     errors: tuple[ParameterError, ...] = ()
@@ -80,7 +80,7 @@ class Verification:
         return int(self.verdict == DIFFERS)
 
     @property
-    def first(self) -> Finding | None:
+    def first(self) -> VerifyFinding | None:
         """The finding of the first value that differs; None if there is none."""
         return self.findings[0] if self.findings else None
 
@@ -206,12 +206,12 @@ def needs_closer_look(watched: RunLog, reference: RunLog) -> bool:
 # -- findings ----------------------------------------------------------------------------------------------------
 
 
-def _value_findings(watched: RunLog, closer: RunLog | None, tolerance: float) -> list[Finding]:
+def _value_findings(watched: RunLog, closer: RunLog | None, tolerance: float) -> list[VerifyFinding]:
     details = {} if closer is None else {each.number: each for each in closer.differences}
     firsts: dict[Any, list[ValueDifference]] = {}
     for each in watched.differences:
         firsts.setdefault(("region", each.region) if each.region is not None else each.owner, []).append(each)
-    found: dict[tuple[str, str, str], Finding] = {}
+    found: dict[tuple[str, str, str], VerifyFinding] = {}
     for group in firsts.values():
         for number, value in enumerate(group):
             if value.region is not None and number:
@@ -231,15 +231,15 @@ def _value_findings(watched: RunLog, closer: RunLog | None, tolerance: float) ->
             key = (cause.kind, cause.fix, value.owner if region is None else region.kind)
             if key in found:
                 old = found[key]
-                found[key] = Finding(
+                found[key] = VerifyFinding(
                     old.cause, old.subject, old.value, old.region, old.count + count, old.places + 1, old.names
                 )
             else:
-                found[key] = Finding(cause, value.place, value, region, count)
+                found[key] = VerifyFinding(cause, value.place, value, region, count)
     return list(found.values())
 
 
-def _error_findings(closer: RunLog) -> list[Finding]:
+def _error_findings(closer: RunLog) -> list[VerifyFinding]:
     """What is wrong where a checkpoint has noticed by itself that it computed something else."""
     for number, operation in sorted(closer.operations.items(), key=lambda item: int(item[0])):
         region = closer.regions[int(number)]
@@ -248,7 +248,7 @@ def _error_findings(closer: RunLog) -> list[Finding]:
             -1, 0, operation["path"], operation["name"], "operation", [], "", "checkpoint", region.number
         )
         value.operation, value.changed = operation, changed
-        return [Finding(cause_of(value, region), value.place, None, region, names=(value.place,))]
+        return [VerifyFinding(cause_of(value, region), value.place, None, region, names=(value.place,))]
     return []
 
 
@@ -260,18 +260,18 @@ def _gradient_findings(
     is_steady: bool,
     tolerance: float,
     is_explained: bool,
-) -> list[Finding]:
+) -> list[VerifyFinding]:
     """What is wrong where gradients differ and no value does."""
     missing = missing_names(watched.gradients, reference.gradients)
     if missing:
-        return [Finding(_no_gradient(watched), missing[0], names=tuple(missing), count=len(missing))]
+        return [VerifyFinding(_no_gradient(watched), missing[0], names=tuple(missing), count=len(missing))]
     names = tuple(next((each for each in unequal if each), []))
     if len(watched.gradients) != len(reference.gradients):
         cause = Cause(
             "passes",
             f"there were {watched.passes} backward passes with savers and {reference.passes} without",
         )
-        return [Finding(cause, "the step")]
+        return [VerifyFinding(cause, "the step")]
     if not names or is_explained:
         return []
     worst = max((each.relative for each in errors), default=math.inf)
@@ -307,7 +307,7 @@ def _gradient_findings(
         )
     else:
         cause = Cause("gradient", "gradients differ although backward read the bits that forward had")
-    return [Finding(cause, names[0], names=names, count=len(names))]
+    return [VerifyFinding(cause, names[0], names=names, count=len(names))]
 
 
 _COMPILED = 1e-3
@@ -329,7 +329,9 @@ def _has_reentrant(watched: RunLog) -> bool:
     return any(region.kind == "checkpoint(use_reentrant=True)" for region in watched.regions)
 
 
-def _state_findings(watched: RunLog, reference: RunLog, findings: Sequence[Finding], is_steady: bool) -> list[Finding]:
+def _state_findings(
+    watched: RunLog, reference: RunLog, findings: Sequence[VerifyFinding], is_steady: bool
+) -> list[VerifyFinding]:
     """Buffers and generators that the savers leave in another state."""
     gradients_differ = any(unequal_names(watched.gradients, reference.gradients))
     if gradients_differ or not is_steady:
@@ -343,9 +345,11 @@ def _state_findings(watched: RunLog, reference: RunLog, findings: Sequence[Findi
             "write it only while not torch.is_grad_enabled() ... in one of the runs; of BatchNorm: momentum**0.5, or "
             "keep it out of the region",
         )
-        found.append(Finding(cause, names[0], names=names, count=len(names)))
+        found.append(VerifyFinding(cause, names[0], names=names, count=len(names)))
     elif names:
-        found.append(Finding(Cause("state", "it is left with other bits than without savers"), names[0], names=names))
+        found.append(
+            VerifyFinding(Cause("state", "it is left with other bits than without savers"), names[0], names=names)
+        )
     moved = tuple(name for name, state in watched.generators.items() if reference.generators.get(name, state) != state)
     if moved and not any(each.cause.kind == "generator" for each in findings):
         cause = Cause(
@@ -353,7 +357,7 @@ def _state_findings(watched: RunLog, reference: RunLog, findings: Sequence[Findi
             "the savers draw random numbers, or draw them twice, so that later steps draw others",
             "pass preserve_rng_state=True to checkpoint" if watched.regions else "",
         )
-        found.append(Finding(cause, f"the generator {moved[0]}", names=moved))
+        found.append(VerifyFinding(cause, f"the generator {moved[0]}", names=moved))
     return found
 
 
@@ -383,7 +387,7 @@ def _notes(watched: RunLog, reference: RunLog) -> list[str]:
 # -- text --------------------------------------------------------------------------------------------------------
 
 
-def _finding_lines(found: Finding, place: int, fix: bool) -> list[str]:
+def _finding_lines(found: VerifyFinding, place: int, fix: bool) -> list[str]:
     head, rows = finding_rows(found, place, fix)
     lines = [head]
     for label, text in rows:
@@ -391,7 +395,7 @@ def _finding_lines(found: Finding, place: int, fix: bool) -> list[str]:
     return lines
 
 
-def finding_rows(found: Finding, place: int, fix: bool) -> tuple[str, list[tuple[str, str]]]:
+def finding_rows(found: VerifyFinding, place: int, fix: bool) -> tuple[str, list[tuple[str, str]]]:
     """Returns a heading and labelled sentences.
 
     Args:
