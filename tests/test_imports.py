@@ -16,7 +16,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 COMPILE = sorted((SOURCE / "compile").rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "config", "manager"}
 PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("understand/architecture.md", "architecture.md")]
-HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning"}
+HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning", "verifying"}
 """Units that may install hooks: the Session's own, and those that observe somebody's program from outside."""
 
 SAID_WITH_THEIR_MODULE = {
@@ -71,6 +71,22 @@ ALLOWED: dict[str, set[str]] = {
         "capture",
         "gradient_error",
     },
+    "rewrites": {"accelerator", "bits", "errors", "torch_internals", "saved", "arguments", "session"},
+    "verifying": {
+        "accelerator",
+        "arguments",
+        "backward.install",
+        "capture.checkpoints",
+        "capture.naming",
+        "capture.passes",
+        "capture.transforms",
+        "errors",
+        "policies",
+        "rewrites.state",
+        "saved",
+        "session",
+        "torch_internals",
+    },
     "testing": {
         "accelerator",
         "bits",
@@ -82,8 +98,8 @@ ALLOWED: dict[str, set[str]] = {
         "policies.base",
         "stash.ledger",
         "session",
+        "verifying",
     },
-    "rewrites": {"accelerator", "bits", "errors", "torch_internals", "saved", "arguments", "session"},
     "planning": {
         "accelerator",
         "arguments",
@@ -150,6 +166,7 @@ ALLOWED: dict[str, set[str]] = {
         "capture.passes",
         "session",
         "testing",
+        "verifying",
         "integrations",
         "planning.model.trace",
         "planning.search.schedule",
@@ -171,6 +188,7 @@ ALLOWED: dict[str, set[str]] = {
         "integrations.notebook",
         "compile",
         "report.meter",
+        "verifying",
     },
     "cli": {
         "errors",
@@ -183,6 +201,7 @@ ALLOWED: dict[str, set[str]] = {
         "integrations",
         "planning",
         "report",
+        "verifying",
     },
     "__main__": {"cli"},
 }

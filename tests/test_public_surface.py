@@ -30,6 +30,7 @@ PUBLIC = [
     "profile",
     "register_codec",
     "unwrap",
+    "verify",
     "wrap",
 ]
 HEAVY = {

@@ -16,6 +16,7 @@ from backstash.report.meter import measure
 from backstash.saved import Need
 from backstash.session import Session
 from backstash.stores import Store
+from backstash.verifying import verify
 from backstash.version import __version__ as __version__
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "profile",
     "register_codec",
     "unwrap",
+    "verify",
     "wrap",
 ]
 

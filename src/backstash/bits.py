@@ -14,5 +14,8 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def row_major_bytes(x: Tensor) -> Tensor:
-    """The elements of ``x`` in row-major order, as uint8 [numel * itemsize]."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    """The elements of ``x`` in row-major order, as uint8 [numel * itemsize]; of a DTensor those of this rank."""
+    x = x.detach()
+    if hasattr(x, "to_local"):
+        x = x.to_local()
+    return x.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

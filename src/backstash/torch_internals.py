@@ -815,3 +815,114 @@ def size_nodes(graph: torch.fx.Graph, size: torch.SymInt) -> tuple[Any, list[tor
     symbols = {symbol: torch.fx.Proxy(inputs[symbol], tracer) for symbol in expression.free_symbols}
     found = sympy_interp(PythonReferenceAnalysis, symbols, expression)
     return found.node, [node for node in graph.nodes if node not in before]
+
+
+_without_dispatch_modes: Any = find("utils._python_dispatch._disable_current_modes")
+
+
+def unseen_by_modes(function: Callable[[], _T]) -> _T:
+    """What a function returns where no mode of the program sees the operations that it calls."""
+    with no_torch_function():
+        if not count_dispatch_modes():
+            return function()
+        with _without_dispatch_modes():
+            return function()
+
+
+def replace_hook_pushing(push: Callable[[Any, Any], None], pop: Callable[[], None]) -> None:
+    """Has ``saved_tensors_hooks`` call others to install and to remove its pairs of hooks.
+
+    What this package pushes itself goes past them: see :data:`push_saved_tensor_hooks`.
+    """
+    _autograd_in_c._push_saved_tensors_default_hooks = push
+    _autograd_in_c._pop_saved_tensors_default_hooks = pop
+
+
+def hook_pushing() -> tuple[Callable[[Any, Any], None], Callable[[], None]]:
+    """The functions by which ``saved_tensors_hooks`` installs and removes its pairs now."""
+    return _autograd_in_c._push_saved_tensors_default_hooks, _autograd_in_c._pop_saved_tensors_default_hooks
+
+
+find("utils.checkpoint.CheckpointFunction")
+find("utils.checkpoint._checkpoint_hook")
+find("utils.checkpoint._recomputation_hook")
+_checkpointing: Any = torch.utils.checkpoint
+ReentrantCheckpoint: Any = _checkpointing.CheckpointFunction
+"""The autograd function of ``checkpoint(use_reentrant=True)``."""
+
+_PUSHED_BY = "._checkpoint_hook.__init__.<locals>.pack_hook"
+_PUSHED_AGAIN_BY = "._recomputation_hook.__init__.<locals>.pack_hook"
+
+
+def checkpoint_frame(pack: Any) -> Any:
+    """What ``checkpoint(use_reentrant=False)`` knows of a region, by its pack hook in forward; None of any other hook.
+
+    Its ``recompute_fn`` computes the region again.
+    """
+    return _in_closure(pack, "frame") if _is_hook(pack, _PUSHED_BY) else None
+
+
+def recomputed_frame(pack: Any) -> Any:
+    """As :func:`checkpoint_frame`, by the pack hook under which the region is computed again."""
+    if not _is_hook(pack, _PUSHED_AGAIN_BY):
+        return None
+    reference = _in_closure(inspect.unwrap(pack), "target_frame_ref")
+    return None if reference is None else reference()
+
+
+def _is_hook(pack: Any, name: str) -> bool:
+    module = getattr(pack, "__module__", None)
+    return module == _checkpointing.__name__ and f".{getattr(pack, '__qualname__', '')}".endswith(name)
+
+
+def _in_closure(function: Any, name: str) -> Any:
+    cell = _cell(function, name)
+    return None if cell is None else cell.cell_contents
+
+
+def _cell(function: Any, name: str) -> Any:
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(name)]
+
+
+def checkpoint_argument(frame: Any, name: str) -> Any:
+    """An argument of a region's checkpoint: ``"preserve_rng_state"``, ``"fn"`` or ``"recompute_context"``."""
+    return _in_closure(frame.recompute_fn, name)
+
+
+def replace_recomputed(frame: Any, function: Callable[..., Any]) -> None:
+    """Has a region's checkpoint call another function when it computes the region again."""
+    cell = _cell(frame.recompute_fn, "fn")
+    if cell is not None:
+        cell.cell_contents = function
+
+
+function_apply: Callable[..., Any] = torch.autograd.Function.__dict__["apply"]
+"""The class method by which a custom autograd function is called."""
+
+
+def replace_function_apply(apply: Any) -> None:
+    """Has all custom autograd functions called by another class method."""
+    _autograd.Function.apply = apply
+
+
+_RUNS_CHECKPOINT = _checkpointing._checkpoint_without_reentrant_generator
+
+
+def checkpointed_arguments() -> list[tuple[str, Any]]:
+    """Names and values of what the checkpointed function is called with, asked where its hooks are installed."""
+    frame: FrameType | None = sys._getframe(1)
+    name = getattr(_RUNS_CHECKPOINT, "__name__", "")
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    if frame is None:
+        return []
+    held = frame.f_locals
+    numbered = [(f"argument {place}", each) for place, each in enumerate(held.get("args", ()))]
+    return [*numbered, *((f"argument {key!r}", each) for key, each in held.get("kwargs", {}).items())]
+
+
+is_seeded_tag: Any = torch.Tag.nondeterministic_seeded
+"""The tag of operators that draw random numbers."""

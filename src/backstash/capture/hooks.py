@@ -129,7 +129,7 @@ def refuse_other_hooks() -> None:
     """Make sure that a Session may be opened here.
 
     Raises:
-        SessionError: another Session or other saved-tensor hooks are active.
+        SessionError: another Session or other saved-tensor hooks are active, unless ``only_observes`` marks them.
     """
     if modules.is_active():
         raise SessionError(
@@ -138,7 +138,7 @@ def refuse_other_hooks() -> None:
             "the model use backstash.policies.Rules."
         )
     top = saved_tensor_hooks(True)
-    if top is not None:
+    if top is not None and not getattr(top[0], "only_observes", False):
         where = getattr(top[0], "__qualname__", repr(top[0]))
         checkpointed = "checkpoint" in where or "checkpoint" in getattr(top[0], "__module__", "")
         cause = "a checkpointed function" if checkpointed else f"the saved-tensor hooks {where}"

@@ -1,0 +1,272 @@
+"""The same step with everybody's savers switched off: what its gradients are compared with.
+
+Note: [savers switched off]
+    Inside :class:`Reference`, pairs of saved-tensor hooks are not installed, so autograd keeps what it saves, also
+    inside ``checkpoint(use_reentrant=False)``. ``checkpoint(use_reentrant=True)`` calls its function. A Session
+    installs nothing. What torch.compile has compiled runs in eager mode.
+
+Note: [functions that recompute]
+    A custom autograd function that goes backward in its backward recomputes by itself. Its ``forward`` is called as a
+    plain function with grad mode on, and a stand-in for ``ctx``, so that autograd differentiates it.
+    ``torch.no_grad()`` in the lines of that ``forward`` itself does nothing then. If the result does not depend on all
+    inputs that ask for a gradient, because ``forward`` detaches them, the custom function is called as ever, and the
+    log says so. Custom functions that do not go backward by themselves are never replaced: what they return is meant.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Collection
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backstash.capture import passes
+from backstash.saved import is_tensor
+from backstash.session import Session
+from backstash.torch_internals import (
+    ReentrantCheckpoint,
+    function_apply,
+    hook_pushing,
+    ignore_global_hooks_of_compiled_modules,
+    is_dynamo_compiling,
+    is_traced,
+    push_saved_tensor_hooks,
+    remove_saved_tensor_hooks,
+    replace_function_apply,
+    replace_hook_pushing,
+)
+from backstash.verifying.checksum import checksum, numbers_of, why_unchecked
+from backstash.verifying.gradients import gradient_copies, gradient_sums
+from backstash.verifying.paths import ModulePaths
+from backstash.verifying.runlog import RunLog
+
+_MOST_NODES = 100_000
+
+
+class Reference:
+    """Inside the ``with``, no saver is at work, and gradients are noted at the end of each backward pass.
+
+    Args:
+        recomputing: names of custom autograd functions that recompute (Note: [functions that recompute]).
+        keep_pass: number of the backward pass whose gradients are kept, and not only their checksums.
+        eager: whether compiled functions run in eager mode.
+        copies: whether autograd saves copies, which nobody can change in place.
+
+    Attributes:
+        log: the record of the run.
+        paths: as in WatchedRun.
+        gradients: those of that pass, by name.
+    """
+
+    def __init__(
+        self, recomputing: Collection[str] = (), keep_pass: int | None = None, eager: bool = True, copies: bool = False
+    ) -> None:
+        self.log, self.paths = RunLog(), ModulePaths()
+        self.gradients: dict[str, Tensor] = {}
+        self._recomputing, self._keep_pass, self._eager = frozenset(recomputing), keep_pass, eager
+        self._copies = copies
+
+    def __enter__(self) -> Reference:
+        ignore_global_hooks_of_compiled_modules()
+        self._before = hook_pushing()
+        self._enter_session = Session.__enter__
+        self._no_grad_enter = torch.no_grad.__enter__
+        self._plain: list[Any] = []
+        self._stance: Any = None
+        self._compile: Any = None
+        self._here = threading.local()
+        try:
+            if self._eager:
+                self._compile = torch.compile
+                torch.compile = self._compiling
+                if "torch._dynamo" in sys.modules:  # else its import would take seconds for nothing
+                    self._force_eager()
+            replace_hook_pushing(self._push, self._pop)
+            replace_function_apply(classmethod(self._apply))
+            Session.__enter__ = _enter_nothing  # type: ignore[method-assign]
+            torch.no_grad.__enter__ = self._enter_no_grad()  # type: ignore[method-assign]
+            self._module_hooks = (
+                nn.modules.module.register_module_forward_pre_hook(self._enter_module),
+                nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
+            )
+            passes.listen(self, of_grad=True)
+            if self._copies:
+                push_saved_tensor_hooks(_copy, _copied)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._copies:
+            remove_saved_tensor_hooks(_copy)
+        passes.unlisten(self)
+        for hook in getattr(self, "_module_hooks", ()):
+            hook.remove()
+        torch.no_grad.__enter__ = self._no_grad_enter  # type: ignore[method-assign]
+        Session.__enter__ = self._enter_session  # type: ignore[method-assign]
+        replace_function_apply(function_apply)
+        replace_hook_pushing(*self._before)
+        if self._compile is not None:
+            torch.compile = self._compile
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+        if error is not None:
+            self.log.error = f"{type(error).__name__}: {error}"
+
+    def _force_eager(self) -> None:
+        if self._stance is None:
+            self._stance = torch.compiler.set_stance("force_eager")  # as a function, it lasts until it is left
+
+    def _compiling(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``torch.compile``: what is compiled runs in eager mode."""
+        self._force_eager()
+        return self._compile(*args, **kwargs)
+
+    # -- savers --------------------------------------------------------------------------------------------------
+
+    def _push(self, pack: Any, unpack: Any) -> None:
+        is_compilers = isinstance(pack, torch.fx.GraphModule) or is_traced() or is_dynamo_compiling()
+        self._stack().append(is_compilers)
+        if is_compilers:
+            self._before[0](pack, unpack)
+
+    def _pop(self) -> None:
+        stack = self._stack()
+        if not stack or stack.pop():
+            self._before[1]()
+
+    def _stack(self) -> list[bool]:
+        """For each pair that this thread has pushed, whether it was installed."""
+        stack: list[bool] | None = getattr(self._here, "stack", None)
+        if stack is None:
+            stack = self._here.stack = []
+        return stack
+
+    def _apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        original = function_apply.__func__  # type: ignore[attr-defined]
+        if is_traced() or is_dynamo_compiling() or not torch.is_grad_enabled():
+            return original(cls, *args, **kwargs)
+        if cls is ReentrantCheckpoint:
+            return args[0](*args[2:])
+        name = f"{cls.__module__}.{cls.__qualname__}" if cls.__module__ != "__main__" else cls.__qualname__
+        if name not in self._recomputing:
+            return original(cls, *args, **kwargs)
+        result, reason = self._plainly(cls, args)
+        self.log.replaced[name] = reason
+        return original(cls, *args, **kwargs) if reason else result
+
+    def _plainly(self, cls: Any, args: Any) -> tuple[Any, str]:
+        """The result of a function's ``forward`` as autograd differentiates it; or why there is none."""
+        if (
+            getattr(cls.forward, "__code__", None) is None
+            or cls.setup_context is not torch.autograd.Function.setup_context
+        ):
+            return None, "its forward has no ctx"
+        self._plain.append(cls.forward.__code__)
+        try:
+            result = cls.forward(_Context(args), *args)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            return None, f"its forward cannot be called plainly: {type(error).__name__}: {error}"
+        finally:
+            self._plain.pop()
+        given = [each for each in args if is_tensor(each) and each.requires_grad]
+        lost = _unreached(result, given)
+        return result, f"its forward detaches {lost} of its inputs" if lost else ""
+
+    def _enter_no_grad(self) -> Any:
+        original, plain = self._no_grad_enter, self._plain
+
+        def enter(context: Any) -> None:
+            original(context)
+            if plain and sys._getframe(1).f_code is plain[-1]:
+                torch.set_grad_enabled(True)  # its __exit__ restores what there was
+
+        return enter
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if not (is_dynamo_compiling() or is_traced()):
+            self.paths.enter(module)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not (is_dynamo_compiling() or is_traced()):
+            self.paths.leave()
+
+    def begin_backward(self, tensors: Any) -> None:
+        """A backward pass begins."""
+        given = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+        known = [checksum(x) for x in given if is_tensor(x) and why_unchecked(x) is None]
+        self.log.results.append(numbers_of(known))
+        self.log.passes += 1
+        self.paths.note_leaves(tensors)
+
+    def end_backward(self) -> None:
+        """A backward pass has ended."""
+        self.log.gradients.append(gradient_sums(self.paths))
+        if self._keep_pass == self.log.passes - 1:
+            self.gradients = gradient_copies(self.paths)
+
+    def fail_backward(self) -> None:
+        """A backward pass has raised."""
+
+
+class _Context:
+    """Stands for the ``ctx`` of a custom function's forward."""
+
+    def __init__(self, args: Any) -> None:
+        self.needs_input_grad = tuple(is_tensor(each) and each.requires_grad for each in args)
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = self.to_save = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        pass
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        pass
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+def _unreached(result: Any, inputs: list[Tensor]) -> int:
+    """How many of the inputs the result does not depend on, as far as autograd knows."""
+    found = result if isinstance(result, (tuple, list)) else (result,)
+    wanted = {id(x.grad_fn) if x.grad_fn is not None else id(x) for x in inputs}
+    waiting = [x.grad_fn for x in found if is_tensor(x) and x.grad_fn is not None]
+    seen = set(waiting)
+    while waiting and wanted and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        wanted -= {id(node), id(getattr(node, "variable", None))}
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return len(wanted)
+
+
+def _enter_nothing(session: Session) -> Session:
+    """In the place of ``Session.__enter__``: what was not entered does nothing when it is left."""
+    return session
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()
+
+
+_copy.only_observes = True  # type: ignore[attr-defined]  # so that a Session may be opened inside
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,137 @@
+"""No alarm is raised for programs that compute right gradients in unusual ways."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import backstash as bs
+from verify.faults import Block, Net, plain_checkpoint, step_of
+from verify.healthy import HEALTHY
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_alarm(name: str) -> None:
+    torch.manual_seed(0)
+    found = bs.verify(HEALTHY[name]())
+    assert (found.verdict, found.exit_code, found.findings) == ("equal", 0, ()), str(found)
+    assert found.runs == 2
+    assert found.watched.values or found.watched.sessions
+
+
+def test_the_corpus_is_large_enough() -> None:
+    assert len(HEALTHY) >= 40
+
+
+class Noisy(torch.autograd.Function):
+    """Stands for a kernel whose sums depend on the order of atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * (1 + 1e-6 * (time.perf_counter_ns() % 1000))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 + 1e-6 * (time.perf_counter_ns() % 1000))
+
+
+def test_a_step_that_does_not_repeat_is_unsteady() -> None:
+    block = Block()
+    x = torch.randn(8, 16)
+    found = bs.verify(lambda: Noisy.apply(block(x)).sum().backward())
+    assert (found.verdict, found.exit_code) == ("unsteady", 0), str(found)
+
+
+def test_a_kernel_that_does_not_repeat_in_a_checkpoint_is_unsteady(monkeypatch: pytest.MonkeyPatch) -> None:
+    @torch.library.custom_op("backstash_tests::noisy", mutates_args=())
+    def noisy(x: Tensor) -> Tensor:
+        return x * (1 + 1e-6 * (time.perf_counter_ns() % 1000))
+
+    noisy.register_autograd(lambda ctx, gradient: gradient)
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return noisy(x).tanh()
+
+    found = bs.verify(step_of(Net([Block(), Layer()], plain_checkpoint)))
+    assert (found.verdict, found.exit_code) == ("unsteady", 0), str(found)
+    assert found.first is not None and "noisy" in found.first.cause.reason
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_transformers_gradient_checkpointing(use_reentrant: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=40, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    words = torch.arange(16).view(2, 8)
+    found = bs.verify(lambda: model(words, labels=words).loss.backward())
+    assert found.verdict == "equal", str(found)
+    assert len(found.watched.regions) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*(treespec|num_workers|log_every_n_steps|val_dataloader).*")
+def test_lightning() -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = Block(drop=0.2), nn.Linear(16, 1)
+
+        def training_step(self, batch: list[Tensor], number: int) -> Tensor:
+            (x,) = batch
+            return self.head(checkpoint(self.block, x, use_reentrant=False)).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 16)), batch_size=8)
+    module = Module()
+
+    def step() -> None:
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = lightning.Trainer(max_steps=2, accelerator="cpu", enable_model_summary=False, **quiet)
+        trainer.fit(module, data)
+
+    found = bs.verify(step, module)
+    assert found.verdict == "equal", str(found)
+    assert (found.watched.passes, len(found.watched.regions)) == (2, 2)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_compared_with_eager_mode() -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), backend="aot_eager")
+    x = torch.randn(8, 16)
+    found = bs.verify(lambda: model(x).sum().backward())
+    assert found.exit_code == 0, str(found)
+    assert any("torch.compile" in note for note in found.notes)
+
+
+@pytest.mark.slow
+def test_a_compiler_whose_backward_is_wrong_is_found() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def plain(graph: Any, inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def wrong(graph: Any, inputs: Any) -> Any:
+        return make_boxed_func(lambda *args: [None if x is None else x * 1.01 for x in graph.forward(*args)])
+
+    backend = aot_autograd(fw_compiler=plain, bw_compiler=wrong)
+    model = torch.compile(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), backend=backend)
+    x = torch.randn(8, 16)
+    found = bs.verify(lambda: model(x).sum().backward())
+    assert found.first is not None and found.first.cause.kind == "compiled", str(found)
+    assert found.exit_code == 1 and 0.005 < found.errors[0].relative < 0.05
