@@ -31,8 +31,8 @@ NETWORK = {
 
 IMPORTING = ("import_module", "__import__")
 
-UNPICKLING = {"compile/inductor/options.py"}
-"""Where something is unpickled: what Inductor takes from its own cache."""
+UNPICKLING = {"compile/inductor/options.py", "report/verified.py"}
+"""Where something is unpickled: what Inductor takes from its own cache, and gradients, by torch's loader of tensors."""
 
 EVALUATING = {"testing/codec.py", "integrations/launcher.py"}
 """Where a text is run as Python: the repr of a codec under test, and the user's training script."""
@@ -44,6 +44,7 @@ STARTING = {
     "report/compare.py",
     "report/doctor.py",
     "report/machine.py",
+    "report/verified.py",
 }
 """Where other programs are started; SECURITY.md names them."""
 
@@ -116,7 +117,7 @@ print(len(bs.plan(profile, "4MiB").to_json()))
     assert int(done.stdout) > 0
 
 
-def test_nothing_is_unpickled_but_what_inductor_has_in_its_cache() -> None:
+def test_nothing_is_unpickled_but_what_inductor_or_a_process_of_our_own_has_written() -> None:
     loads = (
         "pickle.loads",
         "pickle.load",
@@ -127,6 +128,7 @@ def test_nothing_is_unpickled_but_what_inductor_has_in_its_cache() -> None:
         "dill.loads",
     )
     assert where(*loads) == UNPICKLING
+    assert "torch.load(kept, weights_only=True)" in (SOURCE / "report" / "verified.py").read_text()
     assert not any({"marshal", "shelve", "dill", "cloudpickle", "joblib"} & set(imported(path)) for path in MODULES)
 
 

@@ -224,7 +224,7 @@ def _run(
                 "lines on stderr:\n" + "\n".join(f"    {line}" for line in lines)
             )
         kept = Path(order.result + ".gradients")
-        gradients: dict[str, Tensor] = torch.load(kept) if kept.exists() else {}
+        gradients: dict[str, Tensor] = torch.load(kept, weights_only=True) if kept.exists() else {}
         return log, gradients
 
 

@@ -1,4 +1,4 @@
-"""What would make the values that are still held smaller, and what that costs: the two lines at the top of a report.
+"""The two lines at the top of a report: what would make smaller the values that are still held, and what that costs.
 
 Functions of plain data, as summary.py. Nothing is tried here: bytes and times are those that the Session has noted.
 """
