@@ -56,6 +56,7 @@ _ABOUT = {
     "steps": "times of steps, plain and under a policy: `backstash bench run`",
     "steptime": "times of steps of full networks under a Session: `backstash bench steptime`",
     "sz": "ratio and speed of the error-bounded coder, beside others: `backstash bench sz_table`",
+    "verify": "processor's time and peaks of watched steps: `python -m bench.verify`",
     "zoo": "models of torchvision and timm beside plain PyTorch: `python -m studies.zoo`",
     "zoo-transformers": "architectures of transformers beside plain PyTorch: `python -m studies.zoo`",
 }
