@@ -57,6 +57,7 @@ _ABOUT = {
     "steptime": "times of steps of full networks under a Session: `backstash bench steptime`",
     "sz": "ratio and speed of the error-bounded coder, beside others: `backstash bench sz_table`",
     "torch-versions": "tests with each torch that we name: `python -m studies.torch_versions`",
+    "verify": "processor's time and peaks of watched steps: `python -m bench.verify`",
     "zoo": "models of torchvision and timm beside plain PyTorch: `python -m studies.zoo`",
     "zoo-transformers": "architectures of transformers beside plain PyTorch: `python -m studies.zoo`",
 }

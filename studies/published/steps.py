@@ -474,7 +474,26 @@ def exact_codecs() -> str:
     return f"{machine_line('exact')}\n\n{table(head, rows)}"
 
 
+def verify() -> str:
+    """The processor's time and the peak of watched steps, beside those of the same steps that are not watched."""
+    costs = {(cost["network"], cost["way"]): cost for cost in load("verify-cpu")["costs"]}
+    rows = []
+    for (network, way), cost in costs.items():
+        if cost["values"]:
+            base = costs[network, way.removesuffix(", watched")]
+            work = cost["processor_seconds"]["median"] / base["processor_seconds"]["median"]
+            peak = cost["peak_nbytes"] / base["peak_nbytes"]
+            rows.append(
+                (title(network), way.removesuffix(", watched"), f"{work:.2f}", f"{peak:.3f}", f"{cost['values']}")
+            )
+    text = table(("network", "step", "processor's time", "counted peak", "values compared"), rows)
+    rounds = min(cost["processor_seconds"]["count"] for cost in costs.values())
+    head = f"Times those of the step that is not watched; medians of {rounds} rounds."
+    return f"{head} {machine_line('verify-cpu')}\n\n{text}"
+
+
 TABLES = {
+    "verify": verify,
     "exact-codecs": exact_codecs,
     "allocators": allocators,
     "plans": plans,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -119,8 +118,8 @@ def _pieces(x: Tensor) -> Iterator[Tensor]:
 
 def _sum_on_cpu(piece: Tensor) -> int:
     # Not piece.numpy(), after which torch would refuse to resize the storage, as FSDP does with weights.
-    memory: Any = (ctypes.c_uint8 * piece.numel()).from_address(piece.data_ptr())
-    data = np.frombuffer(memory, np.uint8)
+    memory = (ctypes.c_uint8 * piece.numel()).from_address(piece.data_ptr())
+    data = np.frombuffer(memoryview(memory), np.uint8)
     tail = len(data) % 8
     words = data[: len(data) - tail].view(np.int64)
     low, high = _weights()
