@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from backstash.codecs import Binary, Csr, FewBit, Minifloat, Zvc
 from backstash.codecs.base import SINGLES
-from backstash.codecs.bitmask import FLOATS
-from backstash.codecs.csr import CROSSING
+from backstash.codecs.csr.codec import CROSSING
+from backstash.codecs.masks.codec import FLOATS
 from backstash.policies.base import LOSSES, Action, Policy, Recompute, Stash
 from backstash.policies.lossless import Lossless
 from backstash.saved import Need, SavedTensor

@@ -114,7 +114,7 @@ def get(policy: str | Policy) -> Policy:
     """Returns a policy by name, or the given policy.
 
     An object that has ``decide()`` and ``observe()`` but does not inherit from Policy is returned in a wrapper that has
-    the other members (see :func:`backstash.policies.base.adapt`).
+    the other members (see :func:`backstash.policies.adapted.adapt`).
 
     Raises:
         UnknownNameError: no policy has that name.

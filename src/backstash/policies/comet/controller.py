@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backstash.codecs import Codec, Signed, Sz, Szp
 from backstash.codecs.numbers import Scalars
-from backstash.codecs.sz import KeptModel
+from backstash.codecs.sz.codec import KeptModel
 from backstash.errors import UnknownNameError
 from backstash.policies.base import Action, Outcome, Policy, Recompute, Sources, Stash
 from backstash.policies.comet.allotment import Allotment, CollectedValue, allot
