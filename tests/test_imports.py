@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "stores": {"errors", "torch_internals", "codecs.base"},
     "arguments": {"stores"},
     "policies": {"errors", "torch_internals", "saved", "formulas", "codecs"},
+    "papers": {"errors", "saved", "codecs", "policies"},
     "stash": {
         "accelerator",
         "errors",
@@ -159,6 +160,7 @@ ALLOWED: dict[str, set[str]] = {
         "codecs",
         "stores",
         "policies",
+        "papers",
         "session",
         "planning.run.budgeted",
         "planning.model.plan",
@@ -191,18 +193,21 @@ _FAMILY = {"saved", "codecs", "policies.base", "policies.lossless"}
 POLICIES = {
     "": {"policies"},
     "actions": {"saved", "codecs"},
-    "base": {"saved", "policies.actions"},
+    "base": {"saved", "formulas", "torch_internals", "policies.actions"},
     "adapted": {"saved", "policies.actions", "policies.base"},
     "rules": {"saved", "policies.adapted", "policies.base"},
     "registry": {"errors", "policies.adapted", "policies.base"},
     "lossless": {"saved", "codecs", "policies.base"},
-    "gist": _FAMILY,
     "quantized": _FAMILY,
     "sliced": _FAMILY,
     "offload": _FAMILY,
-    "published": {"saved", "codecs", "policies.base"},
-    "comet": {*_FAMILY, "errors", "formulas", "torch_internals"},
 }
+
+PUBLIC = (
+    *("codecs", "codecs.base", "codecs.numbers", "codecs.sz", "policies", "policies.base", "stores", "saved", "errors"),
+    *("ops", "ops.cpu.library", "ops.cpu.planes", "ops.triton.launching", "ops.triton.elements"),
+)
+"""Modules whose public names may be used outside of the package, as those of ``backstash`` itself: see papers/."""
 
 ROOMS = ("graph", "forms", "budget", "inductor")
 """The rooms of compile/, of which each may import those before it, for type annotations as well."""
@@ -215,6 +220,17 @@ PLANNING: dict[str, set[str]] = {
     "search": {"model"},
     "run": {"model", "measure", "search"},
 }
+
+
+def public_names(name: str) -> set[str]:
+    """The names in ``__all__`` of a module of the package; of one without, what it defines without an underscore."""
+    path = SOURCE.joinpath(*name.split(".")) if name else SOURCE
+    body = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()).body
+    assigned = {ast.unparse(node.targets[0]): node.value for node in body if isinstance(node, ast.Assign)}
+    if "__all__" in assigned:
+        return set(ast.literal_eval(assigned["__all__"]))
+    defined = {node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))} | set(assigned)
+    return {found for found in defined if not found.startswith("_")}
 
 
 def unit(path: Path) -> str:
@@ -305,6 +321,19 @@ def test_layers_of_policies(path: Path) -> None:
     family = "" if first == "__init__" else first
     beside = {name for name in imports(path) if not within(name, {f"policies.{family}"})}
     assert {name for name in beside if not within(name, POLICIES[family])} == set()
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "papers").rglob("*.py")), ids=identifier)
+def test_a_paper_imports_public_names_and_its_own(path: Path) -> None:
+    room = path.relative_to(SOURCE / "papers").parts[0]
+    own = {"papers"} if room == "__init__.py" else {f"papers.{room}"}
+    allowed = {f"{name}.{each}".removeprefix(".") for name in ("", *PUBLIC) for each in public_names(name)}
+    assert {name for name in imports(path, annotations=True) if not within(name, own)} <= allowed
+
+
+def test_nothing_below_imports_papers() -> None:
+    found = {module(path) for path in MODULES if "papers" in {name.split(".")[0] for name in imports(path)}}
+    assert {name for name in found if not within(name, {"papers"})} == {""}, "the package itself alone"
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "planning").rglob("*.py")), ids=identifier)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import Bitmask, Encoded, ErrorBound, Narrow, Shape, Zvc
-from backstash.codecs.base import EXACT, flat, like, refuses_layout, require_accepted
-from backstash.codecs.masks.codec import FLOATS
+from backstash.codecs.base import EXACT, FLOATS, flat, like, refuses_layout, require_accepted
 from backstash.codecs.narrow.codec import INTEGERS
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec

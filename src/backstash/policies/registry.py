@@ -89,8 +89,8 @@ def describe(name: str) -> Description:
 
 
 def descriptions() -> tuple[Description, ...]:
-    """Returns what every registered policy does, in the order of their registration, which begins with the usual."""
-    return tuple(_DESCRIPTIONS.values())
+    """Returns what every registered policy does: the usual first, in the order of their registration, ``keep`` last."""
+    return tuple(sorted(_DESCRIPTIONS.values(), key=lambda description: description.name == "keep"))
 
 
 def require(name: str, *others: str) -> None:

@@ -29,7 +29,7 @@ from backstash.saved import TensorSpec
 MAX_NUMEL = 2**31 - 1
 """The most elements that row pointers of int32 can count: 8 GiB of float32."""
 
-CROSSING = 1 / 8 + 8 / ZVC_CHUNK - 4 / CSR_ROW
+_CROSSING = 1 / 8 + 8 / ZVC_CHUNK - 4 / CSR_ROW
 """The share of non-zeros below which csr is smaller than zvc: a byte each and a pointer a row, or a bit per element."""
 
 _ops = torch.ops.backstash
@@ -69,6 +69,8 @@ class Csr(Sparse):
     """
 
     id: ClassVar[str] = "csr"
+    crossing: ClassVar[float] = _CROSSING
+    """The share of elements that are not zero from which Zvc is the smaller codec."""
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Accepts dense floating tensors of 16, 32 or 64 bits and up to 2**31 - 1 elements that ``values`` accepts."""
@@ -145,4 +147,4 @@ def smaller_sparse(density: float, dtype: torch.dtype) -> Literal["csr", "zvc"]:
         density: share of the elements that have any bit set, 0 to 1.
         dtype: of the tensor; it does not change the answer.
     """
-    return "csr" if density < CROSSING else "zvc"
+    return "csr" if density < _CROSSING else "zvc"

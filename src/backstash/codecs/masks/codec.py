@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backstash.codecs.base import (
     EXACT,
+    FLOATS,
     Encoded,
     ErrorBound,
     ReadPlanes,
@@ -25,7 +26,6 @@ from backstash.errors import CodecRefusedError
 from backstash.ops import bits_of, bytes_for
 from backstash.saved import Mask, Need, TensorSpec, Test
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ops = torch.ops.backstash
 _RELU = Mask(Test.NOT_LE)
 

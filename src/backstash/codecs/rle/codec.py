@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, check_planes, flat, like, refuses_layout, require_accepted
-from backstash.codecs.masks.codec import FLOATS
+from backstash.codecs.base import EXACT, FLOATS, Encoded, check_planes, flat, like, refuses_layout, require_accepted
 from backstash.codecs.sample import sample
 from backstash.ops import bits_of, zvc_chunks
 from backstash.saved import Need, TensorSpec

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backstash.codecs import Binary, Csr, FewBit, Minifloat, Zvc
-from backstash.codecs.base import SINGLES
-from backstash.codecs.csr.codec import CROSSING
-from backstash.codecs.masks.codec import FLOATS
-from backstash.policies.base import LOSSES, Action, Policy, Recompute, Stash
-from backstash.policies.lossless import Lossless
+from backstash.codecs.base import FLOATS, SINGLES
+from backstash.policies import Action, Lossless, Policy, Recompute, Stash
+from backstash.policies.base import LOSSES
 from backstash.saved import Need, SavedTensor
 
 
@@ -84,7 +82,7 @@ def _sparse(saved: SavedTensor, values: Minifloat | None, min_saving: float = 0.
     """Returns two sparse codecs: Csr, which refuses a tensor of which Zvc is smaller, and Zvc."""
     width = 8 * saved.spec.dtype.itemsize
     bits = width if values is None else values.bits
-    crossing = 1 - CROSSING * (8 + bits) / width - 1 / (8 * width)
+    crossing = 1 - Csr.crossing * (8 + bits) / width - 1 / (8 * width)
     return Csr(max(min_saving, crossing), values), Zvc(min_saving, values)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backstash.policies.comet.collection import LayerReading
-from backstash.torch_internals import no_torch_function
+from backstash.papers.comet.collection import LayerReading
+from backstash.policies.base import no_torch_function
 
 _NAMES = ("momentum_buffer", "exp_avg")
 """What the optimizers of torch call a momentum in their state: SGD, and Adam with its kind."""

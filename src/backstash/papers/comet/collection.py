@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backstash.policies.comet.layers import Linear
-from backstash.torch_internals import no_torch_function
+from backstash.papers.comet.layers import Linear
+from backstash.policies.base import no_torch_function
 
 
 @dataclass(slots=True)

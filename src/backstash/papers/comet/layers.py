@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backstash.formulas import op_of
-from backstash.policies.comet.bound import channel_norms, coverage
+from backstash.papers.comet.bound import channel_norms, coverage
+from backstash.policies.base import op_of
 
 LAYERS: dict[str, frozenset[tuple[str, str]]] = {
     "conv": frozenset({("Convolution", "input")}),
@@ -90,7 +90,7 @@ class Convolution(Linear):
     groups: int
 
     def energy(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """As for Linear, with the :func:`backstash.policies.comet.bound.coverage`."""
+        """As for Linear, with the :func:`backstash.papers.comet.bound.coverage`."""
         spatial = self.shape[2:], grad.shape[2:], weight.shape[2:]
         covered = coverage(*spatial, self.stride, self.padding, self.dilation, self.transposed)
         return channel_norms(grad).square() * (self.share * covered)

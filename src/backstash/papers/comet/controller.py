@@ -14,13 +14,12 @@ from torch import Tensor
 
 from backstash.codecs import Codec, Signed, Sz, Szp
 from backstash.codecs.numbers import Scalars
-from backstash.codecs.sz.codec import KeptModel
+from backstash.codecs.sz import KeptModel
 from backstash.errors import UnknownNameError
-from backstash.policies.base import Action, Outcome, Policy, Recompute, Sources, Stash
-from backstash.policies.comet.allotment import Allotment, CollectedValue, allot
-from backstash.policies.comet.bound import bound_of
-from backstash.policies.comet.collection import LayerReading, collector
-from backstash.policies.comet.layers import (
+from backstash.papers.comet.allotment import Allotment, CollectedValue, allot
+from backstash.papers.comet.bound import bound_of
+from backstash.papers.comet.collection import LayerReading, collector
+from backstash.papers.comet.layers import (
     LAYERS,
     WEIGHTS,
     layer_of,
@@ -31,9 +30,10 @@ from backstash.policies.comet.layers import (
     uses_running_statistics,
     weight_of,
 )
-from backstash.policies.comet.momentum import Momentum
-from backstash.policies.comet.record import Known, Record
-from backstash.policies.lossless import Lossless
+from backstash.papers.comet.momentum import Momentum
+from backstash.papers.comet.record import Known, Record
+from backstash.policies import Lossless
+from backstash.policies.base import Action, Outcome, Policy, Recompute, Sources, Stash
 from backstash.saved import Need, SavedTensor
 
 Kept = tuple[KeptModel, KeptModel]
