@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import Szp
-from backstash.codecs.fewbit_table import TABLE
+from backstash.codecs.fewbit.table import TABLE
+from backstash.codecs.minifloat.formats import FORMATS, SCALED
 from backstash.ops import backends
 from backstash.ops.backends import Kernels
 from backstash.ops.cpu import library
-from backstash.ops.formats import FORMATS, SCALED
 from backstash.saved import Test
 from bench.results import Results
 from bench.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table

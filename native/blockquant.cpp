@@ -1,4 +1,4 @@
-// C interface of integers of few bits between each group's extremes. Definition: ops/reference/blockquant.py.
+// C interface of integers of few bits between each group's extremes. Definition: codecs/blockquant/reference.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

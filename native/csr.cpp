@@ -1,4 +1,4 @@
-// C interface of compressed sparse rows. Layout: ops/reference/sparse.py.
+// C interface of compressed sparse rows. Layout: codecs/csr/reference.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -1,4 +1,4 @@
-// C interface of 8x8 cosine transforms, quantised and without their zeros. Definition: ops/reference/dct.py.
+// C interface of 8x8 cosine transforms, quantised and without their zeros. Definition: codecs/dct/reference.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -1,4 +1,4 @@
-// C interface of exponents. Layout: ops/reference/exponents.py.
+// C interface of exponents. Layout: codecs/exponents/reference.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

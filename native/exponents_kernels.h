@@ -60,7 +60,7 @@ struct Window {
     int escapes;  // elements out of it, but for exponents of 0
 };
 
-// The window of a block: see _windows in ops/reference/exponents.py.
+// The window of a block: see _windows in codecs/exponents/reference.py.
 template <int bits>
 inline Window window_of(const uint8_t* exponents) {
     constexpr int width = (1 << bits) - 2;

@@ -1,5 +1,5 @@
 // C interface of few-bit codes of an activation's derivative, and of what is multiplied by a code's value. Layout:
-// ops/reference/fewbit.py.
+// codecs/fewbit/reference.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

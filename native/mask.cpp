@@ -1,4 +1,4 @@
-// C interface of bitmask, binary, and of a mask's application. Layouts: ops/reference/masks.py.
+// C interface of bitmask, binary, and of a mask's application. Layouts: codecs/masks/reference.py.
 #include <cstdint>
 #include <cstring>
 

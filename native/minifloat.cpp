@@ -1,4 +1,5 @@
-// C interface of small floating-point formats, on their own and behind zero-value compression. Layouts: ops/reference/minifloat.py.
+// C interface of small floating-point formats, on their own and behind zero-value compression. Layouts:
+// codecs/minifloat/reference.py, codecs/zvc/reference.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -14,7 +15,7 @@
 
 namespace bs {
 
-// A format as ops/formats.py has it. A code is handled in a type of its own, `fields` of them are stored in a Stored.
+// A format as codecs/minifloat/formats.py has it. A code is handled in a type of its own, `fields` of them are stored in a Stored.
 template <int exponent_, int mantissa_, int bias_, uint32_t top_, bool subnormals_, class Code_, class Stored_,
           int fields_>
 struct Format {
@@ -31,7 +32,7 @@ using E4M3 = Format<4, 3, 7, 0x7d, true, uint8_t, uint8_t, 1>;
 using E5M2 = Format<5, 2, 15, 0x7b, true, uint8_t, uint8_t, 1>;
 using Brain = Format<8, 7, 127, 0x7f7f, true, uint16_t, uint16_t, 1>;
 
-// Codes of ops/formats.py.
+// Codes of codecs/minifloat/formats.py.
 enum class Mini : int { Fp8 = 0, Fp10 = 1, Fp16 = 2, E4M3 = 3, E5M2 = 4, Brain = 5 };
 
 constexpr int64_t kCodes = 3072;  // elements at a time: whole lines of every format's plane

@@ -21,7 +21,7 @@ inline Int raised(Int code, Int rest) {
     return Int(code & ~(Int(code - Int(M::least)) >> (8 * sizeof(Int) - 1)));
 }
 
-// Bits of float32 to a code: see ops/reference/minifloat.py. `odd`: whether there may be infinities and NaNs.
+// Bits of float32 to a code: see codecs/minifloat/reference.py. `odd`: whether there may be infinities and NaNs.
 template <class M, bool nonzero, bool odd = true>
 inline uint32_t encode_one(uint32_t bits) {
     constexpr int drop = 23 - M::mantissa;

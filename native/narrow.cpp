@@ -1,4 +1,4 @@
-// C interface of narrow. Layout: ops/reference/narrow.py.
+// C interface of narrow. Layout: codecs/narrow/reference.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

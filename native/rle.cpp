@@ -1,4 +1,4 @@
-// C interface of run lengths: between the mask of zero-value compression and tokens. Layout: ops/reference/rle.py.
+// C interface of run lengths: between the mask of zero-value compression and tokens. Layout: codecs/rle/reference.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -10,7 +10,7 @@
 namespace bs {
 namespace {
 
-constexpr int64_t kLongest = 255;  // ops.reference.rle.LONGEST
+constexpr int64_t kLongest = 255;  // codecs.rle.reference.LONGEST
 constexpr int64_t kChunks = 16;    // in a block
 
 inline int64_t rle_chunks(int64_t n) { return (n + kZvcChunk - 1) / kZvcChunk; }

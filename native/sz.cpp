@@ -1,4 +1,4 @@
-// C interface of sz. Layout and terms: ops/sz.py, ops/reference/sz.py.
+// C interface of sz. Layout and terms: codecs/sz/coding.py, codecs/sz/reference.py.
 #include <algorithm>
 #include <cfloat>
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace bs {
 
-// As in ops/sz.py.
+// As in codecs/sz/coding.py.
 constexpr int64_t kSzChunk = 1 << 16;
 constexpr int kSzLanes = 32, kSzPrecision = 8, kSzTotal = 1 << kSzPrecision, kSzWindow = 2048, kSzMaxLow = 12;
 constexpr int kSzMaxSymbols = 32, kSzMaxWidth = 7, kSzWidthShift = 9, kSzNear = 128, kSzFarWidth = 3;

@@ -193,7 +193,7 @@ inline void survey(const SzQuantiseJob& job, const SzBlocks& blocks, int low, in
             in_plane = in_plane + 1 == blocks.plane ? 0 : in_plane + 1;
             in_tile = in_tile + 1 == blocks.tile ? 0 : in_tile + 1;
         }
-        int32_t symbols[6][kSzRun];  // along each of AXES in ops/sz.py
+        int32_t symbols[6][kSzRun];  // along each of AXES in codecs/sz/coding.py
         const auto symbol_of = [low](int32_t code) {
             const uint32_t index = uint32_t((code >> low) + kSzWindow / 2);
             const int32_t other = index < uint32_t(kSzWindow) ? int32_t(index) + 2 : 1;

@@ -1,4 +1,4 @@
-// C interface of error-bounded values at a width per block. Layout: codecs/szp.py.
+// C interface of error-bounded values at a width per block. Layout: codecs/szp/codec.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace bs {
 
 constexpr int64_t kSzpBlock = 32;   // ops.schema.SZP_BLOCK
-constexpr int kSzpSigned = 64;      // ops.reference.szp.SIGNED
+constexpr int kSzpSigned = 64;      // codecs.szp.reference.SIGNED
 constexpr int64_t kSzpChunks = 16;  // chunks that a thread takes at a time
 
 struct SzpEncodeJob {

@@ -1,4 +1,4 @@
-// C interface of window. Layout: ops/reference/windows.py.
+// C interface of window. Layout: codecs/narrow/windows/reference.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -1,4 +1,4 @@
-// C interface of zero-value compression. Layout: ops/reference/sparse.py.
+// C interface of zero-value compression. Layout: codecs/zvc/reference.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from backstash import Session, policies
-from backstash.policies.comet import comet
+from backstash.papers.comet import comet
 from bench import datasets
 from bench.results import Results
 from bench.rounds import table

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from backstash import Encoded, Session, policies
 from backstash.errors import StoreError
+from backstash.papers.cdma import Cdma
 from backstash.policies.base import Stash
-from backstash.policies.published import Cdma
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stores import Ticket, Usage
 from bench.cases import SEED, image_batch

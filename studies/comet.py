@@ -32,9 +32,9 @@ from torch.nn.grad import conv2d_weight
 
 from backstash import Session, policies
 from backstash.codecs import Binary, Dct, Signed, Szp, Zvc
+from backstash.papers.comet import Comet, bound_for, comet, comet_bound
+from backstash.papers.comet.bound import channel_norms, coverage
 from backstash.policies import Policy, Rules, Stash
-from backstash.policies.comet import Comet, bound_for, comet, comet_bound
-from backstash.policies.comet.bound import channel_norms, coverage
 from backstash.report.meter import CountedPeak
 from backstash.stash.ledger import Entry
 from bench import datasets

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from backstash import Session
-from backstash.policies.comet import Comet, Record, comet
+from backstash.papers.comet import Comet, Record, comet
 from bench import datasets
 from bench.results import Results
 from bench.rounds import table

@@ -1,4 +1,4 @@
-"""Writes the table of ``codecs.fewbit``: ``python -m studies.fewbit_table > src/backstash/codecs/fewbit_table.py``.
+"""Writes the table of ``codecs.fewbit``: ``python -m studies.fewbit_table > src/backstash/codecs/fewbit/table.py``.
 
 For every function and number of bits: the intervals of the input that minimise the mean square of what the derivative
 differs from its mean in the interval, over standard normal inputs; found by dynamic programming on a grid of 1/128.
@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from backstash.codecs.fewbit import ACTIVATIONS, BITS, grid
+from backstash.codecs.fewbit.codec import ACTIVATIONS, BITS, grid
 
 CELLS = 128
 """Of the grid, per unit of the input: bounds between intervals are multiples of 1/128."""

@@ -19,7 +19,7 @@ from torch.nn import functional
 from backstash import Encoded, Keep, Need, Policy, Session, Stash
 from backstash.codecs import Csr, Minifloat, Shape, Zvc
 from backstash.codecs.base import EXACT, ErrorBound, flat
-from backstash.ops.reference import bits_of
+from backstash.ops.bits import bits_of
 from backstash.policies.base import Action
 from backstash.saved import SavedTensor, TensorSpec
 from backstash.stash.ledger import Report

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backstash.ops.reference.norms import fused as fma
+from backstash.ops.norms.reference import fused as fma
 from bench import kernels
 from bench.gpu.parts import Run
 from bench.rounds import Deadline, Effort, Summary, interleave, summarise

@@ -3,6 +3,7 @@
 from typing import Any as _Any
 
 from backstash import codecs, policies
+from backstash import papers as papers  # whose policies have names from now on
 from backstash.codecs import Codec, Encoded, register_codec
 from backstash.compile import compile_backend, compile_options
 from backstash.errors import BackstashError

@@ -13,7 +13,7 @@ from backstash.codecs import BlockQuant, Encoded
 from backstash.codecs.base import ErrorBound
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.ops.backends import kernels
-from backstash.ops.reference.bits import unpack
+from backstash.ops.bits import unpack_fields
 from backstash.testing import check_codec
 from backstash.testing.comparison import compare_bounded
 
@@ -49,7 +49,7 @@ def test_layout() -> None:
     x = torch.cat([torch.linspace(-1, 2, 16), torch.full((3,), 7.0)])
     encoded = BlockQuant(2, 16, "nearest").encode(x)
     assert encoded.planes["ranges"].tolist() == [-1, 2, 7, 7]
-    codes = unpack(encoded.planes["codes"], 2, 19).tolist()
+    codes = unpack_fields(encoded.planes["codes"], 2, 19).tolist()
     assert codes == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 0, 0, 0]
     assert BlockQuant(2, 16).decode(encoded)[[0, 4, 8, 15, 18]].tolist() == [-1, 0, 1, 2, 7]
 

@@ -40,8 +40,8 @@ from backstash.codecs import (
     Zvc,
     base,
 )
+from backstash.codecs.minifloat.formats import FORMATS
 from backstash.errors import CodecRefusedError, UnknownNameError
-from backstash.ops.formats import FORMATS
 from backstash.saved import Mask, Need, PoolWindow, TensorSpec, Test
 from backstash.testing import CodecCheck, check_codec, equal_bits
 

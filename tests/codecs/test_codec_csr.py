@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backstash.codecs import Csr, Encoded, Zvc
-from backstash.codecs.csr import smaller_sparse
+from backstash.codecs.csr.codec import smaller_sparse
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.saved import TensorSpec
 from backstash.testing import equal_bits

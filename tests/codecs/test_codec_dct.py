@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import Dct, Encoded
+from backstash.codecs.dct.reference import BASIS
+from backstash.codecs.zvc.reference import zvc_decode
 from backstash.errors import CodecRefusedError, DamagedPlanesError
-from backstash.ops.reference.dct import BASIS
-from backstash.ops.reference.sparse import zvc_decode
 from backstash.testing import check_codec
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

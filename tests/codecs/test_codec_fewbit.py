@@ -12,8 +12,8 @@ from torch import Tensor
 
 from backstash.codecs import FewBit
 from backstash.codecs.base import SINGLES
-from backstash.codecs.fewbit import ACTIVATIONS, BITS, grid
-from backstash.codecs.fewbit_table import TABLE
+from backstash.codecs.fewbit.codec import ACTIVATIONS, BITS, grid
+from backstash.codecs.fewbit.table import TABLE
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.formulas import FORMULAS, requirement_of
 from backstash.saved import TensorSpec

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from backstash.codecs import Encoded, Minifloat, Zvc
 from backstash.codecs.base import ErrorBound
+from backstash.codecs.masks.reference import passes
+from backstash.codecs.minifloat.formats import FORMATS, LEAST_SCALE, SCALED
 from backstash.errors import CodecRefusedError, DamagedPlanesError
-from backstash.ops.formats import FORMATS, LEAST_SCALE, SCALED
-from backstash.ops.reference import bits_of
-from backstash.ops.reference.masks import passes
+from backstash.ops.bits import bits_of
 from backstash.saved import Mask, Need, TensorSpec, Test
 from backstash.testing import check_codec
 from backstash.testing.comparison import compare_bounded

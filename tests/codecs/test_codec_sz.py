@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backstash.codecs import Encoded, ErrorBound, Sz
+from backstash.codecs.sz import coding as sz
+from backstash.codecs.sz.reference import check, predicted, restored
 from backstash.errors import CodecRefusedError, DamagedPlanesError
-from backstash.ops import sz
 from backstash.ops.backends import kernels
 from backstash.ops.cpu import library
-from backstash.ops.reference.sz import check, predicted, restored
 from backstash.saved import TensorSpec
 from backstash.testing import equal_bits
 

@@ -14,7 +14,7 @@ from backstash import Session, Stash, policies
 from backstash.codecs import Encoded, Szp
 from backstash.codecs.base import ErrorBound
 from backstash.errors import CodecRefusedError, DamagedPlanesError
-from backstash.ops.reference import bits_of
+from backstash.ops.bits import bits_of
 from backstash.policies import Rules
 from backstash.saved import Mask, Test
 from backstash.testing import check_codec

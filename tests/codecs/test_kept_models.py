@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import Signed, Sz
-from backstash.codecs.sz import KeptModel
+from backstash.codecs.sz.codec import KeptModel
 
 
 def surveys(monkeypatch: pytest.MonkeyPatch) -> list[int]:

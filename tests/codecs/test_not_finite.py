@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from backstash import Policy, Session
 from backstash.codecs import BlockQuant, Codec, Csr, Dct, FewBit, Minifloat, Signed, Sz, Szp, Zvc
+from backstash.codecs.minifloat.formats import FORMATS, SCALED
 from backstash.errors import CodecRefusedError
-from backstash.ops.formats import FORMATS, SCALED
+from backstash.papers.comet import comet
+from backstash.papers.gist import gist
 from backstash.policies import quantized
-from backstash.policies.comet import comet
-from backstash.policies.gist import gist
 from backstash.policies.registry import descriptions
 
 CODECS: list[Codec] = [

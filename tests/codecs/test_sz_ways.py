@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from backstash.codecs.sz import coding as sz
 from backstash.errors import DamagedPlanesError
-from backstash.ops import sz
 from backstash.ops.backends import kernels
 from backstash.ops.cpu import library
 

@@ -16,9 +16,9 @@ from backstash.codecs import Szp
 from backstash.compile.forms.bounded import GraphSzp
 from backstash.compile.forms.bounds import BLOCK, BoundedValue, ValueFacts, loop_of
 from backstash.compile.graph.emit import run_now
+from backstash.papers.comet import comet
 from backstash.policies import Policy, Stash
 from backstash.policies.base import Outcome
-from backstash.policies.comet import comet
 from backstash.saved import Need, SavedTensor, TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore")

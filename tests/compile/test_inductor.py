@@ -15,8 +15,8 @@ from compiled_steps import differences, gradients
 from torch import Tensor, nn
 
 from backstash import compile_backend, compile_options, policies
+from backstash.papers.comet import comet
 from backstash.policies import Keep, Policy, Rules
-from backstash.policies.comet import comet
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 

@@ -104,7 +104,7 @@ device = torch.device("fake", 0)
 # Importing backstash runs a backward pass, with which autograd starts its threads: the device has to be there.
 from backstash.ops import backends  # noqa: E402
 from backstash.ops.backends import Kernels  # noqa: E402
-from backstash.ops.table import TABLE  # noqa: E402
+from backstash.ops.table import TABLE, Kernel  # noqa: E402
 
 
 def _site() -> str:
@@ -332,13 +332,16 @@ class _CountedKernels(Kernels):
     """The reference kernels. One that Triton has as well counts as one operation, with the waits of its launcher."""
 
     def __init__(self) -> None:
-        super().__init__("reference")
-        self.backend = "fake"
-        self.own = {name for name, row in TABLE.items() if "triton" not in row.without}
-        for name in self.own:
-            body, row = getattr(self, name), TABLE[name]
-            body = body if row.schema is None else _or_outputs_alone(body, row.fake)
-            setattr(self, name, as_kernel(name, body, _waits_of_launcher(name)))
+        super().__init__("fake")
+
+    def has(self, name: str) -> bool:
+        return "triton" not in TABLE[name].without
+
+    def function(self, row: Kernel) -> Any:
+        if not self.has(row.name):
+            return row.reference
+        body = row.reference if row.schema is None else _or_outputs_alone(row.reference, row.fake)
+        return as_kernel(row.name, body, _waits_of_launcher(row))
 
 
 def _or_outputs_alone(function: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:
@@ -354,11 +357,18 @@ def _or_outputs_alone(function: Callable[..., Any], outputs: Callable[..., Any])
     return call
 
 
-def _waits_of_launcher(name: str) -> int:
+def find_source(module: str) -> Path:
+    """Returns the file of a module that need not be importable here."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    return Path(spec.origin)
+
+
+def _waits_of_launcher(row: Kernel) -> int:
     """Returns how often the function that launches a Triton kernel reads numbers from the device."""
-    source = ROOT / "src" / "backstash" / "ops" / "triton" / f"{TABLE[name].family}.py"
+    source = find_source(f"{row.package}.triton")
     launchers = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)]
-    launcher = next(node for node in launchers if node.name == name)
+    launcher = next(node for node in launchers if node.name == row.name)
     called = [
         node.func.attr for node in ast.walk(launcher) if isinstance(node, ast.Call) and hasattr(node.func, "attr")
     ]

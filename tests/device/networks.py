@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import backstash as bs
-from backstash.policies.comet import comet
+from backstash.papers.comet import comet
 from tests.device import fake
 from tests.networks import families
 from tests.networks.resnet import resnet

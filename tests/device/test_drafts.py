@@ -13,26 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash.codecs import (
-    BlockQuant,
-    Codec,
-    Csr,
-    Exponents,
-    FewBit,
-    Minifloat,
-    Narrow,
-    Signed,
-    Sz,
-    Szp,
-    Zvc,
-    csr,
-    exponents,
-    signed,
-    szp,
-    zvc,
-)
+from backstash.codecs import BlockQuant, Codec, Csr, Exponents, FewBit, Minifloat, Narrow, Signed, Sz, Szp, Zvc, signed
+from backstash.codecs.csr import codec as csr
+from backstash.codecs.exponents import codec as exponents
 from backstash.codecs.sliced import Sliced
-from backstash.codecs.sz import KeptModel
+from backstash.codecs.sz.codec import KeptModel
+from backstash.codecs.szp import codec as szp
+from backstash.codecs.zvc import codec as zvc
 from backstash.errors import DamagedPlanesError, RecomputedDifferentlyError
 from backstash.saved import SavedTensor
 from backstash.stash import comparing, drafts

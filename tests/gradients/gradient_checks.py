@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import Bitmask, Encoded, ErrorBound, Narrow, Shape, Zvc
-from backstash.codecs.base import EXACT, flat, like, refuses_layout, require_accepted
-from backstash.codecs.bitmask import FLOATS
-from backstash.codecs.narrow import INTEGERS
+from backstash.codecs.base import EXACT, FLOATS, flat, like, refuses_layout, require_accepted
+from backstash.codecs.narrow.codec import INTEGERS
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.ledger import Report

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from backstash import Session, policies
 from backstash.backward import accumulation, claims, exclusive, norms, pointwise, table
 from backstash.codecs import Binary
-from backstash.codecs.bitmask import FLOATS
+from backstash.codecs.base import FLOATS
 from backstash.errors import NeedNotMetError
 from backstash.ops import cpu
 from backstash.ops.backends import serving

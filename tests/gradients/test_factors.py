@@ -22,7 +22,7 @@ from backstash import Session
 from backstash.backward import factors
 from backstash.backward.claims import Claim, Unstashed
 from backstash.codecs import Binary, FewBit
-from backstash.codecs.fewbit import ACTIVATIONS, BITS
+from backstash.codecs.fewbit.codec import ACTIVATIONS, BITS
 from backstash.errors import DamagedPlanesError
 from backstash.ops import cpu
 from backstash.ops.backends import serving

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from backstash import Encoded, Policy, Session, policies
 from backstash.codecs import Raw
 from backstash.errors import UnknownNameError
+from backstash.papers.cdma import Cdma, Vdnn, VdnnDyn
+from backstash.papers.layrub import Layrub
 from backstash.policies.base import Action, Keep, Outcome, Recompute, Stash
-from backstash.policies.published import Cdma, Layrub, Vdnn, VdnnDyn
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stores import HostStore, Store, Ticket
 

@@ -23,13 +23,14 @@ from native_checks import (
     reference,
     same,
 )
-from test_sparse import check_within, rooms
+from test_zvc import check_within, rooms
 from torch import Tensor
 from triton_checks import LENGTHS, filled, half_zeros, launchers, on_device, triton_test
 
+from backstash.codecs.exponents.reference import EXPONENTS_BLOCK
 from backstash.errors import DamagedPlanesError
 from backstash.ops.cpu import library
-from backstash.ops.layout import EXPONENTS_BLOCK, ZVC_CHUNK
+from backstash.ops.layout import ZVC_CHUNK
 
 DTYPES = [torch.bfloat16, torch.float32]
 BITS = [4, 3]

@@ -25,8 +25,8 @@ from torch import Tensor
 from triton_checks import SHORT_TAILS, bits, expected, filled, half_zeros, launchers, on_device, triton_test
 
 from backstash.errors import DamagedPlanesError
+from backstash.ops.bits import bits_of
 from backstash.ops.layout import bytes_for
-from backstash.ops.reference import bits_of
 from backstash.ops.triton.launching import BLOCK, BLOCK_BYTES
 
 

@@ -14,10 +14,11 @@ from native_checks import contents, cpu, isas_and, native_test, reference, same
 from torch import Tensor
 
 from backstash.codecs import Szp
+from backstash.codecs.csr.reference import CSR_ROW
 from backstash.ops import backends
+from backstash.ops.bits import bits_of
 from backstash.ops.cpu import library
-from backstash.ops.layout import CSR_ROW, ZVC_CHUNK
-from backstash.ops.reference import bits_of
+from backstash.ops.layout import ZVC_CHUNK
 from backstash.saved import Test
 
 THRESHOLDS = [-1.7 + 0.25 * i for i in range(15)]

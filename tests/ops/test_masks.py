@@ -37,8 +37,8 @@ from triton_checks import (
 )
 
 from backstash.errors import DamagedPlanesError
+from backstash.ops.bits import bits_of
 from backstash.ops.layout import bytes_for
-from backstash.ops.reference import bits_of
 from backstash.saved import Test
 
 

@@ -26,11 +26,11 @@ from thinning import star_of
 from torch import Tensor
 from triton_checks import SHORT_TAILS, bits, expected, filled, launchers, numbers_of, on_device, triton_test, zvc_cases
 
+from backstash.codecs.minifloat.cpu import takes
+from backstash.codecs.minifloat.formats import FORMATS, SCALED
+from backstash.codecs.zvc import cpu as binding
 from backstash.errors import DamagedPlanesError
 from backstash.ops.cpu import library
-from backstash.ops.cpu import minifloat as binding
-from backstash.ops.cpu.minifloat import _takes
-from backstash.ops.formats import FORMATS, SCALED
 from backstash.ops.layout import ZVC_CHUNK
 from backstash.ops.triton.launching import BLOCK
 
@@ -46,13 +46,10 @@ def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
         "minifloat_scaled_decode": (*scaled, "float8_e4m3fn", 16, torch.empty_like(x)),
         "minifloat_images_encode": (x, "float8_e4m3fn", 16, 1, n),
         "minifloat_images_decode": (*scaled, "float8_e4m3fn", 16, 1, n, torch.empty_like(x)),
-        "zvc_minifloat_encode": (x, "fp10"),
-        "zvc_minifloat_encode_within": (x, "fp10", n // 2),
-        "zvc_minifloat_decode": (*reference.zvc_minifloat_encode(x, "fp10"), "fp10", torch.empty_like(x)),
     }
 
 
-MINIFLOATS = [(f, d) for f in FORMATS for d in SMALL_FLOATS if _takes(FORMATS[f], d)]
+MINIFLOATS = [(f, d) for f in FORMATS for d in SMALL_FLOATS if takes(FORMATS[f], d)]
 WORDS_EDGES = [3071, 3072, 3073, 2 * 3072 + 1]
 
 

@@ -16,7 +16,7 @@ from triton_checks import DEVICE, bits, launchers, triton_test
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops.layout import Activation, Rounding, images
-from backstash.ops.reference.norms import fused
+from backstash.ops.norms.reference import fused
 
 SHAPES = [(3, 5, 7, 9), (2, 8, 3, 1), (4, 3, 16, 16), (6, 4), (2, 3, 29), (1, 16, 2, 3, 5)]
 

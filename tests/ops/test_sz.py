@@ -18,10 +18,11 @@ from torch import Tensor
 from triton_checks import DEVICE, bits, expected, filled, half_zeros, launchers, on_device, triton_test
 
 from backstash.codecs import Codec, Signed, Sz
+from backstash.codecs.sz import coding as sz
+from backstash.codecs.sz.reference import check as checksum
 from backstash.errors import DamagedPlanesError
-from backstash.ops import backends, sz
-from backstash.ops.reference import bits_of
-from backstash.ops.reference.sz import check as checksum
+from backstash.ops import backends
+from backstash.ops.bits import bits_of
 
 
 def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
@@ -219,10 +220,10 @@ if launchers is not None:
     import triton
     import triton.language as tl
 
-    from backstash.ops.triton import sz as launching
+    from backstash.codecs.sz import triton as launching
+    from backstash.codecs.sz.triton.decoding import sz_outliers_kernel
+    from backstash.codecs.sz.triton.encoding import run_start
     from backstash.ops.triton.launching import launch
-    from backstash.ops.triton.sz_decode_kernels import sz_outliers_kernel
-    from backstash.ops.triton.sz_encode_kernels import run_start
 
     @triton.jit
     def starts_kernel(out_ptr, numel, surveyed: tl.constexpr, run: tl.constexpr):

@@ -15,13 +15,15 @@ import torch
 from native_checks import reference
 from torch.library import opcheck
 
-from backstash.ops.backends import FOLDERS, Kernels, has_own_kernel, kernels, serving
+from backstash.ops.backends import FILES, Kernels, has_own_kernel, kernels, serving
 from backstash.ops.cpu import library
 from backstash.ops.layout import ZVC_CHUNK
+from backstash.ops.registration import kernel
 from backstash.ops.table import TABLE, check_flat
 
 ROOT = Path(__file__).parents[2]
-OPS = ROOT / "src" / "backstash" / "ops"
+SOURCE = ROOT / "src"
+BACKENDS = {"cpu", "triton"}
 UTILITIES = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
 REGISTERED = [name for name, row in TABLE.items() if row.schema is not None]
 INTEGERS_ONLY = ("narrow_encode", "narrow_decode", "window_encode", "window_decode")
@@ -35,6 +37,13 @@ def arguments(kernel: str, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
     return examples[kernel]
 
 
+def source_of(module: str) -> Path | None:
+    """Returns the file of a module, or None if there is none; a package's is its ``__init__``."""
+    path = SOURCE.joinpath(*module.split("."))
+    files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()]
+    return files[0] if files else None
+
+
 def built(backend: str) -> bool:
     return library.available() if backend == "native" else find_spec("triton") is not None
 
@@ -44,14 +53,14 @@ def built(backend: str) -> bool:
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_a_backend_has_the_kernel_or_the_row_says_why_not(backend: str, kernel: str) -> None:
     row = TABLE[kernel]
-    path = OPS / FOLDERS[backend] / f"{row.family}.py"
-    there = path.exists() and f"\ndef {kernel}(" in path.read_text()
+    path = source_of(f"{row.package}.{FILES[backend]}")
+    there = path is not None and f"\ndef {kernel}(" in path.read_text()
     assert there != (backend in row.without)
     assert row.without.get(backend, "a reason").strip()
     assert set(row.without) < {"native", "triton"}, "only the reference has it"
     if there and built(backend):
         function = getattr(kernels(backend), kernel)
-        assert function.__module__ == f"backstash.ops.{FOLDERS[backend]}.{row.family}"
+        assert function.__module__ == f"{row.package}.{FILES[backend]}"
         assert list(inspect.signature(function).parameters) == list(inspect.signature(row.reference).parameters)
     elif built(backend):
         assert getattr(kernels(backend), kernel) is row.reference
@@ -62,28 +71,47 @@ def test_a_backend_has_the_kernel_or_the_row_says_why_not(backend: str, kernel: 
 def test_every_kernel_has_examples_and_a_docstring(kernel: str) -> None:
     row = TABLE[kernel]
     assert row.reference.__doc__
-    assert row.family == row.reference.__module__.rsplit(".", 1)[-1]
+    assert row.reference.__module__ == f"{row.package}.reference"
     result = row.reference(*arguments(kernel, 16, torch.float32))
     assert (result is None) == (row.schema is not None and row.schema.endswith("-> ()"))
 
 
-def test_files_of_a_family_have_one_name() -> None:
-    shared = {
-        "reference": {"__init__", "bits"},
-        "cpu": {"__init__", "library", "planes"},
-        "triton": {"__init__", "elements", "launching", "sz_decode_kernels", "sz_encode_kernels"},
+def test_a_family_is_a_folder_whose_files_have_the_names_of_backends() -> None:
+    families = {row.package: row.family for row in TABLE.values()}
+    assert len(set(families.values())) == len(families), "a test file has the name of one family"
+    for package in families:
+        assert source_of(f"{package}.reference") is not None, package
+    found = {".".join(path.relative_to(SOURCE).parent.parts) for path in SOURCE.rglob("reference.py")}
+    assert found == set(families), "a folder with a reference is a family, and is imported with backstash"
+    for path in SOURCE.rglob("*.py"):
+        module = path.relative_to(SOURCE).with_suffix("").parts
+        module = module[:-1] if module[-1] == "__init__" else module
+        if module[-1] in BACKENDS and module[-2:-1] != ("ops",):
+            assert ".".join(module[:-1]) in families, path
+    assert {f"test_{family}.py" for family in families.values()} <= {
+        path.name for path in Path(__file__).parent.glob("*.py")
     }
-    families = {row.family for row in TABLE.values()}
-    for folder, others in shared.items():
-        names = {path.stem for path in (OPS / folder).glob("*.py")}
-        assert names - others <= families
-        assert others <= names
-    assert {f"test_{family}.py" for family in families} <= {path.name for path in Path(__file__).parent.glob("*.py")}
+
+
+def test_a_kernel_that_is_added_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def later(x: torch.Tensor) -> int:
+        """Counts elements."""
+        return x.numel()
+
+    later.__module__ = "somebody.else.reference"
+    served = Kernels("native")
+    with pytest.raises(AttributeError, match="no kernel is called 'later'"):
+        served.later  # noqa: B018
+    with monkeypatch.context() as patch:
+        patch.setitem(TABLE, "later", None)  # which is taken out again
+        kernel(None, without={"native": "it is one line", "triton": "it is one line"})(later)
+        assert served.later is later and vars(served)["later"] is later
+        assert TABLE["later"].package == "somebody.else" and TABLE["later"].family == "else"
 
 
 def test_a_fallback_is_for_callers_that_ask_first() -> None:
     for name, row in TABLE.items():
-        text = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py") if OPS not in path.parents)
+        text = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "reference.py")
         assert row.fallback is None or re.search(rf"has_own_kernel\(\"{name.rsplit('_', 1)[0]}", text), name
 
 
@@ -133,13 +161,15 @@ def _op(kernel: str) -> Any:
     return getattr(torch.ops.backstash, kernel)
 
 
-def test_adding_a_kernel_takes_the_files_that_are_named() -> None:
+def test_adding_a_codec_with_a_kernel_takes_the_files_that_are_named() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    section = page.partition("## Add a kernel\n")[2].partition("\n## ")[0]
+    section = page.partition("## Add a codec with a kernel\n")[2].partition("\n## ")[0]
     items = re.findall(r"^\d+\. (.*)", section, re.MULTILINE)
     paths = [path for item in items for path in re.findall(r"`((?:src|native|tests)/[^`]*)`", item)]
-    assert 3 <= len(items) == len(paths) <= 5
-    for family in ("masks", "sparse"):
+    folder = "src/backstash/codecs/<family>/"
+    assert len(items) == len(paths) <= 7
+    assert [path for path in paths if not path.startswith((folder, "native/", "tests/"))] == []
+    for family in ("exponents", "szp"):
         assert all(list(ROOT.glob(path.replace("<family>", family))) for path in paths)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -16,27 +15,27 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from backstash.ops import triton as package
-from backstash.ops.formats import FORMATS, SCALED
-from backstash.ops.layout import Rounding, bytes_for, window_bits, zvc_chunks
+from backstash.codecs.minifloat.formats import FORMATS, SCALED
+from backstash.codecs.narrow.windows.reference import window_bits
+from backstash.ops.layout import Rounding, bytes_for, zvc_chunks
+from backstash.ops.table import TABLE
 from backstash.ops.triton import launching
 from backstash.saved import Test
 
 if find_spec("triton") is not None:
-    from backstash.ops.triton import (
-        blockquant,
-        exponents,
-        fewbit,
-        masks,
-        minifloat,
-        narrow,
-        norms,
-        samples,
-        sparse,
-        sz,
-        szp,
-        windows,
-    )
+    from backstash.codecs.blockquant import triton as blockquant
+    from backstash.codecs.csr import triton as csr
+    from backstash.codecs.exponents import triton as exponents
+    from backstash.codecs.fewbit import triton as fewbit
+    from backstash.codecs.masks import triton as masks
+    from backstash.codecs.minifloat import triton as minifloat
+    from backstash.codecs.narrow import triton as narrow
+    from backstash.codecs.narrow.windows import triton as windows
+    from backstash.codecs.sz import triton as sz
+    from backstash.codecs.szp import triton as szp
+    from backstash.codecs.zvc import triton as zvc
+    from backstash.ops.norms import triton as norms
+    from backstash.ops.samples import triton as samples
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton"),
@@ -45,7 +44,6 @@ pytestmark = [
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 
-PREFIX = f"{package.__name__}."
 N = 4096
 HUGE = 2**33
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -75,11 +73,11 @@ def calls() -> Iterator[Call]:
         mask, pair, x = flat(torch.uint8, bytes_for(N, 1)), flat(dtype, 2), flat(dtype)
         yield masks.binary_encode, (x, pair)
         yield masks.binary_decode, (mask, pair, x)
-        yield sparse.zvc_encode_within, (x, 1000)
-        yield sparse.zvc_decode, (mask, flat(torch.int64, 1), flat(dtype, 1000), x)
-        yield sparse.csr_counted, (x,)
-        yield sparse.csr_compact, (x, flat(torch.int32, 17), flat(torch.uint8, 1000), flat(dtype, 1000))
-        yield sparse.csr_decode, (flat(torch.uint8, 1000), flat(torch.int32, 17), flat(dtype, 1000), x)
+        yield zvc.zvc_encode_within, (x, 1000)
+        yield zvc.zvc_decode, (mask, flat(torch.int64, 1), flat(dtype, 1000), x)
+        yield csr.csr_counted, (x,)
+        yield csr.csr_compact, (x, flat(torch.int32, 17), flat(torch.uint8, 1000), flat(dtype, 1000))
+        yield csr.csr_decode, (flat(torch.uint8, 1000), flat(torch.int32, 17), flat(dtype, 1000), x)
     for dtype, bits in itertools.product((torch.float32, torch.bfloat16), (3, 4)):
         yield exponents.exponents_encode_within, (flat(dtype), bits, 1000)
         fractions, codes = flat(torch.uint8, (dtype.itemsize - 1) * N), flat(torch.uint8, bytes_for(N, bits))
@@ -95,8 +93,8 @@ def calls() -> Iterator[Call]:
             yield minifloat.minifloat_encode, (flat(dtype), form.name, dtype == torch.float16)
             yield minifloat.minifloat_decode, (codes, form.name, flat(dtype))
             mask, offsets = flat(torch.uint8, bytes_for(N, 1)), flat(torch.int64, 1)
-            yield minifloat.zvc_minifloat_compact, (flat(dtype), form.name, offsets, codes, 1000)
-            yield minifloat.zvc_minifloat_decode, (mask, offsets, codes, form.name, flat(dtype))
+            yield zvc.zvc_minifloat_compact, (flat(dtype), form.name, offsets, codes, 1000)
+            yield zvc.zvc_minifloat_decode, (mask, offsets, codes, form.name, flat(dtype))
             if form.name in SCALED:
                 yield minifloat.minifloat_scaled_encode, (flat(dtype), form.name, 256)
                 scales = flat(torch.float32, N // 256)
@@ -138,9 +136,9 @@ def calls() -> Iterator[Call]:
     # Odd sizes lose the vector loads, huge ones pass numel as int64.
     for n in (1, N + 1, HUGE):
         yield masks.bitmask_encode, (flat(torch.float32, n), Test.NOT_LE.code, 0.0, 0.0)
-        yield sparse.zvc_encode_within, (flat(torch.float32, n), n)
+        yield zvc.zvc_encode_within, (flat(torch.float32, n), n)
         planes = flat(torch.uint8, bytes_for(n, 1)), flat(torch.int64, zvc_chunks(n)), flat(torch.float32, n)
-        yield sparse.zvc_decode, (*planes, flat(torch.float32, n))
+        yield zvc.zvc_decode, (*planes, flat(torch.float32, n))
         yield narrow.narrow_encode, (flat(torch.int64, n), 4, 2**40)
         yield windows.window_encode, (flat(torch.int64, n), *POOL_3X3)
     for n in (1, HUGE):
@@ -220,5 +218,6 @@ def test_every_kernel_is_compiled(recorder: Recorder) -> None:
     for op, arguments in CALLS:
         op(*arguments)
     launched = {kernel.__name__ for kernel, _, _ in recorder.launches}
-    modules = [importlib.import_module(module.name) for module in pkgutil.iter_modules(package.__path__, PREFIX)]
+    families = {row.package for row in TABLE.values() if "triton" not in row.without}
+    modules = [importlib.import_module(f"{family}.triton") for family in families]
     assert launched == {name for module in modules for name in vars(module) if name.endswith("_kernel")}

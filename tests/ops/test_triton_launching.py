@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from triton_checks import DEVICE, launchers, triton_test
 
+from backstash.codecs.narrow.windows.reference import window_bits
 from backstash.errors import DamagedPlanesError
-from backstash.ops.layout import window_bits
 from backstash.ops.triton.launching import bytes_per_field, fields_per_byte, number_bits
 
 
 @triton_test
 def test_planes_of_wrong_size_are_refused_on_triton() -> None:
-    from backstash.ops.triton import szp
+    from backstash.codecs.szp import triton as szp
 
     def plane(n: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(n, dtype=dtype, device=DEVICE)

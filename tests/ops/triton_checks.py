@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from backstash.ops.backends import kernels
+from backstash.ops.bits import bits_of
 from backstash.ops.layout import ZVC_CHUNK
-from backstash.ops.reference import bits_of
 from backstash.ops.triton.launching import BLOCK_BYTES
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from backstash.policies.comet.allotment import Allotment, CollectedValue, allot
+from backstash.papers.comet.allotment import Allotment, CollectedValue, allot
 
 
 def norm(bound: float | None = 0.1, numel: int = 1000) -> CollectedValue:

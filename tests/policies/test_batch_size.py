@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from backstash import Session
-from backstash.policies.comet import BatchSize
+from backstash.papers.comet import BatchSize
 from backstash.report.meter import Measurement
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs import Sz, Szp
-from backstash.policies.comet.bound import bound_for, channel_norms, comet_bound, coverage, predicted_sigma
+from backstash.papers.comet.bound import bound_for, channel_norms, comet_bound, coverage, predicted_sigma
 
 BOUND = 2.0**-7
 

@@ -12,8 +12,8 @@ from comet_networks import Residual, normalised, sgd, train
 from torch import Tensor, nn
 
 from backstash import Session
-from backstash.policies.comet import comet
-from backstash.policies.comet.layers import overlap, pattern
+from backstash.papers.comet import comet
+from backstash.papers.comet.layers import overlap, pattern
 
 
 def test_a_batch_norm_has_the_predicted_error() -> None:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from backstash import Session
 from backstash.codecs import Sz
 from backstash.errors import UnknownNameError
+from backstash.papers.comet import Comet, Record, comet
 from backstash.policies import Keep, Recompute, Rules, Stash
-from backstash.policies.comet import Comet, Record, comet
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_bounds_over_time_are_on_record() -> None:
 
 
 def test_no_hook_outside_of_collecting_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from backstash.policies.comet import controller
+    from backstash.papers.comet import controller
 
     calls = []
     original = controller.collector
@@ -353,7 +353,7 @@ def test_gradients_of_gradients_are_collected_too() -> None:
 
 
 def test_copies_for_comparison_die_with_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    from backstash.policies.comet import controller
+    from backstash.papers.comet import controller
 
     copies: list[weakref.ref[Tensor]] = []
     original = controller.collector

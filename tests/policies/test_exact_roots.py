@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import backstash as bs
-from backstash.policies.gist import Gist
+from backstash.papers.gist import Gist
 
 STEPS = 5
 

@@ -13,7 +13,7 @@ from comet_networks import batches, network, sgd
 from torch import nn
 
 from backstash import Session
-from backstash.policies.comet import Comet, comet
+from backstash.papers.comet import Comet, comet
 
 STEPS = 14
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backstash.policies.comet.layers import BatchNorm, layer_of, thinned
+from backstash.papers.comet.layers import BatchNorm, layer_of, thinned
 
 
 def images(*shape: int) -> Tensor:
@@ -50,7 +50,7 @@ def test_what_is_estimated_of_layers_is_about_what_is_computed(monkeypatch: pyte
     nodes = nn.Conv2d(4, 3, 3)(x).grad_fn, nn.BatchNorm2d(4)(x).grad_fn
     for node in nodes:
         estimated, exact = layer_of(node, whole, False), layer_of(node, whole)
-        monkeypatch.setattr("backstash.policies.comet.layers.thinned", lambda x: x)
+        monkeypatch.setattr("backstash.papers.comet.layers.thinned", lambda x: x)
         computed = layer_of(node, whole)
         monkeypatch.undo()
         assert estimated.shares.tolist() == pytest.approx(computed.shares.tolist(), rel=0.05)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from backstash.ops.reference import bits_of
+from backstash.ops.bits import bits_of
 from backstash.proofs import proofs
 from backstash.saved import PLAIN
 from backstash.torch_internals import has_hooks, no_torch_function, running_node, tree_map_only, will_run_node

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from backstash.backward.claims import Claim, Gradients, redeems
 from backstash.ops.backends import advise_huge, has_own_kernel, serving
+from backstash.ops.bits import bits_of
 from backstash.ops.layout import images, per_channel
-from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
 
 Aten = Callable[..., Gradients]

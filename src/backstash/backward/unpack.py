@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backstash.backward import accumulation, claims, linear, table
-from backstash.codecs.bitmask import Bitmask
+from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.shape import stand_in
 from backstash.errors import SavedTensorModifiedError
 from backstash.stash import held

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import backstash.ops.backends as _backends  # noqa: F401  registers the kernels that the codecs call
 from backstash.codecs.base import Codec, Encoded, ErrorBound
-from backstash.codecs.bitmask import Binary, Bitmask
 from backstash.codecs.blockquant import BlockQuant
 from backstash.codecs.csr import Csr
 from backstash.codecs.dct import Dct
 from backstash.codecs.deflate import Deflate, Lz4, Zstd
 from backstash.codecs.exponents import Exponents
 from backstash.codecs.fewbit import FewBit
+from backstash.codecs.masks import Binary, Bitmask
 from backstash.codecs.minifloat import Minifloat
 from backstash.codecs.narrow import Narrow
 from backstash.codecs.raw import Raw

@@ -269,6 +269,9 @@ def refuses_layout(spec: TensorSpec) -> str | None:
     return f"its elements do not fill one block of memory (strides {list(spec.stride)})"
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Element types that exact codecs of floating-point numbers take."""
+
 SINGLES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that codecs with an error take: what is computed as float32."""
 

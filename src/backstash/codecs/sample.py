@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backstash.codecs.numbers import Numbers
 from backstash.ops import backends
-from backstash.ops.reference.samples import counts_of
+from backstash.ops.samples.reference import counts_of
 
 _RUNS, _RUN, _WHOLE = 32, 32, 4096
 

@@ -26,9 +26,9 @@ from backstash.codecs.base import (
     room_for,
     trimmed,
 )
-from backstash.codecs.blockquant import BlockQuant
+from backstash.codecs.blockquant.codec import BlockQuant
 from backstash.codecs.sample import sample
-from backstash.ops.layout import bytes_for, zvc_chunks
+from backstash.ops import bytes_for, zvc_chunks
 from backstash.saved import Mask, Need, TensorSpec, Test
 
 _PREFIX = "values."

@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, ErrorBound, asks_for_sign, flat, refuses_layout
-from backstash.codecs.bitmask import FLOATS
-from backstash.codecs.minifloat import Minifloat
+from backstash.codecs.base import EXACT, FLOATS, ErrorBound, asks_for_sign, flat, refuses_layout
+from backstash.codecs.minifloat.codec import Minifloat
 from backstash.codecs.sample import look
 from backstash.saved import Mask, Need, TensorSpec, Test
 

@@ -9,49 +9,51 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 import warnings
-from ctypes import ArgumentError
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from backstash.ops import reference, triton
+from backstash.ops import triton
 from backstash.ops.cpu import library
-from backstash.ops.table import LIBRARY, TABLE, Kernel
+from backstash.ops.table import TABLE, Kernel
 
 CHOICES = ("auto", "reference")
-FOLDERS = {"reference": "reference", "native": "cpu", "triton": "triton"}
-"""The folders of the backends, by their names."""
-
-for _module in pkgutil.iter_modules(reference.__path__, f"{reference.__name__}."):
-    importlib.import_module(_module.name)  # fills the table
+FILES = {"reference": "reference", "native": "cpu", "triton": "triton"}
+"""The modules of a family's package that have a backend's functions, by the backend's name."""
 
 
 class Kernels:
     """The kernels of one backend: an attribute for every row of the table.
 
-    Where the backend lacks a kernel, the attribute is the reference implementation.
+    Where the backend lacks a kernel, the attribute is the reference implementation. A kernel that enters the table
+    later is looked up when it is asked for first.
 
     Attributes:
         backend: the name of the backend.
-        own: the names of the kernels that the backend itself has.
     """
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self.own = {name for name, row in TABLE.items() if backend not in row.without}
-        for name, row in TABLE.items():
-            setattr(self, name, _function(row, backend) if name in self.own else row.reference)
+        for name in TABLE:
+            getattr(self, name)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no kernel is called {name!r}")  # also tells type checkers that others are
+        if name not in TABLE:
+            raise AttributeError(f"no kernel is called {name!r}")
+        setattr(self, name, self.function(TABLE[name]))  # found at once from now on
+        return vars(self)[name]
 
+    def has(self, name: str) -> bool:
+        """Returns whether the backend itself has the kernel of that name."""
+        return self.backend not in TABLE[name].without
 
-def _function(row: Kernel, backend: str) -> Any:
-    module = importlib.import_module(f"backstash.ops.{FOLDERS[backend]}.{row.family}")
-    return getattr(module, row.name)
+    def function(self, row: Kernel) -> Any:
+        """Returns the function that serves as the kernel of that row."""
+        if not self.has(row.name):
+            return row.reference
+        return getattr(importlib.import_module(f"{row.package}.{FILES[self.backend]}"), row.name)
 
 
 @cache
@@ -116,29 +118,9 @@ def name(device_type: str) -> str:
 def has_own_kernel(kernel: str, device_type: str) -> bool:
     """Whether the kernel is more than its reference on ``device_type``: what a row's ``fallback`` is decided by."""
     served = serving(device_type)
-    return served.backend != "reference" and kernel in served.own
+    return served.backend != "reference" and served.has(kernel)
 
 
 def advise_huge(x: Tensor) -> None:
     """Asks the system for huge pages behind fresh CPU memory, so that its first touch costs fewer page faults."""
     library.advise_huge(x)
-
-
-def _op(row: Kernel) -> Any:
-    def call(*args: Any) -> Any:
-        row.check(row.name, args)
-        try:
-            device_type = next(arg.device.type for arg in args if isinstance(arg, Tensor))
-            return getattr(serving(device_type), row.name)(*args)
-        except ArgumentError as error:  # by which ctypes replaces whatever is raised while it takes an argument
-            for kind in (RecursionError, MemoryError):
-                if kind.__name__ in str(error):
-                    raise kind(str(error)) from error
-            raise
-
-    return call
-
-
-for _row in TABLE.values():
-    if _row.schema is not None:
-        LIBRARY.impl(_row.name, _op(_row), "CompositeExplicitAutograd")  # for every kind of device

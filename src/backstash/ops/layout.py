@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -11,22 +10,6 @@ from torch import Tensor
 
 ZVC_CHUNK = 4096
 """Elements of a ZVC chunk. The offsets plane has one entry per chunk."""
-
-CSR_ROW = 256
-"""Elements of a CSR row: a column index of one byte tells so many apart."""
-
-SZP_BLOCK = 32
-"""Values of an szp block. Every block has its own width, and one bit of each of its values fills a word."""
-
-EXPONENTS_BLOCK = 512
-"""Elements whose exponents are coded in one window. A chunk of ZVC_CHUNK is a whole number of such blocks.
-
-On what a Llama and a GPT-2 save, blocks of 128 are 0.4 % larger, because of their bases, and blocks of 1,024 less than
-0.1 % smaller. An outlier is one of fewer neighbours in a small block.
-"""
-
-EXPONENTS_LANES = 32
-"""Lanes of such a block: element ``i`` is in lane ``i % EXPONENTS_LANES``."""
 
 
 class Activation(IntEnum):
@@ -66,24 +49,9 @@ def bytes_for(numel: int, bits: int) -> int:
     return (numel * bits + 7) // 8
 
 
-def window_bits(kernel: Sequence[int]) -> int:
-    """Returns the bits that tell the positions of a pooling window apart: 2 for 2x2, 4 for 3x3."""
-    return max(1, (math.prod(kernel) - 1).bit_length())
-
-
 def zvc_chunks(numel: int) -> int:
     """Returns the number of ZVC chunks of ``numel`` elements."""
     return (numel + ZVC_CHUNK - 1) // ZVC_CHUNK
-
-
-def exponents_blocks(numel: int) -> int:
-    """Returns the number of blocks of EXPONENTS_BLOCK of ``numel`` elements."""
-    return (numel + EXPONENTS_BLOCK - 1) // EXPONENTS_BLOCK
-
-
-def csr_rows(numel: int) -> int:
-    """Returns the number of CSR rows of ``numel`` elements."""
-    return (numel + CSR_ROW - 1) // CSR_ROW
 
 
 def images(x: Tensor) -> tuple[int, int] | None:
@@ -107,3 +75,8 @@ def per_channel(channels: int, *vectors: Tensor | None) -> bool:
         if vector.dtype is not torch.float32 or vector.shape != (channels,) or not vector.is_contiguous():
             return False
     return True
+
+
+def groups(numel: int, group_size: int) -> int:
+    """Returns the number of groups, and so of scales, of ``numel`` elements."""
+    return -(-numel // group_size)

@@ -1,9 +1,11 @@
 """The table of all kernels: schema, fake, argument checks, and why a backend lacks a kernel.
 
-A kernel enters the table where it is defined: the decorator :func:`kernel` on its reference implementation in
-``ops/reference/<family>.py`` writes its row. ``ops/cpu/<family>.py`` and ``ops/triton/<family>.py`` have functions of
-the same name and signature, which return the same bits. A backend without such a function says why in the row, and the
-reference serves in its place. ``tests/ops/test_table.py`` holds every row to this.
+A family of kernels is a package: ``reference.py`` defines them in plain torch, on purpose dull, and runs on any device.
+``cpu.py`` and ``triton.py`` beside it have functions of the same names and signatures, which return the same bits.
+A kernel enters the table where it is defined: the decorator :func:`backstash.ops.registration.kernel` on its reference
+writes its row, when the family is imported. A backend without such a function says why in the row, and the reference
+serves in its place. ``tests/ops/test_table.py`` holds every row to this. Families that serve a codec are in
+``codecs/``, beside the codec; those that serve ``backward/`` and ``stash/`` are in ``ops/``.
 
 Every kernel but those that return numbers to the host is also a ``torch.library`` op in the namespace ``backstash``.
 Inputs and outputs are flat (1-D, contiguous), because codecs flatten tensors in memory order; the few kernels that
@@ -14,17 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-LIBRARY = torch.library.Library("backstash", "DEF")
-
-WINDOW = "int inner, int[] input_size, int[] output_size, int[] kernel, int[] stride, int[] padding, int[] dilation"
-"""The arguments that describe a pooling, in a schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +28,7 @@ class Kernel:
 
     Attributes:
         name: the name of the kernel's functions and of its op.
-        family: the name of the file that has it, in ``reference``, ``cpu``, ``triton`` and, with ``test_`` before it,
-            in ``tests/ops``.
+        package: the package of its family, whose ``reference``, ``cpu`` and ``triton`` have the functions.
         reference: the definition, in plain torch.
         schema: the op's schema. None if the kernel returns numbers to the host, and so is no op.
         fake: makes outputs without data from inputs without data.
@@ -46,7 +40,7 @@ class Kernel:
     """
 
     name: str
-    family: str
+    package: str
     reference: Callable[..., Any]
     schema: str | None
     fake: Callable[..., Any]
@@ -54,13 +48,14 @@ class Kernel:
     without: Mapping[str, str] = field(default_factory=dict)
     fallback: str | None = None
 
+    @property
+    def family(self) -> str:
+        """The last part of the package's name; with ``test_`` before it, that of the file in ``tests/ops``."""
+        return self.package.rpartition(".")[2]
+
 
 TABLE: dict[str, Kernel] = {}
-"""Every kernel by its name. Complete once ``ops/backends.py`` is imported."""
-
-
-def _no_outputs(*args: object) -> None:
-    """The fake of a kernel that fills a tensor which it was given."""
+"""Every kernel by its name. Complete once ``backstash`` is imported, and longer where somebody adds a kernel."""
 
 
 IN_GRAPHS: Mapping[str, str] = {"triton": "what compiles a graph for CUDA writes such code itself"}
@@ -71,27 +66,6 @@ ON_DEVICES: Mapping[str, str] = {
     "native": "the host knows at once how much there is, and makes the planes as large as that"
 }
 """Why kernels that fill planes of a given size have no C++ implementation (``without`` of :func:`kernel`)."""
-
-
-def kernel(
-    schema: str | None,
-    fake: Callable[..., Any] = _no_outputs,
-    *,
-    check: Callable[[str, Sequence[Any]], None] | None = None,
-    without: Mapping[str, str] | None = None,
-    fallback: str | None = None,
-) -> Callable[[Function], Function]:
-    """Adds the decorated reference implementation to the table; see :class:`Kernel` for the arguments."""
-
-    def add(reference: Function) -> Function:
-        name, family = reference.__name__, reference.__module__.rsplit(".", 1)[-1]
-        TABLE[name] = Kernel(name, family, reference, schema, fake, check or check_flat, without or {}, fallback)
-        if schema is not None:
-            LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-            torch.library.register_fake(f"backstash::{name}", fake, lib=LIBRARY)
-        return reference
-
-    return add
 
 
 def dynamic_size() -> Any:

@@ -6,18 +6,23 @@ policy with other arguments. The contract of a policy is :class:`Policy`.
 
 from __future__ import annotations
 
-from functools import partial
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from backstash.policies import comet
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash, Wrapper
-from backstash.policies.gist import Gist, gist, gist_lossless
 from backstash.policies.lossless import KeepAll, Lossless, lossless
 from backstash.policies.offload import Offload, offload
-from backstash.policies.published import Cdma, Layrub, Vdnn, VdnnDyn, cdma, layrub, vdnn
 from backstash.policies.quantized import Quantized, quantized
 from backstash.policies.registry import Description, describe, descriptions, get, names, register, require
 from backstash.policies.rules import Rules
 from backstash.policies.sliced import SlicedPeak, sliced
+
+if TYPE_CHECKING:
+    from backstash.papers import comet as comet
+    from backstash.papers.cdma import Cdma, Vdnn, VdnnDyn, cdma, vdnn
+    from backstash.papers.gist import Gist, gist, gist_lossless
+    from backstash.papers.layrub import Layrub, layrub
 
 __all__ = [
     "Action",
@@ -51,12 +56,29 @@ __all__ = [
     "lossless",
     "names",
     "offload",
+    "publish",
     "quantized",
     "register",
     "require",
     "sliced",
     "vdnn",
 ]
+
+
+def publish(**members: Any) -> None:
+    """Makes public names of a package that stands on this one names of ``backstash.policies`` as well.
+
+    ``backstash.papers`` does so when ``backstash`` is imported, since nothing here imports it. Type checkers know its
+    names from the imports above.
+
+    Args:
+        members: classes, functions and modules by their names. A module can be imported by that name too.
+    """
+    for name, member in members.items():
+        globals()[name] = member
+        if isinstance(member, ModuleType):
+            sys.modules[f"{__name__}.{name}"] = member
+
 
 register(
     "lossless",
@@ -97,57 +119,6 @@ register(
     does="2 to 8 bits by group where the readers bear it (ActNN, ICML 2021), else as lossless",
     use_when="lossless does not suffice and the gradients may change: check by how much",
     is_candidate=True,
-)
-register(
-    "gist_lossless",
-    Gist,
-    is_exact=True,
-    does="Gist's rules (ISCA 2018): a bit per element for a relu, sparse storage; remakes the rest if it can",
-    use_when="you want Gist's encodings",
-)
-for _format, _bits in (("fp16", 16), ("fp10", 10), ("fp8", 8)):
-    register(
-        f"gist_{_format}",
-        partial(Gist, _format),
-        gradients=f"off by the rounding to {_bits} bits",
-        does=f"as gist_lossless, and every stored number has {_bits} bits",
-        use_when="the gradients may change a little, and more than lossless has to be saved",
-        is_candidate=True,
-    )
-register(
-    "gist_paper",
-    lambda: Gist(recompute=False),
-    is_exact=True,
-    does="Gist's exact rules as the paper has them, which remakes nothing",
-    use_when="you compare with Gist's paper",
-)
-register(
-    "vdnn",
-    Vdnn,
-    is_exact=True,
-    does="moves what the layers that extract features save (vDNN, MICRO 2016)",
-    use_when="you compare with vDNN's paper",
-)
-register(
-    "vdnn_conv",
-    lambda: Vdnn("conv"),
-    is_exact=True,
-    does="as vdnn, for the inputs of convolutions only",
-    use_when="you compare with vDNN's paper",
-)
-register(
-    "cdma",
-    Cdma,
-    is_exact=True,
-    does="as vdnn, without the zeros (cDMA, HPCA 2018)",
-    use_when="you compare with cDMA's paper",
-)
-register(
-    "layrub",
-    Layrub,
-    is_exact=True,
-    does="moves the inputs of all but the outermost layers, and masks (Layrub, TACO 2018)",
-    use_when="you compare with Layrub's paper",
 )
 register(
     "keep",

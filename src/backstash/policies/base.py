@@ -1,4 +1,8 @@
-"""The contract of a policy, which decides about saved tensors, and policies in front of others."""
+"""The contract of a policy, which decides about saved tensors, and policies in front of others.
+
+Two more names are for a policy that watches nodes: ``op_of(node)`` is the op of an autograd node, as ``SavedTensor.op``
+says it, and in ``with no_torch_function():`` no Session sees the torch functions that the policy calls.
+"""
 
 # ruff: noqa: B027  (the empty methods of Policy are defaults that do nothing, not forgotten abstract methods)
 
@@ -10,8 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from backstash.formulas import op_of
 from backstash.policies.actions import MAX_DEPTH, Action, Keep, Outcome, Recompute, Slice, Stash
 from backstash.saved import SavedTensor
+from backstash.torch_internals import no_torch_function
 
 LOSSES = frozenset({"LogSoftmax", "NllLoss", "NllLoss2D"})
 """The autograd nodes of losses, which some policies leave alone."""
@@ -28,6 +34,8 @@ __all__ = [
     "Sources",
     "Stash",
     "Wrapper",
+    "no_torch_function",
+    "op_of",
 ]
 
 Sources = Callable[[], dict[str, Tensor] | None]
@@ -41,6 +49,9 @@ class Policy(ABC):
     and ``ahead`` when it is created. In each step it calls :meth:`begin_step` first, :meth:`watch` for each tensor that
     one of torch's own autograd nodes saves, and then, for each value that it stores, :meth:`trace`,
     :meth:`decide_together` and :meth:`observe`, in this order.
+
+    A policy that chooses error bounds from what it sees of gradients, as ``papers/comet`` does, defines four members
+    more: ``revision``, :meth:`trace`, :meth:`may_bound` and :meth:`watch`. Others leave them as they are.
 
     An object that does not inherit from this class, but has ``decide()`` and ``observe()``, serves as well (see
     :func:`backstash.policies.adapted.adapt`). A policy that holds another policy has to forward every member to it:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backstash.codecs import Binary, Bitmask, Exponents, Narrow, Shape, Zvc
-from backstash.codecs.bitmask import FLOATS
-from backstash.codecs.narrow import INTEGERS
+from backstash.codecs.base import FLOATS
+from backstash.codecs.narrow.codec import INTEGERS
 from backstash.policies.base import Action, Keep, Policy, Recompute, Stash
 from backstash.saved import Need, SavedTensor
 

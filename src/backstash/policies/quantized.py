@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from backstash.codecs import Binary, BlockQuant, FewBit, Signed, Zvc
 from backstash.codecs.base import SINGLES
-from backstash.codecs.fewbit import ACTIVATIONS
-from backstash.codecs.fewbit import BITS as CODE_BITS
+from backstash.codecs.fewbit.codec import ACTIVATIONS
+from backstash.codecs.fewbit.codec import BITS as CODE_BITS
 from backstash.policies.base import Action, Policy, Recompute, Stash
 from backstash.policies.lossless import Lossless
 from backstash.saved import Effect, Need, SavedTensor

@@ -89,8 +89,8 @@ def describe(name: str) -> Description:
 
 
 def descriptions() -> tuple[Description, ...]:
-    """Returns what every registered policy does, in the order of their registration, which begins with the usual."""
-    return tuple(_DESCRIPTIONS.values())
+    """Returns what every registered policy does: the usual first, in the order of their registration, ``keep`` last."""
+    return tuple(sorted(_DESCRIPTIONS.values(), key=lambda description: description.name == "keep"))
 
 
 def require(name: str, *others: str) -> None:
@@ -114,7 +114,7 @@ def get(policy: str | Policy) -> Policy:
     """Returns a policy by name, or the given policy.
 
     An object that has ``decide()`` and ``observe()`` but does not inherit from Policy is returned in a wrapper that has
-    the other members (see :func:`backstash.policies.base.adapt`).
+    the other members (see :func:`backstash.policies.adapted.adapt`).
 
     Raises:
         UnknownNameError: no policy has that name.

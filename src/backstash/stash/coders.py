@@ -14,9 +14,9 @@ import torch
 
 from backstash.codecs import base
 from backstash.codecs.base import Codec, Encoded
-from backstash.codecs.bitmask import Binary, Bitmask
 from backstash.codecs.direct import MaskBits
-from backstash.codecs.zvc import Zvc
+from backstash.codecs.masks.codec import Binary, Bitmask
+from backstash.codecs.zvc.codec import Zvc
 from backstash.ops import backends
 from backstash.ops.cpu.planes import FLOATS, rounded
 from backstash.saved import Mask, Need, SavedTensor, TensorSpec

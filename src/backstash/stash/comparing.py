@@ -24,7 +24,7 @@ from torch import Tensor
 
 from backstash.codecs.numbers import Numbers
 from backstash.errors import BackstashError, DamagedPlanesError, RecomputedDifferentlyError
-from backstash.ops.reference import bits_of
+from backstash.ops.bits import bits_of
 from backstash.saved import TensorSpec
 from backstash.stash.sample import Sample
 from backstash.torch_internals import at_end_of_backward, graph_task

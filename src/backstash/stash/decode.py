@@ -12,8 +12,8 @@ from torch import Tensor
 
 from backstash.codecs import base
 from backstash.codecs.base import Codec, Encoded
-from backstash.codecs.bitmask import Bitmask
 from backstash.codecs.direct import Direct, MaskBits, Readable
+from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.numbers import deferring
 from backstash.errors import SavedTensorModifiedError
 from backstash.policies.base import Stash

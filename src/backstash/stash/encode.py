@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backstash.codecs import base
 from backstash.codecs.base import Codec, Draft, is_dense
-from backstash.codecs.bitmask import Bitmask
+from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash, knows_room

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from backstash.codecs.base import Encoded, flat
 from backstash.ops import backends
+from backstash.ops.bits import bits_of
 from backstash.ops.layout import Activation, Rounding, images, per_channel
-from backstash.ops.reference import bits_of
 from backstash.proofs import proofs
 from backstash.saved import TensorSpec
 from backstash.stash.calls import INPUT, Held, Leaf, Memory, View

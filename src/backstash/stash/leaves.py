@@ -17,7 +17,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from backstash.codecs.bitmask import Bitmask
+from backstash.codecs.masks.codec import Bitmask
 from backstash.saved import Need, TensorSpec, Test
 from backstash.stash import compiled
 from backstash.stash.calls import Leaf, View

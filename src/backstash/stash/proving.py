@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from backstash.ops.reference import bits_of
+from backstash.ops.bits import bits_of
 from backstash.saved import TensorSpec
 from backstash.stash.calls import Leaf
 from backstash.stash.decode import fetch

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from backstash import accelerator
 from backstash.codecs.base import flat
-from backstash.ops.reference import bits_of
+from backstash.ops.bits import bits_of
 from backstash.proofs import Answer, proofs
 from backstash.saved import TensorSpec
 from backstash.stash.calls import INPUT, Call, Group

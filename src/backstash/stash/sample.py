@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backstash.ops.reference import bits_of
+from backstash.ops.bits import bits_of
 from backstash.saved import PLAIN
 from backstash.stash import compiled
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.codecs.base import Codec, Encoded
-from backstash.codecs.bitmask import Bitmask
+from backstash.codecs.masks.codec import Bitmask
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec
 from backstash.stash.accounts import Account
 from backstash.stash.buffers import Buffers

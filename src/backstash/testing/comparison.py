@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backstash.bits import equal_bits, row_major_bytes
 from backstash.codecs.base import Codec, ErrorBound, flat
-from backstash.ops.reference.masks import passes
+from backstash.codecs.masks.reference import passes
 from backstash.saved import Mask, Need, Test
 from backstash.testing.failures import fail
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from backstash.ops.reference import bits_of
+from backstash.ops.bits import bits_of
 from backstash.testing.layouts import span
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -24,7 +24,7 @@ from backstash.codecs.base import flat
 from backstash.compile.graph.emit import Emitter, GraphValue, from_text, to_text
 from backstash.compile.graph.layers import KINDS, ROLES, ForwardHook, Layer
 from backstash.compile.graph.layout import inverse
-from backstash.ops.formats import groups
+from backstash.ops.layout import groups
 from backstash.policies.adapted import Adapted
 from backstash.policies.base import Outcome, Policy, Recompute, Stash, Wrapper
 from backstash.saved import Effect, Need, SavedTensor, TensorSpec

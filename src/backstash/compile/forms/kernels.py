@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from backstash.codecs.fewbit_table import TABLE
+from backstash.codecs.fewbit.table import TABLE
+from backstash.codecs.minifloat.formats import FORMATS
 from backstash.compile.forms.codecs import GraphCodec
 from backstash.compile.forms.rounding import GraphBlockQuant, GraphFewBit, GraphMinifloat
 from backstash.compile.graph.emit import Emitter, GraphValue, product, run_now, sizes_of, tensor_of
 from backstash.compile.graph.layout import pack_along, packed_dimension
 from backstash.compile.graph.reading import is_elementwise, is_view
-from backstash.ops.formats import FORMATS
 from backstash.torch_internals import hide_from_dynamo
 
 _LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")

@@ -1,6 +1,6 @@
 """Codecs with an error as graphs of aten operators: small floating-point formats, integers in groups, derivatives.
 
-Each rounds as the reference kernel of the same name in ops/reference does; tests compare the decoded bits.
+Each rounds as the reference kernel of its codec does; tests compare the decoded bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from backstash.codecs.fewbit_table import TABLE
+from backstash.codecs.fewbit.table import TABLE
+from backstash.codecs.minifloat.formats import FORMATS, LEAST_SCALE, Format, scale_ceiling
 from backstash.compile.graph.emit import Emitter, GraphValue, product, sizes_of, tensor_of
 from backstash.compile.graph.layout import (
     cast,
@@ -25,7 +26,7 @@ from backstash.compile.graph.layout import (
     packed_nbytes,
     unpack_bits,
 )
-from backstash.ops.formats import FORMATS, LEAST_SCALE, Format, groups, scale_ceiling
+from backstash.ops.layout import groups
 from backstash.saved import cut_to
 
 _aten = torch.ops.aten

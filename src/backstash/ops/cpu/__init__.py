@@ -1,7 +1,8 @@
 """The kernels in C++ (``native/``), called through ctypes.
 
-The files are named like those of ``ops/reference``, and every plane is byte-identical to the reference's. What the C++
-does not take, a function hands to the reference; the head of each file says what that is.
+A family's ``cpu.py`` has its functions; ``library`` finds the compiled code, and ``planes`` is what they share. Every
+plane is byte-identical to the reference's. What the C++ does not take, a function hands to the reference; the head of
+each file says what that is.
 
 Outputs of a decoder belong to the caller: whoever allocates one calls ``backends.advise_huge`` on it first.
 """

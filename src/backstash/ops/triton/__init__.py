@@ -1,6 +1,6 @@
-"""Triton kernels for CUDA tensors, with the signatures and the planes of ``ops/reference``, byte for byte.
+"""Triton kernels for CUDA tensors, with the signatures and the planes of the references, byte for byte.
 
-A family's file has its device code and, below that, the launchers. Importing a family imports Triton; importing this
+A family's ``triton.py`` has its device code and, below that, the launchers. Importing it imports Triton; importing this
 package does not, and the first CUDA tensor does. Under ``TRITON_INTERPRET=1`` the launchers run on CPU tensors, for
 tests.
 

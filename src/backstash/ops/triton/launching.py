@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops.reference.bits import bits_of
+from backstash.ops.bits import bits_of
 
 BLOCK_BYTES = 256
 """Bytes of a bit plane that one program writes or reads: 2048 mask bits, 16 elements for each of its 128 threads."""

@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from backstash import codecs
 from backstash.codecs import BlockQuant, FewBit, Minifloat, Signed, Szp
 from backstash.codecs.base import SINGLES, Codec, label
-from backstash.codecs.fewbit import ACTIVATIONS
-from backstash.ops.formats import FORMATS
+from backstash.codecs.fewbit.codec import ACTIVATIONS
+from backstash.codecs.minifloat.formats import FORMATS
 from backstash.policies.quantized import GROUP, group_of
 from backstash.saved import Effect, Need, SavedTensor
 

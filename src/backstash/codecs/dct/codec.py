@@ -1,0 +1,149 @@
+"""The way JPEG codes images: 8x8 cosine transforms, a table of steps, and no zeros. A baseline to compare with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require_accepted
+from backstash.codecs.dct.reference import dct_blocks
+from backstash.errors import CodecRefusedError
+from backstash.saved import Need, TensorSpec
+
+_LOW = 3  # of the 8 frequencies in each direction
+TABLES = {
+    "optL": (_LOW,) * 64,
+    "optH": tuple(_LOW if u + v == 0 else 5 if u + v < 8 else 4 for u in range(8) for v in range(8)),
+}
+"""For each table, by name, the power of two by which each coefficient is divided."""
+
+MAX_SHIFT = 7
+_ops = torch.ops.backstash
+
+
+@dataclass(frozen=True)
+class Dct:
+    """Stores the quantised cosine transforms of 8x8 blocks of images, those coefficients that are not zero.
+
+    Preserves: SHAPE, VALUE - with **no bound on an element's error**: what a block loses depends on all of it. A large
+        element among small ones may become anything within its image's largest magnitude, and zeros do not stay zero.
+    Layout: an image is what has one index in each but the last two dimensions; its blocks are filled up with zeros at
+        the lower and the right edge. Plane ``scales`` float32, of each image the largest magnitude, which becomes 127.
+        The 64 coefficients of a block, row by row, divided by their steps and rounded, are codes of 8 bits; these are
+        stored as Zvc stores elements: ``mask`` uint8 [8 * blocks], ``offsets`` int64 [ceil(blocks / 64)], ``values``
+        uint8 [nonzeros].
+    Bytes: 8 * blocks + 8 * ceil(blocks / 64) + nonzeros + 4 * images.
+    Determinism: the same planes on every backend.
+    Source: JPEG-ACT (ISCA 2020): the transform, tables of powers of two (optL for the first epochs, optH after them)
+        and zero-value compression in place of Huffman codes. Ours scales every image of its own by its largest
+        magnitude, not every channel to a fixed range, so that nothing is clamped; does not round to 8 bits before the
+        transform; rounds to nearest after it; and has an optH after that one's description, not its every entry. On
+        CUDA the reference serves.
+
+    Args:
+        table: ``"optL"``, 8 for all coefficients; or ``"optH"``, 8 for the mean, 32 for the lower frequencies, 16 for
+            the rest.
+        shift: how many times all steps are doubled, 0 to 7.
+
+    Raises:
+        ValueError: there is no such table or shift.
+        CodecRefusedError: on encode, an element is infinite or NaN.
+
+    Example:
+        >>> x = torch.linspace(0, 1, 64).view(1, 1, 8, 8) + torch.linspace(0, 1, 8)
+        >>> encoded = Dct().encode(x)
+        >>> encoded.nbytes, bool((Dct().decode(encoded) - x).abs().max() < 0.1)
+        (27, True)
+    """
+
+    table: str = "optL"
+    shift: int = 0
+
+    id: ClassVar[str] = "dct"
+    preserves: ClassVar[frozenset[Need]] = frozenset({Need.SHAPE, Need.VALUE})
+    bound: ClassVar[ErrorBound | None] = ErrorBound(abs=math.inf)
+
+    def __post_init__(self) -> None:
+        if self.table not in TABLES:
+            raise ValueError(f"Dct was asked for table={self.table!r}, but there are {', '.join(map(repr, TABLES))}.")
+        if self.shift not in range(MAX_SHIFT + 1):
+            raise ValueError(f"Dct was asked for shift={self.shift!r}, but the choices are 0 to {MAX_SHIFT}.")
+
+    @property
+    def label(self) -> str:
+        """With the table, and the shift where there is one: ``"dct-optL"``, ``"dct-optH+2"``."""
+        return f"{self.id}-{self.table}" + (f"+{self.shift}" if self.shift else "")
+
+    def accepts(self, spec: TensorSpec) -> str | None:
+        """Accepts floating tensors of 16 or 32 bits that have images: contiguous ones and channels last."""
+        refused = refuses_singles(spec)
+        if refused is None and _geometry(spec) is None:
+            return f"it has no images in memory: shape {spec.shape}, strides {spec.stride}"
+        return refused
+
+    def declines(self, x: Tensor) -> str | None:
+        """Declines images that fill less than half of their 8x8 blocks."""
+        outer, height, width, inner = _geometry(TensorSpec.of(x)) or (1, 0, 0, 1)
+        share = x.numel() / (64 * dct_blocks(outer, height, width, inner)) if x.numel() else 0.0
+        return None if share >= 0.5 else f"its images, {height} by {width}, fill {share:.0%} of 8x8 blocks"
+
+    def encode(self, x: Tensor) -> Encoded:
+        """Transforms every block. The host waits to know whether all is finite and how many codes are not zero."""
+        spec = require_accepted(self, x)
+        *planes, strange = _ops.dct_encode(flat(x), *_sizes(spec), self._shifts)
+        if int(strange):
+            raise CodecRefusedError(
+                f"codec 'dct' was asked to encode {spec}, got {int(strange)} infinite or NaN elements, which spoil "
+                f"their blocks. Use an exact codec, or Keep()."
+            )
+        return Encoded(self.id, spec, dict(zip(("mask", "offsets", "values", "scales"), planes, strict=True)))
+
+    def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
+        """Images that look like the original ones.
+
+        Raises:
+            DamagedPlanesError: the planes do not fit together.
+        """
+        planes, sizes = encoded.planes, _sizes(encoded.spec)
+        blocks = dct_blocks(*sizes)
+        expected = {"mask": 8 * blocks, "offsets": -(-blocks // 64), "scales": sizes[0] * sizes[3]}
+        check_planes(encoded, expected)
+        out = like(encoded.spec, out)
+        _ops.dct_decode(
+            *(planes[name] for name in ("mask", "offsets", "values", "scales")), *sizes, self._shifts, flat(out)
+        )
+        return out
+
+    def nbytes_bound(self, spec: TensorSpec) -> int:
+        """The size where no code is zero."""
+        sizes = _sizes(spec)
+        blocks = dct_blocks(*sizes)
+        return 72 * blocks + 8 * -(-blocks // 64) + 4 * sizes[0] * sizes[3]
+
+    @property
+    def _shifts(self) -> list[int]:
+        return [step + self.shift for step in TABLES[self.table]]
+
+
+def _geometry(spec: TensorSpec) -> tuple[int, int, int, int] | None:
+    """Outer size, height, width and inner size in memory order, None where there are no images."""
+    if len(spec.shape) < 2 or 0 in spec.shape:
+        return None
+    *_, height, width = spec.shape
+    numel = spec.numel
+    example = torch.empty_strided(spec.shape, spec.stride, device="meta")
+    if example.is_contiguous():
+        return numel // (height * width), height, width, 1
+    if len(spec.shape) == 4 and example.is_contiguous(memory_format=torch.channels_last):
+        return spec.shape[0], height, width, spec.shape[1]
+    return None
+
+
+def _sizes(spec: TensorSpec) -> tuple[int, int, int, int]:
+    sizes = _geometry(spec)
+    assert sizes is not None, "accepts() refuses it"
+    return sizes

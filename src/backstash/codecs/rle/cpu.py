@@ -1,0 +1,67 @@
+"""Run lengths of zeros in C++: the kernels of ZVC, and kernels between its mask and the tokens."""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.rle import reference as reference
+from backstash.codecs.rle.reference import rle_damage
+from backstash.errors import DamagedPlanesError
+from backstash.ops import bytes_for, zvc_chunks
+from backstash.ops.cpu import library
+from backstash.ops.cpu.planes import check_plane, new_plane, threads_for
+
+_lib: Any = library.functions(
+    {
+        "bs_rle_count": (c_int64, [c_void_p, c_int64, c_void_p, c_int]),
+        "bs_rle_write": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int]),
+        "bs_rle_mask": (c_int, [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int]),
+        "bs_zvc_mark": (c_int64, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]),
+        "bs_zvc_gather": (None, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int]),
+        "bs_zvc_decode": (c_int, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int]),
+    }
+)
+
+
+def rle_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.rle.reference.rle_encode`."""
+    width = x.element_size()
+    if width not in (2, 4, 8):
+        return reference.rle_encode(x)
+    n, source, chunks = x.numel(), x.data_ptr(), zvc_chunks(x.numel())
+    threads = threads_for(n * width)
+    mask = new_plane(bytes_for(n, 1), torch.uint8)
+    starts = torch.empty(2 * chunks, dtype=torch.int64, device="cpu")
+    planes = mask.data_ptr(), starts.data_ptr() + 8 * chunks
+    stored = _lib.bs_zvc_mark(source, n, width, *planes, threads)
+    values = new_plane(stored, x.dtype)
+    _lib.bs_zvc_gather(source, n, width, *planes, values.data_ptr(), stored, threads)
+    tokens = new_plane(_lib.bs_rle_count(mask.data_ptr(), n, starts.data_ptr(), threads), torch.uint8)
+    _lib.bs_rle_write(mask.data_ptr(), n, starts.data_ptr(), tokens.data_ptr(), threads)
+    return tokens, starts, values
+
+
+def rle_decode(tokens: Tensor, starts: Tensor, values: Tensor, out: Tensor) -> None:
+    """See :func:`backstash.codecs.rle.reference.rle_decode`. All planes are checked before ``out`` is touched.
+
+    Raises:
+        DamagedPlanesError: the starts are not of the size that ``out`` needs, or the tokens, the starts and the number
+            of values do not agree.
+    """
+    width = out.element_size()
+    if width not in (2, 4, 8) or values.element_size() != width:
+        return reference.rle_decode(tokens, starts, values, out)
+    n, stored, chunks = out.numel(), values.numel(), zvc_chunks(out.numel())
+    check_plane("rle_decode", "starts", starts, 2 * chunks)
+    threads = threads_for(n * width)
+    mask = new_plane(bytes_for(n, 1), torch.uint8)
+    planes = tokens.data_ptr(), tokens.numel(), starts.data_ptr()
+    if _lib.bs_rle_mask(*planes, n, mask.data_ptr(), threads) == 0:
+        planes = mask.data_ptr(), starts.data_ptr() + 8 * chunks, values.data_ptr()
+        if _lib.bs_zvc_decode(*planes, stored, out.data_ptr(), n, width, threads) == 0:
+            return
+    raise DamagedPlanesError(rle_damage(stored))

@@ -1,0 +1,155 @@
+"""Error-bounded, predicted and entropy-coded values, in C++.
+
+Other dtypes than float32, float16 and bfloat16 go to the reference.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_double, c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.codecs.sz import reference as reference
+from backstash.codecs.sz.coding import AXES, BINS, chunks, starts
+from backstash.codecs.sz.reference import sz_damage
+from backstash.errors import DamagedPlanesError
+from backstash.ops.cpu import library
+from backstash.ops.cpu.planes import SMALL_FLOATS
+
+_lib: Any = library.functions(
+    {
+        "bs_sz_range": (None, [c_void_p, c_int64, c_int, c_void_p, c_int]),
+        "bs_sz_survey": (
+            None,
+            [c_void_p, c_int64, c_int, *[c_double] * 3, c_int, c_void_p, c_int64, c_int64, c_void_p],
+        ),
+        "bs_sz_encode": (
+            c_void_p,
+            [
+                c_void_p,
+                c_int64,
+                c_int,
+                c_void_p,
+                c_int64,
+                *[c_double] * 3,
+                c_int64,
+                *[c_int] * 2,
+                *[c_void_p] * 2,
+                c_int,
+            ],
+        ),
+        "bs_sz_free": (None, [c_void_p]),
+        "bs_sz_collect": (None, [c_void_p] * 5 + [c_int]),
+        "bs_sz_decode": (
+            c_int,
+            [
+                *[c_void_p, c_int64] * 2,
+                c_void_p,
+                *[c_void_p, c_int64] * 2,
+                *[c_double] * 2,
+                c_int64,
+                c_int,
+                c_int,
+                c_void_p,
+                c_void_p,
+                c_int64,
+                c_int,
+                c_int,
+            ],
+        ),
+    }
+)
+
+
+def sz_range(x: Tensor) -> Tensor:
+    """See :func:`backstash.codecs.sz.reference.sz_range`."""
+    if x.dtype not in SMALL_FLOATS:
+        return reference.sz_range(x)
+    found = torch.empty(2, dtype=torch.float64, device="cpu")
+    _lib.bs_sz_range(x.data_ptr(), x.numel(), SMALL_FLOATS[x.dtype], found.data_ptr(), torch.get_num_threads())
+    return found
+
+
+def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int], offset: float = 0.0) -> Tensor:
+    """See :func:`backstash.codecs.sz.reference.sz_survey`."""
+    if x.dtype not in SMALL_FLOATS:
+        return reference.sz_survey(x, step, bound, low, blocks, offset)
+    begins, run = starts(x.numel())
+    counts = torch.zeros(len(AXES) * BINS, dtype=torch.int64, device="cpu")
+    source = x.data_ptr(), x.numel(), SMALL_FLOATS[x.dtype]
+    divided = (c_int64 * 4)(*blocks)
+    _lib.bs_sz_survey(*source, step, bound, offset, low, divided, len(begins), run, counts.data_ptr())
+    return counts
+
+
+def sz_encode(
+    x: Tensor,
+    table: Tensor,
+    step: float,
+    bound: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.sz.reference.sz_encode`.
+
+    Raises:
+        ValueError: the table is none, or there is no memory for what is encoded.
+    """
+    if x.dtype not in SMALL_FLOATS:
+        return reference.sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
+    threads, sizes, n = torch.get_num_threads(), (c_int64 * 3)(), x.numel()
+    source = x.data_ptr(), n, SMALL_FLOATS[x.dtype], table.data_ptr(), table.numel()
+    divided = (c_int64 * 4)(*blocks)
+    encoded = _lib.bs_sz_encode(*source, step, bound, offset, base, low, axes, divided, sizes, threads)
+    if encoded is None:
+        raise ValueError(
+            f"sz_encode asked for frequencies of 2 to 32 symbols that add up to 256, an escape's not 0, and for "
+            f"memory of the size of what is encoded; got {table.numel()} frequencies. Make them with "
+            f"codecs.sz.coding.model."
+        )
+    try:
+        stream, places = (torch.empty(size, dtype=torch.int16, device="cpu") for size in sizes[:2])
+        values = x.new_empty(sizes[2])
+        index = torch.empty(1 + 4 * chunks(n, blocks[3]), dtype=torch.int64, device="cpu")
+    except BaseException:
+        _lib.bs_sz_free(encoded)
+        raise
+    planes = stream, index, places, values
+    _lib.bs_sz_collect(encoded, *(plane.data_ptr() for plane in planes), threads)
+    return planes
+
+
+def sz_decode(
+    table: Tensor,
+    stream: Tensor,
+    index: Tensor,
+    places: Tensor,
+    values: Tensor,
+    step: float,
+    base: int,
+    low: int,
+    axes: int,
+    blocks: list[int],
+    out: Tensor,
+    offset: float = 0.0,
+) -> None:
+    """See :func:`backstash.codecs.sz.reference.sz_decode`. Sizes and checksums are checked before ``out`` is touched.
+
+    Raises:
+        DamagedPlanesError: the planes do not fit together, or a checksum is another one.
+    """
+    if out.dtype not in SMALL_FLOATS or values.dtype != out.dtype:
+        return reference.sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out, offset)
+    n = out.numel()
+    if index.numel() != 1 + 4 * chunks(n, blocks[3]):
+        raise DamagedPlanesError(sz_damage())
+    sized = [(plane.data_ptr(), plane.numel()) for plane in (stream, table, places, values)]
+    planes = *sized[0], *sized[1], index.data_ptr(), *sized[2], *sized[3]
+    target = out.data_ptr(), n, SMALL_FLOATS[out.dtype], torch.get_num_threads()
+    if _lib.bs_sz_decode(*planes, step, offset, base, low, axes, (c_int64 * 4)(*blocks), *target) != 0:
+        raise DamagedPlanesError(sz_damage())

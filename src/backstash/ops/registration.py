@@ -1,0 +1,62 @@
+"""The decorator that adds a kernel to the table, and to ``torch.ops`` as an op that calls whatever serves a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import ArgumentError
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from backstash.ops.backends import serving
+from backstash.ops.table import TABLE, Kernel, check_flat
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+LIBRARY = torch.library.Library("backstash", "DEF")
+
+
+def _no_outputs(*args: object) -> None:
+    """The fake of a kernel that fills a tensor which it was given."""
+
+
+def kernel(
+    schema: str | None,
+    fake: Callable[..., Any] = _no_outputs,
+    *,
+    check: Callable[[str, Sequence[Any]], None] | None = None,
+    without: Mapping[str, str] | None = None,
+    fallback: str | None = None,
+) -> Callable[[Function], Function]:
+    """Adds the decorated reference to the table, and its op to torch; see :class:`~backstash.ops.table.Kernel`.
+
+    The functions of the other backends are looked for beside it: in the modules ``cpu`` and ``triton`` of the package
+    in which the reference is defined.
+    """
+
+    def add(reference: Function) -> Function:
+        name, package = reference.__name__, reference.__module__.rpartition(".")[0]
+        TABLE[name] = row = Kernel(name, package, reference, schema, fake, check or check_flat, without or {}, fallback)
+        if schema is not None:
+            LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+            torch.library.register_fake(f"backstash::{name}", fake, lib=LIBRARY)
+            LIBRARY.impl(name, _op(row), "CompositeExplicitAutograd")  # for every kind of device
+        return reference
+
+    return add
+
+
+def _op(row: Kernel) -> Any:
+    def call(*args: Any) -> Any:
+        row.check(row.name, args)
+        try:
+            device_type = next(arg.device.type for arg in args if isinstance(arg, Tensor))
+            return getattr(serving(device_type), row.name)(*args)
+        except ArgumentError as error:  # by which ctypes replaces whatever is raised while it takes an argument
+            for kind in (RecursionError, MemoryError):
+                if kind.__name__ in str(error):
+                    raise kind(str(error)) from error
+            raise
+
+    return call

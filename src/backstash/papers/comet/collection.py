@@ -1,0 +1,93 @@
+"""The readings that a collecting step takes from each layer's backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backstash.papers.comet.layers import Linear
+from backstash.policies.base import no_torch_function
+
+
+@dataclass(slots=True)
+class LayerReading:
+    """The numbers of a layer in a collecting step. If a module runs twice they add up, as its weight gradients do.
+
+    Attributes:
+        parameter: the layer's weight.
+        shares: the input's share of elements that are not zero, ``[channels]``.
+        spread: how large the input's numbers are (see layers.Linear.spread).
+        pattern: which of a sample of the input's elements are not zero (see layers.pattern).
+        coarsest: no larger bound is allowed.
+        limit: the bound with which the input's gradient is off by its share ``sigma``; infinity if it is not off.
+        energy: 3 / bound**2 times the variance of the weight gradient's error, ``[output channels]``; None until
+            backward has run.
+        magnitude: mean magnitude of the weight gradient.
+        scale: mean magnitude of the gradient that the optimizer got, over ``magnitude``; None until its step.
+        error: mean square of the weight gradient's difference from the exact gradient; None if it was not compared.
+        cosine: cosine between these two gradients.
+    """
+
+    parameter: nn.Parameter
+    shares: Tensor
+    spread: Tensor
+    pattern: Tensor
+    coarsest: Tensor | float = math.inf
+    limit: Tensor | float = math.inf
+    energy: Tensor | None = None
+    magnitude: Tensor | float = 0.0
+    scale: Tensor | None = None
+    error: Tensor | float | None = None
+    cosine: Tensor | float = 1.0
+
+    def keep_below(self, bound: Tensor) -> None:
+        """Allow no bound above the given bound."""
+        self.coarsest = smaller(self.coarsest, bound)
+
+
+def smaller(known: Tensor | float, found: Tensor) -> Tensor:
+    """Returns the smaller one, or NaN if one is that. Copies no number to a device, for which the host would wait."""
+    return torch.minimum(known, found) if isinstance(known, Tensor) else found.clamp(max=known)
+
+
+def collector(
+    reading: LayerReading, layer: Linear, sigma: float, place: int, exact: Tensor | None
+) -> Callable[[Any, Any], None]:
+    """Returns a hook for the layer's autograd node, which adds the node's gradients to the reading when it has run.
+
+    Args:
+        reading: the reading.
+        layer: facts of the layer.
+        sigma: the wanted deviation, as a share of the gradient.
+        place: the position of the weight among the node's inputs.
+        exact: a copy of the exact input, to compare the weight gradient with that of the exact input; None: not
+            compared.
+    """
+
+    def collect(outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
+        grad, weight_grad = incoming[0], outgoing[place]
+        if grad is None or weight_grad is None:
+            return
+        with no_torch_function(), torch.no_grad():
+            grad, weight_grad, weight = grad.detach(), weight_grad.detach(), reading.parameter.detach()
+            energy = layer.energy(grad, weight)
+            reading.energy = energy if reading.energy is None else reading.energy + energy
+            reading.magnitude = reading.magnitude + weight_grad.abs().mean(dtype=torch.float32)
+            coarsest = layer.coarsest(sigma, outgoing[0], weight_grad, weight)
+            if coarsest is not None:
+                reading.keep_below(coarsest)
+                reading.limit = smaller(reading.limit, coarsest)
+            if exact is not None:
+                truth = layer.weight_gradient(grad, exact, torch.empty_like(weight_grad)).float()
+                error = (weight_grad.float() - truth).square().mean()
+                cosine = torch.cosine_similarity(weight_grad.float().flatten(), truth.flatten(), dim=0)
+                cosine = torch.where(error == 0, 1.0, cosine)  # which is 0 of two gradients without a direction
+                reading.error = error if reading.error is None else reading.error + error
+                reading.cosine = smaller(reading.cosine, cosine)
+
+    return collect
