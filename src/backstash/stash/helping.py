@@ -1,4 +1,4 @@
-"""What would make the values that are still held smaller, and what that costs: the two lines at the top of a report.
+"""Suggestions for the values that are still held, with their price: the two lines at the top of a report.
 
 Functions of plain data, as summary.py. Nothing is tried here: bytes and times are those that the Session has noted.
 """
