@@ -95,6 +95,9 @@ def try_package(package: Path, kernels: str) -> None:
         site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
         (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
         python = str(folder / "bin" / "python")
+        # Python 3.11 puts an old setuptools there, which would hide the one of pyproject.toml's build-system.
+        remove = ["-m", "pip", "uninstall", "-q", "-y", "--disable-pip-version-check", "setuptools"]
+        subprocess.run([python, *remove], check=True, stderr=subprocess.DEVNULL)
         environment = {**os.environ, "CXX": "/no/compiler"}  # neither package may need one
         install = [
             python,
