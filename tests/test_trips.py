@@ -41,7 +41,9 @@ def in_order(stations: list[tuple[str, str]], entered: list[list[str]]) -> None:
         assert any(each == [file, function] for each in rest), f"{file}, {function}: not entered after those before it"
 
 
-@pytest.mark.parametrize(("name", "stretch"), [("relu", "first"), ("budget", "run")])
+@pytest.mark.parametrize(
+    ("name", "stretch"), [("relu", "first"), pytest.param("budget", "run", marks=pytest.mark.slow)]
+)
 def test_a_trip_goes_as_it_is_told(name: str, stretch: str) -> None:
     stations = STATION.findall(told(name))
     assert len(stations) == len(re.findall(r"^\d+\. ", told(name), re.MULTILINE)) > 10

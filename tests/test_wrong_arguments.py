@@ -55,6 +55,7 @@ TABLE: dict[str, tuple[Call, Call, dict[str, Any]]] = {  # the function, how it 
     "profile": (bs.profile, bs.profile, {"step": step, "model": MODEL}),
     "plan": (bs.plan, lambda **given: bs.plan(**{"profile": profiled(), "budget": "200%"} | given), {}),
     "measure": (bs.measure, bs.measure, {"step": step, "repeats": 1, "warmup": 0}),
+    "verify": (bs.verify, bs.verify, {"step": step, "model": MODEL}),
     "compile_options": (bs.compile_options, bs.compile_options, {}),
     "compile_backend": (bs.compile_backend, bs.compile_backend, {}),
     "Budgeted": (bs.Budgeted, bs.Budgeted, {"budget": "60%"}),

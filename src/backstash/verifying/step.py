@@ -47,7 +47,8 @@ def verify(
 
     Raises:
         MeasureError: the step ran no backward pass.
-        TypeError: ``step`` cannot be called without arguments, or ``model`` is no module.
+        TypeError: ``step`` cannot be called without arguments, ``model`` is no module, or ``name`` is no text.
+        ValueError: ``tolerance`` is no number from 0 to 1.
 
     Example:
         >>> import torch
@@ -60,6 +61,16 @@ def verify(
         ('differs', 'generator')
     """
     check_step(step, "verify")
+    is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+    if not (is_number and 0.0 <= tolerance <= 1.0):  # NaN is not
+        raise ValueError(
+            f"verify was asked for tolerance={tolerance!r:.80}, but it takes the relative error up to which hooks may "
+            f"round: a number from 0 to 1."
+        )
+    if not isinstance(name, str):
+        raise TypeError(
+            f"verify was asked for name={name!r:.80}, but it takes a text that names the step in the report."
+        )
     if model is not None:
         check_model(model, "verify", ", or None for the modules that the step calls")
     with _Repeated(step, [] if model is None else [model]) as repeated:
