@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import FrameType, FunctionType, SimpleNamespace
@@ -688,6 +688,28 @@ def asks_what_to_save() -> bool:
     from torch._functorch import partitioners
 
     return hasattr(partitioners, _CHOICE)
+
+
+@contextmanager
+def compiling_without_budgets() -> Iterator[None]:
+    """Inside, graphs are compiled anew, as if their memory budget were 1 whatever the program says; afterwards as ever."""
+    import torch._dynamo
+    from torch._functorch import config, partitioners
+
+    original = getattr(partitioners, _CHOICE, None)
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        assert original is not None
+        return original(*args, **({**kwargs, "memory_budget": 1} if "memory_budget" in kwargs else kwargs))
+
+    torch._dynamo.reset()
+    try:
+        # A cache would return graphs that were cut under the budget that the program asks for.
+        with config.patch(enable_autograd_cache=False, activation_memory_budget=1.0):
+            with mock.patch.object(partitioners, _CHOICE, choose) if original is not None else nullcontext():
+                yield
+    finally:
+        torch._dynamo.reset()
 
 
 def view_with_version(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:

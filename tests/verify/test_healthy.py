@@ -135,3 +135,72 @@ def test_a_compiler_whose_backward_is_wrong_is_found() -> None:
     found = bs.verify(lambda: model(x).sum().backward())
     assert found.first is not None and found.first.cause.kind == "compiled", str(found)
     assert found.exit_code == 1 and 0.005 < found.errors[0].relative < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo asks for
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_numbers_that_a_compiler_draws_are_no_alarm(is_checkpointed: bool) -> None:
+    """Inductor draws others than eager mode, so the same program without a budget is what is compared."""
+    pytest.importorskip("torch._inductor")
+    block = torch.compile(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.3), nn.GELU(), nn.Linear(32, 32)))
+    model = nn.Sequential(nn.Linear(32, 32), block)
+    x = torch.randn(8, 32)
+
+    def step() -> None:
+        loss = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+        loss.square().mean().backward()
+
+    found = bs.verify(step, model)
+    assert found.verdict in ("equal", "rounded") and found.exit_code == 0, str(found)
+    assert any("compiled without a budget" in note for note in found.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo asks for
+def test_dropout_under_a_budget_is_judged_by_what_it_does() -> None:
+    """Torch 2.13 draws other numbers when it computes a dropout again, so the gradients are wrong: then it is found."""
+    block, x = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.3), nn.GELU(), nn.Linear(32, 32)), torch.randn(8, 32)
+
+    def gradient(budget: float) -> Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        with torch._functorch.config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
+            (found,) = torch.autograd.grad(torch.compile(block)(x).square().mean(), block[0].weight)
+        return found
+
+    plain, within = gradient(1.0), gradient(0.5)
+    is_wrong = float((plain - within).norm()) > 0.01 * float(plain.norm())
+    torch._dynamo.reset()
+    compiled = torch.compile(block)
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        found = bs.verify(lambda: compiled(x).square().mean().backward())
+    assert found.exit_code == int(is_wrong), str(found)
+
+
+@pytest.mark.slow
+def test_a_compiler_that_is_wrong_under_a_budget_alone_is_found() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def rounding(graph: Any, inputs: Any) -> Any:
+        """Forward has other bits than eager mode, as fused kernels have."""
+        return make_boxed_func(lambda *args: [graph.forward(*args)[0] * (1 + 1e-6), *graph.forward(*args)[1:]])
+
+    def wrong(graph: Any, inputs: Any) -> Any:
+        """What is computed again is off by a percent."""
+        off = 1.01 if config.activation_memory_budget < 1 else 1.0
+        return make_boxed_func(lambda *args: [None if x is None else x * off for x in graph.forward(*args)])
+
+    backend = aot_autograd(fw_compiler=rounding, bw_compiler=wrong, partition_fn=min_cut_rematerialization_partition)
+    model = torch.compile(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), backend=backend)
+    x = torch.randn(8, 16)
+    for budget, exit_code in ((1.0, 0), (0.5, 1)):
+        torch._dynamo.reset()
+        with config.patch(activation_memory_budget=budget):
+            found = bs.verify(lambda: model(x).sum().backward())
+        assert found.exit_code == exit_code, str(found)
+    assert found.first is not None and found.first.cause.kind == "compiled", str(found)
+    assert "without a budget" in found.first.cause.reason

@@ -34,7 +34,7 @@ from backstash.verifying.facts import generator_digests
 from backstash.verifying.gradients import first_unequal, gradient_errors, state_sums
 from backstash.verifying.reference import Reference
 from backstash.verifying.runlog import RunLog
-from backstash.verifying.step import IN_PLACE, looked_at
+from backstash.verifying.step import IN_PLACE, looked_at, rounds_otherwise
 from backstash.verifying.verdict import Verification, judge, needs_closer_look
 from backstash.verifying.watch import WatchedRun
 
@@ -64,6 +64,7 @@ class VerifyRequest:
     seed: int = 0
     is_reference: bool = False
     copies: bool = False
+    compiled: bool = False
     kept: list[int] = field(default_factory=list)
     traced: list[int] = field(default_factory=list)
     recomputing: list[str] = field(default_factory=list)
@@ -121,7 +122,7 @@ def carry_out_verification(order: VerifyRequest) -> int:
     torch.manual_seed(order.seed)
     under: WatchedRun | Reference
     if order.is_reference:
-        under = Reference(order.recomputing, order.keep_pass, copies=order.copies)
+        under = Reference(order.recomputing, order.keep_pass, order.compiled, order.copies)
     else:
         under = WatchedRun(order.kept, order.traced, order.recomputing, order.keep_pass)
     failed: list[str] = []
@@ -179,6 +180,9 @@ def verify_script(
             f"it train, or verify a step of it with backstash.verify()."
         )
     reference, _ = run_plainly("without savers", recomputing=watched.recomputing)
+    compiled = rounds_otherwise(watched, reference)
+    if compiled:
+        reference, _ = run_plainly("compiled without a budget", recomputing=watched.recomputing, compiled=True)
     name = program.command
     if not needs_closer_look(watched, reference):
         return judge(name, watched, reference)
@@ -192,7 +196,8 @@ def verify_script(
     if closer.differing and not watched.differing:
         watched = closer
         closer, gradients = look_closer()
-    again, expected = run_plainly("without savers, again", recomputing=watched.recomputing, keep_pass=differing)
+    options: dict[str, Any] = {"recomputing": watched.recomputing, "keep_pass": differing, "compiled": compiled}
+    again, expected = run_plainly("without savers, again", **options)
     errors = gradient_errors(gradients, expected)
     return judge(name, watched, reference, closer, again, errors, tolerance)
 

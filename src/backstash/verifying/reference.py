@@ -3,7 +3,9 @@
 Note: [savers switched off]
     Inside :class:`Reference`, pairs of saved-tensor hooks are not installed, so autograd keeps what it saves, also
     inside ``checkpoint(use_reentrant=False)``. ``checkpoint(use_reentrant=True)`` calls its function. A Session
-    installs nothing. What torch.compile has compiled runs in eager mode.
+    installs nothing. What torch.compile has compiled runs in eager mode. Kernels that a compiler writes round otherwise,
+    though, and draw other random numbers. Where forward has other bits by that, the reference is the same program
+    compiled anew without a memory budget, so that its graphs compute as little again as torch ever does.
 
 Note: [functions that recompute]
     A custom autograd function that goes backward in its backward recomputes by itself. Its ``forward`` is called as a
@@ -18,6 +20,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +32,7 @@ from backstash.saved import is_tensor
 from backstash.session import Session
 from backstash.torch_internals import (
     ReentrantCheckpoint,
+    compiling_without_budgets,
     function_apply,
     hook_pushing,
     ignore_global_hooks_of_compiled_modules,
@@ -53,7 +57,7 @@ class Reference:
     Args:
         recomputing: names of custom autograd functions that recompute (Note: [functions that recompute]).
         keep_pass: number of the backward pass whose gradients are kept, and not only their checksums.
-        eager: whether compiled functions run in eager mode.
+        compiled: whether compiled functions are compiled anew without a budget, and do not run in eager mode.
         copies: whether autograd saves copies, which nobody can change in place.
 
     Attributes:
@@ -63,11 +67,15 @@ class Reference:
     """
 
     def __init__(
-        self, recomputing: Collection[str] = (), keep_pass: int | None = None, eager: bool = True, copies: bool = False
+        self,
+        recomputing: Collection[str] = (),
+        keep_pass: int | None = None,
+        compiled: bool = False,
+        copies: bool = False,
     ) -> None:
         self.log, self.paths = RunLog(), ModulePaths()
         self.gradients: dict[str, Tensor] = {}
-        self._recomputing, self._keep_pass, self._eager = frozenset(recomputing), keep_pass, eager
+        self._recomputing, self._keep_pass, self._compiled = frozenset(recomputing), keep_pass, compiled
         self._copies = copies
 
     def __enter__(self) -> Reference:
@@ -78,9 +86,14 @@ class Reference:
         self._plain: list[Any] = []
         self._stance: Any = None
         self._compile: Any = None
+        self._budgets: AbstractContextManager[None] | None = None
         self._here = threading.local()
         try:
-            if self._eager:
+            if self._compiled:
+                self.log.is_compiled = True
+                self._budgets = compiling_without_budgets()
+                self._budgets.__enter__()
+            else:
                 self._compile = torch.compile
                 torch.compile = self._compiling
                 if "torch._dynamo" in sys.modules:  # else its import would take seconds for nothing
@@ -117,6 +130,8 @@ class Reference:
             torch.compile = self._compile
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
+        if self._budgets is not None:
+            self._budgets.__exit__(None, None, None)
         if error is not None:
             self.log.error = f"{type(error).__name__}: {error}"
 

@@ -104,6 +104,7 @@ class RunLog:
         replaced: of these, those that a reference run has called plainly; the value says why one was not.
         sessions: the policies of Sessions that were entered, and whether they promise the same bits.
         compiled: how many graphs were compiled.
+        is_compiled: whether a reference run compiled them anew, and did not run them in eager mode.
         passes: how many backward passes there were.
         changed: by the number of such a region, the facts that differ, as in ValueDifference.
         operations: by the number of a region whose operations were written down, the first that differs.
@@ -126,6 +127,7 @@ class RunLog:
     replaced: dict[str, str] = field(default_factory=dict)
     sessions: dict[str, bool] = field(default_factory=dict)
     compiled: int = 0
+    is_compiled: bool = False
     passes: int = 0
     error: str | None = None
     changed: dict[str, list[list[str]]] = field(default_factory=dict)

@@ -82,6 +82,9 @@ def verify(
                 "backward, such as lambda: criterion(model(x), y).backward()."
             )
         reference = repeated.run_plainly(watched.recomputing)
+        compiled = rounds_otherwise(watched, reference.log)
+        if compiled:
+            reference = repeated.run_plainly(watched.recomputing, compiled=True)
         if not _any_rank(needs_closer_look(watched, reference.log)):
             return judge(name, watched, reference.log)
         differing = first_unequal(watched.gradients, reference.log.gradients)
@@ -89,7 +92,7 @@ def verify(
         if _any_rank(bool(look.log.differing and not watched.differing)):  # in regions that are known as such only now
             watched = look.log
             look = repeated.look_closer(watched, differing)
-        again = repeated.run_plainly(watched.recomputing, differing)
+        again = repeated.run_plainly(watched.recomputing, differing, compiled)
         errors = gradient_errors(look.gradients, again.gradients)
         return judge(name, watched, reference.log, look.log, again.log, errors, tolerance)
 
@@ -114,6 +117,11 @@ def looked_at(watched: RunLog) -> tuple[list[int], list[int]]:
     if watched.error is not None:  # a checkpoint has noticed something by itself, in any of them
         regions |= {each.number for each in watched.regions if each.runs_again}
     return [each.number for each in first], sorted(regions)
+
+
+def rounds_otherwise(watched: RunLog, reference: RunLog) -> bool:
+    """Whether compiled kernels gave forward other bits than eager mode has (Note: [savers switched off])."""
+    return bool(watched.compiled) and watched.results != reference.results
 
 
 class _Repeated:
@@ -154,18 +162,18 @@ class _Repeated:
                 buffer.copy_(content)
         self._generators.restore()
 
-    def run_plainly(self, recomputing: list[str], keep_pass: int | None = None) -> Reference:
+    def run_plainly(self, recomputing: list[str], keep_pass: int | None = None, compiled: bool = False) -> Reference:
         """Runs the step without savers. If it cannot go backward without them, autograd saves copies.
 
         A saver that copies, or that hides a version, lets a program go on which changes saved values in place.
         """
-        under = Reference(recomputing, keep_pass)
+        under = Reference(recomputing, keep_pass, compiled)
         try:
             self.run(under)
         except RuntimeError as error:
             if IN_PLACE not in str(error):
                 raise
-            under = Reference(recomputing, keep_pass, copies=True)
+            under = Reference(recomputing, keep_pass, compiled, copies=True)
             self.run(under)
         return under
 

@@ -275,6 +275,7 @@ def _gradient_findings(
     if not names or is_explained:
         return []
     worst = max((each.relative for each in errors), default=math.inf)
+    other = "those without a budget" if reference.is_compiled else "eager ones"
     if not is_steady:
         cause = Cause(UNSTEADY, "two runs without savers gave different gradients", _DETERMINISM)
     elif watched.results != reference.results:
@@ -284,7 +285,7 @@ def _gradient_findings(
             "use_reentrant=False runs forward with grad mode on" if _has_reentrant(watched) else "",
         )
         if watched.compiled and worst <= _COMPILED:
-            cause = Cause(ROUNDED, f"compiled kernels round otherwise than eager ones (relative error {worst:.1e})")
+            cause = Cause(ROUNDED, f"compiled kernels round otherwise than {other} (relative error {worst:.1e})")
     elif watched.recomputing and any(not watched_reason for watched_reason in reference.replaced.values()):
         functions = [name for name in watched.recomputing if not reference.replaced.get(name, "?")]
         cause = Cause(
@@ -302,7 +303,7 @@ def _gradient_findings(
         kind = ROUNDED if worst <= _COMPILED else "compiled"
         cause = Cause(
             kind,
-            f"compiled graphs give other gradients than eager ones (relative error {worst:.1e})",
+            f"compiled graphs give other gradients than {other} (relative error {worst:.1e})",
             "" if kind == ROUNDED else "torch._functorch.config.activation_memory_budget = 1.0 recomputes least",
         )
     else:
@@ -372,7 +373,8 @@ def _notes(watched: RunLog, reference: RunLog) -> list[str]:
     if watched.compiled:
         found.append(
             f"{_count(watched.compiled, 'graph')} compiled by torch.compile: hooks do not see inside, so only "
-            f"gradients were compared, with those of eager mode"
+            f"gradients were compared, with those of "
+            f"{'the same program compiled without a budget' if reference.is_compiled else 'eager mode'}"
         )
     for policy, is_exact in watched.sessions.items():
         found.append(
