@@ -692,7 +692,7 @@ def asks_what_to_save() -> bool:
 
 @contextmanager
 def compiling_without_budgets() -> Iterator[None]:
-    """Inside, graphs are compiled anew, as if their memory budget were 1 whatever the program says; afterwards as ever."""
+    """Inside, graphs are compiled anew as if their memory budget were 1, whatever the program says; afterwards as ever."""
     import torch._dynamo
     from torch._functorch import config, partitioners
 
@@ -702,12 +702,12 @@ def compiling_without_budgets() -> Iterator[None]:
         assert original is not None
         return original(*args, **({**kwargs, "memory_budget": 1} if "memory_budget" in kwargs else kwargs))
 
+    choosing = nullcontext() if original is None else mock.patch.object(partitioners, _CHOICE, choose)
     torch._dynamo.reset()
     try:
         # A cache would return graphs that were cut under the budget that the program asks for.
-        with config.patch(enable_autograd_cache=False, activation_memory_budget=1.0):
-            with mock.patch.object(partitioners, _CHOICE, choose) if original is not None else nullcontext():
-                yield
+        with config.patch(enable_autograd_cache=False, activation_memory_budget=1.0), choosing:
+            yield
     finally:
         torch._dynamo.reset()
 

@@ -3,9 +3,9 @@
 Note: [savers switched off]
     Inside :class:`Reference`, pairs of saved-tensor hooks are not installed, so autograd keeps what it saves, also
     inside ``checkpoint(use_reentrant=False)``. ``checkpoint(use_reentrant=True)`` calls its function. A Session
-    installs nothing. What torch.compile has compiled runs in eager mode. Kernels that a compiler writes round otherwise,
-    though, and draw other random numbers. Where forward has other bits by that, the reference is the same program
-    compiled anew without a memory budget, so that its graphs compute as little again as torch ever does.
+    installs nothing. What torch.compile has compiled runs in eager mode. Kernels that a compiler writes round
+    otherwise, though, and draw other random numbers. Where forward has other bits by that, the reference is the same
+    program compiled anew without a memory budget, so that its graphs compute as little again as torch ever does.
 
 Note: [functions that recompute]
     A custom autograd function that goes backward in its backward recomputes by itself. Its ``forward`` is called as a
