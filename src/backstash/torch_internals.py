@@ -692,7 +692,7 @@ def asks_what_to_save() -> bool:
 
 @contextmanager
 def compiling_without_budgets() -> Iterator[None]:
-    """Inside, graphs are compiled anew as if their memory budget were 1, whatever the program says; afterwards as ever."""
+    """Inside, graphs are compiled anew as if their memory budget were 1, whatever the program says."""
     import torch._dynamo
     from torch._functorch import config, partitioners
 
