@@ -616,6 +616,46 @@ def liger_function_that_loses_a_term() -> Step:
     return step_of(Net([Block(), Lossy()]), data().requires_grad_())
 
 
+# -- layouts -----------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("faults::scaled_by_sum", mutates_args=())
+def scaled_by_sum(x: Tensor) -> Tensor:
+    """Scales by the sums of columns, which a kernel adds from above or, where rows are no runs of memory, from below."""
+    total = torch.zeros_like(x[0])
+    for row in x if x.is_contiguous() else x.flip(0):
+        total = total + row
+    return x * total.sin()
+
+
+scaled_by_sum.register_fake(torch.empty_like)
+scaled_by_sum.register_autograd(lambda ctx, gradient: gradient)
+
+
+def weights_laid_out_anew_before_backward() -> Step:
+    """A table has the same numbers in another layout when its region is computed again, and their sums are others."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ scaled_by_sum(self.table)).sigmoid()
+
+    net = Net([Block(), Scaled()], plain_checkpoint)
+
+    def step() -> None:
+        loss = net(data()).square().mean()
+        table = net.layers[1].table
+        assert isinstance(table, nn.Parameter)
+        table.data = table.data.t().contiguous().t() if table.is_contiguous() else table.data.contiguous()
+        loss.backward()
+        table.data = table.data.contiguous()
+
+    return step
+
+
 # -- gradients that are not there --------------------------------------------------------------------------------
 
 
@@ -661,6 +701,7 @@ FAULTS: dict[Callable[[], Step], tuple[str, str]] = {
     megatron_checkpoint_without_generator_states: ("generator", "layers.1"),
     fairscale_checkpoint_without_autocast: ("autocast", "layers.0"),
     liger_function_that_loses_a_term: ("function", "layers.0"),
+    weights_laid_out_anew_before_backward: ("layout", "layers.1"),
     peft_reentrant_without_input_gradients: ("no gradient", "layers.0"),
 }
 """By program, the kind of cause and a part of the place that verify has to name."""
