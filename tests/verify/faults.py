@@ -621,7 +621,7 @@ def liger_function_that_loses_a_term() -> Step:
 
 @torch.library.custom_op("faults::scaled_by_sum", mutates_args=())
 def scaled_by_sum(x: Tensor) -> Tensor:
-    """Scales by the sums of columns, which a kernel adds from above or, where rows are no runs of memory, from below."""
+    """Scales by the sums of columns, added from above, or from below where rows are no runs of memory."""
     total = torch.zeros_like(x[0])
     for row in x if x.is_contiguous() else x.flip(0):
         total = total + row
