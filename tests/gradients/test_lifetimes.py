@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from session_checks import by_policy, gradients_of, holds_nothing, hooks_install
 from torch import Tensor, nn
 
 from backstash import Policy, Session
+from backstash.bits import equal_bits
 
 
 @by_policy
@@ -216,3 +218,21 @@ def test_several_root_modules_are_one_step() -> None:
             h = part(h)
     assert session.report().steps == 1
     assert [row.key for row in session.report().rows if "Relu" in row.key] == ["1/Relu#0:result"] * 2
+
+
+@pytest.mark.parametrize("policy", ["lossless", "lossless_stored", "offload"])
+def test_a_storage_that_is_seen_as_two_dtypes_is_read_as_each_of_them(policy: str) -> None:
+    """Indices and numbers in the same memory: what one reader decodes would be of the other's dtype."""
+    table, weight = torch.randn(64, 8, requires_grad=True), torch.randn(4096, requires_grad=True)
+
+    def gradients(session: Session | None) -> list[Tensor]:
+        with session or nullcontext():
+            indices = torch.arange(4096, dtype=torch.int32) % 64 * (torch.arange(4096, dtype=torch.int32) % 2)
+            loss = F.embedding(indices, table).sin().sum() + (indices.view(torch.float32) * weight).sum()
+            del indices
+            loss = loss + (table * 1).tanh().sum()
+        return list(torch.autograd.grad(loss, (table, weight)))
+
+    session = Session(policy, min_nbytes=0)
+    assert all(equal_bits(a, b) for a, b in zip(gradients(None), gradients(session), strict=True))
+    assert ["different types" in row.reason for row in session.report().rows].count(True) == 1
