@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "note how values are made": ("stash/calls", "stash/contents", "stash/producers", "stash/patterns"),
     "pack": ("capture/forward", "stash/held", "stash/parameters", "stash/wrapped"),
     "name": ("capture/names", "capture/naming", "formulas"),
-    "wait and decide": ("stash/pending", "stash/place", "policies/"),
+    "wait and decide": ("stash/pending", "stash/place", "policies/", "papers/"),
     "encode": ("stash/encode", "stash/value", "stash/live", "stash/accounts", "codecs/"),
     "find and prove recipes": (
         "stash/remaking",
@@ -44,6 +44,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "kernels": ("ops/",),
 }
 """By room the files of the package that belong to it, or the folders, as the beginnings of their paths."""
+
+KERNELS = {"reference", "cpu", "triton"}
+"""The names of files and folders with kernels, whichever codec these stand beside."""
 
 ELSE = "everything else"
 
@@ -69,6 +72,8 @@ def room_of(file: str) -> str | None:
     if not path.is_relative_to(PACKAGE):
         return None
     inside = path.relative_to(PACKAGE).as_posix()
+    if KERNELS & {*path.relative_to(PACKAGE).with_suffix("").parts}:
+        return "kernels"
     return next((name for name, begins in ROOMS.items() if inside.startswith(begins)), "session and the rest")
 
 

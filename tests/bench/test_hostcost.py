@@ -62,6 +62,8 @@ def test_a_room_has_every_file_of_the_package_or_is_the_sessions() -> None:
     assert all(any(path.startswith(begin) for path in paths) for begin in claimed), "a room's file has moved"
     assert stages.room_of(str(package / "capture" / "naming.py")) == "name"
     assert stages.room_of(str(package / "session.py")) == "session and the rest"
+    assert stages.room_of(str(package / "codecs" / "masks" / "codec.py")) == "encode"
+    assert stages.room_of(str(package / "codecs" / "masks" / "cpu.py")) == "kernels"
     assert stages.room_of(nn.__file__) is None
 
 
