@@ -10,7 +10,7 @@ COMPILING := Installing backstash: its C++ kernels are compiled, which takes a m
 PYTEST := -m pytest -q -n 2 --dist worksteal --durations=10
 # Two cases of each test that has more, or as many as its mark says: what fits into some minutes.
 THINNED := -m "not slow" --cases 2
-QUICK_TESTS := tests/test_imports.py tests/codecs/test_codec_contract.py tests/stores/test_disk.py \
+QUICK_TESTS := tests/test_imports.py $(addprefix tests/codecs/test_codec_,bitmask.py zvc.py) tests/stores/test_disk.py \
 	tests/planning/test_plan_runs.py $(addprefix tests/gradients/test_,needs.py changes_after_save.py lifetimes.py \
 	recompute.py unseen_changes.py claims.py models.py)
 REFERENCE_TESTS := $(addprefix tests/gradients/test_,consumers.py factors.py random_programs.py models.py) \
