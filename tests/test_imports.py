@@ -86,6 +86,7 @@ ALLOWED: dict[str, set[str]] = {
         "rewrites.state",
         "saved",
         "session",
+        "stash.html",
         "torch_internals",
     },
     "testing": {

@@ -44,7 +44,6 @@ STARTING = {
     "report/compare.py",
     "report/doctor.py",
     "report/machine.py",
-    "report/verified.py",
 }
 """Where other programs are started; SECURITY.md names them."""
 

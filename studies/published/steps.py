@@ -475,18 +475,24 @@ def exact_codecs() -> str:
 
 
 def verify() -> str:
-    """The processor's time and the peak of watched steps, beside those of the same steps that are not watched."""
+    """The times and the peak of watched steps, beside those of the same steps that are not watched."""
     costs = {(cost["network"], cost["way"]): cost for cost in load("verify-cpu")["costs"]}
     rows = []
     for (network, way), cost in costs.items():
         if cost["values"]:
             base = costs[network, way.removesuffix(", watched")]
-            work = cost["processor_seconds"]["median"] / base["processor_seconds"]["median"]
+            times = [cost[of]["median"] / base[of]["median"] for of in ("seconds", "processor_seconds")]
             peak = cost["peak_nbytes"] / base["peak_nbytes"]
             rows.append(
-                (title(network), way.removesuffix(", watched"), f"{work:.2f}", f"{peak:.3f}", f"{cost['values']}")
+                (
+                    title(network),
+                    way.removesuffix(", watched"),
+                    *(f"{each:.2f}" for each in times),
+                    f"{peak:.3f}",
+                    f"{cost['values']}",
+                )
             )
-    text = table(("network", "step", "processor's time", "counted peak", "values compared"), rows)
+    text = table(("network", "step", "time", "processor's time", "counted peak", "values compared"), rows)
     rounds = min(cost["processor_seconds"]["count"] for cost in costs.values())
     head = f"Times those of the step that is not watched; medians of {rounds} rounds."
     return f"{head} {machine_line('verify-cpu')}\n\n{text}"

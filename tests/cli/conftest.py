@@ -65,7 +65,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MeasureReques
     asked = []
 
     def carry_out(
-        order: MeasureRequest, environment: Mapping[str, str], printed: Callable[[str], None]
+        module: str, order: MeasureRequest, environment: Mapping[str, str], printed: Callable[[str], None]
     ) -> tuple[int, str]:
         asked.append((order, environment))
         output, errors = io.StringIO(), io.StringIO()
@@ -75,7 +75,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MeasureReques
             printed(line)
         return exit_code, errors.getvalue()
 
-    monkeypatch.setattr(comparing, "_in_child", carry_out)
+    monkeypatch.setattr(comparing, "run_in_child", carry_out)
     return asked
 
 

@@ -100,7 +100,7 @@ def test_a_measured_process_prints_nothing_of_the_profiler(script: str, tmp_path
     code = (
         "import os; from backstash.report import compare\n"
         f"order = compare.MeasureRequest({script!r}, [], 'lossless', {str(tmp_path / 'result.json')!r})\n"
-        "print(compare._in_child(order, {**compare.QUIET_LOGS, **os.environ}, print))"
+        "print(compare.run_in_child('watch', order, {**compare.QUIET_LOGS, **os.environ}, print))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("arguments []\n(0, '')\n")
@@ -146,7 +146,7 @@ def test_choose_tries_the_policies_on_a_few_steps(
 
 def test_choose_goes_on_where_a_policy_fails(script: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_child(
-        order: MeasureRequest, environment: Mapping[str, str], printed: Callable[[str], None]
+        module: str, order: MeasureRequest, environment: Mapping[str, str], printed: Callable[[str], None]
     ) -> tuple[int, str]:
         if order.policy in ("plain", "sliced"):
             return -9, ""
@@ -154,12 +154,12 @@ def test_choose_goes_on_where_a_policy_fails(script: str, invoke: Invoke, monkey
         Path(order.result).write_text(json.dumps(vars(observed(order.policy))))
         return 0, ""
 
-    monkeypatch.setattr(comparing, "_in_child", in_child)
+    monkeypatch.setattr(comparing, "run_in_child", in_child)
     result = invoke("choose", script)
     assert result.exit_code == 0, result.output
     assert "plain could not be measured: " in result.stdout and "killed by SIGKILL" in result.stdout
     assert "recommended: lossless, peak 9.8 KiB; plain PyTorch could not be measured" in result.stdout
-    monkeypatch.setattr(comparing, "_in_child", lambda *_: (-9, ""))
+    monkeypatch.setattr(comparing, "run_in_child", lambda *_: (-9, ""))
     result = invoke("choose", script)
     assert result.exit_code == 1 and "killed by SIGKILL" in result.stderr
 

@@ -58,7 +58,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRequest]:
     asked = []
 
     def carry_out(
-        order: VerifyRequest, environment: Mapping[str, str], printed: Callable[[str], None]
+        module: str, order: VerifyRequest, environment: Mapping[str, str], printed: Callable[[str], None]
     ) -> tuple[int, str]:
         asked.append(order)
         output, errors = io.StringIO(), io.StringIO()
@@ -68,7 +68,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRequest]:
             printed(line)
         return exit_code, errors.getvalue()
 
-    monkeypatch.setattr(verified, "_in_child", carry_out)
+    monkeypatch.setattr(verified, "run_in_child", carry_out)
     return asked
 
 

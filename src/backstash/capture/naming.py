@@ -21,7 +21,7 @@ def find_saved(result: Any, unnamed: list[Saved]) -> tuple[NamedTensors, list[Sa
     Returns:
         What was found of those that are plain, and the rest of these.
     """
-    nodes: list[Any] = [result.grad_fn] if type(result) is Tensor else [x.grad_fn for x in _tensors(result)]
+    nodes: list[Any] = [result.grad_fn] if type(result) is Tensor else [x.grad_fn for x in tensors_within(result)]
     if compiled.functions is not None:
         known: tuple[NamedTensors, list[Saved]] = compiled.functions.find(nodes, unnamed, attributes, saved_attributes)
         return known
@@ -66,14 +66,15 @@ def _found(node: Any, wanted: dict[int, Saved]) -> list[tuple[str, Saved]]:
     return found
 
 
-def _tensors(result: Any) -> Iterator[Tensor]:
+def tensors_within(result: Any) -> Iterator[Tensor]:
+    """The tensors in a result, however deep in tuples, lists and the values of dicts, in order."""
     if is_tensor(result):
         yield result
     elif isinstance(result, (tuple, list)):
         for item in result:
-            yield from _tensors(item)
+            yield from tensors_within(item)
     elif isinstance(result, dict):
-        yield from _tensors(list(result.values()))
+        yield from tensors_within(list(result.values()))
 
 
 attributes: dict[type, tuple[tuple[str, str], ...]] = {}

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from backstash import policies as registry
 from backstash.errors import BackstashError, MeasureError, ScriptFailedError
@@ -280,7 +281,7 @@ def _run(program: Program, policy: str, allocator: Allocator | None, printed: Ca
             program.min_nbytes,
             program.steps,
         )
-        exit_code, errors = _in_child(order, environment, printed)
+        exit_code, errors = run_in_child("watch", order, environment, printed)
         if exit_code != 0:
             raise ScriptFailedError(_failure(program, policy, exit_code, errors))
         observed = Observed(**json.loads(result.read_text()))
@@ -288,9 +289,18 @@ def _run(program: Program, policy: str, allocator: Allocator | None, printed: Ca
     return observed
 
 
-def _in_child(order: MeasureRequest, environment: Mapping[str, str], printed: Callable[[str], None]) -> tuple[int, str]:
-    """Carries out an order in a process that never outlives this function. Returns its exit code and its stderr."""
-    command = [sys.executable, "-m", "backstash.report.watch", json.dumps(asdict(order))]
+def run_in_child(
+    module: str, order: Any, environment: Mapping[str, str], printed: Callable[[str], None]
+) -> tuple[int, str]:
+    """Carries out an order in a process that never outlives this function. Returns its exit code and its stderr.
+
+    Args:
+        module: the module of ``backstash.report`` that carries it out, given the order as JSON.
+        order: a dataclass of plain data.
+        environment: of the process.
+        printed: is called with each line of its stdout.
+    """
+    command = [sys.executable, "-m", f"backstash.report.{module}", json.dumps(asdict(order))]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as stderr,
         subprocess.Popen(

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from backstash.capture import passes
 from backstash.errors import MeasureError, ScriptFailedError
 from backstash.integrations.launcher import execute, require_script
-from backstash.report.compare import TAIL, Program
+from backstash.report.compare import TAIL, Program, run_in_child
 from backstash.report.steps import Steps
 from backstash.torch_internals import QUIET_LOGS, ignore_global_hooks_of_compiled_modules, in_backward
 from backstash.verifying.facts import generator_digests
@@ -219,7 +218,7 @@ def _run(
         order = VerifyRequest(
             program.script, list(program.args), str(result), program.is_module, steps, seed, **options
         )
-        exit_code, errors = _in_child(order, environment, printed)
+        exit_code, errors = run_in_child("verified", order, environment, printed)
         log = RunLog.from_json(result.read_text()) if result.exists() else RunLog(error=f"exit code {exit_code}")
         was_watched = log.differing or any(each.runs_again for each in log.regions)
         if exit_code != 0 and not was_watched and not tolerates:
@@ -231,27 +230,6 @@ def _run(
         kept = Path(order.result + ".gradients")
         gradients: dict[str, Tensor] = torch.load(kept, weights_only=True) if kept.exists() else {}
         return log, gradients
-
-
-def _in_child(order: VerifyRequest, environment: Mapping[str, str], printed: Callable[[str], None]) -> tuple[int, str]:
-    """Carries out an order in a process that never outlives this function. Returns its exit code and its stderr."""
-    command = [sys.executable, "-m", "backstash.report.verified", json.dumps(asdict(order))]
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as stderr,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace", env=environment
-        ) as child,
-    ):
-        assert child.stdout is not None
-        try:
-            for line in child.stdout:
-                printed(line.rstrip())
-        except BaseException:
-            child.kill()
-            raise
-        exit_code = child.wait()
-        stderr.seek(0)
-        return exit_code, stderr.read()
 
 
 if __name__ == "__main__":

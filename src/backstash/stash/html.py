@@ -67,16 +67,25 @@ def page(report: Report) -> str:
     numeric = {"dense", "stored", "encode", "decode"}
     heads = "".join(f"<th data-sort{' class=n' if name in numeric else ''}>{name}</th>" for name in header)
     rows = "".join(f"<tr>{_value(row)}</tr>" for row in report.rows)
+    return document(
+        title,
+        f"{_heading(report, 1)}{_overview(report)}\n"
+        f"<h2>All values</h2><p>Click a column's name to sort by it.</p>\n"
+        f'<input id="search" type="search" placeholder="search: relu features.3" aria-label="search">'
+        f'<p id="count">{len(report.rows)} of {len(report.rows)} values</p>\n'
+        f'<div class="scroll"><table id="values"><thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>{rows}</tbody></table></div>\n",
+        f"<script>{_SCRIPT}</script>",
+    )
+
+
+def document(title: str, body: str, script: str = "") -> str:
+    """A page of its own, in the style of all reports. Title and body are HTML already."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">\n<title>{title}</title>\n'
         f"<style>{_STYLE}{_PAGE_STYLE}</style></head>\n"
-        f'<body><main class="backstash page">{_heading(report, 1)}{_overview(report)}\n'
-        f"<h2>All values</h2><p>Click a column's name to sort by it.</p>\n"
-        f'<input id="search" type="search" placeholder="search: relu features.3" aria-label="search">'
-        f'<p id="count">{len(report.rows)} of {len(report.rows)} values</p>\n'
-        f'<div class="scroll"><table id="values"><thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody></table></div>\n'
-        f"</main><script>{_SCRIPT}</script></body></html>\n"
+        f'<body><main class="backstash page">{body}</main>{script}</body></html>\n'
     )
 
 
@@ -123,13 +132,13 @@ def _overview(report: Report) -> str:
     )
     return (
         f"{bars}<h2>How values are stored</h2>"
-        + _table(("stored as", "values", "dense", "stored", "encode", "decode"), forms, right=range(1, 6))
+        + html_table(("stored as", "values", "dense", "stored", "encode", "decode"), forms, right=range(1, 6))
         + "<h2>What still takes the most</h2>"
-        + _table(("still held", "bytes", "n", "why", "what would help"), held, right=(1, 2))
+        + html_table(("still held", "bytes", "n", "why", "what would help"), held, right=(1, 2))
     )
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int]) -> str:
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int]) -> str:
     """A table of cells that are HTML already. ``right``: the columns that are aligned to the right."""
     numeric = set(right)
     kinds = [" class=n" if index in numeric else " class=name" if index == 0 else "" for index in range(len(header))]

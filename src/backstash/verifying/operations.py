@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backstash.capture.naming import tensors_within
 from backstash.saved import is_tensor
 from backstash.torch_internals import TorchDispatchMode, is_seeded_tag
 from backstash.verifying.checksum import Checksum, checksum, numbers_of, why_unchecked
@@ -74,14 +75,14 @@ class OperationLog(TorchDispatchMode):
         name = str(func)
         if name.startswith(_SILENT) or len(self.operations) >= _MOST:
             return func(*args, **kwargs)
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_within((args, kwargs)))
         writes = list(_written(func, args, kwargs))
         before = [self._sum(each, is_written) for each, is_written in zip(given, writes, strict=False)]
         layouts = [_layout(each) for each in given]
         names = [self._name(each) for each in given]
         numbers = _numbers((args, kwargs))
         returned = func(*args, **kwargs)
-        outputs = list(_tensors(returned))
+        outputs = list(tensors_within(returned))
         is_blank = name.startswith(_BLANK)
         for each in outputs:
             address = address_of(each)
@@ -195,17 +196,6 @@ def _resolve(sums: list[Checksum | None], numbers: Iterator[int]) -> list[int | 
     return [None if each is None else next(numbers) for each in sums]
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if is_tensor(tree):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for each in tree:
-            yield from _tensors(each)
-    elif isinstance(tree, dict):
-        for each in tree.values():
-            yield from _tensors(each)
-
-
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
     """For each tensor among the arguments, whether the operator writes it."""
     schema = getattr(func, "_schema", None)
@@ -213,10 +203,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
     by_name = {each.name: each for each in declared}
     for place, value in enumerate(args):
         info = declared[place].alias_info if place < len(declared) else None
-        yield from (info is not None and info.is_write for _ in _tensors(value))
+        yield from (info is not None and info.is_write for _ in tensors_within(value))
     for key, value in kwargs.items():
         info = by_name[key].alias_info if key in by_name else None
-        yield from (info is not None and info.is_write for _ in _tensors(value))
+        yield from (info is not None and info.is_write for _ in tensors_within(value))
 
 
 def _numbers(tree: Any) -> str:

@@ -11,9 +11,9 @@ from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import CheckpointError
 
 from backstash.arguments import check_model, check_step
+from backstash.capture.naming import tensors_within
 from backstash.errors import MeasureError
 from backstash.rewrites.state import Generators, State, StepState
-from backstash.saved import is_tensor
 from backstash.verifying.checksum import checksum, numbers_of, why_unchecked
 from backstash.verifying.facts import generator_digests
 from backstash.verifying.gradients import first_unequal, gradient_errors, state_sums
@@ -216,7 +216,7 @@ class _Repeated:
 
     def _note_end(self, under: WatchedRun | Reference, returned: object) -> None:
         """Notes the state in which a run ends."""
-        tensors = [x for x in _tensors(returned) if why_unchecked(x) is None]
+        tensors = [x for x in tensors_within(returned) if why_unchecked(x) is None]
         under.log.returned = numbers_of([checksum(x) for x in tensors])
         under.log.state = state_sums(under.paths)
         under.log.generators = generator_digests()
@@ -239,13 +239,3 @@ class _Repeated:
 
 def _as_context(under: WatchedRun | Reference) -> AbstractContextManager[Any]:
     return under
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if is_tensor(tree):
-        return [tree]
-    if isinstance(tree, (tuple, list)):
-        return [x for each in tree for x in _tensors(each)]
-    if isinstance(tree, dict):
-        return [x for each in tree.values() for x in _tensors(each)]
-    return []

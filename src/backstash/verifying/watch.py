@@ -18,6 +18,7 @@ Note: [no waits]
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Collection
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from backstash.backward.install import prepare
 from backstash.capture import checkpoints, passes, transforms
-from backstash.capture.naming import saved_attributes
+from backstash.capture.naming import saved_attributes, tensors_within
 from backstash.saved import is_tensor
 from backstash.session import Session
 from backstash.torch_internals import (
@@ -459,7 +460,7 @@ class WatchedRun:
 
     def _note_result(self, region: WatchedRegion, path: str, result: Any) -> None:
         """Compares a result of a reentrant region with that of forward, or notes it (Note: [reentrant regions])."""
-        for x in _tensors(result):
+        for x in tensors_within(result):
             if why_unchecked(x) is not None:
                 continue
             found = checksum(x)
@@ -556,7 +557,7 @@ class WatchedRun:
     def begin_backward(self, tensors: Any) -> None:
         """A backward pass begins."""
         self._compiled.clear()
-        self.log.results.append(numbers_of([checksum(x) for x in _tensors(tensors) if why_unchecked(x) is None]))
+        self.log.results.append(numbers_of([checksum(x) for x in tensors_within(tensors) if why_unchecked(x) is None]))
         self.log.passes += 1
         self.paths.note_leaves(tensors)
 
@@ -581,7 +582,7 @@ class WatchedRun:
             by_sum = {total: value for total, (value, *_) in zip(forward, read, strict=True)}
         for (value, _, got, written, detail), one, two in zip(read, forward, backward, strict=True):
             self.log.values += 1
-            self.log.nbytes += value.dtype.itemsize * _numel(value.shape)
+            self.log.nbytes += value.dtype.itemsize * math.prod(value.shape)
             self.log.owners[value.owner] = self.log.owners.get(value.owner, 0) + 1
             if one != two or got:
                 other = by_sum.get(two)
@@ -664,7 +665,7 @@ def _named(args: Any) -> list[tuple[str, Tensor]]:
 
 def _labelled(label: str, tree: Any) -> list[tuple[str, Tensor]]:
     """The tensors in an argument, with what a reader calls them."""
-    found = _tensors(tree)
+    found = tensors_within(tree)
     if is_tensor(tree):
         return [(label, tree)]
     return [(f"{label}, tensor {place}", each) for place, each in enumerate(found)]
@@ -714,20 +715,3 @@ def _short_name(node: Any) -> str:
 
 def _name_of_class(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}" if cls.__module__ != "__main__" else cls.__qualname__
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if is_tensor(tree):
-        return [tree]
-    if isinstance(tree, (tuple, list)):
-        return [x for each in tree for x in _tensors(each)]
-    if isinstance(tree, dict):
-        return [x for each in tree.values() for x in _tensors(each)]
-    return []
