@@ -172,7 +172,7 @@ def test_the_same_nodes_are_found_for_the_same_tensors(name: str) -> None:
     packed.append(Saved(torch.eye(3).to_sparse(), live))  # which is not looked for
     answer, rest = naming.find_saved(result, packed)
     wanted = {id(each): each for each in packed if each.is_plain}
-    nodes = [x.grad_fn for x in naming._tensors(result)]
+    nodes = [x.grad_fn for x in naming.tensors_within(result)]
     assert naming.find_reference(nodes, wanted) == answer
     assert list(wanted.values()) == rest
 
