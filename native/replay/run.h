@@ -155,8 +155,8 @@ struct Run {
     int64_t number = 0;  // of the step, which decides on samples
     size_t next_save = 0, next_call = 0;
     long clock = 0;
-    bool in_call = false, is_broken = false;
-    std::vector<std::shared_ptr<Slot>> values;
+    bool in_call = false, is_broken = false, has_copied = false;
+    std::vector<std::weak_ptr<Slot>> values;  // which their saved tensors hold, and what is made from them
     std::shared_ptr<std::vector<Taken>> taken = std::make_shared<std::vector<Taken>>();
     std::vector<Register> registers;
     std::vector<std::shared_ptr<const Inputs>> inputs;

@@ -384,7 +384,7 @@ class Session:
         if not step.is_whole or self._is_replayed:
             return
         if self._replaying is not None:
-            is_ordinary = step.named == step.recognised and not step.calls and not self._encoder.is_looking
+            is_ordinary = step.named == step.recognised and not step.calls
             self._replaying.learn(known.passes, counted, is_ordinary)
         if not step.is_empty:
             known.step, known.peak_nbytes = step, self._live.peak_nbytes

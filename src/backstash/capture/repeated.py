@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-EQUAL, MOST_EQUAL = 6, 256
+EQUAL, MOST_EQUAL = 4, 256
 """After how many equal passes one is written down, at first and at most."""
 
 

@@ -16,8 +16,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from backstash.backward import accumulation, claims, linear
@@ -43,6 +45,8 @@ from backstash.stash import calls, compiled, held, producers, repeating
 from backstash.stash.comparing import _distrusted as distrusted
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import check_memory
+from backstash.stash.pending import decide_if_orphaned
+from backstash.stash.sample import Rows, Sample
 from backstash.stash.value import Saved
 from backstash.torch_internals import no_torch_function, running_node
 
@@ -81,6 +85,7 @@ class Replaying:
         self._recorder: Recorder | None = None
         self._running: Script
         self._unnamed: list[tuple[Any, Saved]] = []
+        self._rows = Rows()
         self._learned = Passes()
         me = weakref.ref(self)
 
@@ -92,7 +97,7 @@ class Replaying:
 
             return asked
 
-        own = {name: ask(f"_{name}") for name in ("take_back", "name", "before_end", "begin_backward", "rare", "distrust")}
+        own = {name: ask(f"_{name}") for name in ("take_back", "name", "before_end", "begin_backward", "rare", "distrust", "sample", "check_sample")}
         self._native = native.Replayer(
             **own, **_CALLBACKS, take_in=self._long_way(take_in), read=read, lock=forward._lock
         )
@@ -210,6 +215,7 @@ class Replaying:
         try:
             learned.script = recorder.script(session.min_nbytes, session.stores)
             learned.read = native.script(learned.script)
+            learned.script.copied.clear()
             learned.refusal = ""
             learned.since = 0
             learned.step = step
@@ -267,7 +273,7 @@ class Replaying:
 
     def _take_back(self, members: Any, unnamed: Any, is_orphan: bool) -> None:
         """Makes ordinary saved tensors of what a pass has packed, with names or before it is named."""
-        script, forward, live = self._running, self._forward, self._forward._live
+        script, forward, live, value = self._running, self._forward, self._forward._live, None
         for packed, dense, original, number, version, node in members or ():
             save = script.saves[number]
             saved = _saved_of(dense, original, version, live)
@@ -277,13 +283,14 @@ class Replaying:
             forward._take(saved, save.place, save.is_builtin)
             if save.is_builtin:
                 saved.node, saved.claimable = node, save.place.claimable
+            value = saved.value
         for packed, dense, original, number, version, _ in unnamed or ():
             saved = _saved_of(dense, original, version, live)
             saved.pinned = script.saves[number].is_pinned
             native.delegate(packed, saved)
             self._unnamed.append((packed, saved))
-        if is_orphan:
-            forward._pending.look_at_all()
+        if is_orphan and value is not None:
+            decide_if_orphaned(forward._pending, value)
 
     def _name(self, result: Any) -> None:
         """Names what was packed in a call in which the pass was given back."""
@@ -299,6 +306,16 @@ class Replaying:
                 forward._take_of_node(node, found)
             for saved in wanted.values():
                 forward._take_of_unknown(saved)
+
+    def _sample(self, whole: Tensor, number: int) -> Sample:
+        return Sample.of(whole, number, rows=self._rows)
+
+    def _check_sample(self, sample: Sample, whole: Tensor, key: str, spec: TensorSpec, recipe: str) -> None:
+        live = self._forward._live
+        if live.comparisons.takes(sample, whole):
+            live.comparisons.add(sample, whole, partial(distrusted, live, key, spec, None))
+        elif sample.differs(whole):
+            self._distrust(key, spec, recipe)
 
     def _distrust(self, key: str, spec: TensorSpec, recipe: str) -> None:
         self._learned.forget()
@@ -320,8 +337,7 @@ def _saved_of(dense: Tensor, original: Tensor | None, version: int, live: Any) -
     saved = Saved(dense, live)
     saved.original = None if original is None else weakref.ref(original)
     saved.version = version
-    if dense.is_leaf and dense.requires_grad:
-        saved.dense = dense
+    saved.dense = dense  # which is nobody else's, or a leaf
     return saved
 
 
@@ -418,6 +434,27 @@ def _repeat(call: calls.Call, function: Any, tensors: list[Tensor], random_state
     return repeating.repeat(call, function, tensors)
 
 
+def _affine(
+    kernel: tuple[Any, Any],
+    x: Tensor,
+    vectors: tuple[Any, ...],
+    y: Tensor | None,
+    numbers: tuple[Any, ...],
+    spec: TensorSpec,
+    sample: Sample | None,
+    of_residual: tuple[Any, ...],
+) -> Tensor:
+    """Has an accelerator's kernel make a value: see fused.affine."""
+    result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    picked = None if sample is None else sample.room(result)
+    if sample is None or picked is None:
+        kernel[0](x, *vectors, y, *numbers, result, None, kernel[1], None, 0, 1, *of_residual)
+    else:
+        kernel[0](x, *vectors, y, *numbers, result, None, kernel[1], picked, sample.begin, sample.step, *of_residual)
+        sample.picked = picked
+    return result
+
+
 def _enter_settings(wanted: Any, spec: TensorSpec) -> Any:
     context = under(wanted, spec.device.type)
     context.__enter__()
@@ -460,7 +497,5 @@ _CALLBACKS: dict[str, Callable[..., Any]] = {
     "leave_settings": _leave_settings,
     "random_state": lambda func, args, kwargs: calls.random_state(func, args, kwargs or {}),
     "number_of": _number_of,
-    "sample": None,
-    "check_sample": None,
-    "affine": None,
+    "affine": _affine,
 }
