@@ -137,14 +137,10 @@ class Replaying:
         return self.is_running and self._native.place[0] > 0 and not self.alive
 
     def watch(self, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-        """What watches torch functions, in front of what does it on the long way."""
-        call, this = self._native.call, weakref.ref(self)
+        """What watches torch functions: the interpreter, and ``otherwise`` on the long way."""
         self._otherwise = otherwise
-
-        def watch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-            done = call(func, args, kwargs)
-            return done if done is not NotImplemented else otherwise(func, args, kwargs)
-
+        self._native.watch(otherwise)
+        watch: Callable[..., Any] = self._native.call
         return watch
 
     # -- passes --------------------------------------------------------------------------------------------------
