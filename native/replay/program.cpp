@@ -256,7 +256,8 @@ std::shared_ptr<const Script> read_script(PyObject* given) {
     read.each("values", [&](PyObject* item) {
         const Reader of(item);
         script->values.push_back(value_of(item));
-        script->timings.push_back({of.integer("delay"), of.integer("held"), of.integer("gone"), of.integer("settled")});
+        script->timings.push_back({of.integer("delay"), of.integer("held"), of.integer("gone"), of.integer("settled"),
+                                    of.integer("spared"), of.integer("spares")});
     });
     read.each("calls", [&](PyObject* item) { script->calls.push_back(call_of(item)); });
     read.each("copied", [&](PyObject* x) { script->copied.emplace_back(THPVariable_Unpack(x).getIntrusivePtr()); });

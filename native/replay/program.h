@@ -172,6 +172,7 @@ struct Call {
 // What is known of how long the program holds a value: see stash/place.py. It is learned on.
 struct Timing {
     long delay, held, gone, settled;
+    long spared, spares;  // in how many passes codecs that have declined the value are asked again, and then; 0 for never
     long still_held(long age);
     void let_go(long age);
 };

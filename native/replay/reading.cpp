@@ -265,8 +265,8 @@ PyObject* unpack_held(Packed* packed) {
         return call(session.assigned.get(), held.get(), original.get()).release();
     }
     const bool has_memory = !packed->dense.has_storage() || packed->dense.storage().nbytes() != 0;
-    if (!has_memory && save.layout.nbytes != 0 && is_in_backward())
-        call(session.freed.get(), wrapped(packed->dense).get(), number_of(save.layout.nbytes).get(),
+    if (!has_memory && packed->nbytes != 0 && is_in_backward())
+        call(session.freed.get(), wrapped(packed->dense).get(), number_of(packed->nbytes).get(),
              save.facts.is_none() ? Py_None : save.facts.get());
     Object held = wrapped(packed->dense);
     if (!is_in_backward() || at::GradMode::is_enabled()) return held.release();
@@ -415,6 +415,8 @@ PyObject* unpack(Packed* packed) {
     if (!session.is_unpacked && is_in_backward() && !at::GradMode::is_enabled()) call(session.begin_backward.get());
     if (packed->delegate != nullptr) return call(session.read.get(), packed->delegate).release();
     const Locked locked(session.lock.get());
+    if (session.others_nbytes != 0)  // values that went the long way may have died since
+        session.others_nbytes = PyLong_AsLongLong(call(session.others.get()).get());
     if (packed->modified >= 0) raise_modified(packed, packed->modified);
     if (packed->dense.defined()) return unpack_held(packed);
     check_version(packed);

@@ -101,6 +101,7 @@ Packed* make_packed(Run& run, const Save* save) {
     made->has_original = false;
     made->version = 0;
     made->modified = made->node = -1;
+    made->nbytes = 0;
     made->round = 0;
     made->delegate = nullptr;
     ++run.session->alive;
@@ -131,6 +132,7 @@ PyObject* take(Run& run, const Save& save, PyObject* object, const at::Tensor& x
     const bool is_itself = is_leaf_of_graph(x) && save.kind != Kind::loose && save.kind != Kind::shape;
     packed->dense = is_itself || (save.kind == Kind::parameter && x.is_leaf()) ? x : x.detach();
     packed->version = version_of(x);
+    packed->nbytes = static_cast<int64_t>(x.nbytes());
     packed->node = static_cast<int64_t>(at::sequence_number::peek()) - save.gap;
     if (!is_itself) {
         packed->original = c10::weak_intrusive_ptr<at::TensorImpl>(x.getIntrusivePtr());
@@ -148,7 +150,12 @@ PyObject* take(Run& run, const Save& save, PyObject* object, const at::Tensor& x
             slot->born = run.clock;
             run.session->add(slot->held_nbytes);
             run.pending[slot->storage] = save.value;
-            if (slot->value.program != Program::hold)
+            Timing& timing = run.script->timings[save.value];
+            if (timing.spares != 0 && --timing.spared <= 0) {
+                timing.spared = timing.spares;
+                slot->is_asked = true;
+            }
+            if (slot->value.program != Program::hold || slot->is_asked)
                 look_again(run, save.value, run.clock + run.script->timings[save.value].delay);
         }
         packed->slot = slot;
@@ -525,10 +532,10 @@ bool decide(Run& run, int number) {
         is_same = is_same && each->dense.defined() && version_of(each->dense) == each->version;
         if (each->save == &run.script->saves[slot->value.strongest]) strongest = each;
     }
-    if (slot->value.program == Program::hold) return true;
+    if (slot->value.program == Program::hold && (!slot->is_asked || slot->guard.defined())) return true;
     const auto started = Clock::now();
     bool is_done = false;
-    if (is_same && strongest != nullptr && slot->value.program != Program::ask) {
+    if (is_same && strongest != nullptr && slot->value.program != Program::ask && !slot->is_asked) {
         const at::Tensor whole = whole_in(*slot, strongest->dense);
         is_done = slot->value.program == Program::remake ? remake(run, *slot, whole) : encode(*slot, whole);
     }
@@ -578,6 +585,7 @@ void take_back(Run& run, Slot& slot, bool is_orphan) {
     slot.held_nbytes = 0;
     for (Packed* each : slot.members) each->dense = at::Tensor();
     call(run.session->take_back.get(), members.get(), Py_None, is_orphan ? Py_True : Py_False);
+    run.session->others_nbytes = PyLong_AsLongLong(call(run.session->others.get()).get());
     // From here on only the delegates of its members know the value.
 }
 
@@ -717,7 +725,8 @@ void end_run(Replayer& replayer, bool is_left) {
     {
         const Locked locked(run->session->lock.get());
         for (size_t number = 0; number < run->values.size(); ++number)
-            if (run->script->values[number].program != Program::hold) decide(*run, static_cast<int>(number));
+            if (const auto slot = run->values[number].lock(); slot != nullptr)
+                if (slot->value.program != Program::hold || slot->is_asked) decide(*run, static_cast<int>(number));
         if (is_left)
             for (auto& [storage, values] : run->leaning)
                 for (const auto& each : values) {

@@ -1,4 +1,4 @@
-"""What is known of the forward passes of one model under one policy, which may be the same again and again."""
+"""The record of a model's forward passes under one policy, which may be the same again and again."""
 
 from __future__ import annotations
 

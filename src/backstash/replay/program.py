@@ -44,7 +44,7 @@ class InputSource(IntEnum):
     CALL = 2
 
 
-class Fate(IntEnum):
+class ValueFate(IntEnum):
     """What becomes of a value."""
 
     HOLD = 0
@@ -192,10 +192,11 @@ class ValueProgram:
         tree: of a value that is made again.
         text: the same as text.
         delay, held, gone, settled: as in stash/place.py.
+        spared, spares: in how many passes codecs that have declined it are asked again, and then; 0 for never.
         account: of the value in the pass that was written down.
     """
 
-    program: Fate
+    program: ValueFate
     members: int
     strongest: int
     contents: int
@@ -222,6 +223,8 @@ class ValueProgram:
     held: int = 0
     gone: int = 0
     settled: int = 0
+    spared: int = 0
+    spares: int = 0
     account: Any = None
 
     def __str__(self) -> str:

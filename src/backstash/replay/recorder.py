@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,21 +19,19 @@ from backstash.codecs.masks.codec import Bitmask
 from backstash.ops import backends
 from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
 from backstash.ops.layout import Rounding, images
-from backstash.policies.base import Stash
 from backstash.replay.program import (
-    NOTHING,
-    Fate,
     AffinePass,
-    KnownCall,
+    CallTree,
     ClaimWay,
     GivenInput,
-    SaveKind,
-    SavingNode,
+    InputSource,
+    KnownCall,
     NotedCall,
     Save,
+    SaveKind,
+    SavingNode,
     Script,
-    InputSource,
-    CallTree,
+    ValueFate,
     ValueProgram,
 )
 from backstash.saved import PLAIN, Mask, Need, TensorSpec
@@ -43,6 +41,7 @@ from backstash.stash.compiled import is_odd, is_traced
 from backstash.stash.contents import Contents
 from backstash.stash.decode import decoded_dtype
 from backstash.stash.encode import _strength as strength
+from backstash.stash.looking import PERIOD, SPARED
 from backstash.stash.patterns import Pattern
 from backstash.stash.recipes import Recipe
 from backstash.stash.repeating import OVERWRITES
@@ -52,7 +51,7 @@ from backstash.stores import DeviceStore
 from backstash.torch_internals import in_backward, next_sequence_number
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Why a pass cannot be written down."""
 
 
@@ -100,8 +99,10 @@ class _Call:
 
 
 class RecordingForward(Forward):
-    """A Forward that tells its recorder of everything. A Session's own becomes one for a pass, and no compiled twin
-    takes it for a Forward then."""
+    """A Forward that tells its recorder of everything.
+
+    A Session's own becomes one for a pass. No compiled twin takes it for a Forward then.
+    """
 
     __slots__ = ()
 
@@ -251,12 +252,9 @@ class Recorder:
     def _find_nodes(self, call: _Call, result: Any) -> None:
         """Finds the way from the results to each node that has saved something."""
         results = [result] if type(result) is Tensor else list(result) if type(result) is tuple else []
-        queue = [
-            (number, (), x.grad_fn) for number, x in enumerate(results) if type(x) is Tensor and x.grad_fn is not None
+        ways: list[tuple[Any, int, tuple[int, ...]]] = [
+            (x.grad_fn, number, ()) for number, x in enumerate(results) if type(x) is Tensor and x.grad_fn is not None
         ]
-        ways: list[tuple[Any, int, tuple[int, ...]]] = []
-        for number, path, node in queue[:]:
-            ways.append((node, number, path))
         at = 0
         while at < len(ways) and at < 64:
             node, number, path = ways[at]
@@ -313,10 +311,10 @@ class Recorder:
         """The script of the pass, whose values have become what they become.
 
         Raises:
-            Refused: it cannot be replayed.
+            RefusedError: it cannot be replayed.
         """
         if self.refusal:
-            raise Refused(self.refusal)
+            raise RefusedError(self.refusal)
         return _Writer(self, min_nbytes, stores).script()
 
 
@@ -334,17 +332,18 @@ class _Writer:
         self._numbers = {id(call.call): number for number, call in enumerate(recorder.calls) if call.call is not None}
         self._used: set[int] = set()
         self._masks: dict[Mask, Mask] = {}
+        self._leaves: set[int] = set()
         self._settings: Any = None
 
     def script(self) -> Script:
         saves = [self._save(number, entry) for number, entry in enumerate(self._entries)]
         values = [self._value(number) for number in range(len(self._stored))]
+        for leaf in self._leaves:  # what others are made from stays as it is
+            values[leaf].spares = 0
         written = [self._call(number, call) for number, call in enumerate(self._recorder.calls)]
         counted = len(saves), sum(save.spec.nbytes for save in saves)
         copied = [x for reference in self._recorder.copied() if (x := reference()) is not None]
-        return Script(
-            saves, values, written, len(self._registers), self._min_nbytes, self._settings, counted, copied
-        )
+        return Script(saves, values, written, len(self._registers), self._min_nbytes, self._settings, counted, copied)
 
     def _save(self, number: int, entry: _Entry) -> Save:
         save = entry.save
@@ -354,22 +353,22 @@ class _Writer:
         if saved is None:  # its part of the graph was dropped: nobody knows what would have become of it
             return save
         if saved.modified is not None:
-            raise Refused("a saved tensor was changed")
+            raise RefusedError("a saved tensor was changed")
         if saved.tensor is None or saved.place is None:
             save.kind = SaveKind.LOOSE
             return save
         facts = saved.tensor
         if save.call >= 0 and entry.node is None:
-            raise Refused("a torch function has saved a tensor by a node that is not found")
+            raise RefusedError("a torch function has saved a tensor by a node that is not found")
         save.facts, save.place, save.is_builtin = facts, saved.place, saved.builtin
         save.reads_value = facts.need in (Need.VALUE, Need.INDEX)
         save.reads_sign = facts.need is Need.SIGN
         save.mask = None if saved.mask is None else self._masks.setdefault(saved.mask, saved.mask)
         if save.call < 0 and facts.need not in (Need.VALUE, Need.INDEX):
-            raise Refused("a tensor that is saved outside of any torch function is not read as a whole")
+            raise RefusedError("a tensor that is saved outside of any torch function is not read as a whole")
         if saved.value is None:
             if saved.counter is None or save.call < 0:
-                raise Refused("a saved tensor follows another one's memory")
+                raise RefusedError("a saved tensor follows another one's memory")
             save.kind = SaveKind.SHAPE
             return save
         save.kind = SaveKind.VALUE
@@ -417,7 +416,7 @@ class _Writer:
         facts = stored.facts or saved.tensor
         place = stored.place or saved.place
         value = ValueProgram(
-            Fate.HOLD,
+            ValueFate.HOLD,
             len(members),
             strongest,
             self._register(stored.content),
@@ -434,6 +433,9 @@ class _Writer:
             settled=place.settled,
             account=account,
         )
+        if stored.recipe is None and stored.form is None and place.declined is not None:
+            value.spares = SPARED if whole.device.type == "cpu" else PERIOD
+            value.spared = max(1, place.spared)
         if stored.recipe is not None:
             self._remake(value, stored, stored.recipe)
         elif stored.form is not None:
@@ -441,16 +443,18 @@ class _Writer:
         return value
 
     def _encode(self, value: ValueProgram, form: Form) -> None:
+        if form.tag is not None:
+            raise RefusedError("a value is moved")
         store, codec, spec = self._stores["device"], form.codec, form.spec
         is_ours = type(form) is Form and form.tag is None and form.store is store and type(store) is DeviceStore
         has_look = spec.device.type != "cpu" and not isinstance(codec, Bitmask)  # for which the host would wait
         if not is_ours or store._holdings.capacity is not None or base.view(codec) is not None or has_look:
-            value.program, value.text = Fate.ASK, base.label(codec)
+            value.program, value.text = ValueFate.ASK, base.label(codec)
             value.is_exact_form = Need.VALUE in codec.preserves
             return
         if spec.shape != value.whole.shape or spec.stride != value.whole.stride or spec.dtype is not value.whole.dtype:
-            raise Refused("a value was encoded in another layout")
-        value.program, value.codec, value.text = Fate.ENCODE, codec, base.label(codec)
+            raise RefusedError("a value was encoded in another layout")
+        value.program, value.codec, value.text = ValueFate.ENCODE, codec, base.label(codec)
         value.is_exact_form = Need.VALUE in codec.preserves
         value.mask = None if form.mask is None else self._masks.setdefault(form.mask, form.mask)
         value.ways = Ways(codec, value.mask, spec)
@@ -470,32 +474,34 @@ class _Writer:
 
     def _remake(self, value: ValueProgram, stored: Stored, recipe: Recipe) -> None:
         if stored.form is not None or recipe.from_statistics or recipe.any_producer or recipe.first_use is not None:
-            raise Refused("a value is made again by costly calls, or within bounds")
+            raise RefusedError("a value is made again by costly calls, or within bounds")
         if recipe.references:
-            raise Refused("a value is made again from a parameter where it is")
-        value.program, value.text = Fate.REMAKE, str(recipe)
+            raise RefusedError("a value is made again from a parameter where it is")
+        value.program, value.text = ValueFate.REMAKE, str(recipe)
         value.tree = self._tree(recipe)
 
     def _tree(self, recipe: Recipe) -> CallTree:
         call = recipe.call
         number = self._numbers.get(id(call))
         if number is None or self._recorder.calls[number].pattern is None:
-            raise Refused(f"{call.name} was not noted in a way that can be compared")
+            raise RefusedError(f"{call.name} was not noted in a way that can be compared")
         if call.group is not None or call.needs_grad or call.output is not None or not call.is_cheap:
-            raise Refused(f"{call.name} is a costly call")
+            raise RefusedError(f"{call.name} is a costly call")
         if self._settings is not None and call.settings is not self._settings:
-            raise Refused("calls were made under different settings")
+            raise RefusedError("calls were made under different settings")
         self._settings = call.settings
         self._used.add(number)
-        given, inner = [], []
+        given: list[GivenInput] = []
+        inner: list[CallTree] = []
         for index, each in enumerate(recipe.inputs):
             if isinstance(each, Held):
                 given.append(GivenInput(InputSource.COPY, index, TensorSpec.of(each.tensor)))
             elif isinstance(each, Leaf):
                 leaf = self._values.get(id(each.value))
                 if leaf is None:
-                    raise Refused("a value is made again from one of an earlier pass")
+                    raise RefusedError("a value is made again from one of an earlier pass")
                 given.append(GivenInput(InputSource.VALUE, leaf, each.spec, each.offset))
+                self._leaves.add(leaf)
             else:
                 given.append(GivenInput(InputSource.CALL, len(inner), each[1].spec, each[1].offset))
                 inner.append(self._tree(each[0]))
@@ -559,7 +565,7 @@ class _Writer:
         """The number of a batch norm's call, and which of its inputs weight and bias are; -1 for none."""
         number = self._numbers.get(id(norm.call))
         if number is None:
-            raise Refused("a batch norm was not noted")
+            raise RefusedError("a batch norm was not noted")
         self._used.add(number)
         indices = {id(each): index for index, each in enumerate(norm.call.inputs)}
         weight, bias = norm.call.named_input("weight"), norm.call.named_input("bias")
@@ -583,7 +589,12 @@ class _Writer:
             call.draws,
             pattern.chosen,
             registers,
-            tuple([isinstance(given, Held) and is_shared for given, is_shared in zip(noted.inputs, call.shared, strict=True)]),
+            tuple(
+                [
+                    isinstance(given, Held) and is_shared
+                    for given, is_shared in zip(noted.inputs, call.shared, strict=True)
+                ]
+            ),
             self._register(call.content),
             mean,
             invstd,
@@ -602,7 +613,7 @@ class _Writer:
                 if _tensor_of(entry) is not None and _tensor_of(entry).data_ptr() == held.tensor.data_ptr()
             ]
             if len(found) != 1:
-                raise Refused("a batch norm's statistics are not among what it saves")
+                raise RefusedError("a batch norm's statistics are not among what it saves")
             numbers.append(found[0])
         return numbers[0], numbers[1]
 
