@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -102,7 +103,7 @@ def _in_child(function: Callable[[], None]) -> int:
 
 def generate_by(options: argparse.Namespace, seed: int) -> Program:
     """The program of that seed with the features, the policy and the shape that the command line asks for."""
-    return generate(
+    program = generate(
         seed,
         features=options.only,
         off=options.off,
@@ -110,6 +111,11 @@ def generate_by(options: argparse.Namespace, seed: int) -> Program:
         shape=options.shape,
         changing=options.changing,
     )
+    if not options.replay:
+        return program
+    if len(program.pattern) > 1:
+        return replace(program, steps=2 * program.steps, pattern=2 * program.pattern)
+    return replace(program, steps=max(program.steps, 5))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""A pass that is replayed is as one that goes the long way: bits, bytes, reports; and one that differs is given back."""
+"""A replayed pass is as one that goes the long way: bits, bytes, reports; one that differs is given back."""
 
 from __future__ import annotations
 
@@ -127,9 +127,7 @@ def _of_text(name: str) -> tuple[nn.Module, Any, Callable[[nn.Module, Any], Tens
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
 @pytest.mark.parametrize("policy", ["lossless", "lossless_stored", "gist_lossless"])
 @pytest.mark.parametrize("network", ["resnet50", "gpt2", "llama"])
-def test_a_replayed_step_is_as_one_that_goes_the_long_way(
-    network: str, policy: str, dtype: torch.dtype | None
-) -> None:
+def test_a_replayed_step_is_as_one_that_goes_the_long_way(network: str, policy: str, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
     model, batch, loss_of = _of_pictures() if network == "resnet50" else _of_text(network)
 
