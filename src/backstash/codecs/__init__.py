@@ -20,6 +20,7 @@ from backstash.codecs.shape import Shape
 from backstash.codecs.signed import Signed
 from backstash.codecs.sz import Sz
 from backstash.codecs.szp import Szp
+from backstash.codecs.upcast import Upcast
 from backstash.codecs.zvc import Zvc
 from backstash.errors import UnknownNameError
 
@@ -44,6 +45,7 @@ __all__ = [
     "Signed",
     "Sz",
     "Szp",
+    "Upcast",
     "Zstd",
     "Zvc",
     "get",
@@ -99,6 +101,7 @@ for _codec in (
     Minifloat,
     Csr,
     Exponents,
+    Upcast,
     FewBit,
     Rle,
     Deflate,
