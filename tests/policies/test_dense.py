@@ -89,3 +89,14 @@ def test_copies_in_float32_of_bfloat16_numbers_are_stored_as_these() -> None:
     rows = [row for row in session.report().rows if "Pow" in row.key and row.saved_nbytes == 4 * 512 * 64]
     assert len(rows) == 2 and all(row.codec == "upcast exponents" for row in rows)
     assert all(row.saved_nbytes > 2.6 * row.stash_nbytes for row in rows)
+
+
+def test_dense_values_are_moved_with_shorter_exponents() -> None:
+    plain, _ = _step(None, torch.bfloat16)
+    moved = {}
+    for dense in (False, True):
+        gradients, session = _step(bs.policies.offload(recompute=False, dense=dense), torch.bfloat16)
+        assert all(equal_bits(mine, other) for mine, other in zip(gradients, plain, strict=True))
+        assert session is not None
+        moved[dense] = session.report().moved_nbytes
+    assert 0 < 1.2 * moved[True] < moved[False]

@@ -174,18 +174,20 @@ class Rounded:
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """What it takes to move a value.
+    """What it takes to move a value in one form.
 
     Attributes:
-        nbytes: bytes that are moved: of the smallest exact form that was found, or of the value as it is.
+        nbytes: bytes that are moved: of an exact form that was found, or of the value as it is.
         decode_nbytes: bytes on the device while it is read: what was moved, and what that is decoded into.
         encode_seconds, decode_seconds: time to make that form of it and to decode it again, without the transfer.
+        codec: the name of the codec that makes the form, where it is one for dense values (see rounding.DENSE).
     """
 
     nbytes: int
     decode_nbytes: int
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
+    codec: str = ""
 
 
 @dataclass
@@ -203,7 +205,8 @@ class SurveyedValue:
         section: number of the trial section in which it was remade, which tells the workspace.
         group: the call whose other tensors are remade with it, if it was saved inside of a function.
         rounded: the choices with an error, the most exact first.
-        movable: what it takes to move it; None where that was not asked for.
+        movable: what it takes to move it, in the form that leaves out zeros or as it is, and in the smallest form for
+            dense values; nothing where that was not asked for.
     """
 
     facts: SavedTensor
@@ -216,7 +219,7 @@ class SurveyedValue:
     section: int = -1
     group: Group | None = None
     rounded: list[Rounded] = field(default_factory=list)
-    movable: Movable | None = None
+    movable: tuple[Movable, ...] = ()
 
 
 class Births:
@@ -473,11 +476,17 @@ def _noise(whole: Tensor, rounded: Tensor) -> float:
     return float(torch.linalg.vector_norm(off - exact)) / length if length else 0.0
 
 
-def _movable(value: Value, found: SurveyedValue) -> Movable:
-    """Returns what it takes to move a value, in the exact form that leaves out zeros if it has one."""
-    exact = found.exact
-    if exact is not None:
-        decoded = exact.held_nbytes + exact.decode_nbytes
-        return Movable(exact.held_nbytes, decoded, exact.encode_seconds, exact.decode_seconds)
+def _movable(value: Value, found: SurveyedValue) -> tuple[Movable, ...]:
+    """Returns what it takes to move a value, in each form that may be worth it (see SurveyedValue)."""
+    dense = [choice for choice in found.choices if choice.name in map(base.label, DENSE)]
+    smallest = [_encoded_form(dense[-1], dense[-1].name)] if dense else []  # each is smaller than those before it
+    if found.exact is not None:
+        return _encoded_form(found.exact), *smallest
     borrows = all(saved.builtin for saved in value.saved())  # others may write into it, and get a copy
-    return Movable(found.nbytes, found.nbytes if borrows else 2 * found.nbytes)
+    return Movable(found.nbytes, found.nbytes if borrows else 2 * found.nbytes), *smallest
+
+
+def _encoded_form(choice: Choice, codec: str = "") -> Movable:
+    """Returns what it takes to move the planes of a choice."""
+    decoded = choice.held_nbytes + choice.decode_nbytes
+    return Movable(choice.held_nbytes, decoded, choice.encode_seconds, choice.decode_seconds, codec)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from backstash.codecs import Raw
 from backstash.codecs.base import label
 from backstash.planning.model.problem import LARGEST, Kind
-from backstash.planning.model.rounding import codec_named
+from backstash.planning.model.rounding import codec_named, moved_as
 from backstash.policies import Action, Keep, Lossless, Recompute, Stash
 from backstash.saved import SavedTensor
 
@@ -54,6 +54,8 @@ class Decision:
             return "a number of bytes is negative, or larger than any memory"
         if not all(0.0 <= number < math.inf for number in (self.seconds, self.error)):
             return "a time or an error is negative or not finite"
+        if self.kind == "offload" and moved_as(self.choice) is None:
+            return f"there is no {self.choice!r:.80}"
         return "only a value that is moved is fetched" if self.fetched_with and self.kind != "offload" else None
 
 
@@ -83,7 +85,9 @@ def action_of(decision: Decision, saved: SavedTensor, store: str, is_empty: bool
         others = stored.codecs if isinstance(stored, Stash) else ()
         return Stash((codec, *others))  # a codec may refuse numbers of another step, such as an infinity
     if decision.kind == "offload":
-        return Stash((*(stored.codecs if isinstance(stored, Stash) else ()), Raw()), store)
+        first = moved_as(decision.choice)
+        assert first is not None
+        return Stash((*first, *(stored.codecs if isinstance(stored, Stash) else ()), Raw()), store)
     return Keep("the plan says so: the plain step fits" if is_empty else "the plan says so")
 
 

@@ -17,7 +17,7 @@ from backstash.codecs.minifloat.formats import FORMATS
 from backstash.policies.quantized import GROUP, group_of
 from backstash.saved import Effect, Need, SavedTensor
 
-DENSE = (Upcast(), Upcast(Exponents()), Exponents())
+DENSE: tuple[Codec, ...] = (Upcast(), Upcast(Exponents()), Exponents())
 """The exact codecs of values that have no zeros, the fastest first."""
 
 HALF = "fp16"
@@ -101,6 +101,26 @@ def _parsed(name: str) -> Codec | None:
     if name[:-1] in ACTIVATIONS and name[-1:].isdigit():
         return FewBit(name[:-1], int(name[-1]))
     return None
+
+
+def moved_name(codec: str) -> str:
+    """Returns the name of the choice to move what the codec of that name makes of a value; "" for no codec of DENSE.
+
+    Example:
+        >>> moved_name(""), moved_name("exponents")
+        ('offload', 'offload exponents')
+    """
+    return f"offload {codec}".rstrip()
+
+
+def moved_as(name: str) -> tuple[Codec, ...] | None:
+    """Returns the codecs that a choice of that name to move a value asks first; None if there is no such choice.
+
+    Example:
+        >>> moved_as("offload"), moved_as("offload upcast"), moved_as("offload szp")
+        ((), (Upcast(values=None),), None)
+    """
+    return {moved_name(""): (), **{moved_name(label(codec)): (codec,) for codec in DENSE}}.get(name)
 
 
 def is_named(word: str, name: str) -> bool:
