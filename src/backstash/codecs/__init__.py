@@ -20,7 +20,7 @@ from backstash.codecs.shape import Shape
 from backstash.codecs.signed import Signed
 from backstash.codecs.sz import Sz
 from backstash.codecs.szp import Szp
-from backstash.codecs.upcast import Upcast
+from backstash.codecs.upcast import Operand, Upcast
 from backstash.codecs.zvc import Zvc
 from backstash.errors import UnknownNameError
 
@@ -39,6 +39,7 @@ __all__ = [
     "Lz4",
     "Minifloat",
     "Narrow",
+    "Operand",
     "Raw",
     "Rle",
     "Shape",
@@ -102,6 +103,7 @@ for _codec in (
     Csr,
     Exponents,
     Upcast,
+    Operand,
     FewBit,
     Rle,
     Deflate,

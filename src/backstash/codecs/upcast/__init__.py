@@ -2,3 +2,4 @@
 
 from backstash.codecs.upcast import reference as reference
 from backstash.codecs.upcast.codec import Upcast as Upcast
+from backstash.codecs.upcast.operand import Operand as Operand

@@ -38,7 +38,7 @@ from backstash.planning.model.rounding import DENSE, candidates, codec_name, rea
 from backstash.policies import Action, Keep, Policy, Stash, get
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.calls import Group
-from backstash.stash.encode import misreads
+from backstash.stash.encode import misreads, without_error
 from backstash.stash.fused import has_form
 from backstash.stash.proving import equals, fetch_unguarded
 from backstash.stash.recipes import Recipe
@@ -333,7 +333,7 @@ class Survey(Births):
     def _try_codecs(self, value: Value, facts: SavedTensor, whole: Tensor, found: SurveyedValue) -> None:
         action = self._exact.decide(facts)
         readers = [saved.tensor for saved in value.saved() if saved.tensor is not None]
-        for codec in action.codecs if isinstance(action, Stash) else ():
+        for codec in without_error(action).codecs if isinstance(action, Stash) else ():  # as decision.action_of
             found.exact = self._worthwhile(codec, whole, readers, found.nbytes)
             if found.exact is not None:
                 found.choices.append(found.exact)

@@ -12,6 +12,7 @@ from backstash.planning.model.problem import LARGEST, Kind
 from backstash.planning.model.rounding import codec_named, moved_as
 from backstash.policies import Action, Keep, Lossless, Recompute, Stash
 from backstash.saved import SavedTensor
+from backstash.stash.encode import without_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ def action_of(decision: Decision, saved: SavedTensor, store: str, is_empty: bool
         is_empty: whether the plan keeps everything.
     """
     stored = _STORED.decide(saved)
+    if isinstance(stored, Stash):
+        stored = without_error(stored)  # a plan makes others of what it stores, whoever reads that
     if decision.kind == "recompute":
         return Recompute(stored if isinstance(stored, (Keep, Stash)) else Keep(), any_producer=True)
     if decision.kind == "encode":
