@@ -61,6 +61,28 @@ def _offsets(kind: type) -> dict[str, int]:
     return {name: size * words.index(id(marker)) for name, marker in markers.items()}
 
 
+def _replay() -> Any:
+    """What was built against this torch: it reads torch's own objects for the compiled functions; None where it was not.
+
+    Note: [torch's own objects]
+        The compiled functions know torch by the attributes of its tensors, and so fit every torch. To ask an attribute
+        takes some hundred instructions, and of each saved tensor dozens are asked. So where torch's headers are there
+        when backstash is installed, a module is built that reads its objects where they lie (native/replay). It fits
+        that one torch: with any other it is not used, and everything works as without it.
+    """
+    try:
+        if backends.choice() != "auto":
+            return None
+        from backstash.stash import _replay  # type: ignore[attr-defined]
+    except (ImportError, ValueError):  # it was not built, or for another torch or Python
+        return None
+    return _replay if torch.__version__.partition("+")[0] == _replay.TORCH else None
+
+
+replay: Any = _replay()
+"""What was built against this torch; None where it was not."""
+
+
 def _functions() -> Any:
     """The compiled functions; None where there are none, or where the references were asked for."""
     try:
@@ -97,6 +119,8 @@ def _functions() -> Any:
             need_value=Need.VALUE,
         )
         _held.bind(library.address_of)
+        if replay is not None:
+            _held.configure(access=replay.table)
         _offsets(TensorSpec)
     except (ImportError, OSError, ValueError, TypeError):
         # Not compiled, a Python without the limited API or with slots elsewhere, a bad choice, or an older library, of
