@@ -61,6 +61,19 @@ ALLOWED: dict[str, set[str]] = {
     "backward": {"errors", "torch_internals", "saved", "proofs", "formulas", "ops", "codecs", "stash"},
     "capture": {"errors", "torch_internals", "saved", "formulas", "policies.base", "stash"},
     "gradient_error": {"accelerator", "torch_internals", "stash.ledger"},
+    "replay": {
+        "errors",
+        "torch_internals",
+        "numerics",
+        "saved",
+        "ops",
+        "codecs",
+        "stores",
+        "policies.base",
+        "stash",
+        "backward",
+        "capture",
+    },
     "session": {
         "errors",
         "torch_internals",
@@ -71,6 +84,7 @@ ALLOWED: dict[str, set[str]] = {
         "backward",
         "capture",
         "gradient_error",
+        "replay",
     },
     "rewrites": {"accelerator", "bits", "errors", "torch_internals", "saved", "arguments", "session"},
     "verifying": {

@@ -79,6 +79,7 @@ PyObject* replayer_new(PyTypeObject* type, PyObject*, PyObject* kwargs) {
     new (&replayer.run) std::shared_ptr<Run>();
     new (&replayer.taken) std::shared_ptr<std::vector<Taken>>();
     new (&replayer.kinds) Object(Object::taken(PyDict_New()));
+    new (&replayer.otherwise) Object();
     const Object owned = Object::taken(made);
     const auto taken = [&](const char* name) {
         PyObject* found = kwargs == nullptr ? nullptr : PyDict_GetItemString(kwargs, name);
@@ -95,6 +96,7 @@ PyObject* replayer_new(PyTypeObject* type, PyObject*, PyObject* kwargs) {
 
 int replayer_traverse(PyObject* object, visitproc visit, void* arg) {
     Replayer& replayer = replayer_of(object);
+    Py_VISIT(replayer.otherwise.get());
     if (replayer.session == nullptr || replayer.session.use_count() > 1) return 0;
 #define BACKSTASH_VISIT(name) Py_VISIT(replayer.session->name.get());
     BACKSTASH_CALLBACKS(BACKSTASH_VISIT)
@@ -106,6 +108,7 @@ int replayer_clear(PyObject* object) {
     Replayer& replayer = replayer_of(object);
     replayer.run = nullptr;
     replayer.session = nullptr;
+    replayer.otherwise = Object();
     return 0;
 }
 
@@ -117,6 +120,7 @@ void replayer_dealloc(PyObject* object) {
     replayer.taken.~shared_ptr();
     replayer.session.~shared_ptr();
     replayer.kinds.~Object();
+    replayer.otherwise.~Object();
     type->tp_free(object);
 }
 
@@ -136,10 +140,18 @@ PyObject* replayer_unpack(PyObject* self, PyObject* packed) {
 PyObject* replayer_call(PyObject* self, PyObject* const* args, Py_ssize_t number) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(number == 3 && PyTuple_CheckExact(args[1]), "call takes a function, a tuple and a dict");
-    if (replayer_of(self).run == nullptr) Py_RETURN_NOTIMPLEMENTED;
+    if (replayer_of(self).run == nullptr) {
+        const Object otherwise = replayer_of(self).otherwise;
+        return call(otherwise.get(), args[0], args[1], args[2]).release();
+    }
     PyObject* kwargs = args[2] == Py_None ? nullptr : args[2];
     return call_function(replayer_of(self), args[0], args[1], kwargs);
     END_HANDLE_TH_ERRORS
+}
+
+PyObject* replayer_watch(PyObject* self, PyObject* otherwise) {
+    replayer_of(self).otherwise = Object(otherwise);
+    Py_RETURN_NONE;
 }
 
 PyObject* replayer_begin(PyObject* self, PyObject* const* args, Py_ssize_t number) {
@@ -225,9 +237,10 @@ PyMethodDef replayer_methods[] = {
     {"pack", replayer_pack, METH_O, "What autograd holds in the place of a tensor."},
     {"unpack", replayer_unpack, METH_O, "The tensor that was packed."},
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(replayer_call)), METH_FASTCALL,
-     "Calls a torch function of a pass in progress; NotImplemented where none is."},
+     "Calls a torch function of a pass in progress, or has it watched on the long way."},
     {"begin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(replayer_begin)), METH_FASTCALL,
      "A forward pass begins that is to go as a script says."},
+    {"watch", replayer_watch, METH_O, "Takes what watches functions where no pass is in progress."},
     {"end", replayer_end, METH_O, "It has ended."},
     {"stop", replayer_stop, METH_NOARGS, "It goes on the long way."},
     {"begin_backward", replayer_begin_backward, METH_O, "A backward pass begins."},

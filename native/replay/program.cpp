@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <functional>
 
@@ -105,6 +106,9 @@ std::shared_ptr<const Affine> affine_of(PyObject* object) {
     found.has_residual = !residual.is_none();
     if (found.has_residual) found.residual = given_of(residual.get());
     if (!inner.is_none()) found.inner = tree_of(inner.get());
+    found.second = read.number("second");
+    found.second_weight = read.number("second_weight");
+    found.second_bias = read.number("second_bias");
     found.activation = read.number("activation");
     found.lo = read.real("lo");
     found.hi = read.real("hi");
@@ -211,6 +215,7 @@ Noted noted_of(PyObject* object) {
     noted.is_all = read.object("chosen").is_none();
     if (!noted.is_all) noted.chosen = read.numbers("chosen");
     noted.registers = read.numbers("registers");
+    noted.shared = read.numbers("shared");
     noted.makes = read.number("makes");
     noted.mean = read.number("mean");
     noted.invstd = read.number("invstd");
@@ -251,9 +256,11 @@ std::shared_ptr<const Script> read_script(PyObject* given) {
     read.each("values", [&](PyObject* item) {
         const Reader of(item);
         script->values.push_back(value_of(item));
-        script->timings.push_back({of.integer("delay"), of.integer("held"), of.integer("gone"), of.integer("settled")});
+        script->timings.push_back({of.integer("delay"), of.integer("held"), of.integer("gone"), of.integer("settled"),
+                                    of.integer("spared"), of.integer("spares")});
     });
     read.each("calls", [&](PyObject* item) { script->calls.push_back(call_of(item)); });
+    read.each("copied", [&](PyObject* x) { script->copied.emplace_back(THPVariable_Unpack(x).getIntrusivePtr()); });
     script->registers = read.number("registers");
     script->min_nbytes = read.integer("min_nbytes");
     script->wanted = read.object("settings");

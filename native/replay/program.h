@@ -77,7 +77,7 @@ struct Save {
     Object facts, mask;
 };
 
-enum class Program { hold, encode, remake };
+enum class Program { hold, encode, remake, ask };
 
 // One input of a call that is repeated: a tensor that was copied, what a value holds, or what another call makes.
 struct Given {
@@ -105,6 +105,7 @@ struct Affine {
     Given source, residual;
     bool has_residual = false;
     Tree inner;                       // of the residual, where that is made
+    int second = -1, second_weight = -1, second_bias = -1;  // of a residual that is a batch norm too
     int activation = 0;
     double lo = 0.0, hi = 0.0;
     int64_t outer = 0, channels = 0, inside = 0;
@@ -154,6 +155,7 @@ struct Noted {
     bool in_place = false, draws = false;
     bool is_all = true;                 // whether all tensors among the arguments are read
     std::vector<int> chosen, registers;  // which of these are read, and what each holds; -1 for a copy
+    std::vector<int> shared;            // whether it is a parameter of the model, whose copies calls share
     int makes = -1;                    // a register
     int mean = -1, invstd = -1;        // saves, from the first one of the call
     bool has_autocast = false;
@@ -170,12 +172,14 @@ struct Call {
 // What is known of how long the program holds a value: see stash/place.py. It is learned on.
 struct Timing {
     long delay, held, gone, settled;
+    long spared, spares;  // in how many passes codecs that have declined the value are asked again, and then; 0 for never
     long still_held(long age);
     void let_go(long age);
 };
 
 struct Script {
     mutable std::vector<Timing> timings;  // by value
+    mutable std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> copied;  // parameters that the latest pass has copied
     std::vector<Save> saves;
     std::vector<Value> values;
     std::vector<Call> calls;

@@ -65,8 +65,9 @@ bool is_sampled_alike(const Slot& slot, const at::Tensor& whole) {
 // Raises where what was made again is not what there was: see comparing.check_sample.
 void check_sample(Slot& slot, const at::Tensor& whole) {
     if (!slot.device_sample.is_none()) {
+        const Object text = Object::taken(PyUnicode_FromString(slot.value.text.c_str()));
         call(slot.session->check_sample.get(), slot.device_sample.get(), wrapped(whole).get(), slot.value.key.get(),
-             slot.value.whole.spec.get());
+             slot.value.whole.spec.get(), text.get());
     } else if (!is_sampled_alike(slot, whole)) {
         const Object text = Object::taken(PyUnicode_FromString(slot.value.text.c_str()));
         call(slot.session->distrust.get(), slot.value.key.get(), slot.value.whole.spec.get(), text.get());
@@ -105,14 +106,22 @@ at::Tensor run_affine(Slot& slot, const Affine& affine, const Layout& whole, boo
     const at::Tensor weight = vector(affine.weight), bias = vector(affine.bias);
     if (!affine.kernel.is_none()) {
         const auto object = [](const at::Tensor& t) { return t.defined() ? wrapped(t) : Object(Py_None); };
-        const Object number = number_of(static_cast<int64_t>(affine.activation)), lo = number_of(affine.lo),
-                     hi = number_of(affine.hi), outer = number_of(affine.outer), inside = number_of(affine.inside);
-        const Object found = call(slot.session->affine.get(), affine.kernel.get(), wrapped(x).get(),
-                                  wrapped(inputs.mean).get(), wrapped(inputs.invstd).get(), object(weight).get(),
-                                  object(bias).get(), object(y).get(), number.get(), lo.get(), hi.get(), outer.get(),
-                                  inside.get(), whole.spec.get(),
-                                  slot.device_sample.is_none() ? Py_None : slot.device_sample.get());
-        return found.is_none() ? at::Tensor() : THPVariable_Unpack(found.get());
+        const auto packed = [&](const Inputs& of, int of_weight, int of_bias) {
+            const auto own = [&](int number) { return number < 0 ? at::Tensor() : of.tensors[number]; };
+            return Object::taken(PyTuple_Pack(4, wrapped(of.mean).get(), wrapped(of.invstd).get(),
+                                              object(own(of_weight)).get(), object(own(of_bias)).get()));
+        };
+        const Object vectors = packed(inputs, affine.weight, affine.bias);
+        const Object others = affine.second < 0 ? Object::taken(PyTuple_New(0))
+                                                : packed(*inputs_of(slot, affine.second), affine.second_weight,
+                                                         affine.second_bias);
+        const Object numbers = Object::taken(Py_BuildValue("(iddLL)", affine.activation, affine.lo, affine.hi,
+                                                           static_cast<long long>(affine.outer),
+                                                           static_cast<long long>(affine.inside)));
+        const Object sample = is_own && !slot.device_sample.is_none() ? slot.device_sample : Object(Py_None);
+        const Object found = call(slot.session->affine.get(), affine.kernel.get(), wrapped(x).get(), vectors.get(),
+                                  object(y).get(), numbers.get(), whole.spec.get(), sample.get(), others.get());
+        return THPVariable_Unpack(found.get());
     }
     at::Tensor out = memory_for(slot, whole, is_own);
     const auto data = [](const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
@@ -256,8 +265,8 @@ PyObject* unpack_held(Packed* packed) {
         return call(session.assigned.get(), held.get(), original.get()).release();
     }
     const bool has_memory = !packed->dense.has_storage() || packed->dense.storage().nbytes() != 0;
-    if (!has_memory && save.layout.nbytes != 0 && is_in_backward())
-        call(session.freed.get(), wrapped(packed->dense).get(), number_of(save.layout.nbytes).get(),
+    if (!has_memory && packed->nbytes != 0 && is_in_backward())
+        call(session.freed.get(), wrapped(packed->dense).get(), number_of(packed->nbytes).get(),
              save.facts.is_none() ? Py_None : save.facts.get());
     Object held = wrapped(packed->dense);
     if (!is_in_backward() || at::GradMode::is_enabled()) return held.release();
@@ -406,6 +415,8 @@ PyObject* unpack(Packed* packed) {
     if (!session.is_unpacked && is_in_backward() && !at::GradMode::is_enabled()) call(session.begin_backward.get());
     if (packed->delegate != nullptr) return call(session.read.get(), packed->delegate).release();
     const Locked locked(session.lock.get());
+    if (session.others_nbytes != 0)  // values that went the long way may have died since
+        session.others_nbytes = PyLong_AsLongLong(call(session.others.get()).get());
     if (packed->modified >= 0) raise_modified(packed, packed->modified);
     if (packed->dense.defined()) return unpack_held(packed);
     check_version(packed);

@@ -10,7 +10,8 @@ struct Replayer {
     std::shared_ptr<Session> session;
     std::shared_ptr<Run> run;        // in progress
     std::shared_ptr<std::vector<Taken>> taken;  // in the latest one
-    Object kinds;                    // of functions: see observer._number_of
+    Object kinds;                    // of functions: see replaying._number_of
+    Object otherwise;                // watches functions on the long way
 };
 
 extern PyObject *ParameterClass, *ScalarOf;

@@ -101,6 +101,7 @@ Packed* make_packed(Run& run, const Save* save) {
     made->has_original = false;
     made->version = 0;
     made->modified = made->node = -1;
+    made->nbytes = 0;
     made->round = 0;
     made->delegate = nullptr;
     ++run.session->alive;
@@ -119,8 +120,9 @@ bool is_like(const Run& run, const Save& save, PyObject* object, const at::Tenso
     if (save.kind == Kind::small) return in_storage < run.script->min_nbytes;
     if (in_storage != save.storage_nbytes || !save.layout.fits(x) || is_pinned(x) != save.is_pinned) return false;
     if (save.kind != Kind::value) return true;
-    const auto known = run.pending.find(storage_of(x));
-    const bool is_first = run.values[save.value] == nullptr;
+    auto known = run.pending.find(storage_of(x));
+    if (known != run.pending.end() && run.values[known->second].expired()) known = run.pending.end();
+    const bool is_first = run.values[save.value].expired();
     return is_first ? known == run.pending.end() : known != run.pending.end() && known->second == save.value;
 }
 
@@ -130,15 +132,17 @@ PyObject* take(Run& run, const Save& save, PyObject* object, const at::Tensor& x
     const bool is_itself = is_leaf_of_graph(x) && save.kind != Kind::loose && save.kind != Kind::shape;
     packed->dense = is_itself || (save.kind == Kind::parameter && x.is_leaf()) ? x : x.detach();
     packed->version = version_of(x);
+    packed->nbytes = static_cast<int64_t>(x.nbytes());
     packed->node = static_cast<int64_t>(at::sequence_number::peek()) - save.gap;
     if (!is_itself) {
         packed->original = c10::weak_intrusive_ptr<at::TensorImpl>(x.getIntrusivePtr());
         packed->has_original = true;
     }
     if (save.kind == Kind::value) {
-        auto& slot = run.values[save.value];
+        auto slot = run.values[save.value].lock();
         if (slot == nullptr) {
             slot = std::make_shared<Slot>(run.script, run.session, run.script->values[save.value], save.value);
+            run.values[save.value] = slot;
             slot->all_taken = run.taken;
             slot->taken().is_there = true;
             slot->storage = storage_of(x);
@@ -146,7 +150,12 @@ PyObject* take(Run& run, const Save& save, PyObject* object, const at::Tensor& x
             slot->born = run.clock;
             run.session->add(slot->held_nbytes);
             run.pending[slot->storage] = save.value;
-            if (slot->value.program != Program::hold)
+            Timing& timing = run.script->timings[save.value];
+            if (timing.spares != 0 && --timing.spared <= 0) {
+                timing.spared = timing.spares;
+                slot->is_asked = true;
+            }
+            if (slot->value.program != Program::hold || slot->is_asked)
                 look_again(run, save.value, run.clock + run.script->timings[save.value].delay);
         }
         packed->slot = slot;
@@ -274,23 +283,64 @@ bool fits_call(const Noted& noted, PyObject* args, PyObject* kwargs, const at::T
 }
 
 // A copy of a tensor that a call reads, as it is now; calls share the copy of a parameter. See Contents._snapshot.
-at::Tensor copy_of(Run& run, const at::Tensor& x) {
-    if (static_cast<int64_t>(x.storage().nbytes()) < run.script->min_nbytes &&
-        static_cast<int64_t>(x.nbytes()) < run.script->min_nbytes && !x.is_leaf())
-        return x.detach().clone();
-    if (static_cast<int64_t>(x.nbytes()) > SNAPSHOT_NBYTES) return {};
-    auto& known = run.snapshots[storage_of(x)];
-    for (const Snapshot& each : known)
-        if (each.storage._unsafe_get_target() == storage_of(x) && each.version == version_of(x) && each.layout.fits(x))
-            return each.copy;
+at::Tensor copy_of(Run& run, const at::Tensor& x, bool is_shared);
+
+void keep_copy(Run& run, const at::Tensor& x, at::Tensor copy) {
     Layout layout;
     layout.dtype = x.scalar_type();
     layout.device = x.device();
     layout.sizes = x.sizes().vec();
     layout.strides = x.strides().vec();
     layout.offset = x.storage_offset();
-    known.push_back({weak_storage(x), std::move(layout), version_of(x), x.detach().clone()});
-    return known.back().copy;
+    run.snapshots[storage_of(x)].push_back({weak_storage(x), std::move(layout), version_of(x), std::move(copy)});
+}
+
+// Copies what the latest pass has copied by one operation: Note: [copied together] in stash/contents.py.
+void copy_together(Run& run, const at::Tensor& wanted) {
+    if (run.has_copied) return;
+    run.has_copied = true;
+    std::vector<at::Tensor> found, flat;
+    std::vector<int64_t> sizes;
+    for (const auto& each : std::exchange(run.script->copied, {})) {
+        const auto alive = each.lock();
+        if (!alive) continue;
+        at::Tensor x(alive);
+        const bool is_alike = x.device() == wanted.device() && x.scalar_type() == wanted.scalar_type();
+        if (!is_alike || !is_ordinary(x) || !x.is_contiguous() || x.numel() == 0) continue;
+        if (static_cast<int64_t>(x.nbytes()) > SNAPSHOT_NBYTES || x.storage().nbytes() < x.nbytes()) continue;
+        flat.push_back(x.detach().view(-1));
+        sizes.push_back(x.numel());
+        found.push_back(std::move(x));
+    }
+    if (found.empty()) return;
+    const auto copies = at::cat(flat).split_with_sizes(sizes);
+    for (size_t index = 0; index < found.size(); ++index) {
+        keep_copy(run, found[index], copies[index].view(found[index].sizes()));
+        run.script->copied.emplace_back(found[index].getIntrusivePtr());
+    }
+}
+
+at::Tensor known_copy(Run& run, const at::Tensor& x) {
+    for (const Snapshot& each : run.snapshots[storage_of(x)])
+        if (each.storage._unsafe_get_target() == storage_of(x) && each.version == version_of(x) && each.layout.fits(x))
+            return each.copy;
+    return {};
+}
+
+at::Tensor copy_of(Run& run, const at::Tensor& x, bool is_shared) {
+    if (static_cast<int64_t>(x.nbytes()) > SNAPSHOT_NBYTES) return {};
+    if (!is_shared) return x.detach().clone();
+    at::Tensor copy = known_copy(run, x);
+    if (copy.defined()) return copy;
+    if (!x.is_cpu()) {
+        copy_together(run, x);
+        copy = known_copy(run, x);
+        if (copy.defined()) return copy;
+        run.script->copied.emplace_back(x.getIntrusivePtr());
+    }
+    copy = x.detach().clone();
+    keep_copy(run, x, copy);
+    return copy;
 }
 
 bool has_autocast_of(const Noted& noted) {
@@ -314,7 +364,7 @@ void note(Run& run, int number, PyObject* args, PyObject* kwargs, PyObject* resu
     for (size_t index = 0; index < read.size(); ++index) {
         const bool is_before = noted.in_place && index == 0;
         if (noted.registers[index] < 0) {
-            inputs->tensors.push_back(copy_of(run, read[index]));
+            inputs->tensors.push_back(copy_of(run, read[index], noted.shared[index] != 0));
             if (!inputs->tensors.back().defined()) return fail();
         } else {
             meet(run, noted.registers[index], read[index], version_of(read[index]) - is_before);
@@ -385,7 +435,7 @@ bool decide(Run& run, int number);
 bool lean(Run& run, Slot& slot, const Given& given) {
     for (const auto& leaf : slot.leaves)
         if (leaf->number == given.number) return true;
-    const auto& leaf = run.values[given.number];
+    const auto leaf = run.values[given.number].lock();
     if (leaf == nullptr || leaf.get() == &slot) return false;
     if (leaf->is_pending) decide(run, given.number);
     const Register& contents = run.registers[leaf->value.contents];
@@ -407,14 +457,19 @@ bool lean(Run& run, Slot& slot, const Given& given) {
     return true;
 }
 
-bool lean_on_all(Run& run, Slot& slot, const Tree& tree) {
-    const auto& inputs = run.inputs[tree.call];
+bool lean_on_call(Run& run, Slot& slot, int call) {
+    const auto& inputs = run.inputs[call];
     if (inputs == nullptr) return false;
-    slot.inputs.emplace_back(tree.call, inputs);
-    const Noted& noted = run.script->calls[tree.call].noted;
+    slot.inputs.emplace_back(call, inputs);
+    const Noted& noted = run.script->calls[call].noted;
     if (run.registers[noted.makes].is_bad) return false;
-    for (const int each : noted.registers)
-        if (each >= 0 && (!run.registers[each].is_known || run.registers[each].is_bad)) return false;
+    return std::all_of(noted.registers.begin(), noted.registers.end(), [&](int each) {
+        return each < 0 || (run.registers[each].is_known && !run.registers[each].is_bad);
+    });
+}
+
+bool lean_on_all(Run& run, Slot& slot, const Tree& tree) {
+    if (!lean_on_call(run, slot, tree.call)) return false;
     for (const Given& given : tree.given) {
         if (given.from == Given::From::value && !lean(run, slot, given)) return false;
         if (given.from == Given::From::call && !lean_on_all(run, slot, tree.inner[given.number])) return false;
@@ -461,7 +516,7 @@ void take_back(Run& run, Slot& slot, bool is_orphan);
 
 // Decides about a value if nobody but autograd holds it; whether that was so.
 bool decide(Run& run, int number) {
-    const std::shared_ptr<Slot> slot = run.values[number];
+    const std::shared_ptr<Slot> slot = run.values[number].lock();
     if (slot == nullptr || !slot->is_pending || slot->members.empty()) return true;
     for (const Packed* each : slot->members)
         for (const Object& unknown : run.current)
@@ -477,10 +532,10 @@ bool decide(Run& run, int number) {
         is_same = is_same && each->dense.defined() && version_of(each->dense) == each->version;
         if (each->save == &run.script->saves[slot->value.strongest]) strongest = each;
     }
-    if (slot->value.program == Program::hold) return true;
+    if (slot->value.program == Program::hold && (!slot->is_asked || slot->guard.defined())) return true;
     const auto started = Clock::now();
     bool is_done = false;
-    if (is_same && strongest != nullptr) {
+    if (is_same && strongest != nullptr && slot->value.program != Program::ask && !slot->is_asked) {
         const at::Tensor whole = whole_in(*slot, strongest->dense);
         is_done = slot->value.program == Program::remake ? remake(run, *slot, whole) : encode(*slot, whole);
     }
@@ -495,7 +550,7 @@ void look(Run& run) {
     const std::vector<int> numbers = std::move(due->second);
     run.due.erase(due);
     for (const int number : numbers) {
-        const auto& slot = run.values[number];
+        const auto slot = run.values[number].lock();
         if (slot == nullptr || !slot->is_pending || decide(run, number)) continue;
         const long age = run.clock - slot->born;
         const long later = run.script->timings[number].still_held(age);
@@ -530,6 +585,7 @@ void take_back(Run& run, Slot& slot, bool is_orphan) {
     slot.held_nbytes = 0;
     for (Packed* each : slot.members) each->dense = at::Tensor();
     call(run.session->take_back.get(), members.get(), Py_None, is_orphan ? Py_True : Py_False);
+    run.session->others_nbytes = PyLong_AsLongLong(call(run.session->others.get()).get());
     // From here on only the delegates of its members know the value.
 }
 
@@ -638,7 +694,8 @@ void break_run(Replayer& replayer) {
         const Kind kind = packed->save->kind;
         if (kind == Kind::loose || kind == Kind::shape || kind == Kind::value) unnamed.push_back(packed);
     }
-    for (const auto& slot : run->values) {
+    for (const auto& each_value : run->values) {
+        const auto slot = each_value.lock();
         if (slot == nullptr || !slot->is_pending || slot->members.empty()) continue;
         std::vector<Packed*> named;
         for (Packed* each : slot->members)
@@ -668,14 +725,15 @@ void end_run(Replayer& replayer, bool is_left) {
     {
         const Locked locked(run->session->lock.get());
         for (size_t number = 0; number < run->values.size(); ++number)
-            if (run->values[number] != nullptr && run->values[number]->value.program != Program::hold)
-                decide(*run, static_cast<int>(number));
+            if (const auto slot = run->values[number].lock(); slot != nullptr)
+                if (slot->value.program != Program::hold || slot->is_asked) decide(*run, static_cast<int>(number));
         if (is_left)
             for (auto& [storage, values] : run->leaning)
                 for (const auto& each : values) {
                     const auto slot = each.lock();
                     if (slot == nullptr || slot->state != State::remade || slot->members.empty()) continue;
-                    const bool leans = std::any_of(slot->leaves.begin(), slot->leaves.end(), [](const auto& leaf) {
+                    const bool leans = std::any_of(slot->leaves.begin(), slot->leaves.end(), [&](const auto& leaf) {
+                        if (leaf->state == State::held && leaf->is_pending) decide(*run, leaf->number);
                         return leaf->state == State::held && leaf->is_pending;
                     });
                     const at::NoGradGuard unrecorded;

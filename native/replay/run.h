@@ -24,6 +24,7 @@ struct Packed {
     c10::weak_intrusive_ptr<at::TensorImpl> original;
     bool has_original;
     int64_t version, modified;   // and the version at which it was found, -1 for none
+    int64_t nbytes;              // of the tensor when it was saved
     int64_t node;                // the number of the node that has saved it
     int round;
     PyObject* delegate;          // a Saved that has taken its place
@@ -61,7 +62,7 @@ struct Slot : std::enable_shared_from_this<Slot> {
     State state = State::held;
     std::vector<Packed*> members;
     c10::StorageImpl* storage = nullptr;  // as long as it is pending
-    bool is_pending = true, is_verified = false;
+    bool is_pending = true, is_asked = false;  // is_asked: on the long way, in this pass alone
     long born = 0;
     at::Tensor guard;                     // what others are made from, where it is held as it is
     int64_t guard_version = 0;
@@ -115,7 +116,7 @@ private:
 #define BACKSTASH_CALLBACKS(X) \
     X(take_in) X(read) X(begin_backward) X(claim) X(claim_weight) X(claim_input) X(modified) X(freed) X(assigned) X(stand_in) \
     X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(distrust) X(repeat) X(enter_settings) X(leave_settings) \
-    X(take_back) X(name) X(random_state) X(number_of) X(sample) X(check_sample) X(rare) X(before_end) X(affine)
+    X(take_back) X(name) X(random_state) X(number_of) X(sample) X(check_sample) X(rare) X(before_end) X(affine) X(others)
 
 // What forward passes of one Session share, and what outlives it.
 struct Session {
@@ -155,8 +156,8 @@ struct Run {
     int64_t number = 0;  // of the step, which decides on samples
     size_t next_save = 0, next_call = 0;
     long clock = 0;
-    bool in_call = false, is_broken = false;
-    std::vector<std::shared_ptr<Slot>> values;
+    bool in_call = false, is_broken = false, has_copied = false;
+    std::vector<std::weak_ptr<Slot>> values;  // which their saved tensors hold, and what is made from them
     std::shared_ptr<std::vector<Taken>> taken = std::make_shared<std::vector<Taken>>();
     std::vector<Register> registers;
     std::vector<std::shared_ptr<const Inputs>> inputs;

@@ -152,7 +152,9 @@ class Session:
         self._reading = held.Reading(self._unpack, linear.claim_input, linear.claim_weight, accumulation.LINEAR)
         self._hold, self._read = partial(held.hold_quickly, self._holding), partial(held.read_quickly, self._reading)
         self._take_in = compiled.pack_hook(self._forward, self._pack)
-        self._replaying = self._forward.replaying = replaying.for_session(self, self._forward, self._take_in, self._read)
+        self._replaying = self._forward.replaying = replaying.for_session(
+            self, self._forward, self._take_in, self._read
+        )
         self._is_replayed = False  # the pass in progress, or the latest one
         self._lock = self._live.lock
         self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check} {self._stops_if_useless}"
@@ -194,8 +196,9 @@ class Session:
             if self._forward.is_idle:
                 self._hooks = hooks.Hooks(self._hold, self._read)
             else:
-                ways = self._replaying or self
-                self._hooks = hooks.Hooks(ways.pack, ways.unpack, self, self._forward)
+                of = self._replaying
+                pack, unpack = (self._take_in, self._read) if of is None else (of.pack, of.unpack)
+                self._hooks = hooks.Hooks(pack, unpack, self, self._forward)
             self._hooks.install()
         except BaseException as error:
             entry.leave(error)
@@ -303,6 +306,7 @@ class Session:
                 tuple(self._live.monitor.found) if self._live.monitor is not None else (),
                 named=step.named,
                 recognised=step.recognised,
+                script="" if self._replaying is None else self._replaying.told(self._names.learned.passes),
             )
 
     @contextmanager
@@ -384,7 +388,7 @@ class Session:
         if not step.is_whole or self._is_replayed:
             return
         if self._replaying is not None:
-            is_ordinary = step.named == step.recognised and not step.calls and not self._encoder.is_looking
+            is_ordinary = step.named == step.recognised and not step.calls
             self._replaying.learn(known.passes, counted, is_ordinary)
         if not step.is_empty:
             known.step, known.peak_nbytes = step, self._live.peak_nbytes
@@ -457,16 +461,6 @@ class Session:
         self._live.unpacked = self._reading.is_simple = False
         self._holding.before = None
 
-    @property
-    def pack(self) -> Callable[[Tensor], Any]:
-        """The pack hook."""
-        return self._take_in
-
-    @property
-    def unpack(self) -> Callable[[Any], Tensor]:
-        """The unpack hook."""
-        return self._read
-
     def _pack(self, x: Tensor) -> held.Packed:
         return self._hold(x) if self._forward.is_idle else self._forward.pack(x)
 
@@ -479,9 +473,12 @@ class Session:
             self.policy.begin_step()
             if self._live.monitor is not None:
                 self._live.monitor.begin_step(1)
-        elif self._forward.step.accounts and self._live.saved == 0 and not in_backward():
-            if self._replaying is None or not self._replaying.alive:
-                self._begin_step()
+        elif self._forward.step.accounts and not self._has_graph() and not in_backward():
+            self._begin_step()
+
+    def _has_graph(self) -> bool:
+        """Whether autograd holds anything that was saved."""
+        return self._live.saved != 0 or (self._replaying is not None and self._replaying.alive != 0)
 
     def _encode(self, value: Value) -> None:
         """Encode a value that nobody but autograd holds."""

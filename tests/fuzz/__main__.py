@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 
 from backstash import Policy
+from backstash.capture import repeated
+from backstash.replay import replaying
 from tests.fuzz import interrupts
 from tests.fuzz.execute import Failure, check, run_plain
 from tests.fuzz.generate import BY_NAME, SHARE_CHANGING, SMALL, generate
@@ -43,6 +45,8 @@ def main(arguments: Sequence[str] | None = None, policy: Policy | None = None) -
     if given[:1] == ["interrupts"]:
         return interrupts.main(given[1:])
     options = _options(given)
+    if options.replay:
+        repeated.EQUAL, replaying.SHARE, replaying.PERIOD = 0, 0, 5
     torch.set_num_threads(1)
     folder = Path(options.failures or tempfile.mkdtemp(prefix="fuzz-failures-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,6 +133,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--changing",
         action=argparse.BooleanOptionalAction,
         help=f"only programs whose steps differ, or none (default: {100 * SHARE_CHANGING:.0f} %% of the programs)",
+    )
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="passes are written down at once and replayed from then on, and programs have more steps",
     )
     parser.add_argument("--shape", type=int, nargs=4, default=SMALL, metavar="SIZE", help="N C H W of all values")
     parser.add_argument("--minimise-minutes", type=float, default=0.5, help="at most, for each failure")

@@ -1,10 +1,10 @@
-"""What is known of the forward passes of one model under one policy, which may be the same again and again."""
+"""The record of a model's forward passes under one policy, which may be the same again and again."""
 
 from __future__ import annotations
 
 from typing import Any
 
-EQUAL, MOST_EQUAL = 6, 256
+EQUAL, MOST_EQUAL = 4, 256
 """After how many equal passes one is written down, at first and at most."""
 
 

@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from backstash.saved import Mask, SavedTensor, TensorSpec
 
@@ -15,7 +16,7 @@ NOTHING = TensorSpec((), (), torch.float32, torch.device("cpu"), 4)
 """In the place of a spec that nobody reads."""
 
 
-class Kind(IntEnum):
+class SaveKind(IntEnum):
     """What a saved tensor is."""
 
     PARAMETER = 0
@@ -27,7 +28,7 @@ class Kind(IntEnum):
     VALUE = 4
 
 
-class Claim(IntEnum):
+class ClaimWay(IntEnum):
     """Whether a saved tensor is unpacked as a claim (backward/claims.py)."""
 
     NEVER = 0
@@ -35,7 +36,7 @@ class Claim(IntEnum):
     IF_NO_ROOM = 2
 
 
-class Source(IntEnum):
+class InputSource(IntEnum):
     """Where an input of a repeated call comes from."""
 
     COPY = 0
@@ -43,12 +44,14 @@ class Source(IntEnum):
     CALL = 2
 
 
-class Action(IntEnum):
+class ValueFate(IntEnum):
     """What becomes of a value."""
 
     HOLD = 0
     ENCODE = 1
     REMAKE = 2
+    ASK = 3
+    """It is decided on the long way, in each pass anew."""
 
 
 @dataclass(slots=True)
@@ -71,7 +74,7 @@ class Save:
         place: what the long way knows of it.
     """
 
-    kind: Kind
+    kind: SaveKind
     spec: TensorSpec = NOTHING
     offset: int = 0
     storage_nbytes: int = 0
@@ -84,9 +87,9 @@ class Save:
     reads_sign: bool = False
     may_claim_weight: bool = False
     may_claim_input: bool = False
-    as_held: Claim = Claim.NEVER
-    as_stored: Claim = Claim.NEVER
-    as_bits: Claim = Claim.NEVER
+    as_held: ClaimWay = ClaimWay.NEVER
+    as_stored: ClaimWay = ClaimWay.NEVER
+    as_bits: ClaimWay = ClaimWay.NEVER
     parameter: int = 0
     facts: SavedTensor | None = None
     mask: Mask | None = None
@@ -94,17 +97,17 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenInput:
     """An input of a repeated call: the number of a copy, of a value or of a tree, and how the call sees it."""
 
-    source: Source
+    source: InputSource
     number: int
     spec: TensorSpec
     offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class CallTree:
     """A call that is repeated.
 
     Attributes:
@@ -121,25 +124,25 @@ class Tree:
     call: int
     function: Any
     as_called: Any
-    given: tuple[Given, ...]
-    inner: tuple[Tree, ...]
+    given: tuple[GivenInput, ...]
+    inner: tuple[CallTree, ...]
     spec: TensorSpec
     name: str
-    affine: Affine | None = None
+    affine: AffinePass | None = None
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(self._inputs())})"
 
     def _inputs(self) -> Iterator[str]:
         for each in self.given:
-            if each.source is Source.CALL:
+            if each.source is InputSource.CALL:
                 yield str(self.inner[each.number])
             else:
-                yield f"v{each.number}" if each.source is Source.VALUE else "copy"
+                yield f"v{each.number}" if each.source is InputSource.VALUE else "copy"
 
 
 @dataclass(frozen=True, slots=True)
-class Affine:
+class AffinePass:
     """``activation(batch_norm(source) + residual)`` in one pass: see stash/fused.py.
 
     Attributes:
@@ -147,6 +150,7 @@ class Affine:
         weight, bias: which of its copies these are; -1 for none.
         source, residual: inputs; the residual is None where nothing is added.
         inner: the tree that makes the residual.
+        second, second_weight, second_bias: of a residual that is a batch norm too; -1 for none.
         activation, lo, hi, outer, channels, inside: as the kernel ``affine`` takes them.
         kernel: what calls the kernel off the CPU.
     """
@@ -154,9 +158,12 @@ class Affine:
     norm: int
     weight: int
     bias: int
-    source: Given
-    residual: Given | None
-    inner: Tree | None
+    source: GivenInput
+    residual: GivenInput | None
+    inner: CallTree | None
+    second: int
+    second_weight: int
+    second_bias: int
     activation: int
     lo: float
     hi: float
@@ -167,7 +174,7 @@ class Affine:
 
 
 @dataclass(slots=True)
-class Value:
+class ValueProgram:
     """What becomes of a value.
 
     Attributes:
@@ -185,10 +192,11 @@ class Value:
         tree: of a value that is made again.
         text: the same as text.
         delay, held, gone, settled: as in stash/place.py.
+        spared, spares: in how many passes codecs that have declined it are asked again, and then; 0 for never.
         account: of the value in the pass that was written down.
     """
 
-    program: Action
+    program: ValueFate
     members: int
     strongest: int
     contents: int
@@ -210,20 +218,22 @@ class Value:
     mask_hi: float = 0.0
     if_set: int = 0
     if_clear: int = 0
-    tree: Tree | None = None
+    tree: CallTree | None = None
     delay: int = 1
     held: int = 0
     gone: int = 0
     settled: int = 0
+    spared: int = 0
+    spares: int = 0
     account: Any = None
 
     def __str__(self) -> str:
-        what = {Action.HOLD: "Hold", Action.ENCODE: "Encode", Action.REMAKE: "Remake"}[self.program]
+        what = self.program.name.capitalize()
         return f"{what}({self.text})"
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class SavingNode:
     """A node that saves tensors: where it is found behind the results of its call, and what has to be true of it.
 
     Attributes:
@@ -242,7 +252,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class NotedCall:
     """What a call that makes a value again has to be like: see stash/patterns.py.
 
     Attributes:
@@ -253,6 +263,7 @@ class Noted:
         draws: whether it draws random numbers.
         chosen: which of the tensors among the arguments are read; None for all.
         registers: what each of these holds; -1 for one that is copied.
+        shared: which of them are parameters of the model, whose copies calls share.
         makes: the register of the result.
         mean, invstd: the numbers of the saves that are a batch norm's statistics; -1 for none.
         autocast: the dtype of autocast; None where that was off.
@@ -266,6 +277,7 @@ class Noted:
     draws: bool
     chosen: tuple[int, ...] | None
     registers: tuple[int, ...]
+    shared: tuple[bool, ...]
     makes: int
     mean: int
     invstd: int
@@ -273,14 +285,14 @@ class Noted:
 
 
 @dataclass(slots=True)
-class Call:
+class KnownCall:
     """A torch function that saves something, or makes what is made again."""
 
     function: Any
     first: int
     saves: int = 0
-    nodes: list[Node] = field(default_factory=list)
-    noted: Noted | None = None
+    nodes: list[SavingNode] = field(default_factory=list)
+    noted: NotedCall | None = None
 
 
 @dataclass(slots=True)
@@ -293,15 +305,17 @@ class Script:
         min_nbytes: what is smaller is kept.
         settings: of the process, under which calls were noted.
         counted: how many tensors were saved, and their bytes.
+        copied: parameters of an accelerator that recipes have copied, to be copied together.
     """
 
     saves: list[Save]
-    values: list[Value]
-    calls: list[Call]
+    values: list[ValueProgram]
+    calls: list[KnownCall]
     registers: int
     min_nbytes: int
     settings: Any
     counted: tuple[int, int]
+    copied: list[Tensor]
 
     def __str__(self) -> str:
         lines = [f"{len(self.saves)} saves, {len(self.calls)} calls, {len(self.values)} values"]

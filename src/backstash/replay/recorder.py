@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,30 +18,30 @@ from backstash.codecs import base
 from backstash.codecs.masks.codec import Bitmask
 from backstash.ops import backends
 from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
-from backstash.ops.layout import images
-from backstash.policies.base import Stash
+from backstash.ops.layout import Rounding, images
 from backstash.replay.program import (
-    NOTHING,
-    Action,
-    Affine,
-    Call,
-    Claim,
-    Given,
-    Kind,
-    Node,
-    Noted,
+    AffinePass,
+    CallTree,
+    ClaimWay,
+    GivenInput,
+    InputSource,
+    KnownCall,
+    NotedCall,
     Save,
+    SaveKind,
+    SavingNode,
     Script,
-    Source,
-    Tree,
-    Value,
+    ValueFate,
+    ValueProgram,
 )
 from backstash.saved import PLAIN, Mask, Need, TensorSpec
 from backstash.stash import calls, fused, parameters
 from backstash.stash.calls import INPUT, Content, Held, Leaf
 from backstash.stash.compiled import is_odd, is_traced
+from backstash.stash.contents import Contents
 from backstash.stash.decode import decoded_dtype
 from backstash.stash.encode import _strength as strength
+from backstash.stash.looking import PERIOD, SPARED
 from backstash.stash.patterns import Pattern
 from backstash.stash.recipes import Recipe
 from backstash.stash.repeating import OVERWRITES
@@ -51,7 +51,7 @@ from backstash.stores import DeviceStore
 from backstash.torch_internals import in_backward, next_sequence_number
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Why a pass cannot be written down."""
 
 
@@ -90,16 +90,19 @@ class _Call:
     first: int
     saves: int = 0
     named: list[tuple[Any, list[tuple[str, Saved]]]] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[SavingNode] = field(default_factory=list)
     content: Content | None = None
     call: calls.Call | None = None
     pattern: Pattern | None = None
     draws: bool = False
+    shared: tuple[bool, ...] = ()
 
 
 class RecordingForward(Forward):
-    """A Forward that tells its recorder of everything. A Session's own becomes one for a pass, and no compiled twin
-    takes it for a Forward then."""
+    """A Forward that tells its recorder of everything.
+
+    A Session's own becomes one for a pass. No compiled twin takes it for a Forward then.
+    """
 
     __slots__ = ()
 
@@ -129,9 +132,11 @@ class RecordingForward(Forward):
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
     ) -> None:
         """As Forward.made."""
+        is_looked_at = type(result) is Tensor and result.layout is torch.strided and not is_odd(result)
+        before = self._contents.of(result).call if is_looked_at else None
         super().made(function, args, kwargs, result, random_state)
-        if type(result) is Tensor:
-            self._recorder.made(self._contents.of(result), args, kwargs)
+        if is_looked_at and self._contents.of(result).call is not before:
+            self._recorder.made(self._contents, self._contents.of(result), args, kwargs)
 
 
 class Recorder:
@@ -151,6 +156,10 @@ class Recorder:
         self._by_saved: dict[int, int] = {}
         self._packed: dict[int, int] = {}  # small ones, by the id of what was packed
         self.settings: Any = None
+
+    def copied(self) -> list[weakref.ref[Tensor]]:
+        """Parameters of an accelerator that the pass has copied."""
+        return list(self._names.noting().copied.values())
 
     def refuse(self, why: str) -> None:
         """The pass cannot be written down."""
@@ -176,7 +185,7 @@ class Recorder:
 
     def begin_save(self, x: Tensor) -> _Entry:
         """A tensor is about to be packed."""
-        save = Save(Kind.LOOSE, call=len(self.calls) if self._open is not None else -1)
+        save = Save(SaveKind.LOOSE, call=len(self.calls) if self._open is not None else -1)
         entry = _Entry(save, next_number=next_sequence_number())
         if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
             self.refuse("a saved tensor is of another class or layout")
@@ -192,14 +201,14 @@ class Recorder:
         """It was packed."""
         number = len(self.entries) - 1
         if type(packed) is parameters.HeldParameter:
-            entry.save.kind, entry.save.parameter = Kind.PARAMETER, entry.cdata
+            entry.save.kind, entry.save.parameter = SaveKind.PARAMETER, entry.cdata
         elif type(packed) is Saved:
             entry.saved = weakref.ref(packed)
             self._by_saved[id(packed)] = number
             if packed.wrapping is not None:
                 self.refuse("a saved tensor is wrapped")
         elif type(packed) is tuple:
-            entry.save.kind = Kind.SMALL
+            entry.save.kind = SaveKind.SMALL
             entry.packed = packed
             self._packed[id(packed)] = number
         else:
@@ -218,7 +227,7 @@ class Recorder:
             name = getattr(self._open.function, "__name__", "a torch function")
             self.refuse(f"{name} has saved a tensor by a node that is not found")
 
-    def made(self, content: Content, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def made(self, contents: Contents, content: Content, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A function has made a content."""
         call = content.call
         if self._open is None or call is None:
@@ -228,16 +237,24 @@ class Recorder:
         if call.random_state is not None:
             self._open.draws = True
             self._open.pattern = Pattern(args, kwargs, calls.tensors_in(args, kwargs), call.without_inputs())
+        pattern, parameters_of = self._open.pattern, contents.parameters
+        if pattern is not None:
+            tensors = calls.tensors_in(args, kwargs)
+            read = tensors if pattern.chosen is None else [tensors[index] for index in pattern.chosen]
+            storages = [x.untyped_storage() for x in read]
+            self._open.shared = tuple(
+                [
+                    parameters_of.include(x, storage) and not parameters_of.may_be_freed(storage)
+                    for x, storage in zip(read, storages, strict=True)
+                ]
+            )
 
     def _find_nodes(self, call: _Call, result: Any) -> None:
         """Finds the way from the results to each node that has saved something."""
         results = [result] if type(result) is Tensor else list(result) if type(result) is tuple else []
-        queue = [
-            (number, (), x.grad_fn) for number, x in enumerate(results) if type(x) is Tensor and x.grad_fn is not None
+        ways: list[tuple[Any, int, tuple[int, ...]]] = [
+            (x.grad_fn, number, ()) for number, x in enumerate(results) if type(x) is Tensor and x.grad_fn is not None
         ]
-        ways: list[tuple[Any, int, tuple[int, ...]]] = []
-        for number, path, node in queue[:]:
-            ways.append((node, number, path))
         at = 0
         while at < len(ways) and at < 64:
             node, number, path = ways[at]
@@ -263,7 +280,7 @@ class Recorder:
                 entry.save.gap = entry.next_number - entry.node
                 numbers.append(number)
             asked = self._asked(found[0][1])
-            call.nodes.append(Node(way[0], way[1], kind, tuple(numbers), asked))
+            call.nodes.append(SavingNode(way[0], way[1], kind, tuple(numbers), asked))
         for node, _, _ in ways[:8]:
             if type(node).__name__ in accumulation.LINEAR:
                 self._note_linear(call, node)
@@ -294,10 +311,10 @@ class Recorder:
         """The script of the pass, whose values have become what they become.
 
         Raises:
-            Refused: it cannot be replayed.
+            RefusedError: it cannot be replayed.
         """
         if self.refusal:
-            raise Refused(self.refusal)
+            raise RefusedError(self.refusal)
         return _Writer(self, min_nbytes, stores).script()
 
 
@@ -315,16 +332,18 @@ class _Writer:
         self._numbers = {id(call.call): number for number, call in enumerate(recorder.calls) if call.call is not None}
         self._used: set[int] = set()
         self._masks: dict[Mask, Mask] = {}
+        self._leaves: set[int] = set()
         self._settings: Any = None
 
     def script(self) -> Script:
         saves = [self._save(number, entry) for number, entry in enumerate(self._entries)]
         values = [self._value(number) for number in range(len(self._stored))]
+        for leaf in self._leaves:  # what others are made from stays as it is
+            values[leaf].spares = 0
         written = [self._call(number, call) for number, call in enumerate(self._recorder.calls)]
         counted = len(saves), sum(save.spec.nbytes for save in saves)
-        return Script(
-            saves, values, written, len(self._registers), self._min_nbytes, self._settings, counted
-        )
+        copied = [x for reference in self._recorder.copied() if (x := reference()) is not None]
+        return Script(saves, values, written, len(self._registers), self._min_nbytes, self._settings, counted, copied)
 
     def _save(self, number: int, entry: _Entry) -> Save:
         save = entry.save
@@ -334,25 +353,25 @@ class _Writer:
         if saved is None:  # its part of the graph was dropped: nobody knows what would have become of it
             return save
         if saved.modified is not None:
-            raise Refused("a saved tensor was changed")
+            raise RefusedError("a saved tensor was changed")
         if saved.tensor is None or saved.place is None:
-            save.kind = Kind.LOOSE
+            save.kind = SaveKind.LOOSE
             return save
         facts = saved.tensor
         if save.call >= 0 and entry.node is None:
-            raise Refused("a torch function has saved a tensor by a node that is not found")
+            raise RefusedError("a torch function has saved a tensor by a node that is not found")
         save.facts, save.place, save.is_builtin = facts, saved.place, saved.builtin
         save.reads_value = facts.need in (Need.VALUE, Need.INDEX)
         save.reads_sign = facts.need is Need.SIGN
         save.mask = None if saved.mask is None else self._masks.setdefault(saved.mask, saved.mask)
         if save.call < 0 and facts.need not in (Need.VALUE, Need.INDEX):
-            raise Refused("a tensor that is saved outside of any torch function is not read as a whole")
+            raise RefusedError("a tensor that is saved outside of any torch function is not read as a whole")
         if saved.value is None:
             if saved.counter is None or save.call < 0:
-                raise Refused("a saved tensor follows another one's memory")
-            save.kind = Kind.SHAPE
+                raise RefusedError("a saved tensor follows another one's memory")
+            save.kind = SaveKind.SHAPE
             return save
-        save.kind = Kind.VALUE
+        save.kind = SaveKind.VALUE
         stored = saved.value
         value = self._values.setdefault(id(stored), len(self._stored))
         if value == len(self._stored):
@@ -373,9 +392,9 @@ class _Writer:
         is_direct = form is not None and codec is not None and base.direct(codec, form) is not None
         nbytes = save.spec.nbytes
         save.as_held = _claim(op, nbytes, False)
-        save.as_stored = Claim.ALWAYS if is_direct and type(codec) is not Bitmask else _claim(op, nbytes, is_direct)
+        save.as_stored = ClaimWay.ALWAYS if is_direct and type(codec) is not Bitmask else _claim(op, nbytes, is_direct)
         has_bits = form is not None and save.mask is not None and base.direct(Bitmask(save.mask), form) is not None
-        save.as_bits = Claim.ALWAYS if has_bits else _claim(op, nbytes, False)
+        save.as_bits = ClaimWay.ALWAYS if has_bits else _claim(op, nbytes, False)
 
     def _register(self, content: Content | None) -> int:
         if content is None:
@@ -383,7 +402,7 @@ class _Writer:
         self._kept.append(content)
         return self._registers.setdefault(id(content), len(self._registers))
 
-    def _value(self, number: int) -> Value:
+    def _value(self, number: int) -> ValueProgram:
         stored, members = self._stored[number], self._members[number]
         found = [(member, self._entries[member].saved()) for member in members]  # type: ignore[misc]
         strongest, saved = max(found, key=lambda each: strength(each[1]))  # type: ignore[arg-type]
@@ -396,8 +415,8 @@ class _Writer:
             whole, is_whole = TensorSpec((numel,), (1,), spec.dtype, spec.device, save.storage_nbytes), False
         facts = stored.facts or saved.tensor
         place = stored.place or saved.place
-        value = Value(
-            Action.HOLD,
+        value = ValueProgram(
+            ValueFate.HOLD,
             len(members),
             strongest,
             self._register(stored.content),
@@ -414,23 +433,28 @@ class _Writer:
             settled=place.settled,
             account=account,
         )
+        if stored.recipe is None and stored.form is None and place.declined is not None:
+            value.spares = SPARED if whole.device.type == "cpu" else PERIOD
+            value.spared = max(1, place.spared)
         if stored.recipe is not None:
             self._remake(value, stored, stored.recipe)
         elif stored.form is not None:
             self._encode(value, stored.form)
         return value
 
-    def _encode(self, value: Value, form: Form) -> None:
-        store = self._stores["device"]
+    def _encode(self, value: ValueProgram, form: Form) -> None:
+        if form.tag is not None:
+            raise RefusedError("a value is moved")
+        store, codec, spec = self._stores["device"], form.codec, form.spec
         is_ours = type(form) is Form and form.tag is None and form.store is store and type(store) is DeviceStore
-        if not is_ours or store._holdings.capacity is not None:
-            raise Refused("a value is moved, or yet to be judged")
-        codec, spec = form.codec, form.spec
-        if base.view(codec) is not None:
-            raise Refused(f"{base.label(codec)} has a view of its planes")
+        has_look = spec.device.type != "cpu" and not isinstance(codec, Bitmask)  # for which the host would wait
+        if not is_ours or store._holdings.capacity is not None or base.view(codec) is not None or has_look:
+            value.program, value.text = ValueFate.ASK, base.label(codec)
+            value.is_exact_form = Need.VALUE in codec.preserves
+            return
         if spec.shape != value.whole.shape or spec.stride != value.whole.stride or spec.dtype is not value.whole.dtype:
-            raise Refused("a value was encoded in another layout")
-        value.program, value.codec, value.text = Action.ENCODE, codec, base.label(codec)
+            raise RefusedError("a value was encoded in another layout")
+        value.program, value.codec, value.text = ValueFate.ENCODE, codec, base.label(codec)
         value.is_exact_form = Need.VALUE in codec.preserves
         value.mask = None if form.mask is None else self._masks.setdefault(form.mask, form.mask)
         value.ways = Ways(codec, value.mask, spec)
@@ -448,51 +472,51 @@ class _Writer:
                 value.if_set = scalar_bits(test.if_set, math.copysign(1.0, test.if_set), dtype)
                 value.if_clear = scalar_bits(test.if_clear, math.copysign(1.0, test.if_clear), dtype)
 
-    def _remake(self, value: Value, stored: Stored, recipe: Recipe) -> None:
+    def _remake(self, value: ValueProgram, stored: Stored, recipe: Recipe) -> None:
         if stored.form is not None or recipe.from_statistics or recipe.any_producer or recipe.first_use is not None:
-            raise Refused("a value is made again by costly calls, or within bounds")
+            raise RefusedError("a value is made again by costly calls, or within bounds")
         if recipe.references:
-            raise Refused("a value is made again from a parameter where it is")
-        if recipe.call.spec.device.type != "cpu":
-            raise Refused("a value is made again on an accelerator")
-        value.program, value.text = Action.REMAKE, str(recipe)
+            raise RefusedError("a value is made again from a parameter where it is")
+        value.program, value.text = ValueFate.REMAKE, str(recipe)
         value.tree = self._tree(recipe)
 
-    def _tree(self, recipe: Recipe) -> Tree:
+    def _tree(self, recipe: Recipe) -> CallTree:
         call = recipe.call
         number = self._numbers.get(id(call))
         if number is None or self._recorder.calls[number].pattern is None:
-            raise Refused(f"{call.name} was not noted in a way that can be compared")
+            raise RefusedError(f"{call.name} was not noted in a way that can be compared")
         if call.group is not None or call.needs_grad or call.output is not None or not call.is_cheap:
-            raise Refused(f"{call.name} is a costly call")
+            raise RefusedError(f"{call.name} is a costly call")
         if self._settings is not None and call.settings is not self._settings:
-            raise Refused("calls were made under different settings")
+            raise RefusedError("calls were made under different settings")
         self._settings = call.settings
         self._used.add(number)
-        given, inner = [], []
+        given: list[GivenInput] = []
+        inner: list[CallTree] = []
         for index, each in enumerate(recipe.inputs):
             if isinstance(each, Held):
-                given.append(Given(Source.COPY, index, TensorSpec.of(each.tensor)))
+                given.append(GivenInput(InputSource.COPY, index, TensorSpec.of(each.tensor)))
             elif isinstance(each, Leaf):
                 leaf = self._values.get(id(each.value))
                 if leaf is None:
-                    raise Refused("a value is made again from one of an earlier pass")
-                given.append(Given(Source.VALUE, leaf, each.spec, each.offset))
+                    raise RefusedError("a value is made again from one of an earlier pass")
+                given.append(GivenInput(InputSource.VALUE, leaf, each.spec, each.offset))
+                self._leaves.add(leaf)
             else:
-                given.append(Given(Source.CALL, len(inner), each[1].spec, each[1].offset))
+                given.append(GivenInput(InputSource.CALL, len(inner), each[1].spec, each[1].offset))
                 inner.append(self._tree(each[0]))
         first = recipe.inputs[0] if recipe.inputs else None
         is_first = bool(call.args) and call.args[0] is INPUT
         is_temporary = is_first and isinstance(first, tuple) and first[1].spec == call.spec
         function = OVERWRITES.get(call.name, call.function) if is_temporary else call.function
         affine = self._affine(recipe, tuple(inner)) if recipe.fused else None
-        return Tree(
+        return CallTree(
             number, function, call.without_inputs(), tuple(given), tuple(inner), call.spec, call.name, affine
         )
 
-    def _affine(self, recipe: Recipe, inner: tuple[Tree, ...]) -> Affine | None:
+    def _affine(self, recipe: Recipe, inner: tuple[CallTree, ...]) -> AffinePass | None:
         parts = fused._parts(recipe)
-        if parts is None or recipe.call.spec.device.type != "cpu":
+        if parts is None:
             return None
         activation, norm, source, residual = parts
         spec = recipe.call.spec
@@ -501,37 +525,54 @@ class _Writer:
         lies = images(torch.empty_strided(spec.shape, spec.stride, device="meta"))
         if lies is None or source.spec.dtype is not torch.float32:
             return None
-        number = self._numbers[id(norm.call)]
-        indices = {id(each): index for index, each in enumerate(norm.call.inputs)}
-        weight, bias = norm.call.named_input("weight"), norm.call.named_input("bias")
-        made: Tree | None = None
-        added: Given | None = None
-        if isinstance(residual, Leaf):
-            added = Given(Source.VALUE, self._values[id(residual.value)], residual.spec, residual.offset)
+        device = spec.device
+        rounding = "" if device.type == "cpu" else fused._rounding(device, lies[1] == 1)
+        if device.type != "cpu" and not rounding:
+            return None
+        made: CallTree | None = None
+        added: GivenInput | None = None
+        second = fused._norm_within(residual, recipe.call)
+        seconds = -1, -1, -1
+        if second is not None:
+            leaf = second.inputs[0]
+            assert isinstance(leaf, Leaf)
+            added = GivenInput(InputSource.VALUE, self._values[id(leaf.value)], leaf.spec, leaf.offset)
+            seconds = self._vectors(second)
+        elif isinstance(residual, Leaf):
+            added = GivenInput(InputSource.VALUE, self._values[id(residual.value)], residual.spec, residual.offset)
         elif isinstance(residual, tuple):
             made = self._tree(residual[0])
             if not fused.fills(residual):
                 return None
-            added = Given(Source.CALL, 0, residual[1].spec, residual[1].offset)
+            added = GivenInput(InputSource.CALL, 0, residual[1].spec, residual[1].offset)
         code, lo, hi = activation or (0, 0.0, 0.0)
-        return Affine(
-            number,
-            indices.get(id(weight), -1),
-            indices.get(id(bias), -1),
-            Given(Source.VALUE, self._values[id(source.value)], source.spec, source.offset),
+        return AffinePass(
+            *self._vectors(norm),
+            GivenInput(InputSource.VALUE, self._values[id(source.value)], source.spec, source.offset),
             added,
             made,
+            *seconds,
             int(code),
             lo,
             hi,
             lies[0],
             spec.shape[1],
             lies[1],
-            None,
+            None if device.type == "cpu" else (backends.serving(device.type).affine, Rounding[rounding]),
         )
 
-    def _call(self, number: int, call: _Call) -> Call:
-        written = Call(call.function, call.first, call.saves, call.nodes)
+    def _vectors(self, norm: Recipe) -> tuple[int, int, int]:
+        """The number of a batch norm's call, and which of its inputs weight and bias are; -1 for none."""
+        number = self._numbers.get(id(norm.call))
+        if number is None:
+            raise RefusedError("a batch norm was not noted")
+        self._used.add(number)
+        indices = {id(each): index for index, each in enumerate(norm.call.inputs)}
+        weight, bias = norm.call.named_input("weight"), norm.call.named_input("bias")
+        return number, indices.get(id(weight), -1), indices.get(id(bias), -1)
+
+    def _call(self, number: int, call: _Call) -> KnownCall:
+        written = KnownCall(call.function, call.first, call.saves, call.nodes)
         noted, pattern = call.call, call.pattern
         if number not in self._used or noted is None or pattern is None:
             return written
@@ -539,7 +580,7 @@ class _Writer:
         if noted.statistics is not None:
             mean, invstd = self._statistics(call)
         registers = tuple([-1 if isinstance(given, Held) else self._register(given.content) for given in noted.inputs])
-        written.noted = Noted(
+        written.noted = NotedCall(
             pattern.args,
             pattern.kwargs,
             noted.without_inputs(),
@@ -548,6 +589,12 @@ class _Writer:
             call.draws,
             pattern.chosen,
             registers,
+            tuple(
+                [
+                    isinstance(given, Held) and is_shared
+                    for given, is_shared in zip(noted.inputs, call.shared, strict=True)
+                ]
+            ),
             self._register(call.content),
             mean,
             invstd,
@@ -566,7 +613,7 @@ class _Writer:
                 if _tensor_of(entry) is not None and _tensor_of(entry).data_ptr() == held.tensor.data_ptr()
             ]
             if len(found) != 1:
-                raise Refused("a batch norm's statistics are not among what it saves")
+                raise RefusedError("a batch norm's statistics are not among what it saves")
             numbers.append(found[0])
         return numbers[0], numbers[1]
 
@@ -578,12 +625,12 @@ def _tensor_of(entry: _Entry) -> Any:
     return None if saved is None else saved.dense
 
 
-def _claim(op: str, nbytes: int, is_direct: bool) -> Claim:
+def _claim(op: str, nbytes: int, is_direct: bool) -> ClaimWay:
     """As table.is_worth_a_claim, of what is known beforehand."""
     if is_direct:
         if op not in table.MASKED or nbytes >= table.LARGE:
-            return Claim.ALWAYS
-        return Claim.NEVER if nbytes < table.TINY else Claim.IF_NO_ROOM
+            return ClaimWay.ALWAYS
+        return ClaimWay.NEVER if nbytes < table.TINY else ClaimWay.IF_NO_ROOM
     if nbytes < table.LARGE or op in table.NEVER_WHOLE:
-        return Claim.NEVER
-    return Claim.ALWAYS if nbytes >= table.CHEAP_CLAIM else Claim.IF_NO_ROOM
+        return ClaimWay.NEVER
+    return ClaimWay.ALWAYS if nbytes >= table.CHEAP_CLAIM else ClaimWay.IF_NO_ROOM

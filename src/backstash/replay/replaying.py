@@ -1,14 +1,18 @@
-"""Which forward passes of a Session run a script, and what the interpreter in C++ asks Python for.
+"""The choice of the forward passes that run a script, and the functions by which the interpreter in C++ asks Python.
 
 Note: [settled passes]
-    Training repeats itself. When some passes have saved as many tensors and bytes as each other, the next one is written
-    down (recorder.py), and those after it run the script: what autograd saves is compared with what it saved then, in
-    order, by its looks, by what else has its memory, and by the node that saves it. Each value becomes what it became
-    then, at the time at which nobody else holds it any more. Where a value cannot - what would make it again was called
-    in another way, or its codec refuses it - it goes the long way alone. Where the pass itself differs, what is not
+    Training repeats itself. When some passes have saved as many tensors and bytes as each other, the next one is
+    written down (recorder.py), and those after it run the script: what autograd saves is compared with what it saved
+    then, in order, by its looks, by what else has its memory, and by the node that saves it. Each value becomes what it
+    became then, when nobody else holds it any more. Where a value cannot - what would make it again was called in
+    another way, or its codec refuses it - it goes the long way alone. Where the pass itself differs, what is not
     decided yet is given back, and the pass goes on the long way; a later one is written down anew, after twice as many
     equal passes. One in PERIOD passes goes the long way in any case, so that codecs look again and recipes are proven
     again.
+
+    What is compared is what the long way compares: a shape or a dtype that is another, a node of another type, scalars
+    that a formula asks for, an argument, autocast, a setting of the process, a tensor that was changed or handed on. So
+    nothing is taken for granted that the long way would look at but the policy's answer and the time of the look.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from backstash.backward import accumulation, claims, linear
@@ -34,20 +40,22 @@ from backstash.codecs.shape import stand_in
 from backstash.errors import CodecRefusedError, RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.numerics import under
 from backstash.ops.cpu import library
-from backstash.replay.program import Script
-from backstash.replay.recorder import Recorder, RecordingForward, Refused, Ways
 from backstash.policies.base import knows_room
+from backstash.replay.program import Script, ValueFate
+from backstash.replay.recorder import Recorder, RecordingForward, RefusedError, Ways
 from backstash.saved import SavedTensor, TensorSpec
-from backstash.stash.accounts import Step
 from backstash.stash import calls, compiled, held, producers, repeating
+from backstash.stash.accounts import Account, Step
 from backstash.stash.comparing import _distrusted as distrusted
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import check_memory
-from backstash.stash.value import Saved
+from backstash.stash.pending import decide_if_orphaned
+from backstash.stash.remaking import REPEAT
+from backstash.stash.sample import Rows, Sample
+from backstash.stash.value import Saved, Value
 from backstash.torch_internals import no_torch_function, running_node
 
 if TYPE_CHECKING:
-    from backstash.capture.hooks import Hooks
     from backstash.session import Session
 
 SHARE = 50
@@ -81,6 +89,8 @@ class Replaying:
         self._recorder: Recorder | None = None
         self._running: Script
         self._unnamed: list[tuple[Any, Saved]] = []
+        self._rows = Rows()
+        self._is_stale = False  # what the script says of a value is no longer so
         self._learned = Passes()
         me = weakref.ref(self)
 
@@ -92,7 +102,9 @@ class Replaying:
 
             return asked
 
-        own = {name: ask(f"_{name}") for name in ("take_back", "name", "before_end", "begin_backward", "rare", "distrust")}
+        passes = ["take_back", "name", "before_end", "begin_backward", "rare"]
+        asked = [*passes, "distrust", "sample", "check_sample", "others"]
+        own = {name: ask(f"_{name}") for name in asked}
         self._native = native.Replayer(
             **own, **_CALLBACKS, take_in=self._long_way(take_in), read=read, lock=forward._lock
         )
@@ -132,14 +144,10 @@ class Replaying:
         return self.is_running and self._native.place[0] > 0 and not self.alive
 
     def watch(self, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-        """What watches torch functions, in front of what does it on the long way."""
-        call, this = self._native.call, weakref.ref(self)
+        """What watches torch functions: the interpreter, and ``otherwise`` on the long way."""
         self._otherwise = otherwise
-
-        def watch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-            done = call(func, args, kwargs)
-            return done if done is not NotImplemented else otherwise(func, args, kwargs)
-
+        self._native.watch(otherwise)
+        watch: Callable[..., Any] = self._native.call
         return watch
 
     # -- passes --------------------------------------------------------------------------------------------------
@@ -155,12 +163,14 @@ class Replaying:
         self.abandon()
         self._learned = learned
         if learned.read is not None:
-            if learned.since < PERIOD:
+            if learned.since < PERIOD and not self._is_stale:
                 learned.since += 1
                 learned.runs += 1
                 self._running = learned.script
                 self._native.begin(learned.read, number, others_nbytes)
                 return True
+            _count_uses(learned)
+            self._is_stale = False
             learned.since, learned.script, learned.read = 0, None, None
             learned.equal = learned.needed
         if learned.equal >= learned.needed:
@@ -210,10 +220,11 @@ class Replaying:
         try:
             learned.script = recorder.script(session.min_nbytes, session.stores)
             learned.read = native.script(learned.script)
+            learned.script.copied.clear()
             learned.refusal = ""
             learned.since = 0
             learned.step = step
-        except Refused as refused:
+        except RefusedError as refused:
             learned.forget()
             learned.refusal = str(refused)
 
@@ -233,6 +244,13 @@ class Replaying:
         """A backward pass begins; returns the bytes that scripts hold."""
         self._native.begin_backward(others_nbytes)
         return self.nbytes
+
+    def told(self, learned: Passes) -> str:
+        """The script as text, or why there is none."""
+        if learned.script is not None:
+            return str(learned.script)
+        why = f": {learned.refusal}" if learned.refusal else f" until {learned.needed} equal steps were seen"
+        return f"nothing is replayed{why}"
 
     def fill(self) -> None:
         """Writes into the accounts of a pass that has run a script what its values have taken."""
@@ -267,7 +285,7 @@ class Replaying:
 
     def _take_back(self, members: Any, unnamed: Any, is_orphan: bool) -> None:
         """Makes ordinary saved tensors of what a pass has packed, with names or before it is named."""
-        script, forward, live = self._running, self._forward, self._forward._live
+        script, forward, live, value = self._running, self._forward, self._forward._live, None
         for packed, dense, original, number, version, node in members or ():
             save = script.saves[number]
             saved = _saved_of(dense, original, version, live)
@@ -277,13 +295,27 @@ class Replaying:
             forward._take(saved, save.place, save.is_builtin)
             if save.is_builtin:
                 saved.node, saved.claimable = node, save.place.claimable
+            value = saved.value
         for packed, dense, original, number, version, _ in unnamed or ():
             saved = _saved_of(dense, original, version, live)
             saved.pinned = script.saves[number].is_pinned
             native.delegate(packed, saved)
             self._unnamed.append((packed, saved))
-        if is_orphan:
-            forward._pending.look_at_all()
+        if is_orphan and value is not None:
+            number = script.saves[members[0][3]].value
+            self._account_for(value, script.values[number].account)
+            decide_if_orphaned(forward._pending, value)
+            if value.form is not None and script.values[number].program is ValueFate.HOLD:
+                self._is_stale = True  # a codec takes it now
+
+    def _account_for(self, value: Value, account: Account) -> None:
+        """Has a value that goes the long way alone go on in the account that it has in the script's step."""
+        accounts = self._forward.step.accounts
+        fresh = accounts.pop()
+        assert fresh is value.account
+        account.stash_nbytes, account.codec, account.store = fresh.stash_nbytes, fresh.codec, fresh.store
+        account.reason = fresh.reason
+        value.account = account
 
     def _name(self, result: Any) -> None:
         """Names what was packed in a call in which the pass was given back."""
@@ -300,9 +332,33 @@ class Replaying:
             for saved in wanted.values():
                 forward._take_of_unknown(saved)
 
+    def _others(self) -> int:
+        return self._forward._live.nbytes
+
+    def _sample(self, whole: Tensor, number: int) -> Sample:
+        return Sample.of(whole, number, rows=self._rows)
+
+    def _check_sample(self, sample: Sample, whole: Tensor, key: str, spec: TensorSpec, recipe: str) -> None:
+        live = self._forward._live
+        if live.comparisons.takes(sample, whole):
+            live.comparisons.add(sample, whole, partial(distrusted, live, key, spec, None))
+        elif sample.differs(whole):
+            self._distrust(key, spec, recipe)
+
     def _distrust(self, key: str, spec: TensorSpec, recipe: str) -> None:
         self._learned.forget()
         raise RecomputedDifferentlyError(distrusted(self._forward._live, key, spec, recipe))
+
+
+def _count_uses(learned: Passes) -> None:
+    """Counts the passes that ran a script: a recipe that is due is proven in this pass, and codecs look again."""
+    for value in learned.script.values:
+        place = learned.script.saves[value.strongest].place
+        if value.program is ValueFate.REMAKE:
+            due = REPEAT - 1 - place.uses % REPEAT
+            place.uses += min(due, learned.since)
+        else:
+            place.spared = max(0, place.spared - learned.since)
 
 
 def for_session(
@@ -320,8 +376,7 @@ def _saved_of(dense: Tensor, original: Tensor | None, version: int, live: Any) -
     saved = Saved(dense, live)
     saved.original = None if original is None else weakref.ref(original)
     saved.version = version
-    if dense.is_leaf and dense.requires_grad:
-        saved.dense = dense
+    saved.dense = dense  # which is nobody else's, or a leaf
     return saved
 
 
@@ -418,6 +473,27 @@ def _repeat(call: calls.Call, function: Any, tensors: list[Tensor], random_state
     return repeating.repeat(call, function, tensors)
 
 
+def _affine(
+    kernel: tuple[Any, Any],
+    x: Tensor,
+    vectors: tuple[Any, ...],
+    y: Tensor | None,
+    numbers: tuple[Any, ...],
+    spec: TensorSpec,
+    sample: Sample | None,
+    of_residual: tuple[Any, ...],
+) -> Tensor:
+    """Has an accelerator's kernel make a value: see fused.affine."""
+    result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    picked = None if sample is None else sample.room(result)
+    if sample is None or picked is None:
+        kernel[0](x, *vectors, y, *numbers, result, None, kernel[1], None, 0, 1, *of_residual)
+    else:
+        kernel[0](x, *vectors, y, *numbers, result, None, kernel[1], picked, sample.begin, sample.step, *of_residual)
+        sample.picked = picked
+    return result
+
+
 def _enter_settings(wanted: Any, spec: TensorSpec) -> Any:
     context = under(wanted, spec.device.type)
     context.__enter__()
@@ -460,7 +536,5 @@ _CALLBACKS: dict[str, Callable[..., Any]] = {
     "leave_settings": _leave_settings,
     "random_state": lambda func, args, kwargs: calls.random_state(func, args, kwargs or {}),
     "number_of": _number_of,
-    "sample": None,
-    "check_sample": None,
-    "affine": None,
+    "affine": _affine,
 }

@@ -62,7 +62,7 @@ def _offsets(kind: type) -> dict[str, int]:
 
 
 def _replay() -> Any:
-    """What was built against this torch: it reads torch's own objects for the compiled functions; None where it was not.
+    """What was built against this torch, and reads its objects for the compiled functions; None where nothing was.
 
     Note: [torch's own objects]
         The compiled functions know torch by the attributes of its tensors, and so fit every torch. To ask an attribute
