@@ -448,7 +448,8 @@ class _Writer:
         store, codec, spec = self._stores["device"], form.codec, form.spec
         is_ours = type(form) is Form and form.tag is None and form.store is store and type(store) is DeviceStore
         has_look = spec.device.type != "cpu" and not isinstance(codec, Bitmask)  # for which the host would wait
-        if not is_ours or store._holdings.capacity is not None or base.view(codec) is not None or has_look:
+        asks_again = has_look or hasattr(codec, "refuses_reader")  # which may depend on the settings of the moment
+        if not is_ours or store._holdings.capacity is not None or base.view(codec) is not None or asks_again:
             value.program, value.text = ValueFate.ASK, base.label(codec)
             value.is_exact_form = Need.VALUE in codec.preserves
             return
