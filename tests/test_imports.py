@@ -20,7 +20,7 @@ HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning",
 """Units that may install hooks: the Session's own, and those that observe somebody's program from outside."""
 
 SAID_WITH_THEIR_MODULE = {
-    *("attach", "get", "names"),  # of a framework, of a registry
+    *("attach", "get", "names", "BackstashCallback"),  # of a framework, of a registry
     *("compare", "plan", "profile", "main", "add_to"),  # of the command line, beside what a command calls
     *("listen", "unlisten", "admit", "dismiss"),  # to modules, passes, regions; of transforms, of checkpoints
 }
