@@ -3,6 +3,9 @@
 And native/python/*.cpp to src/backstash/stash/_held.abi3.so, a module of Python. It uses the limited API of Python
 3.11, so it fits every later Python too, as the library does, which is called through ctypes.
 
+And native/replay/*.cpp to src/backstash/stash/_access.*.so, which reads torch's own objects for that module. It fits
+one Python and one torch, and is only built where that torch is there: without build isolation.
+
 The step is optional. If there is no C++ compiler, or if it fails, the install goes on without what it could not compile
 and prints a notice; backstash then uses its references in Python. To compile in place, for development:
 python setup.py build_native
@@ -12,6 +15,7 @@ Each source file is compiled on its own, as many at a time as there are processo
 BACKSTASH_BUILD=pure compiles nothing, whatever compilers there are: a wheel for every platform.
 """
 
+import importlib.util
 import os
 import shlex
 import shutil
@@ -31,6 +35,8 @@ ROOT = Path(__file__).parent
 NATIVE = ROOT / "native"
 LIBRARY = "backstash/ops/cpu/libbackstash_native.so"
 MODULE = "backstash/stash/_held.abi3.so"
+ACCESS = f"backstash/stash/_access{sysconfig.get_config_var('EXT_SUFFIX')}"
+FILES = (LIBRARY, MODULE, ACCESS)
 # Nobody reads the flags that a division by zero sets: without them GCC makes vector code of more loops, as clang does.
 # A product and a sum are rounded one by one, as torch does: without the flag GCC would fuse them where it can.
 FLAGS = ("-O3", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC")
@@ -126,6 +132,41 @@ def compile_module(target: Path) -> str | None:
     return problem
 
 
+def torch_flags() -> list[str] | None:
+    """Where torch's headers and libraries are; None where there is no torch."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    folder = Path(found.origin).parent
+    include, lib = folder / "include", folder / "lib"
+    if not (include / "torch").is_dir():
+        return None
+    headers = [f"-I{path}" for path in (include, include / "torch" / "csrc" / "api" / "include")]
+    return [*headers, f"-L{lib}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+
+
+def compile_access(target: Path) -> str | None:
+    """Compiles what reads torch's objects to ``target``. Returns None, or why there is none now."""
+    target.unlink(missing_ok=True)
+    flags = torch_flags()
+    if flags is None:
+        return "there is no torch here to build it for"
+    problem = "no C++ compiler was found (CXX, g++, clang++)"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+    for compiler in compilers():
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            fresh = Path(scratch) / target.name
+            command = [*compiler, "-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-shared", *undefined]
+            sources = map(str, sorted((NATIVE / "replay").glob("*.cpp")))
+            failure = run([*command, f"-I{sysconfig.get_path('include')}", *sources, *flags, "-o", str(fresh)])
+            if failure is None:
+                os.replace(fresh, target)
+                return None
+            problem = failure
+    return problem
+
+
 class BuildNative(Command):
     """Compile native/*.cpp: in place for an editable install or on its own, else into build_lib."""
 
@@ -145,7 +186,7 @@ class BuildNative(Command):
 
     def run(self) -> None:
         if is_pure():
-            for file in (LIBRARY, MODULE):
+            for file in FILES:
                 self.target(file).unlink(missing_ok=True)  # build_py may have copied one
             say("NOTICE: nothing is compiled, because BACKSTASH_BUILD=pure. Slow reference kernels serve.")
             return
@@ -157,18 +198,22 @@ class BuildNative(Command):
         if problem is not None:
             say(f"NOTICE: installing without the compiled hooks, because {problem}")
             say("It works without them, in a microsecond or two more for each saved tensor.")
+        problem = compile_access(self.target(ACCESS))
+        if problem is not None:
+            say(f"NOTICE: installing without what reads torch's own objects, because {problem}")
+            say("It works without it; a saved tensor takes twice the time. Install with --no-build-isolation to get it.")
 
     def get_source_files(self) -> list[str]:
         return [str(path.relative_to(ROOT)) for path in sorted(NATIVE.rglob("*")) if path.suffix in (".cpp", ".h")]
 
     def get_outputs(self) -> list[str]:
-        return [str(Path(self.build_lib) / file) for file in (LIBRARY, MODULE) if self.target(file).exists()]
+        return [str(Path(self.build_lib) / file) for file in FILES if self.target(file).exists()]
 
     def get_output_mapping(self) -> dict[str, str]:
         if not self.editable_mode:
             return {}
         return {
-            str(Path(self.build_lib) / file): f"src/{file}" for file in (LIBRARY, MODULE) if self.target(file).exists()
+            str(Path(self.build_lib) / file): f"src/{file}" for file in FILES if self.target(file).exists()
         }
 
 
@@ -184,7 +229,7 @@ class BdistWheel(bdist_wheel):
     def run(self) -> None:
         self.run_command("build")
         build_native = self.get_finalized_command("build_native")
-        native = any(build_native.target(file).exists() for file in (LIBRARY, MODULE))
+        native = any(build_native.target(file).exists() for file in FILES)
         self.root_is_pure = not native
         self.distribution.has_ext_modules = lambda: native  # so that the files are filed as platform-dependent, too
         super().run()

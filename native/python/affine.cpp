@@ -141,6 +141,12 @@ int take_vector(PyObject* held, PyObject* shape, Vector& vector) {
     if (held == Py_None) return 1;
     vector.tensor.reset(get_held(held));
     if (!vector.tensor || !is_plain(vector.tensor.get())) return vector.tensor ? 0 : -1;
+    Facts facts;
+    if (read_facts(vector.tensor.get(), facts)) {
+        if (facts.dtype != float32 || !facts.is_strided || !are_numbers(shape, facts.sizes, facts.dim)) return 0;
+        vector.data = data_of(vector.tensor.get());
+        return PyErr_Occurred() ? -1 : facts.strides[0] == 1 || facts.sizes[0] == 1;
+    }
     Owned dtype(tensor_dtype(vector.tensor.get()));
     Owned own(dtype ? tensor_shape(vector.tensor.get()) : nullptr);
     Owned stride(own ? tensor_stride(vector.tensor.get()) : nullptr);

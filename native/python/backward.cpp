@@ -247,9 +247,8 @@ PyObject* fetch_leaf(PyObject* leaf, PyObject* known) {
     }
     if (!whole) return nullptr;
     PyObject *spec = at(leaf, layout::leaf.spec), *offset = at(leaf, layout::leaf.offset);
-    Owned own(tensor_storage_offset(whole.get()));
-    const int same = own ? PyObject_RichCompareBool(own.get(), offset, Py_EQ) : -1;
-    return same < 0 ? nullptr : seen_as(whole.get(), spec, offset, same);
+    const long long own = offset_of(whole.get()), wanted = PyLong_AsLongLong(offset);
+    return PyErr_Occurred() ? nullptr : seen_as(whole.get(), spec, offset, own == wanted);
 }
 
 // Whether a tensor that is held by reference is at the version at which it was saved, and nobody may have written into
@@ -262,9 +261,9 @@ int is_unchanged(PyObject* saved) {
 }
 
 PyObject* decode(PyObject* saved, PyObject* spec, PyObject* value, bool in_backward) {
-    Owned has_graph(PyObject_CallNoArgs(is_grad_enabled));
-    if (!has_graph) return nullptr;
-    if (has_graph.get() == Py_True || !is_true_at(saved, layout::saved.builtin))
+    const int has_graph = has_grad_mode();
+    if (has_graph < 0) return nullptr;
+    if (has_graph || !is_true_at(saved, layout::saved.builtin))
         return PyObject_CallFunctionObjArgs(decode_reference, saved, spec, value, nullptr);
     Owned whole(dense(value, Py_False, in_backward ? Py_True : Py_False, nullptr));
     if (!whole || !has_read(saved, value) || !let_go(value)) return nullptr;

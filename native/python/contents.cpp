@@ -88,8 +88,10 @@ PyObject* statistics(PyObject* named, PyObject* result) {
 
 // A copy of a tensor, as something held: see Contents._snapshot, of what is small.
 PyObject* hold_copy(PyObject* x) {
-    Owned detached(tensor_detach(x));
-    Owned copy(detached ? PyObject_CallMethodObjArgs(detached.get(), s_clone, nullptr) : nullptr);
+    Owned detached(is_known(x) ? nullptr : tensor_detach(x));
+    Owned copy(is_known(x) ? access->clone(x)
+               : detached  ? PyObject_CallMethodObjArgs(detached.get(), s_clone, nullptr)
+                           : nullptr);
     Owned version(copy ? tensor__version(copy.get()) : nullptr);
     PyObject* made = version ? make(layout::held.type) : nullptr;
     if (made == nullptr) return nullptr;
@@ -107,7 +109,7 @@ int is_no_parameter(PyObject* parameters, PyObject* x, PyObject* cdata) {
         if (listed != 0) return listed < 0 ? -1 : 0;
     }
     if (type_of(x) != tensor_type) return 0;
-    Owned base(PyObject_GetAttr(x, s__base));
+    Owned base(access != nullptr ? access->base(x) : PyObject_GetAttr(x, s__base));
     return base ? base.get() == Py_None || type_of(base.get()) == tensor_type : -1;
 }
 
@@ -115,15 +117,15 @@ int is_no_parameter(PyObject* parameters, PyObject* x, PyObject* cdata) {
 PyObject* argument(PyObject* contents, PyObject* x, PyObject* made, PyObject* slot, PyObject* parameters,
                    long long smallest) {
     Owned storage(tensor_untyped_storage(x));
-    Owned nbytes(storage ? PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr) : nullptr);
-    Owned cdata(nbytes ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
+    const long long nbytes = storage ? nbytes_of(storage.get()) : -1;
+    Owned cdata(nbytes < 0 ? nullptr : cdata_of(storage.get()));
     if (!cdata) return nullptr;
-    const bool is_small = PyLong_AsLongLong(nbytes.get()) < smallest;
-    const long long own_nbytes = is_small ? integer(x, s_nbytes) : 0;  // which may be more, of what is expanded
+    const bool is_small = nbytes < smallest;
+    const long long own_nbytes = is_small ? nbytes_of_tensor(x) : 0;  // which may be more, of what is expanded
     if (PyErr_Occurred()) return nullptr;
-    Owned is_here(is_small ? tensor_is_cpu(x) : nullptr);
-    if (PyErr_Occurred()) return nullptr;
-    if (is_small && own_nbytes < smallest && is_here.get() == Py_True) return hold_copy(x);
+    const int is_here = is_small ? is_on_cpu(x) : 0;
+    if (is_here < 0) return nullptr;
+    if (is_small && own_nbytes < smallest && is_here) return hold_copy(x);
     const int simple = is_small ? 0 : is_no_parameter(parameters, x, cdata.get());
     if (simple < 0) return nullptr;
     if (!simple) return PyObject_CallMethodObjArgs(contents, s__argument, x, made, slot, nullptr);
@@ -152,10 +154,10 @@ PyObject* call_again(PyObject* like, PyObject* inputs, PyObject* statistics, PyO
 }
 
 // Whether autocast is what it was for a call: 1 or 0, or -1 with an error set.
-int has_autocast(PyObject* like, PyObject* spec) {
+int has_own_autocast(PyObject* like, PyObject* spec) {
     PyObject* known = at(like, layout::call.autocast);
-    Owned is_any(PyObject_CallNoArgs(any_autocast));
-    if (!is_any || is_any.get() == Py_False) return is_any ? known == Py_None : -1;
+    const int is_any = has_autocast();
+    if (is_any <= 0) return is_any < 0 ? -1 : known == Py_None;
     Owned type(PyObject_GetAttr(at(spec, layout::spec.device), s_type));
     Owned now(type ? PyObject_CallFunctionObjArgs(autocast_of, type.get(), nullptr) : nullptr);
     return now ? PyObject_RichCompareBool(now.get(), known, Py_EQ) : -1;
@@ -163,17 +165,18 @@ int has_autocast(PyObject* like, PyObject* spec) {
 
 // Whether the settings of the process are those of the pattern: 1 or 0, or -1 with an error set.
 int has_settings(PyObject* like, PyObject* spec) {
-    const int same = has_autocast(like, spec);
+    const int same = has_own_autocast(like, spec);
     return same <= 0 ? same : are_settings(at(like, layout::call.settings), at(spec, layout::spec.device));
 }
 
 // Whether it is a result that is noted, strided and of floating-point numbers: 1 or 0, or -1 with an error set.
 int is_noted(PyObject* result, PyObject* storage, long long smallest) {
+    Facts facts;
+    if (read_facts(result, facts)) return facts.is_floating && nbytes_of(storage) >= smallest && !facts.is_odd;
     Owned floating(PyObject_CallMethodObjArgs(result, s_is_floating_point, nullptr));
     if (!floating || floating.get() != Py_True) return floating ? 0 : -1;
-    Owned nbytes(PyObject_CallMethodObjArgs(storage, s_nbytes, nullptr));
-    if (!nbytes) return -1;
-    if (PyLong_AsLongLong(nbytes.get()) < smallest) return 0;
+    const long long nbytes = nbytes_of(storage);
+    if (nbytes < smallest) return nbytes < 0 ? -1 : 0;
     const int odd = is_odd(result);
     return odd < 0 ? -1 : !odd;
 }
@@ -254,7 +257,7 @@ int note_made(PyObject* forward, PyObject* args, PyObject* kwargs, PyObject* res
     if (noted <= 0) return noted < 0 ? -1 : 1;
     Owned call(again(contents.get(), place.get(), pattern.get(), args, kwargs, result, storage.get(), smallest));
     if (!call || call.get() == Py_None) return call ? 0 : -1;
-    Owned cdata(PyObject_GetAttr(storage.get(), s__cdata));
+    Owned cdata(cdata_of(storage.get()));
     Owned content(cdata ? content_of(contents.get(), result, storage.get(), cdata.get()) : nullptr);
     if (!content) return -1;
     if (is_a(content.get(), layout::content)) {

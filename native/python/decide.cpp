@@ -31,10 +31,16 @@ bool let_go(PyObject* place, long long age) {
 // Has a value decided on without a graph; returns whether that went well.
 bool decide_without_graph(PyObject* pending, PyObject* value) {
     Owned decide(Py_NewRef(at(pending, layout::pending._decide)));
-    Owned has_graph(PyObject_CallNoArgs(is_grad_enabled));
-    if (!has_graph) return false;
-    if (has_graph.get() != Py_True)
+    const int has_graph = has_grad_mode();
+    if (has_graph < 0) return false;
+    if (!has_graph)
         return static_cast<bool>(Owned(PyObject_CallFunctionObjArgs(decide.get(), value, nullptr)));
+    if (access != nullptr) {
+        access->set_grad_mode(0);
+        const Owned decided(PyObject_CallFunctionObjArgs(decide.get(), value, nullptr));
+        access->set_grad_mode(1);
+        return static_cast<bool>(decided);
+    }
     const Owned off(PyObject_CallFunctionObjArgs(set_grad_mode, Py_False, nullptr));
     const Owned decided(off ? PyObject_CallFunctionObjArgs(decide.get(), value, nullptr) : nullptr);
     PyObject *type, *error, *trace;

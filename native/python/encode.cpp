@@ -44,9 +44,9 @@ PyObject* strongest_of(PyObject* fresh) {
 PyObject* whole_in(PyObject* saved, PyObject* storage) {
     PyObject *spec = at(saved, layout::saved.spec), *place = at(saved, layout::saved.place);
     Owned facts_spec(PyObject_GetAttr(at(place, layout::place.facts), s_spec));
-    Owned nbytes(facts_spec ? PyObject_CallMethodObjArgs(storage, s_nbytes, nullptr) : nullptr);
-    const int fills = nbytes ? PyObject_RichCompareBool(nbytes.get(), at(spec, layout::spec.nbytes), Py_EQ) : -1;
-    if (fills < 0) return nullptr;
+    const long long nbytes = facts_spec ? nbytes_of(storage) : -1;
+    if (nbytes < 0) return nullptr;
+    const bool fills = nbytes == number_at(spec, layout::spec.nbytes);
     const bool is_dense = facts_spec.get() == spec && is_true_at(place, layout::place.is_dense);
     if (fills && is_dense && number_at(saved, layout::saved.offset) == 0)
         return Py_NewRef(at(saved, layout::saved.dense));

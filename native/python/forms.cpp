@@ -257,9 +257,8 @@ PyObject* planes_of(PyObject* form) {
 PyObject* plane_of(PyObject* planes, PyObject* name, long long numel) {
     PyObject* plane = PyDict_Check(planes) ? PyDict_GetItemWithError(planes, name) : nullptr;
     if (plane == nullptr || !is_plain(plane)) return nullptr;
-    Owned number(tensor_numel(plane));
-    if (!number) return nullptr;
-    return numel == 0 || PyLong_AsLongLong(number.get()) == numel ? plane : nullptr;
+    const long long number = numel_of(plane);
+    return number >= 0 && (numel == 0 || number == numel) ? plane : nullptr;
 }
 
 // The bits that a stand-in has as an element, of a type whose elements are numbers of C++; whether it is such a type.
@@ -318,9 +317,10 @@ Decoding decoding_of(PyObject* form, const Data& data) {
         PyObject* values = offsets == nullptr ? nullptr : plane_of(planes, s_values, 0);
         const int is_exact = offsets != nullptr && values != nullptr ? is_same(codec, s_values, Py_None) : 0;
         if (is_exact <= 0) return found;
-        Owned own(tensor_dtype(values)), stored(own ? tensor_numel(values) : nullptr);
-        if (!stored || own.get() != dtype) return found;
-        found.stored = PyLong_AsLongLong(stored.get());
+        Owned own(tensor_dtype(values));
+        if (!own || own.get() != dtype) return found;
+        found.stored = numel_of(values);
+        if (PyErr_Occurred()) return found;
         found.offsets = data_of(offsets);
         if (PyErr_Occurred()) return found;
         found.values = data_of(values);

@@ -13,9 +13,10 @@ namespace {
 bool count(PyObject* x, PyObject* counted) {
     static PyObject* one = PyLong_FromLong(1);
     if (!add_to(counted, 0, one)) return false;
-    const int dense = is_same(x, s_layout, strided);
+    const int dense = is_strided(x);
     if (dense <= 0) return dense == 0;
-    Owned nbytes(PyObject_GetAttr(x, s_nbytes));
+    const long long bytes = nbytes_of_tensor(x);
+    Owned nbytes(PyErr_Occurred() ? nullptr : PyLong_FromLongLong(bytes));
     return nbytes && add_to(counted, 1, nbytes.get());
 }
 
@@ -66,7 +67,7 @@ PyObject* read_matrix(PyObject* reading, PyObject* matrix, PyObject* node, PyObj
     if (!asked) return nullptr;
     const bool of_weight = asked.get() == claim_weight;
     if ((of_weight || asked.get() == claim_input)) {
-        const long long itemsize = of_weight ? integer(matrix, s_itemsize) : 0;
+        const long long itemsize = of_weight ? itemsize_of(matrix) : 0;
         const int large = itemsize < 0 ? -1 : is_large_layer(node, of_weight, itemsize);
         if (large <= 0) return large < 0 ? nullptr : Py_NewRef(matrix);
     }
@@ -79,8 +80,7 @@ PyObject* read_matrix(PyObject* reading, PyObject* matrix, PyObject* node, PyObj
 
 // How many dimensions a tensor has: -1 with an error set.
 long dimensions(PyObject* tensor) {
-    Owned dim(tensor_dim(tensor));
-    return dim ? PyLong_AsLong(dim.get()) : -1;
+    return static_cast<long>(dimensions_of(tensor));
 }
 
 // See backward.unpack, of a HeldParameter.
@@ -101,7 +101,7 @@ PyObject* read_parameter(PyObject* reading, PyObject* packed) {
     const long long smallest = integer(reading, s_min_nbytes);
     if (PyErr_Occurred()) return nullptr;
     if (PyLong_AsLongLong(nbytes) < smallest) return Py_NewRef(tensor);
-    Owned node(PyObject_CallNoArgs(running_node));
+    Owned node(node_that_runs());
     if (!node || node.get() == Py_None) return node ? Py_NewRef(tensor) : nullptr;
     return read_matrix(reading, tensor, node.get(), s_of_weight);
 }
@@ -127,7 +127,7 @@ PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t number) {
     const long dim = dimensions(tensor);
     if (dim == -1) return nullptr;
     if (dim != 2) return Py_NewRef(tensor);
-    Owned node(PyObject_CallNoArgs(running_node));
+    Owned node(node_that_runs());
     if (!node) return nullptr;
     return node.get() == Py_None ? Py_NewRef(tensor) : read_matrix(reading, tensor, node.get(), s_of_matrix);
 }
@@ -146,6 +146,12 @@ PyObject* configure(PyObject*, PyObject*, PyObject* given) {
     for (const auto& each : objects) {
         PyObject* found = PyDict_GetItemString(given, each.name);
         if (found != nullptr) *each.object = Py_NewRef(found);
+    }
+    PyObject* table = PyDict_GetItemString(given, "access");
+    if (table != nullptr) {
+        const auto* found = static_cast<const Access*>(PyCapsule_GetPointer(table, "backstash.access"));
+        if (found == nullptr) return nullptr;
+        if (found->number == ACCESS_NUMBER) access = found;
     }
     if (PyDict_GetItemString(given, "tensor_type") != nullptr && !find_descriptors()) return nullptr;
     Py_RETURN_NONE;
@@ -223,8 +229,10 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_held", nullptr, -1, methods, null
 // See held.hold.
 PyObject* hold_in(PyObject* x) {
     Owned version(tensor__version(x));
-    const int followed = version ? is_true(x, s_requires_grad) : -1;
-    const int leaf = followed == 1 ? is_true(x, s_is_leaf) : followed;
+    Facts facts;
+    const bool is_read = read_facts(x, facts);
+    const int followed = !version ? -1 : is_read ? facts.requires_grad : is_true(x, s_requires_grad);
+    const int leaf = followed != 1 ? followed : is_read ? facts.is_leaf : is_true(x, s_is_leaf);
     if (leaf < 0) return nullptr;
     if (leaf == 1) return untracked(PyTuple_Pack(3, x, version.get(), Py_None));
     Owned detached(tensor_detach(x));

@@ -41,8 +41,7 @@ int threads_for(long long nbytes) {
 }
 
 void* data_of(PyObject* x) {
-    Owned address(tensor_data_ptr(x));
-    return address ? PyLong_AsVoidPtr(address.get()) : nullptr;
+    return address_of(x);
 }
 
 PyObject* empty_like(PyObject* spec) {
@@ -58,7 +57,7 @@ PyObject* empty_plane(long long numel, PyObject* dtype) {
     Owned args(Py_BuildValue("(L)", numel));
     Owned made(args ? PyObject_Call(empty, args.get(), kwargs) : nullptr);
     if (!made || numel < HUGE_FROM / 8) return made.release();
-    const long long nbytes = integer(made.get(), s_nbytes);
+    const long long nbytes = nbytes_of_tensor(made.get());
     void* data = nbytes < 0 ? nullptr : data_of(made.get());
     if (PyErr_Occurred()) return nullptr;
     if (nbytes >= HUGE_FROM) kernel::bs_advise_huge(data, nbytes);

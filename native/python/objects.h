@@ -7,6 +7,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "access.h"
+
 namespace backstash {
 
 // Of torch and of the package, by the names under which Python hands them over; see configure() in held.cpp.
@@ -51,6 +53,9 @@ BACKSTASH_OBJECTS(BACKSTASH_DECLARE_OBJECT)
 BACKSTASH_NAMES(BACKSTASH_DECLARE_NAME)
 #undef BACKSTASH_DECLARE_OBJECT
 #undef BACKSTASH_DECLARE_NAME
+
+// What reads torch's own objects, of plain tensors; null where it was not built for this torch.
+inline const Access* access = nullptr;
 
 // Objects that many calls share, made when the module is loaded: see make_constants() in held.cpp.
 inline PyObject *no_text = nullptr, *held_by_program = nullptr;             // texts
@@ -121,14 +126,21 @@ inline PyObject* call_in_finalizer(PyObject* object, PyObject* method, PyObject*
     return result;
 }
 
+// How many function modes are active: -1 with an error set.
+inline long function_modes() {
+    if (access != nullptr) return static_cast<long>(access->function_modes());
+    Owned modes(PyObject_CallNoArgs(count_modes));
+    return modes ? PyLong_AsLong(modes.get()) : -1;
+}
+
 // Inside, no torch function mode and no subclass sees what is asked of a tensor. An error that is set stays set.
 class NoTorchFunction {
 public:
     explicit NoTorchFunction(PyObject* x = nullptr) {  // null for tensors that are all plain
         if (x == nullptr || is_plain(x)) {
-            Owned modes(PyObject_CallNoArgs(count_modes));
-            if (!modes) return;
-            is_set_ = PyLong_AsLong(modes.get()) == 0;
+            const long modes = function_modes();
+            if (modes < 0) return;
+            is_set_ = modes == 0;
             if (is_set_) return;
         }
         context_.reset(PyObject_CallNoArgs(no_function));
@@ -177,28 +189,58 @@ inline bool add_to(PyObject* list, Py_ssize_t index, PyObject* number) {
     return sum != nullptr && PyList_SetItem(list, index, sum) == 0;  // which takes the reference
 }
 
+// Whether grad mode is on: 1 or 0, or -1 with an error set.
+inline int has_grad_mode() {
+    if (access != nullptr) return access->has_grad_mode();
+    Owned answer(PyObject_CallNoArgs(is_grad_enabled));
+    return answer ? answer.get() == Py_True : -1;
+}
+
+// Whether a node of autograd runs on this thread: 1 or 0, or -1 with an error set.
+inline int is_in_backward() {
+    if (access != nullptr) return access->is_in_backward();
+    Owned node(PyObject_CallNoArgs(running_node));
+    return node ? node.get() != Py_None : -1;
+}
+
+// The node that runs, None where none does: a new reference.
+inline PyObject* node_that_runs() {
+    return access != nullptr && !access->is_in_backward() ? Py_NewRef(Py_None) : PyObject_CallNoArgs(running_node);
+}
+
+// Whether autocast is on for any type of device: 1 or 0, or -1 with an error set.
+inline int has_autocast() {
+    if (access != nullptr) return access->has_autocast();
+    Owned answer(PyObject_CallNoArgs(any_autocast));
+    return answer ? answer.get() == Py_True : -1;
+}
+
 // How many dispatch modes are active: -1 with an error set.
 inline long dispatch_modes() {
+    if (access != nullptr) return static_cast<long>(access->dispatch_modes());
     Owned modes(PyObject_CallNoArgs(count_dispatch_modes));
     return modes ? PyLong_AsLong(modes.get()) : -1;
 }
 
 // See has_replacing_mode in torch_internals.py: 1 or 0, or -1 with an error set.
 inline int may_be_replaced() {
-    Owned functions(PyObject_CallNoArgs(count_modes));
-    const long modes = functions ? dispatch_modes() : -1;
+    const long functions = function_modes(), modes = functions < 0 ? -1 : dispatch_modes();
     if (modes < 0) return -1;
-    if (modes == 0 && PyLong_AsLong(functions.get()) == 0) return 0;
+    if (modes == 0 && functions == 0) return 0;
     Owned found(PyObject_CallNoArgs(has_replacing_mode));
     return found ? found.get() == Py_True : -1;
 }
 
 // See is_traced in torch_internals.py: 1 or 0, or -1 with an error set.
 inline int is_traced() {
-    Owned level(PyObject_CallNoArgs(functorch_level));
-    if (!level || level.get() != Py_None) return level ? 1 : -1;
-    Owned tracing(PyObject_CallNoArgs(is_jit_tracing));
-    if (!tracing || tracing.get() == Py_True) return tracing ? 1 : -1;
+    if (access != nullptr) {
+        if (access->is_transformed()) return 1;
+    } else {
+        Owned level(PyObject_CallNoArgs(functorch_level));
+        if (!level || level.get() != Py_None) return level ? 1 : -1;
+        Owned tracing(PyObject_CallNoArgs(is_jit_tracing));
+        if (!tracing || tracing.get() == Py_True) return tracing ? 1 : -1;
+    }
     const long modes = dispatch_modes();
     if (modes <= 0) return static_cast<int>(modes);
     Owned found(PyObject_CallNoArgs(has_tracing_mode));

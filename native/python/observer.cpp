@@ -169,9 +169,9 @@ PyObject* call(Watch* watch, long kind, PyObject* func, PyObject* args, PyObject
         const long effect = effect_of(kind, args, kwargs);
         if (effect < 0 || (effect != 0 && !tell_effect(watch, effect, args, kwargs))) return nullptr;
     }
-    Owned has_graph(PyObject_CallNoArgs(is_grad_enabled));
-    if (!has_graph) return nullptr;
-    if (has_graph.get() != Py_True) return PyObject_Call(func, args, kwargs);
+    const int has_graph = has_grad_mode();
+    if (has_graph < 0) return nullptr;
+    if (!has_graph) return PyObject_Call(func, args, kwargs);
     const long long depth = integer(listener, FIELD(forward, depth));
     if (depth == -1 && PyErr_Occurred()) return nullptr;
     bool is_noted = recomputes && depth == 0 && (kind & CHEAP);

@@ -16,10 +16,11 @@ int knows(PyObject* parameters, const Field& references, PyObject* cdata, PyObje
 }
 
 PyObject* hold_parameter(PyObject* x, PyObject* nbytes) {
-    const int leaf = is_true(x, s_is_leaf);
+    Facts facts;
+    const int leaf = read_facts(x, facts) ? facts.is_leaf : is_true(x, s_is_leaf);
     if (leaf < 0) return nullptr;
-    Owned held(leaf ? Py_NewRef(x) : PyObject_CallMethodObjArgs(x, s_detach, nullptr));
-    Owned version(held ? PyObject_GetAttr(x, s__version) : nullptr);
+    Owned held(leaf ? Py_NewRef(x) : tensor_detach(x));
+    Owned version(held ? tensor__version(x) : nullptr);
     Owned all(version ? PyTuple_Pack(3, held.get(), version.get(), nbytes) : nullptr);
     if (!all) return nullptr;
     Owned given(PyTuple_Pack(1, all.get()));
@@ -47,7 +48,7 @@ int is_common(PyObject* forward, PyObject* x) {
     if (outside <= 0) return outside;
     const int traced = is_traced();
     if (traced != 0) return traced < 0 ? -1 : 0;
-    return is_same(x, s_layout, strided);
+    return is_strided(x);
 }
 
 }  // namespace
@@ -59,13 +60,15 @@ PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t number) {
     NoTorchFunction unseen(x);
     const int common = unseen ? is_common(forward, x) : -1;
     if (common < 0) return nullptr;
-    Owned base(PyObject_GetAttr(x, s__base));
+    Owned base(access != nullptr ? access->base(x) : PyObject_GetAttr(x, s__base));
     if (!base) return nullptr;
     if (!common || (base.get() != Py_None && !is_plain(base.get()))) return otherwise(forward, x);
-    Owned storage(PyObject_CallMethodObjArgs(x, s_untyped_storage, nullptr));
-    Owned of_storage(storage ? PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr) : nullptr);
-    Owned nbytes(of_storage ? PyObject_GetAttr(x, s_nbytes) : nullptr);
-    Owned cdata(nbytes ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
+    Owned storage(tensor_untyped_storage(x));
+    const long long in_storage = storage ? nbytes_of(storage.get()) : -1;
+    Owned of_storage(in_storage < 0 ? nullptr : PyLong_FromLongLong(in_storage));
+    const long long of_tensor = of_storage ? nbytes_of_tensor(x) : -1;
+    Owned nbytes(of_tensor < 0 ? nullptr : PyLong_FromLongLong(of_tensor));
+    Owned cdata(nbytes ? cdata_of(storage.get()) : nullptr);
     Owned counted(cdata ? get(forward, FIELD(forward, counted)) : nullptr);
     static PyObject* one = PyLong_FromLong(1);
     if (!counted || !add_to(counted.get(), 0, one) || !add_to(counted.get(), 1, nbytes.get())) return nullptr;

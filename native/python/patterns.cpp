@@ -17,12 +17,17 @@ bool fits(PyObject* arg, PyObject* known, PyObject* storage, bool aliases, PyObj
 
 bool fits_slot(PyObject* arg, PyObject* slot, PyObject* storage, bool aliases, PyObject* found) {
     if (at(slot, layout::slot.kind) != type_of(arg)) return false;
+    Facts facts;
+    if (read_facts(arg, facts)) {
+        if (!facts.is_strided || facts.is_odd || facts.offset != number_at(slot, layout::slot.offset)) return false;
+        if (is_storage_at(storage, facts.storage) != aliases) return false;
+        return looks_like(arg, at(slot, layout::slot.spec)) == 1 && PyList_Append(found, arg) == 0;
+    }
     if (is_strided(arg) != 1) return false;
     Owned memory(tensor_untyped_storage(arg));
     if (!memory || (memory.get() == storage) != aliases) return false;
     if (looks_like(arg, at(slot, layout::slot.spec)) != 1 || is_odd(arg) != 0) return false;
-    Owned offset(tensor_storage_offset(arg));
-    if (!offset || PyObject_RichCompareBool(offset.get(), at(slot, layout::slot.offset), Py_EQ) != 1) return false;
+    if (offset_of(arg) != number_at(slot, layout::slot.offset) || PyErr_Occurred()) return false;
     return PyList_Append(found, arg) == 0;
 }
 
@@ -67,10 +72,8 @@ bool fits_named(PyObject* given, PyObject* known, PyObject* storage, PyObject* f
 bool fits_result(PyObject* pattern, PyObject* result, PyObject* storage) {
     PyObject* spec = at(pattern, layout::pattern.result);
     if (looks_like(result, spec) != 1) return false;
-    Owned offset(tensor_storage_offset(result));
-    Owned all(offset ? PyObject_CallMethodObjArgs(storage, s_nbytes, nullptr) : nullptr);
-    if (!all || PyLong_AsLongLong(offset.get()) != 0) return false;
-    return PyObject_RichCompareBool(at(spec, layout::spec.nbytes), all.get(), Py_EQ) == 1;
+    if (offset_of(result) != 0) return false;
+    return number_at(spec, layout::spec.nbytes) == nbytes_of(storage) && !PyErr_Occurred();
 }
 
 bool fits_call(PyObject* pattern, PyObject* args, PyObject* kwargs, PyObject* storage, PyObject* found) {
@@ -93,6 +96,10 @@ int looks_like(PyObject* x, PyObject* spec) {
         return -1;
     }
     const auto& known = layout::spec;
+    Facts facts;
+    if (read_facts(x, facts) && facts.is_strided)
+        return facts.dtype == at(spec, known.dtype) && are_numbers(at(spec, known.shape), facts.sizes, facts.dim) &&
+               are_numbers(at(spec, known.stride), facts.strides, facts.dim) && access->is_on(x, at(spec, known.device));
     Owned own(tensor_dtype(x));
     if (!own) return -1;
     if (own.get() != at(spec, known.dtype)) return 0;
@@ -107,6 +114,8 @@ int looks_like(PyObject* x, PyObject* spec) {
 }
 
 int is_odd(PyObject* x) {
+    Facts facts;
+    if (read_facts(x, facts)) return facts.is_odd;
     for (PyObject* name : {s_is_quantized, s_is_meta, s_is_nested}) {
         const int odd = is_true(x, name);
         if (odd != 0) return odd;
@@ -186,7 +195,7 @@ PyObject* state_of(PyObject*, PyObject* const* args, Py_ssize_t number) {
                 if (dense < 0) return nullptr;
                 if (!dense) continue;
                 Owned storage(tensor_untyped_storage(x));
-                Owned cdata(storage ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
+                Owned cdata(storage ? cdata_of(storage.get()) : nullptr);
                 if (!cdata) return nullptr;
                 PyObject* known = PyDict_GetItemWithError(args[1], cdata.get());
                 if (known == nullptr && PyErr_Occurred()) return nullptr;

@@ -51,10 +51,9 @@ Found dtype_of_dense(PyObject* value, PyObject* content, Owned& dtype) {
     if (!member) return Found::error;
     if (member.get() == Py_None) return Found::nothing;
     Owned dense(Py_NewRef(at(member.get(), layout::saved.dense)));
-    Owned now(PyObject_GetAttr(dense.get(), s__version));
-    const int unchanged = now ? are_equal(now.get(), version) : -1;
+    const int unchanged = has_version(dense.get(), version);
     if (unchanged <= 0) return unchanged < 0 ? Found::error : Found::nothing;
-    dtype.reset(PyObject_GetAttr(dense.get(), s_dtype));
+    dtype.reset(tensor_dtype(dense.get()));
     return found(static_cast<bool>(dtype));
 }
 
@@ -166,8 +165,7 @@ Found build(Search& search, PyObject* content, long long& budget, Owned& recipe)
 // What a call is given for one of its inputs, in ``input``: something Held, a Leaf, or a recipe with a view.
 Found find_input(Search& search, PyObject* call, PyObject* given, long long& budget, Owned& input) {
     if (is_a(given, layout::held)) {
-        Owned now(PyObject_GetAttr(at(given, layout::held.tensor), s__version));
-        const int unchanged = now ? are_equal(now.get(), at(given, layout::held.version)) : -1;
+        const int unchanged = has_version(at(given, layout::held.tensor), at(given, layout::held.version));
         if (unchanged <= 0) return unchanged < 0 ? Found::error : Found::left;
         if (at(given, layout::held.is_reference) != Py_False) return Found::left;
         input.reset(Py_NewRef(given));

@@ -14,8 +14,8 @@ bool is_followed(PyObject* call) { return PyTuple_Size(at(call, layout::call.nee
 int is_simple(PyObject* call) {
     if (!is_none_at(call, layout::call.group) || !is_none_at(call, layout::call.random_state)) return 0;
     if (!is_none_at(call, layout::call.autocast)) return 0;
-    Owned casts(PyObject_CallNoArgs(any_autocast));
-    return casts ? casts.get() == Py_False : -1;
+    const int casts = has_autocast();
+    return casts < 0 ? -1 : !casts;
 }
 
 // An argument with the next tensors in the places of inputs: a new reference. See repeating._with_tensors.
@@ -237,6 +237,10 @@ PyObject* run_recipe(PyObject* recipe, PyObject* out, PyObject* known) {
 }
 
 int has_layout(PyObject* x, PyObject* spec) {
+    Facts facts;
+    if (read_facts(x, facts) && facts.is_strided)
+        return are_numbers(at(spec, layout::spec.shape), facts.sizes, facts.dim) &&
+               are_numbers(at(spec, layout::spec.stride), facts.strides, facts.dim);
     Owned own(tensor_shape(x));
     const int same = own ? PyObject_RichCompareBool(own.get(), at(spec, layout::spec.shape), Py_EQ) : -1;
     if (same <= 0) return same;

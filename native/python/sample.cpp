@@ -40,13 +40,12 @@ PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
         return nullptr;
     }
     NoTorchFunction unseen(args[0]);
-    Owned address(unseen ? PyObject_CallMethodObjArgs(args[0], s_data_ptr, nullptr) : nullptr);
-    Owned numel(address ? PyObject_CallMethodObjArgs(args[0], s_numel, nullptr) : nullptr);
-    const long long size = numel ? integer(args[0], s_itemsize) : -1;
+    const void* from = unseen ? address_of(args[0]) : nullptr;
+    if (!unseen || PyErr_Occurred()) return nullptr;
+    const long long there = numel_of(args[0]), size = there < 0 ? -1 : itemsize_of(args[0]);
     if (size < 0) return nullptr;
     const long long begin = PyLong_AsLongLong(args[1]), step = PyLong_AsLongLong(args[2]);
-    const long long most = PyLong_AsLongLong(args[3]), there = PyLong_AsLongLong(numel.get());
-    const void* from = PyLong_AsVoidPtr(address.get());
+    const long long most = PyLong_AsLongLong(args[3]);
     return PyErr_Occurred() ? nullptr : elements_at(from, there, size, begin, step, most);
 }
 
@@ -54,16 +53,15 @@ PyObject* elements(PyObject*, PyObject* const* args, Py_ssize_t number) {
 PyObject* sample(PyObject* remaking, PyObject* whole, PyObject* spec) {
     PyObject* full = at(remaking, layout::remaking._full);
     const long long step_number = number_at(remaking, layout::remaking._number);
-    const int on_cpu = is_true(whole, s_is_cpu);
+    const int on_cpu = is_on_cpu(whole);
     if (on_cpu < 0 || PyErr_Occurred()) return nullptr;
     if (full == Py_True || !on_cpu || step_number > MOST_STEPS) {
         PyObject* number = at(remaking, layout::remaking._number);
         PyObject* rows = at(remaking, layout::remaking._rows);
         return PyObject_CallFunctionObjArgs(sample_of, whole, number, full, Py_None, rows, nullptr);
     }
-    Owned address(PyObject_CallMethodObjArgs(whole, s_data_ptr, nullptr));
-    const void* data = address ? PyLong_AsVoidPtr(address.get()) : nullptr;
-    const long long size = PyErr_Occurred() ? -1 : integer(at(spec, layout::spec.dtype), s_itemsize);
+    const void* data = address_of(whole);
+    const long long size = PyErr_Occurred() ? -1 : itemsize_of(whole);
     if (size <= 0) return nullptr;
     const long long there = number_at(spec, layout::spec.nbytes) / size;
     const long long step = std::max(1LL, there / ELEMENTS), begin = step_number * SPREAD % step;
@@ -83,15 +81,14 @@ PyObject* sample(PyObject* remaking, PyObject* whole, PyObject* spec) {
 int has_elements(PyObject* x, PyObject* sample) {
     PyObject* bits = at(sample, layout::sample.bits);
     if (!PyBytes_CheckExact(bits) || !is_none_at(sample, layout::sample.checksum)) return 0;
-    Owned is_here(tensor_is_cpu(x));
-    if (!is_here || is_here.get() != Py_True) return is_here ? 0 : -1;
-    Owned address(tensor_data_ptr(x)), numel(address ? tensor_numel(x) : nullptr);
-    Owned itemsize(numel ? tensor_itemsize(x) : nullptr);
-    const long long size = itemsize ? PyLong_AsLongLong(itemsize.get()) : -1;
+    const int is_here = is_on_cpu(x);
+    if (is_here <= 0) return is_here;
+    const char* from = static_cast<const char*>(address_of(x));
+    if (PyErr_Occurred()) return -1;
+    const long long there = numel_of(x), size = there < 0 ? -1 : itemsize_of(x);
     if (size < 0) return -1;
     const long long begin = number_at(sample, layout::sample.begin), step = number_at(sample, layout::sample.step);
-    const long long there = PyLong_AsLongLong(numel.get()), most = ELEMENTS;
-    const char* from = static_cast<const char*>(PyLong_AsVoidPtr(address.get()));
+    const long long most = ELEMENTS;
     if (PyErr_Occurred()) return -1;
     const long long many = fitting_elements(begin, step, there, most);
     if (size * many != PyBytes_Size(bits)) return 0;

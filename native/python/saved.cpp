@@ -15,7 +15,7 @@ int is_plain_saved(PyObject* saved) {
         Owned answer(PyObject_GetAttr(saved, s_is_plain));
         return answer ? answer.get() == Py_True : -1;
     }
-    const int dense_layout = is_same(dense.get(), s_layout, strided);
+    const int dense_layout = is_strided(dense.get());
     if (dense_layout <= 0) return dense_layout;
     const int odd = is_odd(dense.get());
     return odd < 0 ? -1 : !odd;
@@ -98,9 +98,7 @@ PyObject* attributes_of(PyObject* known, PyObject* node, PyObject* make) {
 
 // How many references there are to the Python object of a value's storage, as is_orphaned counts them.
 long references(PyObject* value) {
-    Owned storage(Py_NewRef(at(value, layout::value.storage)));
-    Owned number(PyObject_CallFunctionObjArgs(getrefcount, storage.get(), nullptr));
-    return number ? PyLong_AsLong(number.get()) : -1;
+    return static_cast<long>(Py_REFCNT(at(value, layout::value.storage)));
 }
 
 bool is_value(PyObject* object) {
@@ -194,9 +192,9 @@ PyObject* references_of(PyObject*, PyObject* value) {
 int held_by_nobody_else(PyObject* value, long own) {
     const long held = references(value);
     if (held < 0 || held > own) return held < 0 ? -1 : 0;
-    Owned uses(PyObject_CallFunctionObjArgs(storage_use_count, at(value, layout::value.cdata), nullptr));
-    if (!uses) return -1;
-    Py_ssize_t count = PyLong_AsSsize_t(uses.get()) - 1;  // its Python object
+    const long long uses = uses_of(at(value, layout::value.cdata));
+    if (uses < 0) return -1;
+    Py_ssize_t count = static_cast<Py_ssize_t>(uses) - 1;  // its Python object
     PyObject* members = at(value, layout::value.members);
     const Py_ssize_t many = PyList_Size(members);
     if (count > many) return 0;
@@ -233,7 +231,7 @@ PyObject* unchanged_of(PyObject* value, PyObject* follow) {
             continue;  // it follows another tensor's memory now
         PyObject* dense = at(saved.get(), layout::saved.dense);
         if (dense == Py_None) continue;
-        Owned now(PyObject_GetAttr(dense, s__version));
+        Owned now(tensor__version(dense));
         const int same =
             now ? PyObject_RichCompareBool(now.get(), at(saved.get(), layout::saved.version), Py_EQ) : -1;
         if (same < 0) return nullptr;

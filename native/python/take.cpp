@@ -114,13 +114,14 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
     Owned shapes(get(forward, FIELD(forward, _shapes)));
     Owned dense(Py_NewRef(at(saved, at_.dense)));
     Owned storage(shapes ? tensor_untyped_storage(dense.get()) : nullptr);
-    Owned cdata(storage ? PyObject_GetAttr(storage.get(), s__cdata) : nullptr);
+    Owned cdata(storage ? cdata_of(storage.get()) : nullptr);
     if (!cdata) return false;
     const int is_shape = PyDict_Contains(shapes.get(), cdata.get());
     if (is_shape < 0) return false;
     if (is_shape || need.get() == need_shape)
         return static_cast<bool>(Owned(PyObject_CallMethodObjArgs(forward, s__take, saved, place, Py_True, nullptr)));
-    Owned offset(tensor_storage_offset(dense.get()));
+    const long long begin = offset_of(dense.get());
+    Owned offset(PyErr_Occurred() ? nullptr : PyLong_FromLongLong(begin));
     if (!offset) return false;
     set(saved, at_.place, place);
     set(saved, at_.tensor, facts);
@@ -135,7 +136,8 @@ bool take(PyObject* forward, PyObject* saved, PyObject* place, PyObject* values,
     if (value.get() != Py_None) {
         if (!share(at(value.get(), layout::value.account), facts)) return false;
     } else {
-        Owned nbytes(PyObject_CallMethodObjArgs(storage.get(), s_nbytes, nullptr));
+        const long long bytes = nbytes_of(storage.get());
+        Owned nbytes(bytes < 0 ? nullptr : PyLong_FromLongLong(bytes));
         Owned account(nbytes ? make_account(facts, nbytes.get(), at(place, layout::place.made_seconds)) : nullptr);
         Owned step(account ? get(forward, FIELD(forward, step)) : nullptr);
         Owned accounts(step ? get(step.get(), FIELD(step, accounts)) : nullptr);
@@ -220,8 +222,7 @@ bool is_role_of_weight(PyObject* role) {
 // Shapes of the weights that autocast has copied for a node, if what it has saved may be one; null without an error
 // where there is none.
 PyObject* copied_shapes(PyObject* node, PyObject* found) {
-    Owned casts(PyObject_CallNoArgs(any_autocast));
-    if (!casts || casts.get() == Py_False) return nullptr;
+    if (has_autocast() <= 0) return nullptr;
     for (Py_ssize_t index = 0; index < PyList_Size(found); ++index) {
         if (!is_role_of_weight(PyTuple_GetItem(PyList_GetItem(found, index), 0))) continue;
         Owned shapes(PyObject_CallFunctionObjArgs(weight_copies, node, nullptr));
@@ -361,14 +362,16 @@ PyObject* pack_large(PyObject* forward, PyObject* x, PyObject* base) {
     const long long depth = integer(forward, FIELD(forward, depth));
     if (depth == -1 && PyErr_Occurred()) return nullptr;
     if (depth == 0) return Py_NewRef(Py_None);
-    Owned node(PyObject_CallNoArgs(running_node));
-    if (!node || node.get() != Py_None) return node ? Py_NewRef(Py_None) : nullptr;
+    const int in_backward = is_in_backward();
+    if (in_backward != 0) return in_backward < 0 ? nullptr : Py_NewRef(Py_None);
     const int more = is_true(forward, FIELD(forward, remakes_anything));
     if (more != 0) return more < 0 ? nullptr : Py_NewRef(Py_None);
     for (PyObject* tensor : {x, base}) {  // see parameters.is_pinned
         if (tensor == Py_None) continue;
-        const int followed = is_true(tensor, s_requires_grad);
-        const int pinned = followed == 1 ? is_true(tensor, s_is_leaf) : followed;
+        Facts facts;
+        const bool is_read = read_facts(tensor, facts);
+        const int followed = is_read ? facts.requires_grad : is_true(tensor, s_requires_grad);
+        const int pinned = followed != 1 ? followed : is_read ? facts.is_leaf : is_true(tensor, s_is_leaf);
         if (pinned != 0) return pinned < 0 ? nullptr : Py_NewRef(Py_None);
     }
     Owned live(get(forward, FIELD(forward, _live)));

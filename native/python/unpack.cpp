@@ -10,7 +10,7 @@ class Running {
 public:
     // A borrowed reference, None outside of backward, or null with an error set.
     PyObject* node() {
-        if (!node_) node_.reset(PyObject_CallNoArgs(running_node));
+        if (!node_) node_.reset(node_that_runs());
         return node_.get();
     }
 
@@ -186,8 +186,7 @@ PyObject* claim(PyObject* saved) { return PyObject_CallFunctionObjArgs(claim_sav
 // -1 with an error set.
 int may_note_graph(PyObject* live) {
     if (is_none_at(live, layout::live.read_with_graph)) return 0;
-    Owned has_graph(PyObject_CallNoArgs(is_grad_enabled));
-    return has_graph ? has_graph.get() == Py_True : -1;
+    return has_grad_mode();
 }
 
 PyObject* unpack_dense(PyObject* saved, PyObject* dense, Running& running) {
@@ -195,7 +194,7 @@ PyObject* unpack_dense(PyObject* saved, PyObject* dense, Running& running) {
     const int common = has_memory(dense, at(saved, layout::saved.original));
     if (common <= 0) return nullptr;
     if (is_true_at(saved, layout::saved.claimable)) {
-        const long long nbytes = integer(dense, s_nbytes);
+        const long long nbytes = nbytes_of_tensor(dense);
         const int claimed = PyErr_Occurred() ? -1 : is_claimed(saved, nbytes, Py_None, running);
         if (claimed < 0) return nullptr;
         Owned claimant(claimed ? claim(saved) : Py_NewRef(Py_None));

@@ -61,6 +61,22 @@ def _offsets(kind: type) -> dict[str, int]:
     return {name: size * words.index(id(marker)) for name, marker in markers.items()}
 
 
+def _access() -> dict[str, Any]:
+    """What reads torch's own objects for the compiled functions; nothing where none was built for this torch.
+
+    Note: [torch's own objects]
+        The compiled functions know torch by the attributes of its tensors, and so fit every torch. To ask an attribute
+        takes some hundred instructions, and of each saved tensor dozens are asked. So where torch's headers are there
+        when backstash is installed, a small module is built that reads its objects where they lie (native/replay). It
+        fits that one torch: with any other it is not used, and everything works as without it.
+    """
+    try:
+        from backstash.stash import _access  # type: ignore[attr-defined]
+    except ImportError:  # it was not built, or for another torch or Python
+        return {}
+    return {"access": _access.table} if torch.__version__.partition("+")[0] == _access.TORCH else {}
+
+
 def _functions() -> Any:
     """The compiled functions; None where there are none, or where the references were asked for."""
     try:
@@ -97,6 +113,7 @@ def _functions() -> Any:
             need_value=Need.VALUE,
         )
         _held.bind(library.address_of)
+        _held.configure(**_access())
         _offsets(TensorSpec)
     except (ImportError, OSError, ValueError, TypeError):
         # Not compiled, a Python without the limited API or with slots elsewhere, a bad choice, or an older library, of
