@@ -201,7 +201,9 @@ class BuildNative(Command):
         problem = compile_access(self.target(ACCESS))
         if problem is not None:
             say(f"NOTICE: installing without what reads torch's own objects, because {problem}")
-            say("It works without it; a saved tensor takes twice the time. Install with --no-build-isolation to get it.")
+            say(
+                "It works without it; a saved tensor takes twice the time. Install with --no-build-isolation to get it."
+            )
 
     def get_source_files(self) -> list[str]:
         return [str(path.relative_to(ROOT)) for path in sorted(NATIVE.rglob("*")) if path.suffix in (".cpp", ".h")]
@@ -212,9 +214,7 @@ class BuildNative(Command):
     def get_output_mapping(self) -> dict[str, str]:
         if not self.editable_mode:
             return {}
-        return {
-            str(Path(self.build_lib) / file): f"src/{file}" for file in FILES if self.target(file).exists()
-        }
+        return {str(Path(self.build_lib) / file): f"src/{file}" for file in FILES if self.target(file).exists()}
 
 
 class Build(build):

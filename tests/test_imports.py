@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "torch_internals": set(),
     "accelerator": set(),
     "saved": set(),
+    "telling": set(),
     "numerics": {"torch_internals"},
     "proofs": {"accelerator", "numerics", "version"},
     "ops": {"errors"},
@@ -123,6 +124,7 @@ ALLOWED: dict[str, set[str]] = {
         "ops.cpu.library",
         "session",
         "rewrites.state",
+        "telling",
     },
     "compile": {
         "arguments",
@@ -173,6 +175,16 @@ ALLOWED: dict[str, set[str]] = {
         "planning.search.schedule",
         "planning.model.problem",
     },
+    "demos": {
+        "bits",
+        "errors",
+        "session",
+        "stash.buffers",
+        "stash.tables",
+        "planning.measure.profiling",
+        "planning.search.planner",
+        "report.meter",
+    },
     "backstash": {
         "errors",
         "version",
@@ -204,6 +216,8 @@ ALLOWED: dict[str, set[str]] = {
         "planning",
         "report",
         "verifying",
+        "telling",
+        "demos",
     },
     "__main__": {"cli"},
 }

@@ -56,7 +56,7 @@ def commands() -> list[Any]:
         for block in blocks(page, "console"):
             for line in re.findall(r"^\$ (.*)$", block, re.MULTILINE):
                 found[re.sub(r"\s+# .*", "", line).strip()] = None
-    slow = ("compare", "choose", "torchrun", "accelerate", "bench", "doctor")
+    slow = ("compare", "choose", "demo", "torchrun", "accelerate", "bench", "doctor")
     return [
         pytest.param(one, marks=[pytest.mark.slow] if any(word in one.split() for word in slow) else [], id=one)
         for one in found
