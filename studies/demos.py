@@ -16,7 +16,7 @@ from typing import Any
 from backstash.cli.options import parse_size
 from backstash.demos.demonstrations import DEMONSTRATIONS
 from backstash.demos.picture import save_picture, text_picture
-from backstash.demos.reaching import Reached, reach
+from backstash.demos.reaching import Largest, reach
 from bench.results import Results
 
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in asked.names or DEMONSTRATIONS:
         demonstration = DEMONSTRATIONS[name]
         nbytes = asked.memory or demonstration.nbytes
-        found: list[Reached] = []
+        found: list[Largest] = []
         entry: dict[str, Any] = {"name": name, "title": demonstration.title, "unit": demonstration.unit}
         shown.append(entry | {"nbytes": nbytes, "ways": []})
         for row in reach(demonstration, nbytes, lambda text: print(text, flush=True)):

@@ -17,7 +17,7 @@ Listener = Callable[[str, int, int | None], None]
 _listeners: list[Listener] = []
 
 
-def tell(what: str, done: int = 0, total: int | None = None) -> None:
+def note_progress(what: str, done: int = 0, total: int | None = None) -> None:
     """Tells all listeners what is being done now.
 
     Args:
@@ -36,8 +36,8 @@ def heard_by(listener: Listener) -> Iterator[None]:
     Example:
         >>> heard = []
         >>> with heard_by(lambda what, done, total: heard.append((what, done, total))):
-        ...     tell("timing steps", 1, 3)
-        >>> tell("timing steps", 2, 3)
+        ...     note_progress("timing steps", 1, 3)
+        >>> note_progress("timing steps", 2, 3)
         >>> heard
         [('timing steps', 1, 3)]
     """

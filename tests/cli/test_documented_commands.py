@@ -97,7 +97,8 @@ def test_a_command_that_is_shown_works(command: str, invoke: Invoke, monkeypatch
             assert second["saved_nbytes"] > first["saved_nbytes"]
     else:
         assert program == "backstash"
-        monkeypatch.setattr(codecs, "names", lambda: ("zvc", "bitmask"))  # doctor would check all of them
+        if "doctor" in args:
+            monkeypatch.setattr(codecs, "names", lambda: ("zvc", "bitmask"))  # it would check all of them
         result = invoke(*args)
         assert result.exit_code == 0, result.output
         for option, kind in (("--report-json", "{"), ("--report-html", "<!doctype html>")):

@@ -25,11 +25,11 @@ Invoke = Callable[..., Any]
 WAITING = """
 import time
 from backstash.cli.waiting import waiting
-from backstash.telling import tell
+from backstash.telling import note_progress
 with waiting() as say:
     say("the first steps of train.py")
     for step in range(1, 4):
-        tell("timing steps", step, 3)
+        note_progress("timing steps", step, 3)
         time.sleep(0.15)
     print("of the script")
 print("the result")

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from backstash.cli.commands import app
 from backstash.demos import demonstrations, picture, reaching
 from backstash.demos.demonstrations import DEMONSTRATIONS, Demonstration, Way
-from backstash.demos.networks import Adapted, Llama, Spiking, UNet, adapt, resnet
-from backstash.demos.reaching import Reached, largest, reach
+from backstash.demos.networks import Llama, LoraLayer, Spiking, UNet, add_lora, resnet
+from backstash.demos.reaching import Largest, largest, reach
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
@@ -64,7 +64,7 @@ def small(name: str, ways: Callable[[Way], bool] = lambda way: True) -> Demonstr
 
     def make(size: int, training: str) -> tuple[nn.Module, Callable[[], object]]:
         model: nn.Module = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.ReLU())))
-        model = model if training == "full" else adapt(model)
+        model = model if training == "full" else add_lora(model)
         x = torch.randn(256 * size, 64)
         return model, lambda: model(x).square().mean().backward()
 
@@ -96,9 +96,9 @@ def test_memory_that_is_too_small_shows_nothing_that_fits() -> None:
 
 NETWORKS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "resnet": lambda: (resnet((1, 1), 8), torch.randn(2, 3, 32, 32)),
-    "adapted": lambda: (adapt(resnet((1, 1), 8)), torch.randn(2, 3, 32, 32)),
+    "adapted": lambda: (add_lora(resnet((1, 1), 8)), torch.randn(2, 3, 32, 32)),
     "llama": lambda: (Llama(2, 64, 2, 32), torch.randint(32, (2, 16))),
-    "adapted llama": lambda: (adapt(Llama(2, 64, 2, 32)), torch.randint(32, (2, 16))),
+    "adapted llama": lambda: (add_lora(Llama(2, 64, 2, 32)), torch.randint(32, (2, 16))),
     "unet": lambda: (UNet(2), torch.randn(1, 1, 8, 8, 8)),
     "spiking": lambda: (Spiking(4, 3), torch.randn(2, 3, 16, 16)),
 }
@@ -112,7 +112,7 @@ def test_networks_train_what_they_are_to_train(name: str) -> None:
     trained = {key for key, weight in model.named_parameters() if weight.requires_grad}
     assert {key for key, weight in model.named_parameters() if weight.grad is not None} == trained
     if "adapted" in name:
-        assert any(isinstance(module, Adapted) for module in model.modules())
+        assert any(isinstance(module, LoraLayer) for module in model.modules())
         assert all(".down." in key or ".up." in key or key.startswith(("head", "7.")) for key in trained), trained
 
 
@@ -172,7 +172,7 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from backstash.cli import demonstrating
 
     def interrupted(*args: Any) -> Any:
-        yield Reached("plain PyTorch", 12, 1 << 20, 0.1, 12, True)
+        yield Largest("plain PyTorch", 12, 1 << 20, 0.1, 12, True)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demonstrating, "reach", interrupted)

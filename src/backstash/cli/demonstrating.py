@@ -14,7 +14,7 @@ from backstash.cli.options import Quiet, parse_size
 from backstash.cli.waiting import INTERRUPTED_NOTE, waiting
 from backstash.demos.demonstrations import DEMONSTRATIONS
 from backstash.demos.picture import save_picture, text_picture
-from backstash.demos.reaching import Reached, reach
+from backstash.demos.reaching import Largest, reach
 from backstash.errors import UnknownNameError
 from backstash.integrations.launcher import INTERRUPTED
 
@@ -53,7 +53,7 @@ def demo(
             raise UnknownNameError(f"the demonstration {name!r} was asked for, but there are {known}.")
         demonstration = DEMONSTRATIONS[name]
         nbytes = demonstration.nbytes if memory is None else memory
-        found: list[Reached] = []
+        found: list[Largest] = []
         interrupted = False
         with waiting(quiet) as told:
             try:

@@ -1,4 +1,4 @@
-"""What a long command is doing and for how long, on a line of stderr that goes away. Silent in CI and in pipes."""
+"""Shows what a long command is doing, and for how long, on a line of stderr that goes away. Silent in CI and pipes."""
 
 from __future__ import annotations
 

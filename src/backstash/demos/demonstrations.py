@@ -1,4 +1,4 @@
-"""What is demonstrated: networks, the ways to train them, and the unit in which a user counts."""
+"""The table of demonstrations: networks, the ways to train them, and the unit in which a user counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from backstash.demos.networks import Bottleneck, Decoder, Llama, Spiking, UNet, adapt, resnet
+from backstash.demos.networks import Bottleneck, Decoder, Llama, Spiking, UNet, add_lora, resnet
 
 Training = Literal["full", "adapters"]
 """Which weights are trained: all of them, or those of LoRA adapters alone."""
@@ -94,14 +94,14 @@ def _images(count: int, edge: int) -> tuple[Any, Any]:
 
 def _resnet50(size: int, training: Training) -> tuple[nn.Module, Step]:
     model: nn.Module = resnet((3, 4, 6, 3))
-    model = model if training == "full" else adapt(model)
+    model = model if training == "full" else add_lora(model)
     images, classes = _images(size, 112)
     return model, lambda: functional.cross_entropy(model(images), classes).backward()
 
 
 def _language_model(tokens: int, layers: int, size: int, training: Training) -> tuple[nn.Module, Step]:
     model: nn.Module = Llama(layers, 256, 4, 1024)
-    model = model if training == "full" else adapt(model)
+    model = model if training == "full" else add_lora(model)
     words = torch.randint(1024, (size, tokens) if tokens else (1, size))
     return model, lambda: model(words).backward()
 

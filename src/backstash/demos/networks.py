@@ -110,7 +110,7 @@ class Llama(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
 
 
-class Adapted(nn.Module):
+class LoraLayer(nn.Module):
     """A frozen layer with a LoRA adapter beside it (Hu et al., ICLR 2022), as peft adds one to a Linear or a Conv2d.
 
     The dropout in front of the adapter makes a tensor of the input's size that backward reads. That is why adapters,
@@ -135,14 +135,14 @@ class Adapted(nn.Module):
         return result
 
 
-def adapt(model: nn.Module, rank: int = 8, dropout: float = 0.1) -> nn.Module:
+def add_lora(model: nn.Module, rank: int = 8, dropout: float = 0.1) -> nn.Module:
     """Freezes a model, and gives each of its convolutions and linear layers but the last an adapter. Returns it."""
     model.requires_grad_(False)
     last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Conv2d | nn.Linear) and child is not last:
-                setattr(parent, name, Adapted(child, rank, dropout))
+                setattr(parent, name, LoraLayer(child, rank, dropout))
     last.requires_grad_(True)
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backstash.demos.demonstrations import Demonstration
-from backstash.demos.reaching import Reached
+from backstash.demos.reaching import Largest
 from backstash.stash.tables import amount
 
 WIDTH = 40
@@ -18,14 +18,14 @@ def heading(demonstration: Demonstration, nbytes: int) -> str:
     return f"{demonstration.title}: {demonstration.unit} in {amount(nbytes)}"
 
 
-def price(row: Reached, base: Reached) -> str:
+def price(row: Largest, base: Largest) -> str:
     """The time for as much work as in plain PyTorch, as a multiple of plain's; empty where nothing fits."""
     if not row.work or not base.work or row is base:
         return ""
     return f"{row.seconds / row.work * base.work / base.seconds:.2f}x the time for each"
 
 
-def text_picture(demonstration: Demonstration, nbytes: int, found: Sequence[Reached]) -> str:
+def text_picture(demonstration: Demonstration, nbytes: int, found: Sequence[Largest]) -> str:
     """The bars in a terminal, with the peak that was counted and the price in time.
 
     Args:
@@ -48,7 +48,7 @@ def text_picture(demonstration: Demonstration, nbytes: int, found: Sequence[Reac
     return "\n".join(lines)
 
 
-def save_picture(demonstration: Demonstration, nbytes: int, found: Sequence[Reached], path: Path) -> None:
+def save_picture(demonstration: Demonstration, nbytes: int, found: Sequence[Largest], path: Path) -> None:
     """Writes the chart as a PNG; equal results give equal files. Needs matplotlib."""
     from matplotlib.figure import Figure
 

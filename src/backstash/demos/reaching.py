@@ -29,7 +29,7 @@ Told = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Reached:
+class Largest:
     """How far one way of training comes within the memory.
 
     Attributes:
@@ -49,7 +49,7 @@ class Reached:
     is_equal: bool
 
 
-def reach(demonstration: Demonstration, nbytes: int | None = None, told: Told = lambda text: None) -> Iterator[Reached]:
+def reach(demonstration: Demonstration, nbytes: int | None = None, told: Told = lambda text: None) -> Iterator[Largest]:
     """Yields how far each way of training comes, in the demonstration's order, as soon as it is known.
 
     Args:
@@ -75,7 +75,7 @@ def reach(demonstration: Demonstration, nbytes: int | None = None, told: Told = 
         is_equal = all(equal_bits(*pair) for pair in zip(gradients, first.gradients, strict=True))
         found = trials[size] if size else first
         work = size**demonstration.power
-        yield Reached(way.label, size, found.peak_nbytes, found.seconds, work, is_equal)
+        yield Largest(way.label, size, found.peak_nbytes, found.seconds, work, is_equal)
 
 
 def largest(least: Callable[[int], int], limit: int, start: int, grain: int, power: int, second: int = 0) -> int:
