@@ -22,7 +22,7 @@ def price(row: Largest, base: Largest) -> str:
     """The time for as much work as in plain PyTorch, as a multiple of plain's; empty where nothing fits."""
     if not row.work or not base.work or row is base:
         return ""
-    return f"{row.seconds / row.work * base.work / base.seconds:.2f}x the time for each"
+    return f"about {row.seconds / row.work * base.work / base.seconds:.1f}x the time for each"
 
 
 def text_picture(demonstration: Demonstration, nbytes: int, found: Sequence[Largest]) -> str:
@@ -48,8 +48,16 @@ def text_picture(demonstration: Demonstration, nbytes: int, found: Sequence[Larg
     return "\n".join(lines)
 
 
-def save_picture(demonstration: Demonstration, nbytes: int, found: Sequence[Largest], path: Path) -> None:
-    """Writes the chart as a PNG; equal results give equal files. Needs matplotlib."""
+def save_picture(
+    demonstration: Demonstration, nbytes: int, found: Sequence[Largest], path: Path, is_timed: bool = True
+) -> None:
+    """Writes the chart as a PNG; equal results give equal files. Needs matplotlib.
+
+    Args:
+        demonstration, nbytes, found: as for :func:`text_picture`.
+        path: the file.
+        is_timed: whether the prices in time are shown, of which each is that of one step.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.9 + 0.5 * len(found)), layout="constrained")
@@ -60,7 +68,7 @@ def save_picture(demonstration: Demonstration, nbytes: int, found: Sequence[Larg
     most = max((row.size for row in found), default=0) or 1
     axes.set_xlim(0, 1.35 * most)
     for place, row in enumerate(rows):
-        text = f"{row.size:,}  {price(row, found[0])}".rstrip()
+        text = f"{row.size:,}  {price(row, found[0]) if is_timed else ''}".rstrip()
         axes.text(row.size + 0.01 * most, place, f" {text}", va="center", fontsize=9)
     axes.set_title(heading(demonstration, nbytes), loc="left", fontsize=11, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
