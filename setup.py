@@ -3,7 +3,7 @@
 And native/python/*.cpp to src/backstash/stash/_held.abi3.so, a module of Python. It uses the limited API of Python
 3.11, so it fits every later Python too, as the library does, which is called through ctypes.
 
-And native/replay/*.cpp to src/backstash/stash/_access.*.so, which reads torch's own objects for that module. It fits
+And native/replay/*.cpp to src/backstash/stash/_replay.*.so, which reads torch's own objects for that module. It fits
 one Python and one torch, and is only built where that torch is there: without build isolation.
 
 The step is optional. If there is no C++ compiler, or if it fails, the install goes on without what it could not compile
@@ -35,8 +35,8 @@ ROOT = Path(__file__).parent
 NATIVE = ROOT / "native"
 LIBRARY = "backstash/ops/cpu/libbackstash_native.so"
 MODULE = "backstash/stash/_held.abi3.so"
-ACCESS = f"backstash/stash/_access{sysconfig.get_config_var('EXT_SUFFIX')}"
-FILES = (LIBRARY, MODULE, ACCESS)
+REPLAY = f"backstash/stash/_replay{sysconfig.get_config_var('EXT_SUFFIX')}"
+FILES = (LIBRARY, MODULE, REPLAY)
 # Nobody reads the flags that a division by zero sets: without them GCC makes vector code of more loops, as clang does.
 # A product and a sum are rounded one by one, as torch does: without the flag GCC would fuse them where it can.
 FLAGS = ("-O3", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC")
@@ -145,7 +145,7 @@ def torch_flags() -> list[str] | None:
     return [*headers, f"-L{lib}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
 
 
-def compile_access(target: Path) -> str | None:
+def compile_replay(target: Path) -> str | None:
     """Compiles what reads torch's objects to ``target``. Returns None, or why there is none now."""
     target.unlink(missing_ok=True)
     flags = torch_flags()
@@ -198,7 +198,7 @@ class BuildNative(Command):
         if problem is not None:
             say(f"NOTICE: installing without the compiled hooks, because {problem}")
             say("It works without them, in a microsecond or two more for each saved tensor.")
-        problem = compile_access(self.target(ACCESS))
+        problem = compile_replay(self.target(REPLAY))
         if problem is not None:
             say(f"NOTICE: installing without what reads torch's own objects, because {problem}")
             say(

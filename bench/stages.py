@@ -24,7 +24,11 @@ import backstash
 PACKAGE = Path(backstash.__file__).parent
 
 ROOMS: dict[str, tuple[str, ...]] = {
-    "observe": ("capture/observer", "capture/side_effects", "capture/modules", "capture/hooks", "capture/learned"),
+    "observe": (
+        *("capture/observer", "capture/side_effects", "capture/modules", "capture/hooks", "capture/learned"),
+        "capture/repeated",
+    ),
+    "replay": ("replay/",),
     "note how values are made": ("stash/calls", "stash/contents", "stash/producers", "stash/patterns"),
     "pack": ("capture/forward", "stash/held", "stash/parameters", "stash/wrapped"),
     "name": ("capture/names", "capture/naming", "formulas"),

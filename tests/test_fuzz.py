@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from backstash import Policy
+from backstash.capture import repeated
 from backstash.codecs import Encoded
 from backstash.policies.base import Action, Keep, Outcome, Stash
+from backstash.replay import replaying
 from backstash.saved import Need, SavedTensor
 from tests.fuzz.__main__ import main
 from tests.fuzz.execute import FAILURES, check
@@ -135,6 +137,17 @@ def test_programs_and_standalone_files_are_valid_python() -> None:
 def test_every_kind_is_generated() -> None:
     programs = (generate(seed, changing=seed % 2 == 0) for seed in range(1500))
     assert {statement.kind for program in programs for statement in program.statements()} == set(KINDS)
+
+
+def test_passes_are_replayed_where_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module, names in ((repeated, ("EQUAL",)), (replaying, ("SHARE", "PERIOD"))):
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name))  # and put back
+    given = ["--replay", "--programs", "12", "--seed", "4", "--policy", "lossless", "--failures", str(tmp_path)]
+    assert main(given) == 0
+    assert "12 programs" in capsys.readouterr().out
 
 
 def test_features_can_be_chosen_and_switched_off() -> None:

@@ -75,7 +75,7 @@ void* data(PyObject* x) {
 PyObject* base(PyObject* object) {
     const at::Tensor& x = tensor_of(object);
     if (!x.is_view()) Py_RETURN_NONE;
-    return THPVariable_Wrap(x._base());
+    return THPVariable_Wrap(at::Tensor(x._base()));
 }
 
 template <class Make>
@@ -149,17 +149,8 @@ Access table{
     dispatch_modes, is_transformed, is_in_backward, has_autocast,   has_grad_mode,  set_grad_mode,
 };
 
-PyModuleDef definition{PyModuleDef_HEAD_INIT, "_access", "Reads torch's own objects for the compiled functions.", -1,
-                       nullptr, nullptr, nullptr, nullptr, nullptr};
-
 }  // namespace
-}  // namespace backstash
 
-PyMODINIT_FUNC PyInit__access() {
-    PyObject* module = PyModule_Create(&backstash::definition);
-    if (module == nullptr) return nullptr;
-    PyObject* table = PyCapsule_New(&backstash::table, "backstash.access", nullptr);
-    const bool is_whole = table != nullptr && PyModule_AddObject(module, "table", table) == 0 &&
-                          PyModule_AddStringConstant(module, "TORCH", TORCH_VERSION) == 0;
-    return is_whole ? module : nullptr;
-}
+const void* access_table() { return &table; }
+
+}  // namespace backstash

@@ -70,6 +70,10 @@ class RecomputedDifferentlyError(BackstashError, RuntimeError):
     """A value that was computed again has other bits than it had in the forward pass."""
 
 
+class PrecisionChangedError(BackstashError, RuntimeError):
+    """A setting was changed between forward and backward, so that backward would read more than was stored."""
+
+
 class PlanError(BackstashError, ValueError):
     """A plan was asked for in a way that means nothing, or the data of a plan or a profile is damaged."""
 

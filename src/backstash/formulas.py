@@ -67,6 +67,8 @@ class Formula:
         operators: what reads the tensor in a compiled graph: operators, and their names for the tensor.
         claimed_as: the form of codecs.direct in which a kernel of ``backward/`` reads the value, or Tensor if it reads
             the whole; None if there is no such kernel.
+        factor: the name under which the node has saved the sizes [inner, columns] of the matrix that the tensor [rows,
+            inner] was multiplied by, where backward reads the tensor for nothing but ``tensor.t() @ grad``.
     """
 
     op: str
@@ -80,6 +82,7 @@ class Formula:
     effect_rule: EffectRule | None = None
     operators: tuple[tuple[str, str], ...] = ()
     claimed_as: type[Direct] | type[Tensor] | None = None
+    factor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class Requirement:
     function: str | None = None
     effect: Effect = Effect.UNKNOWN
     row: int = 0
+    columns: int = 0
 
 
 VALUE = Requirement(Need.VALUE)
@@ -131,7 +135,8 @@ def requirement_of(
 
     if formula.need is Need.VALUE:
         effect, row = _effect(formula, node, spec)
-        return Requirement(Need.VALUE, function=function_of(formula, scalars), effect=effect, row=row)
+        columns = _columns(formula, scalars)
+        return Requirement(Need.VALUE, function=function_of(formula, scalars), effect=effect, row=row, columns=columns)
     try:
         if formula.need is Need.SIGN:
             mask = mask_of_formula(formula, scalars, spec.dtype)
@@ -157,6 +162,16 @@ def function_of(formula: Formula, scalars: Scalars) -> str | None:
         except AttributeError:  # as in requirement_of
             continue
     return None
+
+
+def _columns(formula: Formula, scalars: Scalars) -> int:
+    """Returns how many columns the gradient has by which a formula multiplies the value; 0 if it reads more of it."""
+    if not formula.factor:
+        return 0
+    try:
+        return int(scalars(formula.factor)[-1])
+    except (AttributeError, IndexError, RuntimeError):  # as in requirement_of; a size that is only known as a symbol
+        return 0
 
 
 def _effect(formula: Formula, node: Any, spec: TensorSpec) -> tuple[Effect, int]:
@@ -434,14 +449,14 @@ def _indices() -> Iterator[Formula]:
 def _products() -> Iterator[Formula]:
     """What a gradient is multiplied with."""
 
-    def linear(op: str, role: str, *operators: tuple[str, str], claimed_as: Any = None) -> Formula:
-        return Formula(op, role, effect=Effect.LINEAR, operators=operators, claimed_as=claimed_as)
+    def linear(op: str, role: str, *operators: tuple[str, str], claimed_as: Any = None, factor: str = "") -> Formula:
+        return Formula(op, role, effect=Effect.LINEAR, operators=operators, claimed_as=claimed_as, factor=factor)
 
     yield linear("Convolution", "input", *_aten("convolution_backward", "input"), claimed_as=Slices)
     yield linear("Linear", "input")
-    yield linear("Addmm", "mat1", *_aten("addmm", "mat1"), claimed_as=Tensor)
+    yield linear("Addmm", "mat1", *_aten("addmm", "mat1"), claimed_as=Tensor, factor="mat2_sym_sizes")
     yield linear("Addmm", "mat2", *_aten("addmm", "mat2"))
-    yield linear("Mm", "self", *_aten("mm", "self"), claimed_as=Tensor)
+    yield linear("Mm", "self", *_aten("mm", "self"), claimed_as=Tensor, factor="mat2_sym_sizes")
     yield linear("Mm", "mat2", *_aten("mm", "mat2"))
     yield linear("Bmm", "self", *_aten("bmm", "self"))
     yield linear("Bmm", "mat2", *_aten("bmm", "mat2"))

@@ -49,9 +49,12 @@ def _pair(name: str) -> _Setting:
     return _Setting(flag.read, lambda value: flag.write(*value) if isinstance(value, tuple) else flag.write(value))
 
 
+_precision_of = find("_C._get_fp32_precision_getter")
+
+
 def _precision(backend: str, operation: str) -> _Setting:
     """Of products of float32. ``torch.get_float32_matmul_precision`` raises where a program has used the newer API."""
-    read = partial(find("_C._get_fp32_precision_getter"), backend, operation)
+    read = partial(_precision_of, backend, operation)
     set_to = partial(find("_C._set_fp32_precision_setter"), backend, operation)
 
     def write(value: str) -> None:
@@ -60,6 +63,21 @@ def _precision(backend: str, operation: str) -> _Setting:
             set_to(value)
 
     return _Setting(read, write)
+
+
+def matmul_precision() -> str:
+    """Returns what is set for products of float32 on CPU: ``"none"``, ``"ieee"``, ``"tf32"`` or ``"bf16"``."""
+    precision: str = _precision_of("mkldnn", "matmul")
+    return precision
+
+
+def rounds_products() -> bool:
+    """Returns whether the program has asked products of float32 on CPU to be computed of bfloat16 numbers.
+
+    By ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"`` or ``torch.set_float32_matmul_precision("medium")``.
+    Processors without instructions for bfloat16 compute as ever.
+    """
+    return matmul_precision() == "bf16"
 
 
 def _contraction(module: Any) -> _Setting:

@@ -214,6 +214,8 @@ class SavedTensor:
         effect: how a small error in the value changes the gradients.
         row: how many neighbours in memory share their scale, as the features of a token or the elements that share a
             norm's statistics do; 0 if that is not known.
+        columns: if backward reads the value [rows, inner] for nothing but a product with the gradient [rows, columns],
+            how many columns that has; else 0.
     """
 
     key: str
@@ -227,6 +229,7 @@ class SavedTensor:
     function: str | None = None
     effect: Effect = Effect.UNKNOWN
     row: int = 0
+    columns: int = 0
 
 
 def cycle_of(key: str) -> int:

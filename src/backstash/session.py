@@ -40,6 +40,7 @@ from backstash.capture.naming import packed_by
 from backstash.errors import SessionError
 from backstash.gradient_error import Monitor
 from backstash.policies.base import Policy
+from backstash.replay import replaying
 from backstash.stash import compiled, held
 from backstash.stash.accounts import Step
 from backstash.stash.contents import Contents
@@ -151,6 +152,10 @@ class Session:
         self._reading = held.Reading(self._unpack, linear.claim_input, linear.claim_weight, accumulation.LINEAR)
         self._hold, self._read = partial(held.hold_quickly, self._holding), partial(held.read_quickly, self._reading)
         self._take_in = compiled.pack_hook(self._forward, self._pack)
+        self._replaying = self._forward.replaying = replaying.for_session(
+            self, self._forward, self._take_in, self._read
+        )
+        self._is_replayed = False  # the pass in progress, or the latest one
         self._lock = self._live.lock
         self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check} {self._stops_if_useless}"
         self._is_bound = False  # to what was learned of the model
@@ -163,7 +168,7 @@ class Session:
             # Other Sessions do the work. What refers to this one would keep it, and a profiler that runs for it, until
             # the collector comes.
             del self._pending, self._remaking, self._encoder, self._forward, self._holding, self._reading
-            del self._hold, self._read, self._take_in
+            del self._hold, self._read, self._take_in, self._replaying
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
@@ -191,7 +196,9 @@ class Session:
             if self._forward.is_idle:
                 self._hooks = hooks.Hooks(self._hold, self._read)
             else:
-                self._hooks = hooks.Hooks(self._take_in, self._read, self, self._forward)
+                of = self._replaying
+                pack, unpack = (self._take_in, self._read) if of is None else (of.pack, of.unpack)
+                self._hooks = hooks.Hooks(pack, unpack, self, self._forward)
             self._hooks.install()
         except BaseException as error:
             entry.leave(error)
@@ -235,9 +242,12 @@ class Session:
         self._forward.depth = 0
         self._names.leave_all()
         with no_torch_function(), self._lock:
+            if self._replaying is not None:
+                self._replaying.end(is_left=True)
             self._forward.name(None)
             self._pending.look_at_all()
             self._leaning.store_all(self._encoder, self._pending)
+            self._end_recording()
 
     def _forget(self) -> None:
         self._live.read_with_graph = None
@@ -271,6 +281,10 @@ class Session:
         with self._lock:
             step = self._forward.step
             peak_nbytes = self._live.peak_nbytes
+            if self._replaying is not None:
+                peak_nbytes = max(peak_nbytes, self._replaying.peak_nbytes)
+                if self._is_replayed:
+                    self._replaying.fill()
             if self._forward.is_idle:
                 step = self._names.learned.step
                 peak_nbytes = max(peak_nbytes, self._names.learned.peak_nbytes)
@@ -292,6 +306,7 @@ class Session:
                 tuple(self._live.monitor.found) if self._live.monitor is not None else (),
                 named=step.named,
                 recognised=step.recognised,
+                script="" if self._replaying is None else self._replaying.told(self._names.learned.passes),
             )
 
     @contextmanager
@@ -336,8 +351,13 @@ class Session:
             self._is_bound = True
             self._names.learned = learned.learned_of(module, self._settings)
             self._use_learned_size()
-        if self._live.unpacked and torch.is_grad_enabled() and not in_backward():
-            self._begin_step()
+        if torch.is_grad_enabled() and not in_backward():
+            is_dropped = self._replaying is not None and self._replaying.is_dropped
+            if self._live.unpacked or is_dropped:
+                self._begin_step()
+            elif self._steps == 0 and self._replaying is not None and not self._forward.is_idle:
+                self._before_save()
+                self._begin_replay()
         assert self._hooks is not None
         may_idle = self._may_idle()
         if self._forward.is_idle != may_idle and not in_backward():  # a node undoes what is pushed or popped in it
@@ -365,8 +385,11 @@ class Session:
         if self._forward.is_idle:
             known.end_idle_step(counted)
             return
-        if not step.is_whole:
+        if not step.is_whole or self._is_replayed:
             return
+        if self._replaying is not None:
+            is_ordinary = step.named == step.recognised and not step.calls
+            self._replaying.learn(known.passes, counted, is_ordinary)
         if not step.is_empty:
             known.step, known.peak_nbytes = step, self._live.peak_nbytes
         # Where something was compiled it would be compiled once more for the hooks of an idle Session.
@@ -407,6 +430,23 @@ class Session:
         self._pending.begin_step()
         self._contents.begin_step()
         self._live.unpacked = False  # last: what is interrupted before that is done again
+        self._begin_replay()
+
+    def _begin_replay(self) -> None:
+        """A pass begins, which may be one that is known (Note: [settled passes] in replay/replaying.py)."""
+        self._is_replayed = False
+        if self._replaying is None or self._live.watcher is not None or self._live.monitor is not None:
+            return
+        # A pass that begins inside a function, with what that has saved, is known too late.
+        if not self._forward.is_idle and not self._forward.depth and not has_compiled():
+            passes = self._names.learned.passes
+            self._is_replayed = self._replaying.begin(passes, self._steps, self._live.nbytes)
+            if self._is_replayed:
+                self._forward.step = passes.step
+
+    def _end_recording(self) -> None:
+        if self._replaying is not None:
+            self._replaying.end_recording(self._forward.step)
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
@@ -433,8 +473,12 @@ class Session:
             self.policy.begin_step()
             if self._live.monitor is not None:
                 self._live.monitor.begin_step(1)
-        elif self._forward.step.accounts and self._live.saved == 0 and not in_backward():
+        elif self._forward.step.accounts and not self._has_graph() and not in_backward():
             self._begin_step()
+
+    def _has_graph(self) -> bool:
+        """Whether autograd holds anything that was saved."""
+        return self._live.saved != 0 or (self._replaying is not None and self._replaying.alive != 0)
 
     def _encode(self, value: Value) -> None:
         """Encode a value that nobody but autograd holds."""
@@ -455,12 +499,17 @@ class Session:
     def _begin_backward(self) -> None:
         live = self._live
         with self._lock:
+            if self._replaying is not None:
+                self._replaying.end(is_left=False)
             self._pending.look_at_all()
+            self._end_recording()
             live.unpacked = True
             self._holding.before = self._before_hold
             self._reading.is_simple = live.watcher is None and live.monitor is None
             self._reading.min_nbytes = self._contents.min_nbytes
             live.stashed_nbytes = live.nbytes
+            if self._replaying is not None:
+                live.stashed_nbytes += self._replaying.begin_backward(live.nbytes)
             live.prefetcher.begin_backward()
             live.prefetcher.advance(live.below_peak)
 

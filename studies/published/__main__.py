@@ -28,7 +28,9 @@ _ABOUT = {
     "device": "operations, allocations and waits of steps on a fake accelerator: `python -m bench.device_counts`",
     "device-instructions": "the host's instructions in steps, by callgrind: `python -m bench.device_instructions`",
     "disk": "speed of the disk store beside dd: `backstash bench disk`",
-    "exact": "size and speed of exact codecs on what networks save: `python -m bench.exact`",
+    "exact": "size and speed of exact codecs on what three networks save: `python -m bench.exact`",
+    "exact-families": "size of exact codecs on what ten families and a trained network save, stashes, plans, a disk: "
+    "`python -m bench.exact`",
     "examples": "the examples with and without backstash: `python -m studies.examples`",
     "families": "families of transformers with and without backstash: `python -m studies.families`",
     "gist": "ratios, footprints and times of Gist's stages: `backstash bench gist`",

@@ -474,6 +474,66 @@ def exact_codecs() -> str:
     return f"{machine_line('exact')}\n\n{table(head, rows)}"
 
 
+def exact_ratios() -> str:
+    """Exact codecs on what networks in bfloat16 save: ratios by dtype."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in load("exact-families")["rows"]:
+        if row["setting"] == "bfloat16":
+            found.setdefault((row["network"], row["dtype"]), {})[row["codec"]] = row
+    rows = []
+    names = ("zvc", "upcast", "upcast exponents", "exponents, 4", "exponents, 3", "zstd")
+    for (network, dtype), by_codec in found.items():
+        ratios = [f"{by_codec[name]['ratio']:.2f}" if name in by_codec else "-" for name in names]
+        rows.append((network, dtype, *ratios))
+    shown = ("zvc", "upcast", "upcast, exponents", "exponents, 4 bits", "exponents, 3 bits", "zstd, level 1")
+    head = ("network", "dtype", *shown)
+    return f"{machine_line('exact-families')}\n\n{table(head, rows)}"
+
+
+def exact_stash() -> str:
+    """Dense bytes of what networks save over what Sessions hold of it, without and with codes for dense values."""
+    found: dict[str, dict[str, str]] = {}
+    for row in load("exact-families")["stash"]:
+        without, whole = (row["saved_nbytes"] / row[f"{name}_nbytes"] for name in ("lossless", "dense"))
+        text = f"{without:.2f} -> {whole:.2f} (x {whole / without:.2f})"
+        found.setdefault(row["network"], {})[row["setting"]] = text
+    settings = ("bfloat16", "autocast", "float32")
+    rows = [(network, *(of.get(setting, "-") for setting in settings)) for network, of in found.items()]
+    return f"{machine_line('exact-families')}\n\n{table(('network', *settings), rows)}"
+
+
+def exact_plans() -> str:
+    """The lowest exact peaks of plans, without and with codes for dense values."""
+    rows = []
+    for row in load("exact-families")["plans"]:
+        before, after = row["before_nbytes"], row["after_nbytes"]
+        saves = f"{1 - after / before:.0%}"
+        sizes = [f"{nbytes / 2**20:.2f}" for nbytes in (row["plain_nbytes"], before, after)]
+        rows.append((row["network"], ", ".join(row["allow"]), *sizes, saves, f"{row['slower']:.3f}"))
+    head = ("network, bfloat16", "allowed", "plain, MiB", "lowest without", "lowest with", "less", "largest time ratio")
+    return f"{machine_line('exact-families')}\n\n{table(head, rows)}"
+
+
+def exact_disk() -> str:
+    """What is moved to a disk in a step, and how long steps take."""
+    rows = []
+    for row in load("exact-families")["disk"]:
+        without, whole = row["nbytes"]["moved"], row["nbytes"]["moved, dense"]
+        times = [f"{row['seconds'][way]['median']:.1f}" for way in ("plain", "plain again", "moved", "moved, dense")]
+        rows.append((row["network"], mib(without), mib(whole), f"{1 - whole / without:.0%}", *times))
+    head = (
+        "bfloat16",
+        "moved, MiB",
+        "moved, `dense`",
+        "less",
+        "plain, s",
+        "plain again",
+        "moved, s",
+        "moved, `dense`, s",
+    )
+    return f"{machine_line('exact-families')}\n\n{table(head, rows)}"
+
+
 def verify() -> str:
     """The times and the peak of watched steps, beside those of the same steps that are not watched."""
     costs = {(cost["network"], cost["way"]): cost for cost in load("verify-cpu")["costs"]}
@@ -501,6 +561,10 @@ def verify() -> str:
 TABLES = {
     "verify": verify,
     "exact-codecs": exact_codecs,
+    "exact-disk": exact_disk,
+    "exact-plans": exact_plans,
+    "exact-ratios": exact_ratios,
+    "exact-stash": exact_stash,
     "allocators": allocators,
     "plans": plans,
     "frontier": frontier,

@@ -476,3 +476,33 @@ def test_a_compiled_module_is_pickled_with_its_policy(is_stepped: bool) -> None:
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+class Norms(nn.Module):
+    """Norms that compute in float32, as those of Llamas do, between products in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            wide = x.float()
+            x = x + layer((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype))
+        return x.square().sum()
+
+
+def test_copies_in_float32_of_bfloat16_numbers_are_not_saved() -> None:
+    """Backward converts the bfloat16 numbers once more."""
+    saved: list[torch.dtype] = []
+
+    def pack(x: Tensor) -> Tensor:
+        if x.numel() == 128 * 64:
+            saved.append(x.dtype)
+        return x
+
+    torch.manual_seed(0)
+    model = Norms().bfloat16()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        torch.compile(model, backend=compile_backend(min_nbytes=0))(torch.randn(128, 64).bfloat16()).backward()
+    assert saved and set(saved) == {torch.bfloat16}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash.codecs import BlockQuant, Codec, Csr, Exponents, FewBit, Minifloat, Narrow, Signed, Sz, Szp, Zvc, signed
+from backstash.codecs import (
+    BlockQuant,
+    Codec,
+    Csr,
+    Exponents,
+    FewBit,
+    Minifloat,
+    Narrow,
+    Signed,
+    Sz,
+    Szp,
+    Upcast,
+    Zvc,
+    signed,
+)
 from backstash.codecs.csr import codec as csr
 from backstash.codecs.exponents import codec as exponents
 from backstash.codecs.sliced import Sliced
@@ -26,7 +41,14 @@ from backstash.stash import comparing, drafts
 from backstash.stash.remaking import REPEAT
 from tests.device import fake
 
-EXACT: dict[str, Codec] = {"zvc": Zvc(), "csr": Csr(), "exponents": Exponents(3), "sliced": Sliced(Zvc(), 3)}
+EXACT: dict[str, Codec] = {
+    "zvc": Zvc(),
+    "csr": Csr(),
+    "exponents": Exponents(3),
+    "upcast": Upcast(),
+    "upcast exponents": Upcast(Exponents(3)),
+    "sliced": Sliced(Zvc(), 3),
+}
 LOSSY: dict[str, Codec] = {
     "zvc+fp8": Zvc(values=Minifloat("fp8")),
     "zvc+fp10": Zvc(values=Minifloat("fp10")),
@@ -60,9 +82,9 @@ class One(bs.Policy):
 
 
 def _given(step: int, share: float) -> Tensor:
-    """An input of both signs, or of one where the step's number says so."""
+    """An input of bfloat16 numbers, of both signs, or of one where the step's number says so."""
     maker = torch.Generator().manual_seed(step)
-    x = torch.randn(128, 64, generator=maker)
+    x = torch.randn(128, 64, generator=maker).bfloat16().float()
     if step % 3 == 0:
         x = x.abs()
     return torch.where(torch.rand(128, 64, generator=maker) < share, x, 0.0)
@@ -134,7 +156,9 @@ def test_drafts_have_the_bits_of_encodings_made_with_a_wait(codec: str, monkeypa
     assert _equal(found, Layers(One(CODECS[codec])).train(None, shares)[6:])
 
 
-@pytest.mark.parametrize("codec", ["zvc", "csr", "exponents", "sliced", "zvc+fp10", "signed", "signed slices", "szp"])
+@pytest.mark.parametrize(
+    "codec", ["zvc", "csr", "exponents", "upcast exponents", "sliced", "zvc+fp10", "signed", "signed slices", "szp"]
+)
 def test_no_value_is_lost_where_there_is_never_room_enough(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (zvc, csr, exponents, signed, szp):
         monkeypatch.setattr(module, "room_for", lambda known, most: max(1, known // 2))
@@ -146,6 +170,23 @@ def test_no_value_is_lost_where_there_is_never_room_enough(codec: str, monkeypat
         assert layers.session is not None
         rows = [row for row in layers.session.report().rows if row.codec == "kept" and "Mm" in row.key]
         assert len(rows) == 3 and all("room for" in row.reason or "before it is known" in row.reason for row in rows)
+
+
+@pytest.mark.parametrize("late", [None, 3])
+@pytest.mark.parametrize("codec", ["upcast", "upcast exponents"])
+def test_numbers_that_a_place_did_not_have_before_are_kept(codec: str, late: int | None) -> None:
+    def train(layers: Layers) -> list[Tensor]:
+        found = []
+        for step in range(8):
+            inputs = [_given(step + 100 * at, 0.5) for at in range(len(layers.layers))]
+            if step in (3, 4):
+                inputs[1][100, 7] += 1e-6
+            with nullcontext() if late is None else fake.late(late + step):
+                found += layers.step([x.to("fake") for x in inputs])
+        return [gradient.cpu() for gradient in found]
+
+    layers = Layers(One(CODECS[codec]))
+    assert _equal(train(layers), train(Layers(None)))
 
 
 @pytest.mark.parametrize("codec", ["zvc", "sliced", "signed", "szp"])

@@ -15,11 +15,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from backstash import Policy
+from backstash.capture import repeated
+from backstash.replay import replaying
 from tests.fuzz import interrupts
 from tests.fuzz.execute import Failure, check, run_plain
 from tests.fuzz.generate import BY_NAME, SHARE_CHANGING, SMALL, generate
@@ -43,6 +46,8 @@ def main(arguments: Sequence[str] | None = None, policy: Policy | None = None) -
     if given[:1] == ["interrupts"]:
         return interrupts.main(given[1:])
     options = _options(given)
+    if options.replay:
+        repeated.EQUAL, replaying.SHARE, replaying.PERIOD = 0, 0, 5
     torch.set_num_threads(1)
     folder = Path(options.failures or tempfile.mkdtemp(prefix="fuzz-failures-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +103,7 @@ def _in_child(function: Callable[[], None]) -> int:
 
 def generate_by(options: argparse.Namespace, seed: int) -> Program:
     """The program of that seed with the features, the policy and the shape that the command line asks for."""
-    return generate(
+    program = generate(
         seed,
         features=options.only,
         off=options.off,
@@ -106,6 +111,11 @@ def generate_by(options: argparse.Namespace, seed: int) -> Program:
         shape=options.shape,
         changing=options.changing,
     )
+    if not options.replay:
+        return program
+    if len(program.pattern) > 1:
+        return replace(program, steps=2 * program.steps, pattern=2 * program.pattern)
+    return replace(program, steps=max(program.steps, 5))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -129,6 +139,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--changing",
         action=argparse.BooleanOptionalAction,
         help=f"only programs whose steps differ, or none (default: {100 * SHARE_CHANGING:.0f} %% of the programs)",
+    )
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="passes are written down at once and replayed from then on, and programs have more steps",
     )
     parser.add_argument("--shape", type=int, nargs=4, default=SMALL, metavar="SIZE", help="N C H W of all values")
     parser.add_argument("--minimise-minutes", type=float, default=0.5, help="at most, for each failure")

@@ -23,6 +23,7 @@ from backstash.stores import HostStore, Store, Ticket
 MAKERS: dict[str, Callable[[str], Policy]] = {
     "offload": lambda store: policies.offload(store=store),
     "offload-stored": lambda store: policies.offload(store=store, recompute=False),
+    "offload-dense": lambda store: policies.offload(store=store, recompute=False, dense=True),
     "offload-deflate": lambda store: policies.offload("deflate", store),
     "vdnn": lambda store: policies.vdnn(store=store),
     "vdnn-conv": lambda store: policies.vdnn("conv", store),

@@ -33,6 +33,7 @@ if find_spec("triton") is not None:
     from backstash.codecs.narrow.windows import triton as windows
     from backstash.codecs.sz import triton as sz
     from backstash.codecs.szp import triton as szp
+    from backstash.codecs.upcast import triton as upcast
     from backstash.codecs.zvc import triton as zvc
     from backstash.ops.norms import triton as norms
     from backstash.ops.samples import triton as samples
@@ -83,6 +84,7 @@ def calls() -> Iterator[Call]:
         fractions, codes = flat(torch.uint8, (dtype.itemsize - 1) * N), flat(torch.uint8, bytes_for(N, bits))
         bases, offsets, escapes = flat(torch.uint8, N // 512), flat(torch.int64, 1), flat(torch.uint8, 1000)
         yield exponents.exponents_decode, (fractions, codes, bases, offsets, escapes, bits, flat(dtype))
+    yield upcast.upcast_encode, (flat(torch.float32),)
     for dtype, bits in itertools.product((torch.float32, torch.float16, torch.bfloat16), (1, 3, 4)):
         thresholds, values = [0.5 * i - 1 for i in range(2**bits - 1)], [0.4 * i - 1 for i in range(2**bits)]
         yield fewbit.fewbit_encode, (flat(dtype), thresholds, bits)

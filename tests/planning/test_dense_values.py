@@ -49,6 +49,36 @@ def test_a_plan_that_may_not_remake_stores_dense_values_with_shorter_exponents()
     assert bs.measure(step).peak_nbytes <= 1.005 * plan.budget + 256 * KIB
 
 
+class Norm(nn.Module):
+    """A norm that computes in float32, as those of Llamas do: it saves its input as float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def test_a_plan_stores_copies_in_float32_of_bfloat16_numbers_as_these() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(128, 128), Norm()) for _ in range(4)]
+    model, x = nn.Sequential(*layers, nn.Linear(128, 16)).bfloat16(), torch.randn(1024, 128).bfloat16()
+    plain = gradients_of(model, x)
+    found = profile(lambda: model(x).square().sum().backward(), model)
+    copies = [value for value in found.values if value.op == "Pow" and value.spec.startswith("float32 [1024, 128]")]
+    assert len(copies) == 4
+    for value in copies:
+        held = {choice.name: choice.held_nbytes / value.nbytes for choice in value.choices}
+        assert held["upcast"] == 0.5 and held["upcast exponents"] < 0.38
+    planner = Planner(found, allow=("lossless",))
+    plan = planner.plan(planner.solutions[0].peak_nbytes + 64 * KIB)
+    stored = {decision.key for decision in plan.decisions if decision.choice.startswith("upcast")}
+    assert stored
+    session = bs.Session(bs.Plan.from_json(plan.to_json()), model=model)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(gradients_of(model, x, session), plain, strict=True))
+    rows = {row.key: row for row in session.report().rows}
+    assert all(rows[key].codec.startswith("upcast") for key in stored)
+
+
 def test_a_value_that_shorter_exponents_do_not_take_may_be_stored_without_its_zeros() -> None:
     spec = TensorSpec.of(torch.empty(64, 256, dtype=torch.bfloat16))
     saved = SavedTensor("0/Mm#0:self", "Mm", "self", "0", spec, Need.VALUE)

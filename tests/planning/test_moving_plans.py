@@ -161,3 +161,33 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(PlanError, match="is no folder that can be written to"):
         link.folder(file)
+
+
+def test_over_a_slow_link_dense_values_are_moved_with_shorter_exponents(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = Speed(1e-4, 1e-7, 0.0)
+    monkeypatch.setattr(
+        "backstash.planning.measure.profiling.measured", lambda *_: Link("disk", str(tmp_path), slow, slow, slow)
+    )
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128), nn.GELU()) for _ in range(3)]
+    model, x = nn.Sequential(*layers, nn.Linear(128, 16)).bfloat16(), torch.randn(2048, 128).bfloat16()
+    plain = gradients_of(model, x)
+    found = profile(lambda: model(x).square().sum().backward(), model, allow="offload")
+    offered = [{choice.name: choice for choice in value.choices} for value in found.values]
+    both = [each for each in offered if "offload exponents" in each]
+    assert both and all("offload" in each for each in both)
+    for each in both:
+        as_it_is, shorter = each["offload"], each["offload exponents"]
+        assert shorter.encode_seconds + shorter.decode_seconds < as_it_is.encode_seconds + as_it_is.decode_seconds
+    planner = Planner(found, "offload")
+    plan = planner.plan(planner.solutions[0].peak_nbytes + (64 << 10))
+    moved = {each.key: each.nbytes for each in plan.decisions if each.choice == "offload exponents"}
+    assert moved
+    session = bs.Session(bs.Plan.from_json(plan.to_json()), model=model)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(gradients_of(model, x, session), plain, strict=True))
+    rows = {row.key: row for row in session.report().rows}
+    assert all((rows[key].codec, rows[key].store) == ("exponents", "disk") for key in moved)
+    assert all(rows[key].stash_nbytes < 0.78 * nbytes for key, nbytes in moved.items())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from step_problems import drawn_profile
 
-from backstash.codecs import Binary, Bitmask, Raw, Zvc
+from backstash.codecs import Binary, Bitmask, Exponents, Raw, Zvc
 from backstash.errors import BackstashError, BudgetError, PlanError
 from backstash.planning.model.budget import parse_budget, restrict
 from backstash.planning.model.decision import Decision
@@ -252,6 +252,10 @@ def test_decisions_become_actions() -> None:
     )
     assert one(CONV, "recompute", "recompute").decide(CONV) == Recompute(stored, any_producer=True)
     assert one(CONV, "offload", "offload").decide(CONV) == Stash((*stored.codecs, Raw()), "host")
+    shorter = one(CONV, "offload exponents", "offload")
+    assert shorter.decide(CONV) == Stash((Exponents(), *stored.codecs, Raw()), "host")
+    with pytest.raises(PlanError, match="there is no 'offload szp'"):
+        one(CONV, "offload szp", "offload")
     assert isinstance(one(CONV, "keep", "keep").decide(CONV), Keep)
     assert one(CONV, "keep", "keep").remakes_anything and one(CONV, "keep", "keep").recomputes
 

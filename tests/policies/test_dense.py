@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,3 +63,40 @@ def test_half_precision_is_kept() -> None:
     _, session = _step(bs.policies.lossless(recompute=False, dense=True), torch.float16)
     assert session is not None
     assert not any(row.codec == "exponents" for row in session.report().rows)
+
+
+class Norm(nn.Module):
+    """A norm that computes in float32, as those of Llamas do: it saves its input as float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def test_copies_in_float32_of_bfloat16_numbers_are_stored_as_these() -> None:
+    def step(session: bs.Session | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), Norm(), nn.Linear(64, 64), Norm(), nn.Linear(64, 64)).bfloat16()
+        with nullcontext() if session is None else session:
+            loss = model(torch.randn(512, 64).bfloat16()).square().mean()
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    session = bs.Session(bs.policies.lossless(recompute=False, dense=True), min_nbytes=0)
+    plain = step(None)
+    for _ in range(2):
+        assert all(equal_bits(mine, other) for mine, other in zip(step(session), plain, strict=True))
+    rows = [row for row in session.report().rows if "Pow" in row.key and row.saved_nbytes == 4 * 512 * 64]
+    assert len(rows) == 2 and all(row.codec == "upcast exponents" for row in rows)
+    assert all(row.saved_nbytes > 2.6 * row.stash_nbytes for row in rows)
+
+
+def test_dense_values_are_moved_with_shorter_exponents() -> None:
+    plain, _ = _step(None, torch.bfloat16)
+    moved = {}
+    for dense in (False, True):
+        gradients, session = _step(bs.policies.offload(recompute=False, dense=dense), torch.bfloat16)
+        assert all(equal_bits(mine, other) for mine, other in zip(gradients, plain, strict=True))
+        assert session is not None
+        moved[dense] = session.report().moved_nbytes
+    assert 0 < 1.2 * moved[True] < moved[False]

@@ -71,6 +71,8 @@ class Forward:
         step: the accounts of the step in progress.
         counted: how many tensors were saved in this step, and their bytes.
         is_idle: whether the Session has nothing to do.
+        recorder: writes the pass in progress down; None for nobody.
+        replaying: watches torch functions in passes that are known; None for nobody.
     """
 
     __slots__ = (
@@ -103,7 +105,9 @@ class Forward:
         "otherwise",
         "parameters",
         "recomputes",
+        "recorder",
         "remakes_anything",
+        "replaying",
         "step",
         "unnamed",
     )
@@ -149,6 +153,8 @@ class Forward:
         self._packed: list[tuple[int, Saved]] = []  # in the function in progress, with their order
         self._packed_before = 0
         self._call_place: CallPlace | None = None  # of the function in progress
+        self.recorder: Any = None
+        self.replaying: Any = None
         self._call: regions.RegionCall | None = None  # of a compiled region, whose tensors autograd saves now
         self._rows: dict[int, tuple[regions.RegionCall, int]] = {}  # of its tensors that are not named yet
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from backstash.capture.repeated import Passes
 from backstash.capture.worth import Worth
 from backstash.stash.accounts import Step
 from backstash.stash.compiled import laid_out
@@ -80,6 +81,7 @@ class Learned:
         step: the accounts of the last step that was not idle.
         peak_nbytes: the most bytes that such a step has held on the device.
         worth: whether what Sessions do is worth their time.
+        passes: what is known of its forward passes.
     """
 
     __slots__ = (
@@ -94,6 +96,7 @@ class Learned:
         "min_nbytes",
         "nodes",
         "noting",
+        "passes",
         "peak_nbytes",
         "saves_little",
         "step",
@@ -115,6 +118,7 @@ class Learned:
         self._needed = QUIET_STEPS
         self._until_look = LOOK_AGAIN
         self.worth = Worth()
+        self.passes = Passes()
 
     @property
     def is_idle(self) -> bool:

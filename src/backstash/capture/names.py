@@ -341,4 +341,5 @@ def _facts(
         reading.function,
         reading.effect,
         reading.row,
+        reading.columns,
     )

@@ -75,6 +75,12 @@ class CallListener(Protocol):
     ) -> None:
         """A function that can be repeated has returned something; the generator had that state before."""
 
+    recorder: Any
+    """Whoever writes down which functions run; None for nobody."""
+
+    replaying: Any
+    """Whoever watches functions in passes that are known; None for nobody."""
+
     differentiates: bool
     """Whether a backward pass with a graph of its own is in progress, of whose operations it is told."""
 
@@ -111,6 +117,8 @@ class Observer(TorchFunctionMode):
         self.listener = listener
         if functions is not None:
             self._watch = functions.watch(listener, _numbers, _RARE, calls.random_state, _RESULTS, _EFFECTS)
+        if listener.replaying is not None:
+            self._watch = listener.replaying.watch(self._watch)
 
     def end(self) -> None:
         """Nobody listens from now on."""
@@ -156,6 +164,9 @@ class Observer(TorchFunctionMode):
         noted = noted and not has_replacing_mode() and listener.counts(func)  # Note: [modes that replace]
         before = calls.random_state(func, args, kwargs) if noted else None
         result, depth = None, listener.depth
+        recorder = listener.recorder if depth == 0 else None
+        if recorder is not None:
+            recorder.begin_call(func)
         is_timed = listener.is_timing and depth == 0 and (kind.is_cheap or kind.is_repeatable)
         try:
             listener.depth = depth + 1
@@ -174,6 +185,9 @@ class Observer(TorchFunctionMode):
         if noted and type(result) in _RESULTS:
             with no_torch_function():
                 listener.made(func, args, kwargs, result, before)
+        if recorder is not None:
+            with no_torch_function():
+                recorder.end_call(result)
         return result
 
 

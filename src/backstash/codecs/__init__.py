@@ -20,6 +20,7 @@ from backstash.codecs.shape import Shape
 from backstash.codecs.signed import Signed
 from backstash.codecs.sz import Sz
 from backstash.codecs.szp import Szp
+from backstash.codecs.upcast import Operand, Upcast
 from backstash.codecs.zvc import Zvc
 from backstash.errors import UnknownNameError
 
@@ -38,12 +39,14 @@ __all__ = [
     "Lz4",
     "Minifloat",
     "Narrow",
+    "Operand",
     "Raw",
     "Rle",
     "Shape",
     "Signed",
     "Sz",
     "Szp",
+    "Upcast",
     "Zstd",
     "Zvc",
     "get",
@@ -99,6 +102,8 @@ for _codec in (
     Minifloat,
     Csr,
     Exponents,
+    Upcast,
+    Operand,
     FewBit,
     Rle,
     Deflate,

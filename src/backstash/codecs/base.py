@@ -22,6 +22,9 @@ knows what counts for a codec that lacks the member.
   Without it: False.
 * ``serves: frozenset[str]`` (:func:`serves`): the functions (``SavedTensor.function``) for whose derivative alone the
   codec is made. A Session uses it for no other reader. Without it: every reader.
+* ``refuses_reader(saved) -> str | None`` (:func:`refuses_reader`): why a reader would notice the error of a codec with
+  a bound; None if its results have the same bits as without. A codec that has it is exact for all readers that it does
+  not refuse, and a Session uses it for no other reader. Without it: whoever reads a rounded value notices.
 * ``repeats: bool`` (:func:`repeats`): whether a codec with a bound decodes what it has decoded to the same bits again,
   after it was encoded once more. Without it: False.
 * ``direct(form) -> ReadPlanes | None`` (:func:`direct`): how a backward kernel reads the planes without decoding them,
@@ -51,7 +54,7 @@ from torch import Tensor
 
 from backstash.codecs.direct import Direct
 from backstash.errors import CodecRefusedError, DamagedPlanesError
-from backstash.saved import Mask, Need, TensorSpec, Test
+from backstash.saved import Mask, Need, SavedTensor, TensorSpec, Test
 
 EXACT = frozenset(Need)
 """What a codec preserves that returns every bit."""
@@ -205,6 +208,12 @@ def serves_function(codec: Codec, function: str | None) -> bool:
     """Whether a reader of the derivative of that function, None for any other reader, may have the codec."""
     functions: frozenset[str] | None = getattr(codec, "serves", None)
     return functions is None or function in functions
+
+
+def refuses_reader(codec: Codec, saved: SavedTensor) -> str | None:
+    """Why a reader would notice the error of a codec that asks each of them; None if it does not ask, or would not."""
+    method: Callable[[SavedTensor], str | None] | None = getattr(codec, "refuses_reader", None)
+    return None if method is None else method(saved)
 
 
 def repeats(codec: Codec) -> bool:

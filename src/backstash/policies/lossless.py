@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backstash.codecs import Binary, Bitmask, Exponents, Narrow, Shape, Zvc
+import torch
+
+from backstash.codecs import Binary, Bitmask, Exponents, Narrow, Operand, Shape, Upcast, Zvc
 from backstash.codecs.base import FLOATS
 from backstash.codecs.narrow.codec import INTEGERS
+from backstash.numerics import rounds_products
 from backstash.policies.base import Action, Keep, Policy, Recompute, Stash
 from backstash.saved import Need, SavedTensor
+
+UPCASTS = (Upcast(Exponents()), Upcast())
+"""For float32 values that were bfloat16 before: the smaller form, and one for exponents that are far apart."""
+
+OPERANDS = (Operand(Exponents()), Operand())
+"""For float32 values that products alone read, likewise."""
 
 
 @dataclass(frozen=True)
@@ -17,13 +26,16 @@ class Lossless(Policy):
 
     If backward only reads the shape, nothing but the shape is stored; if it only reads the sign, a bit per element.
     Integers and bools are stored in the fewest bits. A value that a cheap function computed from held values is remade.
-    Any other value is compressed if a sample of it shows zeros, or only two different numbers.
+    Any other value is compressed if a sample of it shows zeros, or only two different numbers. A value that is read by
+    products alone, whose arithmetic begins by rounding it, is stored rounded: only where that was asked for
+    (``torch.set_float32_matmul_precision("medium")`` on a CPU) and was seen in the bits (see codecs.Operand).
 
     Args:
         min_saving: the smallest share of a value's bytes that makes compression worthwhile (see codecs.Zvc).
         recompute: whether values are remade.
         dense: whether what is left, dense values, is stored with shorter exponents (see codecs.Exponents): a quarter
-            less in bfloat16 and an eighth in float32, for two more passes over each value.
+            less in bfloat16 and an eighth in float32, for two more passes over each value. Values of float32 that were
+            bfloat16 before (see codecs.Upcast) take three eighths of their bytes.
     """
 
     min_saving: float = 0.02
@@ -48,7 +60,11 @@ class Lossless(Policy):
             windowed = () if saved.window is None else (Narrow(saved.window),)
             return Stash((*windowed, Narrow()))
         if saved.spec.dtype in FLOATS:
-            stash = Stash((Binary(), Zvc(self.min_saving), *((Exponents(),) if self.dense else ())))
+            zvc = Zvc(self.min_saving)
+            codecs = (Binary(), *UPCASTS, zvc, Exponents()) if self.dense else (Binary(), zvc)
+            if saved.columns and saved.spec.dtype is torch.float32 and rounds_products():
+                codecs = (*(OPERANDS if self.dense else OPERANDS[-1:]), *codecs)
+            stash = Stash(codecs)
             return Recompute(stash) if self.recompute else stash
         return Keep(f"no exact codec takes {saved.spec.dtype}")
 

@@ -74,8 +74,19 @@ class Offload(Wrapper):
 
 
 def offload(
-    codec: str | Codec | None = None, store: str = "host", recompute: bool = True, ahead: int | None = None
+    codec: str | Codec | None = None,
+    store: str = "host",
+    recompute: bool = True,
+    ahead: int | None = None,
+    dense: bool = False,
 ) -> Offload:
-    """Returns the policy :class:`Offload`. ``codec`` may be a name; ``recompute`` is that of :class:`Lossless`."""
+    """Returns the policy :class:`Offload`.
+
+    Args:
+        codec: as there; it may be a name.
+        store, ahead: as there.
+        recompute, dense: as in :class:`Lossless`. With ``dense`` values of bfloat16 are moved with shorter exponents,
+            in three quarters of their bytes.
+    """
     chosen = codecs.get(codec) if isinstance(codec, str) else codec
-    return Offload(chosen, store, Lossless(recompute=recompute), ahead)
+    return Offload(chosen, store, Lossless(recompute=recompute, dense=dense), ahead)

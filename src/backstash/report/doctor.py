@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from backstash import accelerator, codecs, testing
 from backstash.integrations import allocator
 from backstash.ops import backends
 from backstash.report import machine, meter
 from backstash.saved import TensorSpec
+from backstash.stash import compiled
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -49,6 +52,7 @@ def examine() -> Iterator[Diagnosis]:
         yield _kernels(kind)
     else:
         yield Diagnosis("GPU", f"no accelerator; Triton is {'' if _installed('triton') else 'not '}installed")
+    yield Diagnosis("replay", _replay())
     yield Diagnosis("compiler", _compiler())
     yield Diagnosis("huge pages", _huge_pages())
     yield Diagnosis("allocator", _allocator())
@@ -76,6 +80,13 @@ def _kernels(device: str) -> Diagnosis:
         why = "BACKSTASH_KERNELS asks for it" if asked else "no faster ones are built"
         return Diagnosis(subject, f"reference: plain torch, exact but slow ({why})")
     return Diagnosis(subject, serving)
+
+
+def _replay() -> str:
+    if compiled.replay is not None:
+        return f"steps that repeat themselves are replayed; built for torch {compiled.replay.TORCH}"
+    how = "install backstash beside this torch with --no-build-isolation"
+    return f"no step is replayed: nothing is built for torch {torch.__version__} ({how})"
 
 
 def _compiler() -> str:

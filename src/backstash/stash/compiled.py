@@ -61,20 +61,26 @@ def _offsets(kind: type) -> dict[str, int]:
     return {name: size * words.index(id(marker)) for name, marker in markers.items()}
 
 
-def _access() -> dict[str, Any]:
-    """What reads torch's own objects for the compiled functions; nothing where none was built for this torch.
+def _replay() -> Any:
+    """What was built against this torch, and reads its objects for the compiled functions; None where nothing was.
 
     Note: [torch's own objects]
         The compiled functions know torch by the attributes of its tensors, and so fit every torch. To ask an attribute
         takes some hundred instructions, and of each saved tensor dozens are asked. So where torch's headers are there
-        when backstash is installed, a small module is built that reads its objects where they lie (native/replay). It
-        fits that one torch: with any other it is not used, and everything works as without it.
+        when backstash is installed, a module is built that reads its objects where they lie (native/replay). It fits
+        that one torch: with any other it is not used, and everything works as without it.
     """
     try:
-        from backstash.stash import _access  # type: ignore[attr-defined]
-    except ImportError:  # it was not built, or for another torch or Python
-        return {}
-    return {"access": _access.table} if torch.__version__.partition("+")[0] == _access.TORCH else {}
+        if backends.choice() != "auto":
+            return None
+        from backstash.stash import _replay  # type: ignore[attr-defined]
+    except (ImportError, ValueError):  # it was not built, or for another torch or Python
+        return None
+    return _replay if torch.__version__.partition("+")[0] == _replay.TORCH else None
+
+
+replay: Any = _replay()
+"""What was built against this torch; None where it was not."""
 
 
 def _functions() -> Any:
@@ -113,7 +119,8 @@ def _functions() -> Any:
             need_value=Need.VALUE,
         )
         _held.bind(library.address_of)
-        _held.configure(**_access())
+        if replay is not None:
+            _held.configure(access=replay.table)
         _offsets(TensorSpec)
     except (ImportError, OSError, ValueError, TypeError):
         # Not compiled, a Python without the limited API or with slots elsewhere, a bad choice, or an older library, of

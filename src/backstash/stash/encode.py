@@ -451,6 +451,9 @@ def misreads(codec: Codec, readers: list[Saved]) -> str | None:
         assert facts is not None
         if not base.serves_function(codec, facts.function):
             return f"backward of {facts.op} reads more of it than that derivative"
+        refusal = base.refuses_reader(codec, facts)
+        if refusal is not None:
+            return refusal
         if facts.need is Need.SIGN and (facts.mask is None or not base.keeps(codec, facts.mask)):
             return f"backward of {facts.op} reads on which side of a threshold it is"
     return None

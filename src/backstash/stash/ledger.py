@@ -150,6 +150,7 @@ class Report:
         named: saved tensors that were looked at in this step: neither small nor parameters.
         recognised: those of them that were found to be what they were in an earlier step, so that their names, needs
             and treatment were not worked out again. In a step like an earlier one these are all.
+        script: how passes like this one are replayed, as text; or why they are not. See :meth:`programs`.
 
     Printed, a report is a :meth:`summary`. All values are in :meth:`table`, :meth:`to_json` and :meth:`to_html`.
     """
@@ -167,6 +168,16 @@ class Report:
     measured: Measured | None = None
     named: int = 0
     recognised: int = 0
+    script: str = ""
+
+    def programs(self) -> str:
+        """The program of each value, as a step that is known runs it: held, encoded or made again, and from what.
+
+        Returns:
+            A line for each value, after a line with the numbers of saves, calls and values. Where nothing is replayed,
+            a line that says why.
+        """
+        return self.script or "nothing is replayed: steps go the long way"
 
     @property
     def saved_nbytes(self) -> int:

@@ -33,7 +33,8 @@ def probes(device: torch.device | str = "cpu") -> Iterator[Tensor]:
 
     There is every dtype in several layouts: 0-d, one element, empty, with a storage offset, transposed, channels_last,
     longer than a chunk, with gaps, expanded. Floats hold signed zeros, subnormals, infinities and NaN payloads; or no
-    zero; or zeros only; or two values. Integers hold a narrow range; or one value; or the extremes.
+    zero; or zeros only; or two values; those of float32 also what bfloat16 numbers become. Integers hold a narrow
+    range; or one value; or the extremes.
 
     Args:
         device: where the tensors are.
@@ -44,6 +45,8 @@ def probes(device: torch.device | str = "cpu") -> Iterator[Tensor]:
         for dtype in FLOATS:
             for values in _floats(dtype, n, generator):
                 yield values.to(device).as_strided(shape, stride, offset)
+        for values in _floats(torch.bfloat16, n, generator):
+            yield (bits_of(values).int() << 16).view(torch.float32).to(device).as_strided(shape, stride, offset)
         for dtype in INTEGERS:
             for values in _integers(dtype, n, generator):
                 yield values.to(device).as_strided(shape, stride, offset)

@@ -102,18 +102,19 @@ class Exponents:
 
     def declines(self, x: Tensor) -> str | None:
         """Declines where exponents of a sample (see codecs.sample) are too far apart. On CUDA the host waits for it."""
-        if x.numel() == 0:
-            return "it is empty"
-        looked = sample(flat(x))
+        return "it is empty" if x.numel() == 0 else self.declines_sample(sample(flat(x)), x.numel())
+
+    def declines_sample(self, looked: Tensor, numel: int) -> str | None:
+        """As ``declines``, of a sample [elements] of a tensor of that many elements."""
         elements = looked.numel()
-        if elements < x.numel():
+        if elements < numel:
             # Each run in a block of its own, as it is in the tensor, and in two lanes of it; zeros are no escapes.
             rows = EXPONENTS_BLOCK // EXPONENTS_LANES
             blocks = looked.new_zeros(elements // RUN, rows, EXPONENTS_LANES)
             blocks[:, :, : RUN // rows] = looked.view(-1, rows, RUN // rows)
             looked = blocks.view(-1)
         escapes = _ops.exponents_encode(looked, self.bits)[-1].numel() / elements
-        saving = (8 - self._bits_per_exponent(escapes)) / (8 * x.element_size())
+        saving = (8 - self._bits_per_exponent(escapes)) / (8 * looked.element_size())
         return None if saving >= self.min_saving else f"{escapes:.0%} of a sample is out of its window of exponents"
 
     def _bits_per_exponent(self, escapes: float) -> float:

@@ -16,12 +16,13 @@ from backstash.planning.measure.link import SMALLEST, Link
 from backstash.planning.measure.survey import SurveyedValue
 from backstash.planning.measure.timeline import Timeline
 from backstash.planning.model.problem import Choice
+from backstash.planning.model.rounding import moved_name
 
 
 def moved(
     link: Link, found: Mapping[str, SurveyedValue], line: Timeline, seconds: Sequence[float], first: int
 ) -> dict[str, tuple[Choice, ...]]:
-    """Returns, by key, the choice to move each value, for those that it pays for.
+    """Returns, by key, the choices to move each value, for those that it pays for.
 
     Args:
         link: where to.
@@ -31,37 +32,37 @@ def moved(
         first: the first position of backward.
     """
     until = [0.0, *accumulate(seconds)]
-    movable = {key: value for key, value in found.items() if value.movable and value.movable.nbytes >= SMALLEST}
+    movable = {key: value for key, value in found.items() if any(form.nbytes >= SMALLEST for form in value.movable)}
     reads = {key: sorted({read for read in line.reads[key] if read >= first}) for key in movable}
     births = sorted({min(line.born[key], reads[key][0]) for key in movable})
     all_reads = sorted({read for each in reads.values() for read in each})
     milestones = sorted({min(read for read in line.reads[key] if read >= first) for key in found})
     choices: dict[str, tuple[Choice, ...]] = {}
     for key, value in movable.items():
-        facts = value.movable
-        assert facts is not None
         later = bisect_right(births, min(line.born[key], reads[key][0]))
         end = births[later] if later < len(births) else first
         beside = max(0.0, until[max(end, line.born[key])] - until[min(line.born[key] + 1, len(seconds))])
-        fetches, back = [], []
+        fetches = []
         for read in reads[key]:
             before = bisect_left(all_reads, read) - 1
             start = all_reads[before] if before >= 0 else first
             place = bisect_left(milestones, start)
             asked = milestones[place] if place < len(milestones) and milestones[place] < read else read
             fetches.append(asked)
-            back.append(link.seconds_back(facts.nbytes, until[read] - until[asked]))
-        choices[key] = (
+        waits = [until[read] - until[asked] for read, asked in zip(reads[key], fetches, strict=True)]
+        choices[key] = tuple(
             Choice(
-                "offload",
+                moved_name(form.codec),
                 "offload",
                 0,
-                encode_nbytes=value.nbytes + (facts.nbytes if facts.nbytes < value.nbytes else 0),
-                decode_nbytes=facts.decode_nbytes,
-                encode_seconds=facts.encode_seconds + link.seconds_out(facts.nbytes, beside),
-                decode_seconds=facts.decode_seconds + sum(back) / len(back),
+                encode_nbytes=value.nbytes + (form.nbytes if form.nbytes < value.nbytes else 0),
+                decode_nbytes=form.decode_nbytes,
+                encode_seconds=form.encode_seconds + link.seconds_out(form.nbytes, beside),
+                decode_seconds=form.decode_seconds
+                + sum(link.seconds_back(form.nbytes, wait) for wait in waits) / len(waits),
                 fetches=tuple(fetches),
-                reason=f"to the {link.store}: {facts.nbytes / max(1, value.nbytes):.0%} of its bytes, there and back",
-            ),
+                reason=f"to the {link.store}: {form.nbytes / max(1, value.nbytes):.0%} of its bytes, there and back",
+            )
+            for form in value.movable
         )
     return choices

@@ -28,17 +28,17 @@ from torch import Tensor
 
 from backstash import accelerator
 from backstash.backward import table
-from backstash.codecs import Exponents, base
+from backstash.codecs import Exponents, Upcast, base
 from backstash.codecs.base import Codec, Encoded, flat
 from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError
 from backstash.planning.measure.events import note
 from backstash.planning.model.problem import Choice
-from backstash.planning.model.rounding import candidates, codec_name, reason_of
+from backstash.planning.model.rounding import DENSE, candidates, codec_name, reason_of
 from backstash.policies import Action, Keep, Policy, Stash, get
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.calls import Group
-from backstash.stash.encode import misreads
+from backstash.stash.encode import misreads, without_error
 from backstash.stash.fused import has_form
 from backstash.stash.proving import equals, fetch_unguarded
 from backstash.stash.recipes import Recipe
@@ -52,6 +52,13 @@ WORTHWHILE = 0.9
 RESERVE = 0.08
 """Share of a value's dense bytes that is reserved where the codec's size depends on the numbers (Note: [reserve] in
 problem.py). In small networks, whose relus change most, sizes grew by less than this in forty steps of training."""
+
+ESCAPES = 1 / 32
+"""Share of a value's elements for whose escapes room is reserved where exponents are shortened: each takes a byte. What
+Llamas, GPT-2s and networks of images save has at most 0.6 % of them, because a window is chosen for each block."""
+
+DENSE_WORTHWHILE = 0.85
+"""As WORTHWHILE, of codecs for dense values. Of float32, shorter exponents save an eighth, for two slow passes."""
 
 RUNS, LONG = 3, 0.05
 """How often what a choice takes is timed: so many times, or until so many seconds were spent on it."""
@@ -168,18 +175,20 @@ class Rounded:
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """What it takes to move a value.
+    """What it takes to move a value in one form.
 
     Attributes:
-        nbytes: bytes that are moved: of the smallest exact form that was found, or of the value as it is.
+        nbytes: bytes that are moved: of an exact form that was found, or of the value as it is.
         decode_nbytes: bytes on the device while it is read: what was moved, and what that is decoded into.
         encode_seconds, decode_seconds: time to make that form of it and to decode it again, without the transfer.
+        codec: the name of the codec that makes the form, where it is one for dense values (see rounding.DENSE).
     """
 
     nbytes: int
     decode_nbytes: int
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
+    codec: str = ""
 
 
 @dataclass
@@ -197,7 +206,8 @@ class SurveyedValue:
         section: number of the trial section in which it was remade, which tells the workspace.
         group: the call whose other tensors are remade with it, if it was saved inside of a function.
         rounded: the choices with an error, the most exact first.
-        movable: what it takes to move it; None where that was not asked for.
+        movable: what it takes to move it, in the form that leaves out zeros or as it is, and in the smallest form for
+            dense values; nothing where that was not asked for.
     """
 
     facts: SavedTensor
@@ -210,7 +220,7 @@ class SurveyedValue:
     section: int = -1
     group: Group | None = None
     rounded: list[Rounded] = field(default_factory=list)
-    movable: Movable | None = None
+    movable: tuple[Movable, ...] = ()
 
 
 class Births:
@@ -325,16 +335,15 @@ class Survey(Births):
     def _try_codecs(self, value: Value, facts: SavedTensor, whole: Tensor, found: SurveyedValue) -> None:
         action = self._exact.decide(facts)
         readers = [saved.tensor for saved in value.saved() if saved.tensor is not None]
-        for codec in action.codecs if isinstance(action, Stash) else ():
+        for codec in without_error(action).codecs if isinstance(action, Stash) else ():  # as decision.action_of
             found.exact = self._worthwhile(codec, whole, readers, found.nbytes)
             if found.exact is not None:
                 found.choices.append(found.exact)
                 break  # a Stash takes the first codec that accepts
-        if facts.need is Need.VALUE:
-            least = found.nbytes if found.exact is None else found.exact.held_nbytes
-            dense = self._worthwhile(Exponents(), whole, readers, least)
-            # Of float32 the reserve would eat most of the eighth that is saved.
-            if dense is not None and dense.held_nbytes + dense.reserve_nbytes <= WORTHWHILE * least:
+        for codec in DENSE if facts.need is Need.VALUE else ():
+            least = min(choice.held_nbytes for choice in found.choices)
+            dense = self._worthwhile(codec, whole, readers, least)
+            if dense is not None and dense.held_nbytes + dense.reserve_nbytes <= DENSE_WORTHWHILE * least:
                 found.choices.append(dense)
 
     def _worthwhile(self, codec: Codec, whole: Tensor, readers: list[SavedTensor], nbytes: int) -> Choice | None:
@@ -389,7 +398,7 @@ class Survey(Births):
             encode_seconds=encode_seconds,
             decode_seconds=0.0 if is_direct else decode_seconds,
             reason=reason_of(encoded.nbytes, nbytes, noise),
-            reserve_nbytes=max(0, min(most - encoded.nbytes, int(RESERVE * nbytes) + spare)),
+            reserve_nbytes=max(0, min(most - encoded.nbytes, _reserve(codec, whole) + spare)),
         )
         if codec.bound is None and encoded.nbytes == most and nbytes >= SMALL:
             measured.fixed[kind] = Rounded(choice, noise)
@@ -448,6 +457,13 @@ class Survey(Births):
             note("tried")
 
 
+def _reserve(codec: Codec, whole: Tensor) -> int:
+    """Returns how many bytes more a codec may take in another step, whose numbers are others."""
+    if isinstance(codec, (Exponents, Upcast)):
+        return int(ESCAPES * whole.numel())
+    return int(RESERVE * whole.untyped_storage().nbytes())
+
+
 def _size(whole: Tensor) -> tuple[object, ...]:
     """What the time to encode a tensor depends on, beside its numbers."""
     nbytes = whole.untyped_storage().nbytes()
@@ -462,11 +478,17 @@ def _noise(whole: Tensor, rounded: Tensor) -> float:
     return float(torch.linalg.vector_norm(off - exact)) / length if length else 0.0
 
 
-def _movable(value: Value, found: SurveyedValue) -> Movable:
-    """Returns what it takes to move a value, in the exact form that leaves out zeros if it has one."""
-    exact = found.exact
-    if exact is not None:
-        decoded = exact.held_nbytes + exact.decode_nbytes
-        return Movable(exact.held_nbytes, decoded, exact.encode_seconds, exact.decode_seconds)
+def _movable(value: Value, found: SurveyedValue) -> tuple[Movable, ...]:
+    """Returns what it takes to move a value, in each form that may be worth it (see SurveyedValue)."""
+    dense = [choice for choice in found.choices if choice.name in map(base.label, DENSE)]
+    smallest = [_encoded_form(dense[-1], dense[-1].name)] if dense else []  # each is smaller than those before it
+    if found.exact is not None:
+        return _encoded_form(found.exact), *smallest
     borrows = all(saved.builtin for saved in value.saved())  # others may write into it, and get a copy
-    return Movable(found.nbytes, found.nbytes if borrows else 2 * found.nbytes)
+    return Movable(found.nbytes, found.nbytes if borrows else 2 * found.nbytes), *smallest
+
+
+def _encoded_form(choice: Choice, codec: str = "") -> Movable:
+    """Returns what it takes to move the planes of a choice."""
+    decoded = choice.held_nbytes + choice.decode_nbytes
+    return Movable(choice.held_nbytes, decoded, choice.encode_seconds, choice.decode_seconds, codec)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from backstash.codecs import Raw
 from backstash.codecs.base import label
 from backstash.planning.model.problem import LARGEST, Kind
-from backstash.planning.model.rounding import codec_named
+from backstash.planning.model.rounding import codec_named, moved_as
 from backstash.policies import Action, Keep, Lossless, Recompute, Stash
 from backstash.saved import SavedTensor
+from backstash.stash.encode import without_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Decision:
             return "a number of bytes is negative, or larger than any memory"
         if not all(0.0 <= number < math.inf for number in (self.seconds, self.error)):
             return "a time or an error is negative or not finite"
+        if self.kind == "offload" and moved_as(self.choice) is None:
+            return f"there is no {self.choice!r:.80}"
         return "only a value that is moved is fetched" if self.fetched_with and self.kind != "offload" else None
 
 
@@ -73,6 +76,8 @@ def action_of(decision: Decision, saved: SavedTensor, store: str, is_empty: bool
         is_empty: whether the plan keeps everything.
     """
     stored = _STORED.decide(saved)
+    if isinstance(stored, Stash):
+        stored = without_error(stored)  # a plan makes others of what it stores, whoever reads that
     if decision.kind == "recompute":
         return Recompute(stored if isinstance(stored, (Keep, Stash)) else Keep(), any_producer=True)
     if decision.kind == "encode":
@@ -83,7 +88,9 @@ def action_of(decision: Decision, saved: SavedTensor, store: str, is_empty: bool
         others = stored.codecs if isinstance(stored, Stash) else ()
         return Stash((codec, *others))  # a codec may refuse numbers of another step, such as an infinity
     if decision.kind == "offload":
-        return Stash((*(stored.codecs if isinstance(stored, Stash) else ()), Raw()), store)
+        first = moved_as(decision.choice)
+        assert first is not None
+        return Stash((*first, *(stored.codecs if isinstance(stored, Stash) else ()), Raw()), store)
     return Keep("the plan says so: the plain step fits" if is_empty else "the plan says so")
 
 

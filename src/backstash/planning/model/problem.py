@@ -53,7 +53,8 @@ class Choice:
     """One way to hold a value between the forward pass and its readers.
 
     Attributes:
-        name: ``"keep"``, ``"recompute"``, ``"offload"``, or the id of a codec such as ``"zvc"``.
+        name: ``"keep"``, ``"recompute"``, ``"offload"``, or the id of a codec such as ``"zvc"``. Where a value is moved
+            in a form for dense values (see rounding.DENSE), ``"offload exponents"``.
         kind: what the executor does: hold the value dense, encode it on the device, remake it, or move it to a store.
         held_nbytes: bytes of device memory that are held from the value's birth through its last need. A value that is
             kept holds its own bytes; one that is remade or moved as a whole holds none.

@@ -1,4 +1,4 @@
-"""Codecs with an error for a plan: which of them suit a value, and the names by which a plan keeps them.
+"""Codecs for a plan: the names by which it keeps them, and which of those with an error suit a value.
 
 A value may be rounded where it is known for each of its readers what an error does to the gradients (formulas.py). How
 large the error of the gradients becomes is measured (probing.py).
@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from backstash import codecs
-from backstash.codecs import BlockQuant, FewBit, Minifloat, Signed, Szp
+from backstash.codecs import BlockQuant, Exponents, FewBit, Minifloat, Signed, Szp, Upcast
 from backstash.codecs.base import SINGLES, Codec, label
 from backstash.codecs.fewbit.codec import ACTIVATIONS
 from backstash.codecs.minifloat.formats import FORMATS
 from backstash.policies.quantized import GROUP, group_of
 from backstash.saved import Effect, Need, SavedTensor
+
+DENSE: tuple[Codec, ...] = (Upcast(), Upcast(Exponents()), Exponents())
+"""The exact codecs of values that have no zeros, the fastest first."""
 
 HALF = "fp16"
 """Half of the bytes of a float32, with the least error of all: rarely worth more than 2**-12 of an element."""
@@ -81,6 +84,9 @@ def codec_named(name: str) -> Codec | None:
 
 
 def _parsed(name: str) -> Codec | None:
+    exact = {label(codec): codec for codec in DENSE}
+    if name in exact:
+        return exact[name]
     if name.startswith("signed "):
         inner = name.removeprefix("signed ")
         values = None if inner.startswith("signed ") else _parsed(inner)
@@ -95,6 +101,26 @@ def _parsed(name: str) -> Codec | None:
     if name[:-1] in ACTIVATIONS and name[-1:].isdigit():
         return FewBit(name[:-1], int(name[-1]))
     return None
+
+
+def moved_name(codec: str) -> str:
+    """Returns the name of the choice to move what the codec of that name makes of a value; "" for no codec of DENSE.
+
+    Example:
+        >>> moved_name(""), moved_name("exponents")
+        ('offload', 'offload exponents')
+    """
+    return f"offload {codec}".rstrip()
+
+
+def moved_as(name: str) -> tuple[Codec, ...] | None:
+    """Returns the codecs that a choice of that name to move a value asks first; None if there is no such choice.
+
+    Example:
+        >>> moved_as("offload"), moved_as("offload upcast"), moved_as("offload szp")
+        ((), (Upcast(values=None),), None)
+    """
+    return {moved_name(""): (), **{moved_name(label(codec)): (codec,) for codec in DENSE}}.get(name)
 
 
 def is_named(word: str, name: str) -> bool:

@@ -1,0 +1,124 @@
+// Memory that values are decoded into, used again from layer to layer, and the totals of what is held: see
+// stash/buffers.py and stash/live.py, which say why.
+#include "run.h"
+
+#include <algorithm>
+
+namespace backstash::replay {
+namespace {
+
+constexpr int64_t SMALLEST = 1 << 18, LARGE = 1 << 20, HUGE_FROM = 4 << 20;  // as in buffers.py and ops/cpu/library.py
+constexpr int64_t WORK = 3;                                                  // as in live.py
+
+c10::StorageImpl* storage_of(const at::Tensor& x) { return x.storage().unsafeGetStorageImpl(); }
+
+}  // namespace
+
+bool Buffer::is_free() const { return memory.storage().use_count() == 1 + static_cast<size_t>(whole.defined()); }
+
+bool Buffer::is_awaited() const {
+    return whole.defined() && has_owner && !owner.expired() && static_cast<int64_t>(whole._version()) == version;
+}
+
+at::Tensor Buffers::take(const Layout& layout, at::ScalarType dtype) {
+    keeps_ = 0;
+    const auto options = at::TensorOptions().dtype(dtype).device(layout.device);
+    const int64_t itemsize = static_cast<int64_t>(c10::elementSize(dtype));
+    const int64_t nbytes = layout.nbytes / static_cast<int64_t>(c10::elementSize(layout.dtype)) * itemsize;
+    if (!layout.device.is_cpu() || nbytes < SMALLEST) return at::empty_strided(layout.sizes, layout.strides, options);
+    Buffer* best = nullptr;
+    for (Buffer& each : buffers_) {
+        if (each.nbytes() < nbytes || !each.is_free()) continue;
+        const auto rank = [](const Buffer& b) { return std::make_pair(b.is_awaited(), b.nbytes()); };
+        if (best == nullptr || rank(each) < rank(*best)) best = &each;
+    }
+    if (best == nullptr) {
+        clear();
+        Buffer fresh;
+        fresh.memory = at::empty({nbytes}, at::kByte);
+        if (nbytes >= HUGE_FROM && kernels.advise_huge != nullptr) kernels.advise_huge(fresh.memory.data_ptr(), nbytes);
+        buffers_.push_back(std::move(fresh));
+        best = &buffers_.back();
+    }
+    best->whole = at::Tensor();
+    best->has_owner = false;
+    at::Tensor made = at::empty({0}, options);
+    made.set_(best->memory.storage(), 0, layout.sizes, layout.strides);
+    return made;
+}
+
+at::Tensor Buffers::holding(const Slot& owner) const {
+    for (const Buffer& each : buffers_)
+        if (each.is_awaited() && each.owner.lock().get() == &owner) return each.whole;
+    return {};
+}
+
+void Buffers::filled(const std::shared_ptr<Slot>& owner, const at::Tensor& whole) {
+    for (Buffer& each : buffers_) {
+        if (storage_of(each.memory) != storage_of(whole)) continue;
+        each.owner = owner;
+        each.has_owner = true;
+        each.whole = whole;
+        each.version = static_cast<int64_t>(whole._version());
+    }
+}
+
+void Buffers::forget(const Slot& owner) {
+    for (Buffer& each : buffers_) {
+        if (!each.has_owner || each.owner.lock().get() != &owner) continue;
+        each.has_owner = false;
+        each.whole = at::Tensor();
+    }
+}
+
+void Buffers::part_with(const at::Tensor& whole) {
+    std::erase_if(buffers_, [&](const Buffer& each) { return storage_of(each.memory) == storage_of(whole); });
+}
+
+void Buffers::release(const Slot& owner) {
+    int64_t released = 0;
+    for (const Buffer& each : buffers_)
+        if (each.has_owner && each.owner.lock().get() == &owner) released += each.nbytes();
+    keeps_ = std::max(keeps_, released);
+    forget(owner);
+    shrink(keeps_);
+}
+
+void Buffers::adopt(const at::Tensor& dead) {
+    const int64_t nbytes = static_cast<int64_t>(dead.storage().nbytes());
+    if (!dead.is_cpu() || nbytes < SMALLEST) return;
+    for (const Buffer& each : buffers_)
+        if (each.nbytes() >= nbytes || storage_of(each.memory) == storage_of(dead)) return;
+    clear();
+    Buffer taken;
+    taken.memory = at::empty({0}, at::kByte);
+    taken.memory.set_(dead.storage(), 0, {nbytes}, {1});
+    buffers_.push_back(std::move(taken));
+}
+
+void Buffers::shrink(int64_t keeps) {
+    std::erase_if(buffers_, [&](const Buffer& each) {
+        if (each.nbytes() < LARGE || !each.is_free()) return false;
+        if (!each.is_awaited() || each.nbytes() > keeps) return true;
+        keeps -= each.nbytes();
+        return false;
+    });
+}
+
+void Buffers::clear() {
+    std::erase_if(buffers_, [](const Buffer& each) { return each.is_free(); });
+}
+
+void Session::add(int64_t more) {
+    nbytes += more;
+    if (more > 0) peak_nbytes = std::max(peak_nbytes, nbytes + others_nbytes);
+}
+
+bool Session::may_hold(int64_t more) const {
+    const int64_t all = nbytes + others_nbytes + remade_nbytes + more;
+    return all <= stashed_nbytes || all + WORK * more <= needed_nbytes;
+}
+
+void Session::will_need(int64_t dense) { needed_nbytes = std::max(needed_nbytes, nbytes + others_nbytes + WORK * dense); }
+
+}  // namespace backstash::replay

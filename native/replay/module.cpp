@@ -1,0 +1,403 @@
+// The module of Python: the table of native/python/access.h, and what goes as an earlier forward pass went.
+#include "../python/access.h"
+#include "replayer.h"
+
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/version.h>
+
+namespace backstash {
+
+const void* access_table();
+
+namespace replay {
+
+PyTypeObject packed_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+namespace {
+
+PyTypeObject replayer_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+Replayer& replayer_of(PyObject* object) { return *reinterpret_cast<Replayer*>(object); }
+
+Packed* packed_of(PyObject* object) {
+    if (!is_packed(object)) {
+        PyErr_SetString(PyExc_TypeError, "this is asked of what a Replayer has packed");
+        throw python_error();
+    }
+    return reinterpret_cast<Packed*>(object);
+}
+
+const std::shared_ptr<Slot>& slot_of(PyObject* object) {
+    Packed* packed = packed_of(object);
+    TORCH_CHECK(packed->slot != nullptr, "it is of no value");
+    return packed->slot;
+}
+
+void packed_dealloc(PyObject* object) {
+    auto* packed = reinterpret_cast<Packed*>(object);
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (packed->slot != nullptr) {
+        Slot& slot = *packed->slot;
+        std::erase(slot.members, packed);
+        if (packed->round != slot.round) --slot.unread;
+    }
+    const std::shared_ptr<Session> session = packed->session;
+    packed->slot.~shared_ptr();
+    packed->script.~shared_ptr();
+    packed->session.~shared_ptr();
+    packed->dense.~Tensor();
+    packed->counter.~VariableVersion();
+    packed->original.~weak_intrusive_ptr();
+    Py_CLEAR(packed->delegate);
+    if (--session->alive == 0) session->buffers.clear();
+    PyErr_Restore(type, error, trace);
+    Py_TYPE(object)->tp_free(object);
+}
+
+PyObject* packed_dense(PyObject* object, void*) {
+    HANDLE_TH_ERRORS
+    auto* packed = reinterpret_cast<Packed*>(object);
+    if (packed->delegate != nullptr) return PyObject_GetAttrString(packed->delegate, "dense");
+    if (!packed->dense.defined()) Py_RETURN_NONE;
+    return THPVariable_Wrap(packed->dense);
+    END_HANDLE_TH_ERRORS
+}
+
+PyGetSetDef packed_attributes[] = {
+    {"dense", packed_dense, nullptr, "the tensor, where it is held as it is; None", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyObject* replayer_new(PyTypeObject* type, PyObject*, PyObject* kwargs) {
+    HANDLE_TH_ERRORS
+    PyObject* made = type->tp_alloc(type, 0);
+    if (made == nullptr) return nullptr;
+    Replayer& replayer = replayer_of(made);
+    new (&replayer.session) std::shared_ptr<Session>(std::make_shared<Session>());
+    new (&replayer.run) std::shared_ptr<Run>();
+    new (&replayer.taken) std::shared_ptr<std::vector<Taken>>();
+    new (&replayer.kinds) Object(Object::taken(PyDict_New()));
+    new (&replayer.otherwise) Object();
+    const Object owned = Object::taken(made);
+    const auto taken = [&](const char* name) {
+        PyObject* found = kwargs == nullptr ? nullptr : PyDict_GetItemString(kwargs, name);
+        TORCH_CHECK(found != nullptr, "a Replayer needs ", name);
+        return Object(found);
+    };
+#define BACKSTASH_TAKE(name) replayer.session->name = taken(#name);
+    BACKSTASH_CALLBACKS(BACKSTASH_TAKE)
+#undef BACKSTASH_TAKE
+    replayer.session->lock = taken("lock");
+    return Py_NewRef(made);
+    END_HANDLE_TH_ERRORS
+}
+
+int replayer_traverse(PyObject* object, visitproc visit, void* arg) {
+    Replayer& replayer = replayer_of(object);
+    Py_VISIT(replayer.otherwise.get());
+    if (replayer.session == nullptr || replayer.session.use_count() > 1) return 0;
+#define BACKSTASH_VISIT(name) Py_VISIT(replayer.session->name.get());
+    BACKSTASH_CALLBACKS(BACKSTASH_VISIT)
+#undef BACKSTASH_VISIT
+    return 0;
+}
+
+int replayer_clear(PyObject* object) {
+    Replayer& replayer = replayer_of(object);
+    replayer.run = nullptr;
+    replayer.session = nullptr;
+    replayer.otherwise = Object();
+    return 0;
+}
+
+void replayer_dealloc(PyObject* object) {
+    PyObject_GC_UnTrack(object);
+    Replayer& replayer = replayer_of(object);
+    PyTypeObject* type = Py_TYPE(object);
+    replayer.run.~shared_ptr();
+    replayer.taken.~shared_ptr();
+    replayer.session.~shared_ptr();
+    replayer.kinds.~Object();
+    replayer.otherwise.~Object();
+    type->tp_free(object);
+}
+
+PyObject* replayer_pack(PyObject* self, PyObject* x) {
+    HANDLE_TH_ERRORS
+    return pack(replayer_of(self), x);
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* replayer_unpack(PyObject* self, PyObject* packed) {
+    HANDLE_TH_ERRORS
+    if (!is_packed(packed)) return call(replayer_of(self).session->read.get(), packed).release();
+    return unpack(reinterpret_cast<Packed*>(packed));
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* replayer_call(PyObject* self, PyObject* const* args, Py_ssize_t number) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(number == 3 && PyTuple_CheckExact(args[1]), "call takes a function, a tuple and a dict");
+    if (replayer_of(self).run == nullptr) {
+        const Object otherwise = replayer_of(self).otherwise;
+        return call(otherwise.get(), args[0], args[1], args[2]).release();
+    }
+    PyObject* kwargs = args[2] == Py_None ? nullptr : args[2];
+    return call_function(replayer_of(self), args[0], args[1], kwargs);
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* replayer_watch(PyObject* self, PyObject* otherwise) {
+    replayer_of(self).otherwise = Object(otherwise);
+    Py_RETURN_NONE;
+}
+
+PyObject* replayer_begin(PyObject* self, PyObject* const* args, Py_ssize_t number) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(number == 3, "begin takes a script, the number of the step, and bytes");
+    auto* script = static_cast<std::shared_ptr<const Script>*>(PyCapsule_GetPointer(args[0], "backstash.script"));
+    if (script == nullptr) throw python_error();
+    Replayer& replayer = replayer_of(self);
+    auto run = std::make_shared<Run>();
+    run->script = *script;
+    run->session = replayer.session;
+    run->number = PyLong_AsLongLong(args[1]);
+    replayer.session->others_nbytes = PyLong_AsLongLong(args[2]);
+    run->values.resize(run->script->values.size());
+    run->registers.resize(run->script->registers);
+    run->inputs.resize(run->script->calls.size());
+    replayer.session->is_unpacked = false;
+    replayer.session->stashed_nbytes = replayer.session->needed_nbytes = 0;
+    run->taken->resize(run->values.size());
+    replayer.taken = run->taken;
+    replayer.run = std::move(run);
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* replayer_end(PyObject* self, PyObject* is_left) {
+    HANDLE_TH_ERRORS
+    end_run(replayer_of(self), is_left == Py_True);
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* replayer_stop(PyObject* self, PyObject*) {
+    HANDLE_TH_ERRORS
+    if (replayer_of(self).run != nullptr) break_run(replayer_of(self));
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* replayer_begin_backward(PyObject* self, PyObject* others) {
+    HANDLE_TH_ERRORS
+    Session& session = *replayer_of(self).session;
+    session.is_unpacked = true;
+    session.others_nbytes = PyLong_AsLongLong(others);
+    session.stashed_nbytes = session.nbytes + session.others_nbytes;
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+// What each value of the latest pass has taken: seconds to encode, seconds to decode, how often; None for one not there.
+PyObject* replayer_counts(PyObject* self, PyObject*) {
+    HANDLE_TH_ERRORS
+    const auto& taken = replayer_of(self).taken;
+    if (taken == nullptr) Py_RETURN_NONE;
+    const Object all = Object::taken(PyList_New(0));
+    for (const Taken& value : *taken) {
+        const Object each = value.is_there ? Object::taken(Py_BuildValue("(ddl)", value.encode_seconds,
+                                                                         value.decode_seconds, value.decodes))
+                                           : Object(Py_None);
+        if (PyList_Append(all.get(), each.get()) != 0) throw python_error();
+    }
+    return Py_NewRef(all.get());
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* replayer_number(PyObject* self, void* which) {
+    const Session& session = *replayer_of(self).session;
+    const int64_t numbers[] = {session.nbytes, session.remade_nbytes, session.peak_nbytes, session.alive};
+    return PyLong_FromLongLong(numbers[reinterpret_cast<intptr_t>(which)]);
+}
+
+PyObject* replayer_is_running(PyObject* self, void*) { return PyBool_FromLong(replayer_of(self).run != nullptr); }
+
+PyObject* replayer_place(PyObject* self, void*) {
+    const auto& run = replayer_of(self).run;
+    if (run == nullptr) Py_RETURN_NONE;
+    return Py_BuildValue("(nn)", static_cast<Py_ssize_t>(run->next_save), static_cast<Py_ssize_t>(run->next_call));
+}
+
+PyObject* replayer_kinds(PyObject* self, void*) { return Py_NewRef(replayer_of(self).kinds.get()); }
+
+PyMethodDef replayer_methods[] = {
+    {"pack", replayer_pack, METH_O, "What autograd holds in the place of a tensor."},
+    {"unpack", replayer_unpack, METH_O, "The tensor that was packed."},
+    {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(replayer_call)), METH_FASTCALL,
+     "Calls a torch function of a pass in progress, or has it watched on the long way."},
+    {"begin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(replayer_begin)), METH_FASTCALL,
+     "A forward pass begins that is to go as a script says."},
+    {"watch", replayer_watch, METH_O, "Takes what watches functions where no pass is in progress."},
+    {"end", replayer_end, METH_O, "It has ended."},
+    {"stop", replayer_stop, METH_NOARGS, "It goes on the long way."},
+    {"begin_backward", replayer_begin_backward, METH_O, "A backward pass begins."},
+    {"counts", replayer_counts, METH_NOARGS, "What each value of the latest pass has taken."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyGetSetDef replayer_attributes[] = {
+    {"nbytes", replayer_number, nullptr, "bytes that values take", reinterpret_cast<void*>(0)},
+    {"remade_nbytes", replayer_number, nullptr, "bytes of what was made again", reinterpret_cast<void*>(1)},
+    {"peak_nbytes", replayer_number, nullptr, "the most bytes so far", reinterpret_cast<void*>(2)},
+    {"alive", replayer_number, nullptr, "how many packed tensors there are", reinterpret_cast<void*>(3)},
+    {"is_running", replayer_is_running, nullptr, "whether a pass is in progress", nullptr},
+    {"place", replayer_place, nullptr, "how many saves and calls of it there were", nullptr},
+    {"kinds", replayer_kinds, nullptr, "of functions", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyObject* make_script(PyObject*, PyObject* given) {
+    HANDLE_TH_ERRORS
+    auto* script = new std::shared_ptr<const Script>(read_script(given));
+    return PyCapsule_New(script, "backstash.script", [](PyObject* capsule) {
+        delete static_cast<std::shared_ptr<const Script>*>(PyCapsule_GetPointer(capsule, "backstash.script"));
+    });
+    END_HANDLE_TH_ERRORS
+}
+
+// What tells nodes of one type from those of another; 0 for one that is written in Python.
+PyObject* type_of_node(PyObject*, PyObject* node) {
+    HANDLE_TH_ERRORS
+    if (PyType_GetFlags(Py_TYPE(node)) & Py_TPFLAGS_HEAPTYPE) return PyLong_FromLong(0);
+    const auto& found = reinterpret_cast<torch::autograd::THPCppFunction*>(node)->cdata;
+    const auto& each = *found;
+    return PyLong_FromVoidPtr(const_cast<char*>(typeid(each).name()));
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* whole_of_packed(PyObject*, PyObject* packed) {
+    HANDLE_TH_ERRORS
+    return read_whole(packed_of(packed));
+    END_HANDLE_TH_ERRORS
+}
+
+// How a value is stored: what Python knows of its codec, the planes, and whether they are a mask that was made of it.
+PyObject* planes_of(PyObject*, PyObject* packed) {
+    HANDLE_TH_ERRORS
+    const auto& slot = slot_of(packed);
+    if (slot->bits.defined()) {
+        const Object bits = Object::taken(THPVariable_Wrap(slot->bits));
+        return Py_BuildValue("(OOO)", slot->bits_of->mask.get(), bits.get(), Py_True);
+    }
+    if (slot->state != State::stored) Py_RETURN_NONE;
+    const Object planes = slot->value.is_bitmask ? Object::taken(THPVariable_Wrap(slot->mask)) : slot->encoded;
+    return Py_BuildValue("(OOO)", slot->value.ways.get(), planes.get(), Py_False);
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* release_packed(PyObject*, PyObject* object) {
+    HANDLE_TH_ERRORS
+    Packed* packed = packed_of(object);
+    const std::shared_ptr<Slot> slot = slot_of(object);
+    if (packed->round != slot->round) {
+        packed->round = slot->round;
+        --slot->unread;
+    }
+    if (!packed->dense.defined()) release(slot);
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* adopt_for(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(number == 2, "adopt takes what was packed, and a tensor");
+    Packed* packed = packed_of(args[0]);
+    if (!packed->dense.defined()) packed->session->buffers.adopt(THPVariable_Unpack(args[1]));
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* set_delegate(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(number == 2, "delegate takes what was packed, and what takes its place");
+    Packed* packed = packed_of(args[0]);
+    Py_XSETREF(packed->delegate, Py_NewRef(args[1]));
+    packed->dense = at::Tensor();
+    packed->has_original = false;
+    if (packed->slot != nullptr) std::erase(packed->slot->members, packed);
+    packed->slot = nullptr;
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* configure(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(number == 3, "configure takes the class Parameter, a function, and one that returns addresses");
+    ParameterClass = Py_NewRef(args[0]);
+    ScalarOf = Py_NewRef(args[1]);
+    const auto address = [&](const char* name) {
+        const Object text = Object::taken(PyUnicode_FromString(name));
+        const Object found = call(args[2], text.get());
+        return found.is_none() ? nullptr : PyLong_AsVoidPtr(found.get());
+    };
+    kernels.affine = reinterpret_cast<decltype(kernels.affine)>(address("bs_affine"));
+    kernels.advise_huge = reinterpret_cast<decltype(kernels.advise_huge)>(address("bs_advise_huge"));
+    kernels.bitmask_encode = reinterpret_cast<decltype(kernels.bitmask_encode)>(address("bs_bitmask_encode"));
+    kernels.mask_decode = reinterpret_cast<decltype(kernels.mask_decode)>(address("bs_mask_decode"));
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+#define BACKSTASH_FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function))
+
+PyMethodDef functions[] = {
+    {"script", make_script, METH_O, "Reads what replay.program has written."},
+    {"type_of_node", type_of_node, METH_O, "What tells nodes of one type from those of another."},
+    {"whole", whole_of_packed, METH_O, "The tensor that was packed, decoded or made again."},
+    {"planes", planes_of, METH_O, "How it is stored; None where it is not."},
+    {"release", release_packed, METH_O, "Its reader is done."},
+    {"adopt", BACKSTASH_FAST(adopt_for), METH_FASTCALL, "Decodes into that memory from now on."},
+    {"delegate", BACKSTASH_FAST(set_delegate), METH_FASTCALL, "Puts a Saved in its place."},
+    {"configure", BACKSTASH_FAST(configure), METH_FASTCALL, "Takes what it needs of Python."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition{PyModuleDef_HEAD_INIT, "_replay", "Forward passes that go as an earlier one went.", -1, functions,
+                       nullptr, nullptr, nullptr, nullptr};
+
+bool make_types() {
+    packed_type.tp_name = "backstash.replay._replay.Packed";
+    packed_type.tp_basicsize = sizeof(Packed);
+    packed_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
+    packed_type.tp_dealloc = packed_dealloc;
+    packed_type.tp_getset = packed_attributes;
+    replayer_type.tp_name = "backstash.replay._replay.Replayer";
+    replayer_type.tp_basicsize = sizeof(Replayer);
+    replayer_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+    replayer_type.tp_new = replayer_new;
+    replayer_type.tp_dealloc = replayer_dealloc;
+    replayer_type.tp_traverse = replayer_traverse;
+    replayer_type.tp_clear = replayer_clear;
+    replayer_type.tp_methods = replayer_methods;
+    replayer_type.tp_getset = replayer_attributes;
+    return PyType_Ready(&packed_type) == 0 && PyType_Ready(&replayer_type) == 0;
+}
+
+}  // namespace
+}  // namespace replay
+}  // namespace backstash
+
+PyMODINIT_FUNC PyInit__replay() {
+    using namespace backstash::replay;
+    if (!make_types()) return nullptr;
+    PyObject* module = PyModule_Create(&definition);
+    if (module == nullptr) return nullptr;
+    PyObject* table = PyCapsule_New(const_cast<void*>(backstash::access_table()), "backstash.access", nullptr);
+    const bool is_whole = table != nullptr && PyModule_AddObject(module, "table", table) == 0 &&
+                          PyModule_AddStringConstant(module, "TORCH", TORCH_VERSION) == 0 &&
+                          PyModule_AddObjectRef(module, "Replayer", reinterpret_cast<PyObject*>(&replayer_type)) == 0;
+    return is_whole ? module : nullptr;
+}

@@ -1,0 +1,433 @@
+// What backward reads of a value: decoded, made again, or as it was held. See stash/decode.py, which says why.
+#include "run.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <chrono>
+#include <cstring>
+
+namespace backstash::replay {
+namespace {
+
+constexpr int64_t SMALLEST = 1 << 18;  // as in buffers.py
+constexpr int MANY = 8;                // as in decode.py
+constexpr int64_t ELEMENTS = 64;       // as in sample.py
+constexpr int64_t ROOM = 8;            // as in backward/table.py
+
+using Clock = std::chrono::steady_clock;
+
+double since(Clock::time_point started) { return std::chrono::duration<double>(Clock::now() - started).count(); }
+
+Object wrapped(const at::Tensor& x) { return Object::taken(THPVariable_Wrap(x)); }
+
+int64_t storage_nbytes(const at::Tensor& x) { return static_cast<int64_t>(x.storage().nbytes()); }
+
+at::Tensor empty(const Layout& layout) {
+    const auto options = at::TensorOptions().dtype(layout.dtype).device(layout.device);
+    return at::empty_strided(layout.sizes, layout.strides, options);
+}
+
+at::Tensor seen_as(const at::Tensor& whole, const Layout& layout) {
+    if (whole.storage_offset() == layout.offset && layout.has_shape(whole)) return whole.detach();
+    return whole.as_strided(layout.sizes, layout.strides, layout.offset);
+}
+
+// Holds what was made for who reads it next; an undefined tensor: no longer.
+void hold_made(Slot& slot, const at::Tensor& whole) {
+    Session& session = *slot.session;
+    if (slot.made.defined()) session.remade_nbytes -= storage_nbytes(slot.made);
+    slot.made = whole;
+    if (whole.defined()) session.remade_nbytes += storage_nbytes(whole);
+}
+
+void begin_round(Slot& slot) {
+    ++slot.round;
+    slot.unread = static_cast<int>(slot.members.size());
+}
+
+void has_read(Packed* packed, Slot& slot) {
+    if (packed->round == slot.round) return;
+    packed->round = slot.round;
+    --slot.unread;
+}
+
+bool is_sampled_alike(const Slot& slot, const at::Tensor& whole) {
+    const int64_t size = static_cast<int64_t>(whole.itemsize()), there = whole.numel();
+    const char* from = static_cast<const char*>(whole.const_data_ptr());
+    const char* known = slot.sample.data();
+    int64_t index = 0;
+    for (int64_t at = slot.begin; at < there && index < ELEMENTS; at += slot.step, ++index)
+        if (std::memcmp(known + index * size, from + at * size, static_cast<size_t>(size)) != 0) return false;
+    return index * size == static_cast<int64_t>(slot.sample.size());
+}
+
+// Raises where what was made again is not what there was: see comparing.check_sample.
+void check_sample(Slot& slot, const at::Tensor& whole) {
+    if (!slot.device_sample.is_none()) {
+        const Object text = Object::taken(PyUnicode_FromString(slot.value.text.c_str()));
+        call(slot.session->check_sample.get(), slot.device_sample.get(), wrapped(whole).get(), slot.value.key.get(),
+             slot.value.whole.spec.get(), text.get());
+    } else if (!is_sampled_alike(slot, whole)) {
+        const Object text = Object::taken(PyUnicode_FromString(slot.value.text.c_str()));
+        call(slot.session->distrust.get(), slot.value.key.get(), slot.value.whole.spec.get(), text.get());
+        throw python_error();  // which the call has raised
+    }
+}
+
+const std::shared_ptr<const Inputs>& inputs_of(const Slot& slot, int number) {
+    for (const auto& each : slot.inputs)
+        if (each.first == number) return each.second;
+    TORCH_CHECK(false, "a value is made again by a call that was not noted");
+}
+
+at::Tensor memory_for(Slot& slot, const Layout& layout, bool is_own) {
+    return is_own ? slot.session->buffers.take(layout, layout.dtype) : empty(layout);
+}
+
+Object number_of(double number) { return Object::taken(PyFloat_FromDouble(number)); }
+Object number_of(int64_t number) { return Object::taken(PyLong_FromLongLong(number)); }
+
+// See fused.affine: undefined where the kernel does not take what the leaves are now.
+at::Tensor run_affine(Slot& slot, const Affine& affine, const Layout& whole, bool is_own) {
+    at::Tensor y;  // it is fetched before x: if it is made from other values, these would lie beside x
+    if (affine.has_residual) {
+        if (affine.residual.from == Given::From::value) {
+            y = fetch(slot, affine.residual);
+        } else {
+            y = run_tree(slot, affine.inner, false);
+        }
+        if (y.scalar_type() != at::kFloat || !whole.has_shape(y)) return {};
+    }
+    const at::Tensor x = fetch(slot, affine.source);
+    if (x.scalar_type() != at::kFloat || !whole.has_shape(x)) return {};
+    const Inputs& inputs = *inputs_of(slot, affine.norm);
+    const auto vector = [&](int number) { return number < 0 ? at::Tensor() : inputs.tensors[number]; };
+    const at::Tensor weight = vector(affine.weight), bias = vector(affine.bias);
+    if (!affine.kernel.is_none()) {
+        const auto object = [](const at::Tensor& t) { return t.defined() ? wrapped(t) : Object(Py_None); };
+        const auto packed = [&](const Inputs& of, int of_weight, int of_bias) {
+            const auto own = [&](int number) { return number < 0 ? at::Tensor() : of.tensors[number]; };
+            return Object::taken(PyTuple_Pack(4, wrapped(of.mean).get(), wrapped(of.invstd).get(),
+                                              object(own(of_weight)).get(), object(own(of_bias)).get()));
+        };
+        const Object vectors = packed(inputs, affine.weight, affine.bias);
+        const Object others = affine.second < 0 ? Object::taken(PyTuple_New(0))
+                                                : packed(*inputs_of(slot, affine.second), affine.second_weight,
+                                                         affine.second_bias);
+        const Object numbers = Object::taken(Py_BuildValue("(iddLL)", affine.activation, affine.lo, affine.hi,
+                                                           static_cast<long long>(affine.outer),
+                                                           static_cast<long long>(affine.inside)));
+        const Object sample = is_own && !slot.device_sample.is_none() ? slot.device_sample : Object(Py_None);
+        const Object found = call(slot.session->affine.get(), affine.kernel.get(), wrapped(x).get(), vectors.get(),
+                                  object(y).get(), numbers.get(), whole.spec.get(), sample.get(), others.get());
+        return THPVariable_Unpack(found.get());
+    }
+    at::Tensor out = memory_for(slot, whole, is_own);
+    const auto data = [](const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
+    const void *from = data(x), *added = data(y), *mean = data(inputs.mean), *invstd = data(inputs.invstd);
+    void* to = out.data_ptr();
+    std::vector<float> scratch(2 * affine.channels);
+    const int threads = threads_for(whole.nbytes);
+    const WithoutGil running(whole.nbytes);
+    kernels.affine(from, added, mean, invstd, data(weight), data(bias), scratch.data(), affine.outer, affine.channels,
+                   affine.inside, affine.activation, affine.lo, affine.hi, nullptr, to, threads);
+    return out;
+}
+
+at::Tensor make_again(Slot& slot) {
+    const Value& value = slot.value;
+    if (settings_now() == slot.script->settings) return run_tree(slot, value.tree, true);
+    const Object before = call(slot.session->enter_settings.get(), slot.script->wanted.get(), value.whole.spec.get());
+    struct Undo {
+        Session& session;
+        PyObject* before;
+        ~Undo() {
+            PyObject *type, *error, *trace;
+            PyErr_Fetch(&type, &error, &trace);
+            Py_XDECREF(PyObject_CallFunctionObjArgs(session.leave_settings.get(), before, nullptr));
+            PyErr_Restore(type, error, trace);
+        }
+    } undo{*slot.session, before.get()};
+    return run_tree(slot, value.tree, true);
+}
+
+at::Tensor decoded(Slot& slot) {
+    const Value& value = slot.value;
+    at::Tensor out = slot.session->buffers.take(value.whole, value.decoded.dtype);
+    if (value.is_bitmask) {
+        const void* mask = slot.mask.const_data_ptr();
+        void* to = out.data_ptr();
+        const int64_t numel = out.numel();
+        const int width = static_cast<int>(out.itemsize());
+        const int threads = threads_for(numel * width);
+        const WithoutGil running(numel * width);
+        kernels.mask_decode(mask, to, numel, width, value.if_set, value.if_clear, threads);
+    } else {
+        call(slot.session->decode.get(), value.ways.get(), slot.encoded.get(), wrapped(out).get(), value.key.get());
+    }
+    return out;
+}
+
+// See decode._made.
+at::Tensor made(const std::shared_ptr<Slot>& slot, bool ahead) {
+    Session& session = *slot->session;
+    begin_round(*slot);
+    const auto started = Clock::now();
+    at::Tensor whole;
+    if (slot->state == State::remade) {
+        whole = make_again(*slot);
+        check_sample(*slot, whole);
+        if (!ahead || session.may_hold(storage_nbytes(whole))) hold_made(*slot, whole.detach());
+        for (const auto& leaf : slot->leaves) {
+            if (leaf->state != State::remade || leaf->made.defined()) continue;
+            session.buffers.shrink();  // there was no room for them
+            break;
+        }
+    } else {
+        whole = decoded(*slot);
+        const int64_t nbytes = static_cast<int64_t>(whole.nbytes());
+        if ((slot->unread > 1 && nbytes < SMALLEST) || (ahead && slot->unread != 0 && session.may_hold(2 * nbytes)))
+            hold_made(*slot, whole.detach());
+    }
+    session.buffers.filled(slot, whole);
+    slot->taken().decode_seconds += since(started);
+    ++slot->taken().decodes;
+    return whole;
+}
+
+[[noreturn]] void raise_modified(const Packed* packed, int64_t now) {
+    const Object facts = packed->save->facts.is_none() ? Object(Py_None) : packed->save->facts;
+    const Object at = number_of(now), expected = number_of(packed->version);
+    call(packed->session->modified.get(), packed->save->layout.spec.get(), facts.get(), at.get(), expected.get());
+    throw python_error();
+}
+
+// See decode.check_version.
+void check_version(Packed* packed) {
+    if (packed->dense.defined()) {
+        const auto now = static_cast<int64_t>(packed->dense._version());
+        if (now != packed->version) raise_modified(packed, now);
+    } else if (packed->save->kind == Kind::shape) {
+        const auto now = static_cast<int64_t>(packed->counter.current_version());
+        if (now != packed->version) raise_modified(packed, now);
+    }
+    if (packed->slot == nullptr) return;
+    for (const auto& [counter, version] : packed->slot->written) {
+        const auto now = static_cast<int64_t>(counter._version());
+        if (now != version) raise_modified(packed, packed->version + now - version);
+    }
+}
+
+bool wants(const Packed* packed, Claim claim) {
+    if (claim != Claim::if_no_room) return claim == Claim::always;
+    return !packed->session->has_room(ROOM * packed->save->layout.nbytes);
+}
+
+// A claim for a saved tensor where a kernel of the package backward is going to read it; else nothing.
+Object claimed(Packed* packed) {
+    const Save& save = *packed->save;
+    if (at::GradMode::is_enabled() || !is_in_backward()) return {};
+    bool is_wanted = false;
+    if (packed->slot != nullptr) {
+        const bool is_held = packed->dense.defined();
+        const Claim claim = is_held                         ? save.as_held
+                            : packed->slot->bits.defined() ? save.as_bits
+                                                            : save.as_stored;
+        is_wanted = wants(packed, claim);
+    }
+    if (!is_wanted && !save.may_claim_input) return {};
+    const Object node = number_of(packed->node), only = Object(is_wanted ? Py_False : Py_True);
+    Object found = call(packed->session->claim.get(), reinterpret_cast<PyObject*>(packed), save.layout.spec.get(),
+                        node.get(), only.get());
+    return found.is_none() ? Object() : found;
+}
+
+// Whether the program's own tensor has got other memory, by an assignment to its data: plain PyTorch reads that.
+bool was_assigned(const Packed* packed) {
+    if (!packed->has_original) return false;
+    const auto original = packed->original.lock();
+    if (!original || original->layout() != at::kStrided || !original->has_storage()) return false;
+    return original->storage().unsafeGetStorageImpl() != packed->dense.storage().unsafeGetStorageImpl();
+}
+
+Object original_of(const Packed* packed) {
+    auto original = packed->has_original ? packed->original.lock() : c10::intrusive_ptr<at::TensorImpl>();
+    return original ? wrapped(at::Tensor(std::move(original))) : Object(Py_None);
+}
+
+PyObject* unpack_held(Packed* packed) {
+    Session& session = *packed->session;
+    const Save& save = *packed->save;
+    check_version(packed);
+    if (save.kind != Kind::parameter && was_assigned(packed)) {
+        const Object held = wrapped(packed->dense), original = original_of(packed);
+        return call(session.assigned.get(), held.get(), original.get()).release();
+    }
+    const bool has_memory = !packed->dense.has_storage() || packed->dense.storage().nbytes() != 0;
+    if (!has_memory && packed->nbytes != 0 && is_in_backward())
+        call(session.freed.get(), wrapped(packed->dense).get(), number_of(packed->nbytes).get(),
+             save.facts.is_none() ? Py_None : save.facts.get());
+    Object held = wrapped(packed->dense);
+    if (!is_in_backward() || at::GradMode::is_enabled()) return held.release();
+    if (save.kind == Kind::parameter)
+        return save.may_claim_weight ? call(session.claim_weight.get(), held.get()).release() : held.release();
+    if (packed->slot == nullptr)
+        return save.may_claim_input ? call(session.claim_input.get(), held.get()).release() : held.release();
+    Object claim = claimed(packed);
+    return claim.get() != nullptr ? claim.release() : held.release();
+}
+
+}  // namespace
+
+bool is_in_backward() { return torch::autograd::get_current_node() != nullptr; }
+
+at::Tensor whole_of(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows) {
+    if (slot->made.defined()) return slot->made;
+    at::Tensor there = slot->session->buffers.holding(*slot);
+    return there.defined() ? there : made(slot, ahead);
+}
+
+at::Tensor fetch(const Slot& reader, const Given& given) {
+    for (const auto& leaf : reader.leaves) {
+        if (leaf->number != given.number) continue;
+        if (leaf->state != State::held) return seen_as(whole_of(leaf, true, true), given.layout);
+        if (static_cast<int64_t>(leaf->guard._version()) != leaf->guard_version) {
+            const Save& save = reader.script->saves[leaf->value.strongest];
+            const Object now = number_of(static_cast<int64_t>(leaf->guard._version())),
+                         expected = number_of(leaf->guard_version);
+            call(reader.session->modified.get(), save.layout.spec.get(), save.facts.get(), now.get(), expected.get());
+            throw python_error();
+        }
+        return seen_as(leaf->guard, given.layout);
+    }
+    TORCH_CHECK(false, "a value is made again from one that is not there");
+}
+
+at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own) {
+    if (tree.affine != nullptr) {
+        at::Tensor made = run_affine(slot, *tree.affine, tree.result, is_own);
+        if (made.defined()) return made;
+    }
+    const Inputs& inputs = *inputs_of(slot, tree.call);
+    const Object tensors = Object::taken(PyList_New(0));
+    for (size_t index = 0; index < tree.given.size(); ++index) {
+        const Given& given = tree.given[index];
+        at::Tensor x;
+        switch (given.from) {
+            case Given::From::copy: x = inputs.tensors[given.number]; break;
+            case Given::From::value: x = fetch(slot, given); break;
+            case Given::From::call:
+                x = run_tree(slot, tree.inner[given.number], false);
+                if (x.storage_offset() != given.layout.offset || !given.layout.has_shape(x))
+                    x = x.as_strided(given.layout.sizes, given.layout.strides, given.layout.offset);
+                break;
+        }
+        if (PyList_Append(tensors.get(), wrapped(x).get()) != 0) throw python_error();
+    }
+    const Object result = call(slot.session->repeat.get(), tree.as_called.get(), tree.function.get(), tensors.get(),
+                               inputs.random_state.is_none() ? Py_None : inputs.random_state.get());
+    return THPVariable_Unpack(result.get());
+}
+
+void hold_again(const std::shared_ptr<Slot>& slot) {
+    at::Tensor whole = whole_of(slot, false, false).detach();
+    Session& session = *slot->session;
+    hold_made(*slot, {});
+    session.buffers.part_with(whole);
+    slot->encoded = Object();
+    slot->mask = slot->bits = at::Tensor();
+    slot->sample.clear();
+    slot->device_sample = Object();
+    slot->state = State::held;
+    slot->round = slot->unread = 0;
+    slot->inputs.clear();
+    slot->leaves.clear();
+    for (Packed* packed : slot->members) {
+        packed->round = 0;
+        if (packed->modified >= 0) continue;
+        const Layout& layout = packed->save->layout;
+        packed->dense = whole.as_strided(layout.sizes, layout.strides, layout.offset).detach();
+        packed->version = static_cast<int64_t>(packed->dense._version());
+        packed->has_original = false;
+    }
+    slot->guard = whole;
+    slot->guard_version = static_cast<int64_t>(whole._version());
+    const int64_t nbytes = storage_nbytes(whole);
+    session.add(nbytes - slot->held_nbytes);
+    slot->held_nbytes = nbytes;
+}
+
+PyObject* read_whole(Packed* packed) {
+    if (packed->dense.defined()) {
+        check_version(packed);
+        return THPVariable_Wrap(packed->dense);
+    }
+    const std::shared_ptr<Slot> slot = packed->slot;
+    const Layout& layout = packed->save->layout;
+    at::Tensor whole = whole_of(slot, false, packed->save->is_builtin && is_in_backward());
+    has_read(packed, *slot);
+    if (slot->unread <= 0) hold_made(*slot, {});
+    if (!packed->save->is_builtin) {  // may write into it
+        hold_made(*slot, {});
+        slot->session->buffers.forget(*slot);
+        at::Tensor counter = at::empty({0}, whole.options());
+        counter.unsafeGetTensorImpl()->set_version_counter(whole.unsafeGetTensorImpl()->version_counter());
+        slot->written.emplace_back(counter, static_cast<int64_t>(whole._version()));
+    }
+    return THPVariable_Wrap(seen_as(whole, layout));
+}
+
+void release(const std::shared_ptr<Slot>& slot) {
+    Session& session = *slot->session;
+    if (slot->unread > 0) {
+        const at::Tensor whole = slot->made.defined() ? slot->made : session.buffers.holding(*slot);
+        if (whole.defined()) {
+            if (slot->unread > MANY) return;
+            const Save* reader = nullptr;
+            for (const Packed* each : slot->members) {
+                if (each->round == slot->round) continue;
+                const bool is_same = reader == nullptr || reader->mask.get() == each->save->mask.get();
+                if (!each->save->reads_sign || !is_same) return;
+                reader = each->save;
+            }
+            if (reader == nullptr) return;
+            const bool is_stored = slot->state == State::stored && slot->value.mask.get() == reader->mask.get();
+            if (!is_stored && slot->bits_of != reader) {
+                const Object found = call(session.encode_bits.get(), wrapped(whole).get(), reader->mask.get());
+                if (found.is_none()) return;
+                slot->bits = THPVariable_Unpack(found.get());
+                slot->bits_of = reader;
+            }
+        }
+    }
+    if (slot->unread <= 0) {
+        slot->bits = at::Tensor();
+        slot->bits_of = nullptr;
+    }
+    hold_made(*slot, {});
+    session.buffers.release(*slot);
+}
+
+PyObject* unpack(Packed* packed) {
+    Session& session = *packed->session;
+    if (packed->delegate != nullptr) return call(session.read.get(), packed->delegate).release();
+    if (!session.is_unpacked && is_in_backward() && !at::GradMode::is_enabled()) call(session.begin_backward.get());
+    if (packed->delegate != nullptr) return call(session.read.get(), packed->delegate).release();
+    const Locked locked(session.lock.get());
+    if (session.others_nbytes != 0)  // values that went the long way may have died since
+        session.others_nbytes = PyLong_AsLongLong(call(session.others.get()).get());
+    if (packed->modified >= 0) raise_modified(packed, packed->modified);
+    if (packed->dense.defined()) return unpack_held(packed);
+    check_version(packed);
+    if (packed->slot == nullptr) return call(session.stand_in.get(), packed->save->layout.spec.get()).release();
+    Object claim = claimed(packed);
+    if (claim.get() != nullptr) return claim.release();
+    if (!at::GradMode::is_enabled()) return read_whole(packed);
+    const at::NoGradGuard unrecorded;
+    if (!is_in_backward()) return read_whole(packed);
+    hold_again(packed->slot);  // Note: [backward with a graph] in stash/decode.py
+    return THPVariable_Wrap(packed->dense);
+}
+
+}  // namespace backstash::replay

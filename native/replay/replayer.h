@@ -1,0 +1,24 @@
+// What a Session has of forward passes that go as earlier ones went.
+#pragma once
+
+#include "run.h"
+
+namespace backstash::replay {
+
+struct Replayer {
+    PyObject_HEAD
+    std::shared_ptr<Session> session;
+    std::shared_ptr<Run> run;        // in progress
+    std::shared_ptr<std::vector<Taken>> taken;  // in the latest one
+    Object kinds;                    // of functions: see replaying._number_of
+    Object otherwise;                // watches functions on the long way
+};
+
+extern PyObject *ParameterClass, *ScalarOf;
+
+PyObject* pack(Replayer& replayer, PyObject* object);
+PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs);
+void break_run(Replayer& replayer);
+void end_run(Replayer& replayer, bool is_left);
+
+}  // namespace backstash::replay

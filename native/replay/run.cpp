@@ -1,0 +1,856 @@
+// A forward pass that goes as an earlier one went: what autograd saves is compared with what it saved then, and each value
+// becomes what its program says. Where anything differs, the pass goes on the long way: see replay/replaying.py.
+#include "replayer.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/SequenceNumber.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+namespace at::functorch {
+struct DynamicLayer;
+TORCH_API std::vector<DynamicLayer>& getDynamicLayerStack();
+}  // namespace at::functorch
+namespace torch::jit::tracer {
+struct TracingState;
+TORCH_API const std::shared_ptr<TracingState>& getTracingState();
+}  // namespace torch::jit::tracer
+
+namespace backstash::replay {
+namespace {
+
+constexpr int64_t SNAPSHOT_NBYTES = 1 << 20;  // as in contents.py
+constexpr int64_t ELEMENTS = 64;              // as in sample.py
+constexpr uint64_t SPREAD = 0x9E3779B1;       // as in sample.py
+
+using Clock = std::chrono::steady_clock;
+
+Object wrapped(const at::Tensor& x) { return Object::taken(THPVariable_Wrap(x)); }
+
+bool is_plain(PyObject* object) {
+    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass ||
+           reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass;
+}
+
+bool is_parameter(PyObject* object, const at::Tensor& x) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass) return true;
+    if (!x.is_view()) return false;
+    const Object base = wrapped(at::Tensor(x._base()));
+    return reinterpret_cast<PyObject*>(Py_TYPE(base.get())) == ParameterClass;
+}
+
+bool is_leaf_of_graph(const at::Tensor& x) { return x.requires_grad() && x.is_leaf(); }
+
+bool is_pinned(const at::Tensor& x) {
+    return is_leaf_of_graph(x) || (x.is_view() && is_leaf_of_graph(at::Tensor(x._base())));
+}
+
+bool is_odd(const at::Tensor& x) {
+    return x.is_quantized() || x.is_conj() || x.is_neg() || x.is_meta() || x.is_nested() || x.is_inference() ||
+           x._is_zerotensor();
+}
+
+bool is_ordinary(const at::Tensor& x) {
+    return x.layout() == at::kStrided && !x.is_nested() && x.has_storage() && !is_odd(x);
+}
+
+bool is_transformed() {
+    return !at::functorch::getDynamicLayerStack().empty() || torch::jit::tracer::getTracingState() != nullptr;
+}
+
+c10::StorageImpl* storage_of(const at::Tensor& x) { return x.storage().unsafeGetStorageImpl(); }
+
+c10::weak_intrusive_ptr<c10::StorageImpl> weak_storage(const at::Tensor& x) {
+    return x.storage().getWeakStorageImpl();
+}
+
+int64_t version_of(const at::Tensor& x) { return static_cast<int64_t>(x._version()); }
+
+// The same content as before, or the first one; else the register is of no use.
+void meet(Run& run, int number, const at::Tensor& x, int64_t version) {
+    if (number < 0) return;
+    Register& known = run.registers[number];
+    if (run.escaped.contains(storage_of(x))) known.is_bad = true;
+    if (!known.is_known) {
+        known.storage = weak_storage(x);
+        known.version = version;
+        known.is_known = true;
+    } else if (known.storage._unsafe_get_target() != storage_of(x) || known.version != version) {
+        known.is_bad = true;
+    }
+}
+
+Packed* make_packed(Run& run, const Save* save) {
+    auto* made = reinterpret_cast<Packed*>(packed_type.tp_alloc(&packed_type, 0));
+    if (made == nullptr) throw python_error();
+    new (&made->script) std::shared_ptr<const Script>(run.script);
+    new (&made->session) std::shared_ptr<Session>(run.session);
+    new (&made->slot) std::shared_ptr<Slot>();
+    new (&made->dense) at::Tensor();
+    new (&made->counter) c10::VariableVersion();
+    new (&made->original) c10::weak_intrusive_ptr<at::TensorImpl>(c10::intrusive_ptr<at::TensorImpl>());
+    made->save = save;
+    made->has_original = false;
+    made->version = 0;
+    made->modified = made->node = -1;
+    made->nbytes = 0;
+    made->round = 0;
+    made->delegate = nullptr;
+    ++run.session->alive;
+    return made;
+}
+
+void look_again(Run& run, int number, long when) { run.due[when].push_back(number); }
+
+// Takes a tensor in that is saved as that save was; whether it is one like it.
+bool is_like(const Run& run, const Save& save, PyObject* object, const at::Tensor& x) {
+    if (!is_ordinary(x)) return false;
+    if ((save.call >= 0) != run.in_call) return false;
+    const auto in_storage = static_cast<int64_t>(x.storage().nbytes());
+    if (save.kind == Kind::parameter) return storage_of(x) == save.parameter || is_parameter(object, x);
+    if (is_parameter(object, x)) return false;
+    if (save.kind == Kind::small) return in_storage < run.script->min_nbytes;
+    if (in_storage != save.storage_nbytes || !save.layout.fits(x) || is_pinned(x) != save.is_pinned) return false;
+    if (save.kind != Kind::value) return true;
+    auto known = run.pending.find(storage_of(x));
+    if (known != run.pending.end() && run.values[known->second].expired()) known = run.pending.end();
+    const bool is_first = run.values[save.value].expired();
+    return is_first ? known == run.pending.end() : known != run.pending.end() && known->second == save.value;
+}
+
+PyObject* take(Run& run, const Save& save, PyObject* object, const at::Tensor& x) {
+    Object made = Object::taken(reinterpret_cast<PyObject*>(make_packed(run, &save)));
+    auto* packed = reinterpret_cast<Packed*>(made.get());
+    const bool is_itself = is_leaf_of_graph(x) && save.kind != Kind::loose && save.kind != Kind::shape;
+    packed->dense = is_itself || (save.kind == Kind::parameter && x.is_leaf()) ? x : x.detach();
+    packed->version = version_of(x);
+    packed->nbytes = static_cast<int64_t>(x.nbytes());
+    packed->node = static_cast<int64_t>(at::sequence_number::peek()) - save.gap;
+    if (!is_itself) {
+        packed->original = c10::weak_intrusive_ptr<at::TensorImpl>(x.getIntrusivePtr());
+        packed->has_original = true;
+    }
+    if (save.kind == Kind::value) {
+        auto slot = run.values[save.value].lock();
+        if (slot == nullptr) {
+            slot = std::make_shared<Slot>(run.script, run.session, run.script->values[save.value], save.value);
+            run.values[save.value] = slot;
+            slot->all_taken = run.taken;
+            slot->taken().is_there = true;
+            slot->storage = storage_of(x);
+            slot->held_nbytes = slot->value.nbytes;
+            slot->born = run.clock;
+            run.session->add(slot->held_nbytes);
+            run.pending[slot->storage] = save.value;
+            Timing& timing = run.script->timings[save.value];
+            if (timing.spares != 0 && --timing.spared <= 0) {
+                timing.spared = timing.spares;
+                slot->is_asked = true;
+            }
+            if (slot->value.program != Program::hold || slot->is_asked)
+                look_again(run, save.value, run.clock + run.script->timings[save.value].delay);
+        }
+        packed->slot = slot;
+        slot->members.push_back(packed);
+    }
+    if (run.in_call) run.current.push_back(made);
+    return made.release();
+}
+
+// What was saved in the call that has returned is known now.
+void verify(Run& run, Packed* packed) {
+    const Save& save = *packed->save;
+    if (save.kind == Kind::shape) {
+        packed->counter = packed->dense.unsafeGetTensorImpl()->version_counter();
+        packed->dense = at::Tensor();
+        packed->has_original = false;
+    } else if (packed->slot != nullptr) {
+        meet(run, packed->slot->value.contents, packed->dense, packed->version);
+    }
+}
+
+const void* type_of(const torch::autograd::Node& node) { return typeid(node).name(); }
+
+// Whether the nodes behind a result are those that have saved the tensors of a call, each its own.
+bool are_nodes(Run& run, const Call& known, PyObject* result) {
+    for (const NodeCheck& check : known.nodes) {
+        PyObject* object = result;
+        if (!THPVariable_Check(result)) {
+            if (!PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) <= check.result) return false;
+            object = PyTuple_GET_ITEM(result, check.result);
+        } else if (check.result != 0) {
+            return false;
+        }
+        if (!is_plain(object)) return false;
+        auto node = THPVariable_Unpack(object).grad_fn();
+        for (const int edge : check.path) {
+            if (!node || static_cast<size_t>(edge) >= node->num_outputs()) return false;
+            node = node->next_edge(edge).function;
+        }
+        if (!node || type_of(*node) != check.type) return false;
+        for (const int save : check.saves) {
+            const size_t index = static_cast<size_t>(save - known.first);
+            auto* packed = reinterpret_cast<Packed*>(run.current[index].get());
+            if (packed->node != static_cast<int64_t>(node->sequence_nr())) return false;
+            if (packed->has_original && packed->save->kind != Kind::parameter) {  // autograd keeps an alias of its result
+                const auto original = packed->original.lock();
+                if (original) {
+                    const at::Tensor x(original);
+                    if (x.grad_fn() == node) packed->has_original = false;
+                }
+            }
+        }
+        if (PyTuple_GET_SIZE(check.asked.get()) == 0) continue;
+        const Object wrapper = Object::taken(torch::autograd::functionToPyObject(node));
+        for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(check.asked.get()); ++index) {
+            PyObject* pair = PyTuple_GET_ITEM(check.asked.get(), index);
+            const Object now = call(ScalarOf, wrapper.get(), PyTuple_GET_ITEM(pair, 0));
+            const int same = PyObject_RichCompareBool(now.get(), PyTuple_GET_ITEM(pair, 1), Py_EQ);
+            if (same < 0) throw python_error();
+            if (!same) return false;
+        }
+    }
+    return true;
+}
+
+bool fits(const Argument& known, PyObject* arg, c10::StorageImpl* made, bool aliases, std::vector<at::Tensor>& found) {
+    switch (known.what) {
+        case Argument::What::tensor: {
+            if (reinterpret_cast<PyObject*>(Py_TYPE(arg)) != known.constant.get() || !is_plain(arg)) return false;
+            const at::Tensor& x = THPVariable_Unpack(arg);
+            if (!is_ordinary(x) || !known.layout.fits(x) || (storage_of(x) == made) != aliases) return false;
+            found.push_back(x);
+            return true;
+        }
+        case Argument::What::sequence: {
+            if (reinterpret_cast<PyObject*>(Py_TYPE(arg)) != known.constant.get()) return false;
+            const Py_ssize_t size = PySequence_Size(arg);
+            if (size != static_cast<Py_ssize_t>(known.items.size())) return false;
+            for (Py_ssize_t index = 0; index < size; ++index) {
+                const Object item = Object::taken(PySequence_GetItem(arg, index));
+                if (!fits(known.items[index], item.get(), made, false, found)) return false;
+            }
+            return true;
+        }
+        default: break;
+    }
+    PyObject* constant = known.constant.get();
+    if (arg == constant) return true;
+    if (Py_TYPE(arg) != Py_TYPE(constant)) return false;
+    if (PyFloat_CheckExact(arg)) {
+        const double number = PyFloat_AS_DOUBLE(arg), other = PyFloat_AS_DOUBLE(constant);
+        return std::memcmp(&number, &other, sizeof number) == 0;
+    }
+    const int same = PyObject_RichCompareBool(arg, constant, Py_EQ);
+    if (same < 0) PyErr_Clear();
+    return same == 1;
+}
+
+// The tensors that a call has read, if it is like the one that was noted; whether it is.
+bool fits_call(const Noted& noted, PyObject* args, PyObject* kwargs, const at::Tensor& result,
+               std::vector<at::Tensor>& read) {
+    if (!is_ordinary(result) || !noted.result.fits(result)) return false;
+    if (static_cast<int64_t>(result.storage().nbytes()) != noted.result.nbytes) return false;
+    if (PyTuple_GET_SIZE(args) != static_cast<Py_ssize_t>(noted.args.size())) return false;
+    const Py_ssize_t named = kwargs == nullptr ? 0 : PyDict_Size(kwargs);
+    if (named != static_cast<Py_ssize_t>(noted.named.size())) return false;
+    std::vector<at::Tensor> found;
+    c10::StorageImpl* made = storage_of(result);
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(args); ++index)
+        if (!fits(noted.args[index], PyTuple_GET_ITEM(args, index), made, noted.in_place && index == 0, found)) return false;
+    if (named != 0) {
+        PyObject *name, *arg;
+        size_t index = 0;
+        for (Py_ssize_t at = 0; PyDict_Next(kwargs, &at, &name, &arg); ++index) {
+            const int same = PyObject_RichCompareBool(name, noted.names[index].get(), Py_EQ);
+            if (same <= 0 || !fits(noted.named[index], arg, made, false, found)) return PyErr_Clear(), false;
+        }
+    }
+    if (noted.is_all) {
+        read = std::move(found);
+    } else {
+        for (const int index : noted.chosen) read.push_back(found.at(index));
+    }
+    return read.size() == noted.registers.size();
+}
+
+// A copy of a tensor that a call reads, as it is now; calls share the copy of a parameter. See Contents._snapshot.
+at::Tensor copy_of(Run& run, const at::Tensor& x, bool is_shared);
+
+void keep_copy(Run& run, const at::Tensor& x, at::Tensor copy) {
+    Layout layout;
+    layout.dtype = x.scalar_type();
+    layout.device = x.device();
+    layout.sizes = x.sizes().vec();
+    layout.strides = x.strides().vec();
+    layout.offset = x.storage_offset();
+    run.snapshots[storage_of(x)].push_back({weak_storage(x), std::move(layout), version_of(x), std::move(copy)});
+}
+
+// Copies what the latest pass has copied by one operation: Note: [copied together] in stash/contents.py.
+void copy_together(Run& run, const at::Tensor& wanted) {
+    if (run.has_copied) return;
+    run.has_copied = true;
+    std::vector<at::Tensor> found, flat;
+    std::vector<int64_t> sizes;
+    for (const auto& each : std::exchange(run.script->copied, {})) {
+        const auto alive = each.lock();
+        if (!alive) continue;
+        at::Tensor x(alive);
+        const bool is_alike = x.device() == wanted.device() && x.scalar_type() == wanted.scalar_type();
+        if (!is_alike || !is_ordinary(x) || !x.is_contiguous() || x.numel() == 0) continue;
+        if (static_cast<int64_t>(x.nbytes()) > SNAPSHOT_NBYTES || x.storage().nbytes() < x.nbytes()) continue;
+        flat.push_back(x.detach().view(-1));
+        sizes.push_back(x.numel());
+        found.push_back(std::move(x));
+    }
+    if (found.empty()) return;
+    const auto copies = at::cat(flat).split_with_sizes(sizes);
+    for (size_t index = 0; index < found.size(); ++index) {
+        keep_copy(run, found[index], copies[index].view(found[index].sizes()));
+        run.script->copied.emplace_back(found[index].getIntrusivePtr());
+    }
+}
+
+at::Tensor known_copy(Run& run, const at::Tensor& x) {
+    for (const Snapshot& each : run.snapshots[storage_of(x)])
+        if (each.storage._unsafe_get_target() == storage_of(x) && each.version == version_of(x) && each.layout.fits(x))
+            return each.copy;
+    return {};
+}
+
+at::Tensor copy_of(Run& run, const at::Tensor& x, bool is_shared) {
+    if (static_cast<int64_t>(x.nbytes()) > SNAPSHOT_NBYTES) return {};
+    if (!is_shared) return x.detach().clone();
+    at::Tensor copy = known_copy(run, x);
+    if (copy.defined()) return copy;
+    if (!x.is_cpu()) {
+        copy_together(run, x);
+        copy = known_copy(run, x);
+        if (copy.defined()) return copy;
+        run.script->copied.emplace_back(x.getIntrusivePtr());
+    }
+    copy = x.detach().clone();
+    keep_copy(run, x, copy);
+    return copy;
+}
+
+bool has_autocast_of(const Noted& noted) {
+    const auto type = noted.result.device.type();
+    if (!at::autocast::is_autocast_enabled(type)) return !noted.has_autocast;
+    return noted.has_autocast && at::autocast::get_autocast_dtype(type) == noted.autocast;
+}
+
+// Notes how a content was made, if that is as it was.
+void note(Run& run, int number, PyObject* args, PyObject* kwargs, PyObject* result, const Object& random_state) {
+    const Call& known = run.script->calls[number];
+    const Noted& noted = known.noted;
+    const at::NoGradGuard unrecorded;
+    std::vector<at::Tensor> read;
+    const auto fail = [&] { run.registers[noted.makes].is_bad = true; };
+    if (!is_plain(result)) return fail();
+    const at::Tensor& made = THPVariable_Unpack(result);
+    if (!fits_call(noted, args, kwargs, made, read)) return fail();
+    if (settings_now() != run.script->settings || !has_autocast_of(noted)) return fail();
+    auto inputs = std::make_shared<Inputs>();
+    for (size_t index = 0; index < read.size(); ++index) {
+        const bool is_before = noted.in_place && index == 0;
+        if (noted.registers[index] < 0) {
+            inputs->tensors.push_back(copy_of(run, read[index], noted.shared[index] != 0));
+            if (!inputs->tensors.back().defined()) return fail();
+        } else {
+            meet(run, noted.registers[index], read[index], version_of(read[index]) - is_before);
+            inputs->tensors.emplace_back();
+        }
+    }
+    if (noted.mean >= 0) {
+        for (const auto& [save, target] : {std::make_pair(noted.mean, &inputs->mean), std::make_pair(noted.invstd, &inputs->invstd)}) {
+            const auto* packed = reinterpret_cast<const Packed*>(run.current[save - known.first].get());
+            if (!packed->dense.defined()) return fail();
+            *target = packed->dense.detach();
+        }
+    }
+    inputs->random_state = random_state;
+    meet(run, noted.makes, made, version_of(made));
+    run.inputs[number] = std::move(inputs);
+}
+
+bool is_orphaned(const Slot& slot) {
+    size_t own = slot.guard.defined();
+    for (const Packed* each : slot.members) own += each->dense.defined();
+    return c10::raw::intrusive_ptr::use_count(slot.storage) == own;
+}
+
+at::Tensor whole_in(const Slot& slot, const at::Tensor& dense) {
+    const Layout& whole = slot.value.whole;
+    return slot.value.is_whole ? dense : dense.as_strided(whole.sizes, whole.strides, 0);
+}
+
+// Lets go of the dense data, which is stored in another form now.
+void let_go(Slot& slot, int64_t nbytes) {
+    for (Packed* each : slot.members) {
+        each->dense = at::Tensor();
+        each->has_original = false;
+    }
+    slot.session->add(nbytes - slot.held_nbytes);
+    slot.held_nbytes = nbytes;
+    if (slot.value.reads_value) slot.session->will_need(slot.value.nbytes);
+}
+
+bool encode(Slot& slot, const at::Tensor& whole) {
+    const Value& value = slot.value;
+    int64_t nbytes = 0;
+    if (value.is_bitmask) {
+        const int64_t numel = whole.numel();
+        slot.mask = at::empty({(numel + 7) / 8}, at::kByte);
+        const void* from = whole.const_data_ptr();
+        void* to = slot.mask.data_ptr();
+        const int threads = threads_for(value.nbytes);
+        nbytes = (numel + 7) / 8;
+        const WithoutGil running(value.nbytes);
+        kernels.bitmask_encode(from, numel, value.mask_element, value.mask_test, value.mask_lo, value.mask_hi, to, threads);
+    } else {
+        slot.encoded = call(slot.session->encode.get(), value.ways.get(), wrapped(whole).get());
+        if (slot.encoded.is_none()) return false;
+        const Object number = call(slot.session->planes_nbytes.get(), slot.encoded.get());
+        nbytes = PyLong_AsLongLong(number.get());
+    }
+    slot.state = State::stored;
+    slot.guard = at::Tensor();
+    let_go(slot, nbytes);
+    return true;
+}
+
+bool decide(Run& run, int number);
+
+// Has a recipe begin from a value: it stays as it is as long as that is there. Whether it can.
+bool lean(Run& run, Slot& slot, const Given& given) {
+    for (const auto& leaf : slot.leaves)
+        if (leaf->number == given.number) return true;
+    const auto leaf = run.values[given.number].lock();
+    if (leaf == nullptr || leaf.get() == &slot) return false;
+    if (leaf->is_pending) decide(run, given.number);
+    const Register& contents = run.registers[leaf->value.contents];
+    if (!contents.is_known || contents.is_bad) return false;
+    if (leaf->state == State::stored && !leaf->value.is_exact_form) return false;
+    if (leaf->state == State::held && !leaf->guard.defined()) {
+        const Packed* holder = nullptr;
+        for (const Packed* each : leaf->members)
+            if (each->save->reads_value && each->dense.defined() && each->delegate == nullptr) {
+                holder = each;
+                break;
+            }
+        if (holder == nullptr || version_of(holder->dense) != holder->version) return false;
+        leaf->guard = holder->dense.detach();
+        leaf->guard_version = holder->version;
+    }
+    if (leaf->state == State::held && version_of(leaf->guard) != contents.version) return false;
+    slot.leaves.push_back(leaf);
+    return true;
+}
+
+bool lean_on_call(Run& run, Slot& slot, int call) {
+    const auto& inputs = run.inputs[call];
+    if (inputs == nullptr) return false;
+    slot.inputs.emplace_back(call, inputs);
+    const Noted& noted = run.script->calls[call].noted;
+    if (run.registers[noted.makes].is_bad) return false;
+    return std::all_of(noted.registers.begin(), noted.registers.end(), [&](int each) {
+        return each < 0 || (run.registers[each].is_known && !run.registers[each].is_bad);
+    });
+}
+
+bool lean_on_all(Run& run, Slot& slot, const Tree& tree) {
+    if (!lean_on_call(run, slot, tree.call)) return false;
+    for (const Given& given : tree.given) {
+        if (given.from == Given::From::value && !lean(run, slot, given)) return false;
+        if (given.from == Given::From::call && !lean_on_all(run, slot, tree.inner[given.number])) return false;
+    }
+    return true;
+}
+
+void take_sample(const Run& run, Slot& slot, const at::Tensor& whole) {
+    if (!whole.is_cpu()) {
+        const Object number = Object::taken(PyLong_FromLongLong(run.number));
+        slot.device_sample = call(slot.session->sample.get(), wrapped(whole).get(), number.get());
+        return;
+    }
+    const int64_t there = whole.numel(), size = static_cast<int64_t>(whole.itemsize());
+    slot.step = std::max<int64_t>(1, there / ELEMENTS);
+    slot.begin = static_cast<int64_t>(static_cast<uint64_t>(run.number) * SPREAD % static_cast<uint64_t>(slot.step));
+    const char* from = static_cast<const char*>(whole.const_data_ptr());
+    slot.sample.clear();
+    int64_t index = 0;
+    for (int64_t at = slot.begin; at < there && index < ELEMENTS; at += slot.step, ++index)
+        slot.sample.append(from + at * size, static_cast<size_t>(size));
+}
+
+bool remake(Run& run, Slot& slot, const at::Tensor& whole) {
+    const Register& contents = run.registers[slot.value.contents];
+    const bool is_known = contents.is_known && !contents.is_bad;
+    if (!is_known || !lean_on_all(run, slot, slot.value.tree)) {
+        slot.leaves.clear();
+        slot.inputs.clear();
+        return false;
+    }
+    take_sample(run, slot, whole);
+    for (const auto& leaf : slot.leaves)
+        if (leaf->state == State::held && leaf->is_pending)
+            run.leaning[leaf->storage].push_back(slot.weak_from_this());
+    slot.state = State::remade;
+    slot.guard = at::Tensor();
+    let_go(slot, 0);
+    return true;
+}
+
+// Gives a value to the long way, which decides on it.
+void take_back(Run& run, Slot& slot, bool is_orphan);
+
+// Decides about a value if nobody but autograd holds it; whether that was so.
+bool decide(Run& run, int number) {
+    const std::shared_ptr<Slot> slot = run.values[number].lock();
+    if (slot == nullptr || !slot->is_pending || slot->members.empty()) return true;
+    for (const Packed* each : slot->members)
+        for (const Object& unknown : run.current)
+            if (unknown.get() == reinterpret_cast<const PyObject*>(each)) return false;  // its node is yet to be seen
+    if (!is_orphaned(*slot)) return false;
+    slot->is_pending = false;
+    run.pending.erase(slot->storage);
+    run.script->timings[number].let_go(run.clock - slot->born);
+    const at::NoGradGuard unrecorded;
+    bool is_same = slot->members.size() == static_cast<size_t>(slot->value.members);
+    const Packed* strongest = nullptr;
+    for (const Packed* each : slot->members) {
+        is_same = is_same && each->dense.defined() && version_of(each->dense) == each->version;
+        if (each->save == &run.script->saves[slot->value.strongest]) strongest = each;
+    }
+    if (slot->value.program == Program::hold && (!slot->is_asked || slot->guard.defined())) return true;
+    const auto started = Clock::now();
+    bool is_done = false;
+    if (is_same && strongest != nullptr && slot->value.program != Program::ask && !slot->is_asked) {
+        const at::Tensor whole = whole_in(*slot, strongest->dense);
+        is_done = slot->value.program == Program::remake ? remake(run, *slot, whole) : encode(*slot, whole);
+    }
+    if (!is_done) take_back(run, *slot, true);
+    slot->taken().encode_seconds += std::chrono::duration<double>(Clock::now() - started).count();
+    return true;
+}
+
+void look(Run& run) {
+    const auto due = run.due.find(run.clock);
+    if (due == run.due.end()) return;
+    const std::vector<int> numbers = std::move(due->second);
+    run.due.erase(due);
+    for (const int number : numbers) {
+        const auto slot = run.values[number].lock();
+        if (slot == nullptr || !slot->is_pending || decide(run, number)) continue;
+        const long age = run.clock - slot->born;
+        const long later = run.script->timings[number].still_held(age);
+        look_again(run, number, slot->born + (later != 0 ? later : age + std::max(1L, age / 4)));
+    }
+}
+
+// A saved tensor as Python is given it, to make a Saved of it: the object, its tensor, and which save it is of.
+Object described(Packed* packed) {
+    auto original = packed->has_original ? packed->original.lock() : c10::intrusive_ptr<at::TensorImpl>();
+    const Object x = original ? wrapped(at::Tensor(std::move(original))) : Object(Py_None);
+    const Object dense = packed->dense.defined() ? wrapped(packed->dense) : Object(Py_None);
+    const auto save = static_cast<long long>(packed->save - packed->script->saves.data());
+    return Object::taken(Py_BuildValue("(OOOLLL)", reinterpret_cast<PyObject*>(packed), dense.get(), x.get(), save,
+                                       static_cast<long long>(packed->version), static_cast<long long>(packed->node)));
+}
+
+Object described(const std::vector<Packed*>& all) {
+    const Object found = Object::taken(PyList_New(0));
+    for (Packed* each : all)
+        if (PyList_Append(found.get(), described(each).get()) != 0) throw python_error();
+    return found;
+}
+
+void take_back(Run& run, Slot& slot, bool is_orphan) {
+    slot.is_pending = false;
+    run.pending.erase(slot.storage);
+    const Object members = described(slot.members);
+    slot.guard = at::Tensor();
+    const int64_t nbytes = slot.held_nbytes;
+    slot.session->nbytes -= nbytes;
+    slot.held_nbytes = 0;
+    for (Packed* each : slot.members) each->dense = at::Tensor();
+    call(run.session->take_back.get(), members.get(), Py_None, is_orphan ? Py_True : Py_False);
+    run.session->others_nbytes = PyLong_AsLongLong(call(run.session->others.get()).get());
+    // From here on only the delegates of its members know the value.
+}
+
+// Before memory changes, or is handed to who may change it unseen: nothing is made again from what it was.
+void touch(Run& run, const at::Tensor& x, bool is_unseen) {
+    if (!x.has_storage()) return;
+    const void* storage = storage_of(x);
+    run.snapshots.erase(storage);
+    const auto leaning = run.leaning.find(storage);
+    if (leaning != run.leaning.end()) {
+        const auto values = std::move(leaning->second);
+        run.leaning.erase(leaning);
+        for (const auto& each : values) {
+            const auto slot = each.lock();
+            if (slot == nullptr || slot->state != State::remade || slot->members.empty()) continue;
+            const at::NoGradGuard unrecorded;
+            hold_again(slot);
+        }
+    }
+    if (!is_unseen || static_cast<int64_t>(x.storage().nbytes()) < run.script->min_nbytes) return;
+    if (run.escaped.insert(storage).second) run.kept.push_back(weak_storage(x));
+    for (Register& each : run.registers)
+        if (each.is_known && each.storage._unsafe_get_target() == storage) each.is_bad = true;
+}
+
+enum Kinds : long { EFFECT = 7, CHEAP = 8, MAY_DRAW = 16, INPLACE_AT = 32 };
+enum Effect : long { NONE = 0, CHANGES = 1, CHANGES_STATISTICS = 2, CHANGES_SELF = 3, ESCAPES = 4 };
+
+bool is_set(PyObject* flag) { return flag != nullptr && flag != Py_None && flag != Py_False; }
+
+long effect_of(long kind, PyObject* args, PyObject* kwargs) {
+    const long effect = kind & EFFECT;
+    if (effect != NONE) return effect;
+    if (kwargs != nullptr) {
+        PyObject* out = PyDict_GetItemString(kwargs, "out");
+        if ((out != nullptr && out != Py_None) || is_set(PyDict_GetItemString(kwargs, "inplace"))) return CHANGES;
+    }
+    const long position = kind / INPLACE_AT - 1;
+    if (position < 0 || PyTuple_GET_SIZE(args) <= position) return NONE;
+    return is_set(PyTuple_GET_ITEM(args, position)) ? CHANGES : NONE;
+}
+
+// Tells what a function is about to do to its arguments; false where one of them may be the memory of anything.
+bool touch_all(Run& run, long effect, PyObject* args, PyObject* kwargs) {
+    const bool is_unseen = effect == ESCAPES || effect == CHANGES_STATISTICS;
+    const auto touch_one = [&](PyObject* arg) {
+        if (is_plain(arg)) {
+            const at::Tensor& x = THPVariable_Unpack(arg);
+            if (effect == CHANGES_STATISTICS && (x.requires_grad() || is_parameter(arg, x))) return true;
+            touch(run, x, is_unseen);
+            return true;
+        }
+        return arg == Py_None || PyBool_Check(arg) || PyLong_CheckExact(arg) || PyFloat_CheckExact(arg) ||
+               PyUnicode_CheckExact(arg) || !PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(arg)), "__torch_function__");
+    };
+    const auto touch_each = [&](PyObject* arg) {
+        if (!PyTuple_CheckExact(arg) && !PyList_CheckExact(arg)) return touch_one(arg);
+        for (Py_ssize_t index = 0; index < PySequence_Size(arg); ++index)
+            if (!touch_one(Object::taken(PySequence_GetItem(arg, index)).get())) return false;
+        return true;
+    };
+    const Py_ssize_t number = effect == CHANGES_SELF ? std::min<Py_ssize_t>(1, PyTuple_GET_SIZE(args)) : PyTuple_GET_SIZE(args);
+    for (Py_ssize_t index = 0; index < number; ++index)
+        if (!(effect == CHANGES_STATISTICS && index == 0) && !touch_each(PyTuple_GET_ITEM(args, index))) return false;
+    if (kwargs == nullptr || effect == CHANGES_SELF) return true;
+    PyObject *name, *arg;
+    for (Py_ssize_t at = 0; PyDict_Next(kwargs, &at, &name, &arg);)
+        if (!touch_each(arg)) return false;
+    return true;
+}
+
+}  // namespace
+
+Kernels kernels;
+PyObject *ParameterClass = nullptr, *ScalarOf = nullptr;
+
+Locked::Locked(PyObject* lock) : lock_(lock) {
+    static PyObject* acquire = PyUnicode_InternFromString("acquire");
+    if (lock_ == nullptr) return;
+    Object::taken(PyObject_CallMethodNoArgs(lock_, acquire));
+}
+
+Locked::~Locked() {
+    static PyObject* release = PyUnicode_InternFromString("release");
+    if (lock_ == nullptr) return;
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    Py_XDECREF(PyObject_CallMethodNoArgs(lock_, release));
+    PyErr_Restore(type, error, trace);
+}
+
+Slot::~Slot() {
+    session->nbytes -= held_nbytes;
+    if (made.defined()) session->remade_nbytes -= static_cast<int64_t>(made.storage().nbytes());
+    session->buffers.forget(*this);
+}
+
+void break_run(Replayer& replayer) {
+    const std::shared_ptr<Run> run = std::move(replayer.run);
+    replayer.run = nullptr;
+    run->is_broken = true;
+    const Locked locked(run->session->lock.get());
+    std::vector<Packed*> unnamed;
+    for (const Object& each : run->current) {
+        auto* packed = reinterpret_cast<Packed*>(each.get());
+        const Kind kind = packed->save->kind;
+        if (kind == Kind::loose || kind == Kind::shape || kind == Kind::value) unnamed.push_back(packed);
+    }
+    for (const auto& each_value : run->values) {
+        const auto slot = each_value.lock();
+        if (slot == nullptr || !slot->is_pending || slot->members.empty()) continue;
+        std::vector<Packed*> named;
+        for (Packed* each : slot->members)
+            if (std::find(unnamed.begin(), unnamed.end(), each) == unnamed.end()) named.push_back(each);
+        slot->is_pending = false;
+        const bool is_shared = named.size() != slot->members.size();
+        if (slot->value.program == Program::hold && !is_shared) continue;
+        if (slot->guard.defined() && !is_shared) continue;  // others are made from it, so it stays
+        const Object members = described(named);
+        slot->session->nbytes -= slot->held_nbytes;
+        slot->held_nbytes = 0;
+        call(run->session->take_back.get(), members.get(), Py_None, Py_False);
+    }
+    const Object rest = described(unnamed);
+    for (const auto& each : unnamed)
+        if (each->slot != nullptr && each->slot->held_nbytes != 0) {
+            each->slot->session->nbytes -= each->slot->held_nbytes;
+            each->slot->held_nbytes = 0;
+        }
+    call(run->session->take_back.get(), Py_None, rest.get(), Py_False);
+    call(run->session->before_end.get(), Py_True, run->in_call ? Py_True : Py_False);
+}
+
+void end_run(Replayer& replayer, bool is_left) {
+    if (replayer.run == nullptr) return;
+    const std::shared_ptr<Run> run = replayer.run;
+    {
+        const Locked locked(run->session->lock.get());
+        for (size_t number = 0; number < run->values.size(); ++number)
+            if (const auto slot = run->values[number].lock(); slot != nullptr)
+                if (slot->value.program != Program::hold || slot->is_asked) decide(*run, static_cast<int>(number));
+        if (is_left)
+            for (auto& [storage, values] : run->leaning)
+                for (const auto& each : values) {
+                    const auto slot = each.lock();
+                    if (slot == nullptr || slot->state != State::remade || slot->members.empty()) continue;
+                    const bool leans = std::any_of(slot->leaves.begin(), slot->leaves.end(), [&](const auto& leaf) {
+                        if (leaf->state == State::held && leaf->is_pending) decide(*run, leaf->number);
+                        return leaf->state == State::held && leaf->is_pending;
+                    });
+                    const at::NoGradGuard unrecorded;
+                    if (leans) hold_again(slot);
+                }
+    }
+    const bool is_whole = run->next_save == run->script->saves.size();
+    replayer.run = nullptr;
+    call(run->session->before_end.get(), is_whole ? Py_False : Py_True, Py_False);
+}
+
+PyObject* pack(Replayer& replayer, PyObject* object) {
+    if (replayer.run == nullptr || is_in_backward() || is_transformed())
+        return call(replayer.session->take_in.get(), object).release();
+    const std::shared_ptr<Run> run = replayer.run;
+    const bool is_followed = is_plain(object) && c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
+                             run->next_save < run->script->saves.size();
+    const at::Tensor* x = is_followed ? &THPVariable_Unpack(object) : nullptr;
+    if (x == nullptr || !is_like(*run, run->script->saves[run->next_save], object, *x)) {
+        break_run(replayer);
+        return call(replayer.session->take_in.get(), object).release();
+    }
+    const Save& save = run->script->saves[run->next_save];
+    const at::NoGradGuard unrecorded;
+    ++run->next_save;
+    PyObject* packed = take(*run, save, object, *x);
+    if (!run->in_call) {
+        const Object held = Object::taken(Py_NewRef(packed));
+        verify(*run, reinterpret_cast<Packed*>(packed));
+        ++run->clock;
+        const Locked locked(run->session->lock.get());
+        look(*run);
+    }
+    return packed;
+}
+
+PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs) {
+    if (kwargs != nullptr && (kwargs == Py_None || PyDict_Size(kwargs) == 0)) kwargs = nullptr;
+    const std::shared_ptr<Run> run = replayer.run;
+    const auto otherwise = [&] {
+        const Object named = kwargs == nullptr ? Object(Py_None) : Object(kwargs);
+        return call(run->session->rare.get(), function, args, named.get()).release();
+    };
+    if (is_transformed() || run->in_call) return PyObject_Call(function, args, kwargs);
+    PyObject* known = PyDict_GetItemWithError(replayer.kinds.get(), function);
+    if (known == nullptr) {
+        PyErr_Clear();
+        const Object number = call(run->session->number_of.get(), function);
+        if (number.is_none() || PyDict_SetItem(replayer.kinds.get(), function, number.get()) != 0) {
+            PyErr_Clear();
+            break_run(replayer);
+            return otherwise();
+        }
+        known = number.get();  // which the dict holds as well
+    }
+    const long kind = PyLong_AsLong(known);
+    if (kind < 0) {  // it begins a backward pass
+        end_run(replayer, false);
+        return otherwise();
+    }
+    ++run->clock;
+    {
+        const Locked locked(run->session->lock.get());
+        look(*run);
+        const long effect = effect_of(kind, args, kwargs);
+        if (effect != NONE && !touch_all(*run, effect, args, kwargs)) {
+            break_run(replayer);
+            return otherwise();
+        }
+    }
+    if (!at::GradMode::is_enabled()) return PyObject_Call(function, args, kwargs);
+    const auto& calls = run->script->calls;
+    const size_t number = run->next_call;
+    const Call* expected = number < calls.size() && calls[number].function.get() == function &&
+                                   static_cast<size_t>(calls[number].first) == run->next_save
+                               ? &calls[number]
+                               : nullptr;
+    Object random_state;
+    if (expected != nullptr && expected->noted.draws) {
+        const Object named = kwargs == nullptr ? Object(Py_None) : Object(kwargs);
+        random_state = call(run->session->random_state.get(), function, args, named.get());
+    }
+    const size_t first = run->next_save;
+    run->in_call = true;
+    run->current.clear();
+    PyObject* returned = PyObject_Call(function, args, kwargs);
+    run->in_call = false;
+    Object result;
+    if (returned == nullptr) {
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        if (replayer.run == run && run->next_save != first) break_run(replayer);
+        if (run->is_broken) call(run->session->name.get(), Py_None);
+        PyErr_Restore(type, error, trace);
+        return nullptr;
+    }
+    result = Object::taken(returned);
+    if (replayer.run != run) {  // it was broken, or has ended
+        if (run->is_broken) call(run->session->name.get(), result.get());
+        return result.release();
+    }
+    const Locked locked(run->session->lock.get());
+    const size_t saves = run->next_save - first;
+    const bool is_it = expected != nullptr && saves == static_cast<size_t>(expected->saves);
+    if (!is_it || !are_nodes(*run, *expected, result.get())) {
+        if (saves != 0) {
+            break_run(replayer);
+            call(run->session->name.get(), result.get());
+        }
+        return result.release();
+    }
+    ++run->next_call;
+    for (const Object& each : run->current) verify(*run, reinterpret_cast<Packed*>(each.get()));
+    if (expected->noted.is_there)
+        note(*run, static_cast<int>(number), args, kwargs, result.get(), random_state);
+    run->current.clear();
+    return result.release();
+}
+
+}  // namespace backstash::replay

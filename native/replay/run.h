@@ -1,0 +1,216 @@
+// A forward pass that goes as an earlier one went, and what backward reads of it.
+#pragma once
+
+#include "program.h"
+
+#include <map>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace backstash::replay {
+
+struct Slot;
+struct Session;
+
+// What autograd holds in the place of a tensor that it saves.
+struct Packed {
+    PyObject_HEAD
+    std::shared_ptr<const Script> script;
+    std::shared_ptr<Session> session;
+    std::shared_ptr<Slot> slot;  // null where the tensor is held as it is and by no value
+    const Save* save;
+    at::Tensor dense;            // where it is held as it is
+    c10::VariableVersion counter;  // of one of which only the shape is held
+    c10::weak_intrusive_ptr<at::TensorImpl> original;
+    bool has_original;
+    int64_t version, modified;   // and the version at which it was found, -1 for none
+    int64_t nbytes;              // of the tensor when it was saved
+    int64_t node;                // the number of the node that has saved it
+    int round;
+    PyObject* delegate;          // a Saved that has taken its place
+};
+
+extern PyTypeObject packed_type;
+inline bool is_packed(PyObject* object) { return Py_TYPE(object) == &packed_type; }
+
+// What the calls of a tree have read, each by itself.
+struct Inputs {
+    std::vector<at::Tensor> tensors;  // copies, in the order of what the call reads; others are undefined
+    at::Tensor mean, invstd;
+    Object random_state;
+};
+
+enum class State { held, stored, remade };
+
+// What a value has taken in a pass.
+struct Taken {
+    bool is_there = false;
+    double encode_seconds = 0.0, decode_seconds = 0.0;
+    long decodes = 0;
+};
+
+// A value: the data of one storage, and the tensors that autograd has saved of it.
+struct Slot : std::enable_shared_from_this<Slot> {
+    Slot(std::shared_ptr<const Script> script, std::shared_ptr<Session> session, const Value& value, int number)
+        : script(std::move(script)), session(std::move(session)), value(value), number(number) {}
+    ~Slot();
+
+    std::shared_ptr<const Script> script;
+    std::shared_ptr<Session> session;
+    const Value& value;
+    int number;
+    State state = State::held;
+    std::vector<Packed*> members;
+    c10::StorageImpl* storage = nullptr;  // as long as it is pending
+    bool is_pending = true, is_asked = false;  // is_asked: on the long way, in this pass alone
+    long born = 0;
+    at::Tensor guard;                     // what others are made from, where it is held as it is
+    int64_t guard_version = 0;
+    int64_t held_nbytes = 0;
+    Object encoded;
+    at::Tensor mask;
+    at::Tensor bits;                      // the mask of what was decoded, for those who read no more
+    const Save* bits_of = nullptr;
+    std::vector<std::shared_ptr<Slot>> leaves;             // by the number of their value
+    std::vector<std::pair<int, std::shared_ptr<const Inputs>>> inputs;  // by the number of the call
+    std::string sample;
+    Object device_sample;
+    int64_t begin = 0, step = 1;
+    at::Tensor made;
+    int round = 0, unread = 0;
+    std::vector<std::pair<at::Tensor, int64_t>> written;
+    std::shared_ptr<std::vector<Taken>> all_taken;
+    Taken& taken() const { return (*all_taken)[number]; }
+};
+
+// A piece of memory that values are decoded into: see stash/buffers.py.
+struct Buffer {
+    at::Tensor memory, whole;
+    std::weak_ptr<Slot> owner;
+    bool has_owner = false;
+    int64_t version = 0;
+    int64_t nbytes() const { return memory.numel(); }
+    bool is_free() const;
+    bool is_awaited() const;
+};
+
+class Buffers {
+public:
+    at::Tensor take(const Layout& layout, at::ScalarType dtype);
+    at::Tensor holding(const Slot& owner) const;
+    void filled(const std::shared_ptr<Slot>& owner, const at::Tensor& whole);
+    void forget(const Slot& owner);
+    void part_with(const at::Tensor& whole);
+    void release(const Slot& owner);
+    void adopt(const at::Tensor& dead);
+    void shrink(int64_t keeps = 0);
+    void clear();
+    bool is_empty() const { return buffers_.empty(); }
+
+private:
+    std::vector<Buffer> buffers_;
+    int64_t keeps_ = 0;
+};
+
+// Functions of Python, by their names; see replay/replaying.py.
+#define BACKSTASH_CALLBACKS(X) \
+    X(take_in) X(read) X(begin_backward) X(claim) X(claim_weight) X(claim_input) X(modified) X(freed) X(assigned) X(stand_in) \
+    X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(distrust) X(repeat) X(enter_settings) X(leave_settings) \
+    X(take_back) X(name) X(random_state) X(number_of) X(sample) X(check_sample) X(rare) X(before_end) X(affine) X(others)
+
+// What forward passes of one Session share, and what outlives it.
+struct Session {
+#define BACKSTASH_DECLARE(name) Object name;
+    BACKSTASH_CALLBACKS(BACKSTASH_DECLARE)
+#undef BACKSTASH_DECLARE
+    Object lock;
+    int64_t nbytes = 0, remade_nbytes = 0, peak_nbytes = 0, stashed_nbytes = 0, needed_nbytes = 0, others_nbytes = 0;
+    int64_t alive = 0;
+    bool is_unpacked = false;
+    Buffers buffers;
+
+    void add(int64_t more);
+    bool has_room(int64_t more) const { return nbytes + others_nbytes + remade_nbytes + more <= stashed_nbytes; }
+    bool may_hold(int64_t more) const;
+    void will_need(int64_t dense);
+};
+
+// What a storage held at one version.
+struct Register {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
+    int64_t version = -1;
+    bool is_known = false, is_bad = false;
+};
+
+struct Snapshot {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    Layout layout;
+    int64_t version;
+    at::Tensor copy;
+};
+
+// A forward pass in progress.
+struct Run {
+    std::shared_ptr<const Script> script;
+    std::shared_ptr<Session> session;
+    int64_t number = 0;  // of the step, which decides on samples
+    size_t next_save = 0, next_call = 0;
+    long clock = 0;
+    bool in_call = false, is_broken = false, has_copied = false;
+    std::vector<std::weak_ptr<Slot>> values;  // which their saved tensors hold, and what is made from them
+    std::shared_ptr<std::vector<Taken>> taken = std::make_shared<std::vector<Taken>>();
+    std::vector<Register> registers;
+    std::vector<std::shared_ptr<const Inputs>> inputs;
+    std::vector<bool> is_value_good;
+    std::map<long, std::vector<int>> due;
+    std::vector<Object> current;  // packed in the call in progress
+    std::unordered_map<const void*, int> pending;
+    std::unordered_map<const void*, std::vector<Snapshot>> snapshots;
+    std::unordered_map<const void*, std::vector<std::weak_ptr<Slot>>> leaning;
+    std::unordered_set<const void*> escaped;
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> kept;  // so that no address of `escaped` is given away
+};
+
+// reading.cpp
+at::Tensor whole_of(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows);  // of a value that is not held
+at::Tensor fetch(const Slot& reader, const Given& given);
+at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own);
+void hold_again(const std::shared_ptr<Slot>& slot);  // dense, and nothing else of it
+PyObject* unpack(Packed* packed);
+PyObject* read_whole(Packed* packed);
+void release(const std::shared_ptr<Slot>& slot);
+bool is_in_backward();
+
+// kernels of the library, by their addresses
+struct Kernels {
+    void (*affine)(const void*, const void*, const void*, const void*, const void*, const void*, void*, int64_t, int64_t,
+                   int64_t, int, double, double, const void*, void*, int) = nullptr;
+    int (*advise_huge)(void*, int64_t) = nullptr;
+    void (*bitmask_encode)(const void*, int64_t, int, int, double, double, void*, int) = nullptr;
+    void (*mask_decode)(const void*, void*, int64_t, int, uint64_t, uint64_t, int) = nullptr;
+};
+extern Kernels kernels;
+
+class WithoutGil {
+public:
+    explicit WithoutGil(int64_t nbytes) : state_(nbytes >= (64 << 10) ? PyEval_SaveThread() : nullptr) {}
+    ~WithoutGil() {
+        if (state_ != nullptr) PyEval_RestoreThread(state_);
+    }
+
+private:
+    PyThreadState* state_;
+};
+
+class Locked {
+public:
+    explicit Locked(PyObject* lock);
+    ~Locked();
+
+private:
+    PyObject* lock_;
+};
+
+inline int threads_for(int64_t nbytes) { return nbytes < (256 << 10) ? 1 : at::get_num_threads(); }
+
+}  // namespace backstash::replay

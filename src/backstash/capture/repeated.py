@@ -1,0 +1,37 @@
+"""The record of a model's forward passes under one policy, which may be the same again and again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EQUAL, MOST_EQUAL = 4, 256
+"""After how many equal passes one is written down, at first and at most."""
+
+
+class Passes:
+    """What is known of the passes of one model under one policy.
+
+    Attributes:
+        script: the script, and the same as the interpreter has read it; None where none was written.
+        equal: how many equal passes there were.
+        needed: how many there have to be.
+        refusal: why the latest one could not be written down.
+        since: how many passes have run the script since one went the long way.
+        misses: how many passes were given back.
+    """
+
+    __slots__ = ("counted", "equal", "misses", "needed", "read", "refusal", "runs", "script", "since", "step")
+
+    def __init__(self) -> None:
+        self.script: Any = None
+        self.read: Any = None
+        self.counted = (0, 0)
+        self.equal, self.needed, self.since, self.misses, self.runs = 0, EQUAL, 0, 0, 0
+        self.refusal = ""
+        self.step: Any = None  # the accounts of the pass that was written down
+
+    def forget(self) -> None:
+        """The passes differ: it takes twice as many equal ones until the next is written down."""
+        self.script = self.read = None
+        self.equal, self.since = 0, 0
+        self.needed = min(2 * self.needed, MOST_EQUAL)

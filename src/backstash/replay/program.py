@@ -1,0 +1,323 @@
+"""Scripts: what autograd saves in a forward pass, in order, and the program of each value. Data that prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.saved import Mask, SavedTensor, TensorSpec
+
+NOTHING = TensorSpec((), (), torch.float32, torch.device("cpu"), 4)
+"""In the place of a spec that nobody reads."""
+
+
+class SaveKind(IntEnum):
+    """What a saved tensor is."""
+
+    PARAMETER = 0
+    SMALL = 1
+    LOOSE = 2
+    """A weight's copy, which autocast has made: it is held as it is, and belongs to no value."""
+    SHAPE = 3
+    """Nothing of it is read but its shape."""
+    VALUE = 4
+
+
+class ClaimWay(IntEnum):
+    """Whether a saved tensor is unpacked as a claim (backward/claims.py)."""
+
+    NEVER = 0
+    ALWAYS = 1
+    IF_NO_ROOM = 2
+
+
+class InputSource(IntEnum):
+    """Where an input of a repeated call comes from."""
+
+    COPY = 0
+    VALUE = 1
+    CALL = 2
+
+
+class ValueFate(IntEnum):
+    """What becomes of a value."""
+
+    HOLD = 0
+    ENCODE = 1
+    REMAKE = 2
+    ASK = 3
+    """It is decided on the long way, in each pass anew."""
+
+
+@dataclass(slots=True)
+class Save:
+    """One tensor that autograd saves.
+
+    Attributes:
+        kind, spec, offset, storage_nbytes: what it is, how it looks, and the bytes of its storage.
+        gap: from the number of the node that saves it to that of the next node.
+        value: the number of its value; -1 for none.
+        call: the number of the call in which it is saved; -1 outside of any.
+        is_builtin: whether a node of torch's own saves it.
+        is_pinned: whether it is a leaf that autograd accumulates into, or a view of one.
+        reads_value, reads_sign: how much of it is read.
+        may_claim_weight, may_claim_input: whether a linear layer may be given a claim for it.
+        as_held, as_stored, as_bits: whether it is claimed where it is held, stored in a form, or read as mask bits.
+        parameter: the address of a parameter's storage.
+        facts: about it; None where it is not looked at.
+        mask: what is read of its sign.
+        place: what the long way knows of it.
+    """
+
+    kind: SaveKind
+    spec: TensorSpec = NOTHING
+    offset: int = 0
+    storage_nbytes: int = 0
+    gap: int = 0
+    value: int = -1
+    call: int = -1
+    is_builtin: bool = True
+    is_pinned: bool = False
+    reads_value: bool = False
+    reads_sign: bool = False
+    may_claim_weight: bool = False
+    may_claim_input: bool = False
+    as_held: ClaimWay = ClaimWay.NEVER
+    as_stored: ClaimWay = ClaimWay.NEVER
+    as_bits: ClaimWay = ClaimWay.NEVER
+    parameter: int = 0
+    facts: SavedTensor | None = None
+    mask: Mask | None = None
+    place: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class GivenInput:
+    """An input of a repeated call: the number of a copy, of a value or of a tree, and how the call sees it."""
+
+    source: InputSource
+    number: int
+    spec: TensorSpec
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallTree:
+    """A call that is repeated.
+
+    Attributes:
+        call: its number among the script's calls.
+        function: what is called, which may write over its first argument.
+        as_called: the call as it was noted, without its inputs.
+        given: its inputs.
+        inner: the calls that make some of them.
+        spec: of the result.
+        name: of the function.
+        affine: how it is made in one pass; None where it is not.
+    """
+
+    call: int
+    function: Any
+    as_called: Any
+    given: tuple[GivenInput, ...]
+    inner: tuple[CallTree, ...]
+    spec: TensorSpec
+    name: str
+    affine: AffinePass | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(self._inputs())})"
+
+    def _inputs(self) -> Iterator[str]:
+        for each in self.given:
+            if each.source is InputSource.CALL:
+                yield str(self.inner[each.number])
+            else:
+                yield f"v{each.number}" if each.source is InputSource.VALUE else "copy"
+
+
+@dataclass(frozen=True, slots=True)
+class AffinePass:
+    """``activation(batch_norm(source) + residual)`` in one pass: see stash/fused.py.
+
+    Attributes:
+        norm: the number of the batch norm's call.
+        weight, bias: which of its copies these are; -1 for none.
+        source, residual: inputs; the residual is None where nothing is added.
+        inner: the tree that makes the residual.
+        second, second_weight, second_bias: of a residual that is a batch norm too; -1 for none.
+        activation, lo, hi, outer, channels, inside: as the kernel ``affine`` takes them.
+        kernel: what calls the kernel off the CPU.
+    """
+
+    norm: int
+    weight: int
+    bias: int
+    source: GivenInput
+    residual: GivenInput | None
+    inner: CallTree | None
+    second: int
+    second_weight: int
+    second_bias: int
+    activation: int
+    lo: float
+    hi: float
+    outer: int
+    channels: int
+    inside: int
+    kernel: Any
+
+
+@dataclass(slots=True)
+class ValueProgram:
+    """What becomes of a value.
+
+    Attributes:
+        program: whether it is held, encoded or made again.
+        members, strongest: how many saves it has, and which of them needs most of it.
+        contents: the register of what it holds.
+        nbytes: of its storage.
+        is_whole: whether the strongest save shows all of it, in its own layout.
+        reads_value: whether all of it is read.
+        is_exact_form: whether its form has every bit.
+        whole, decoded: the spec of all of it, and that of what it is decoded to.
+        key: under which it is reported.
+        codec, mask, ways: of a value that is encoded.
+        is_bitmask, mask_test, mask_element, mask_lo, mask_hi, if_set, if_clear: of a mask that the kernels in C++ make.
+        tree: of a value that is made again.
+        text: the same as text.
+        delay, held, gone, settled: as in stash/place.py.
+        spared, spares: in how many passes codecs that have declined it are asked again, and then; 0 for never.
+        account: of the value in the pass that was written down.
+    """
+
+    program: ValueFate
+    members: int
+    strongest: int
+    contents: int
+    nbytes: int
+    is_whole: bool
+    reads_value: bool
+    whole: TensorSpec
+    decoded: TensorSpec
+    key: str
+    text: str
+    is_exact_form: bool = False
+    codec: Any = None
+    mask: Mask | None = None
+    ways: Any = None
+    is_bitmask: bool = False
+    mask_test: int = 0
+    mask_element: int = 0
+    mask_lo: float = 0.0
+    mask_hi: float = 0.0
+    if_set: int = 0
+    if_clear: int = 0
+    tree: CallTree | None = None
+    delay: int = 1
+    held: int = 0
+    gone: int = 0
+    settled: int = 0
+    spared: int = 0
+    spares: int = 0
+    account: Any = None
+
+    def __str__(self) -> str:
+        what = self.program.name.capitalize()
+        return f"{what}({self.text})"
+
+
+@dataclass(frozen=True, slots=True)
+class SavingNode:
+    """A node that saves tensors: where it is found behind the results of its call, and what has to be true of it.
+
+    Attributes:
+        result: the number of the result.
+        path: which edges lead to it.
+        type: what tells its type from others.
+        saves: the numbers of what it saves.
+        asked: names of its scalars, and what they were.
+    """
+
+    result: int
+    path: tuple[int, ...]
+    type: int
+    saves: tuple[int, ...]
+    asked: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotedCall:
+    """What a call that makes a value again has to be like: see stash/patterns.py.
+
+    Attributes:
+        args, kwargs: the arguments, with a Slot in the place of each tensor.
+        as_called: the call as it was noted, without its inputs.
+        result: the spec of the result, which fills its storage.
+        in_place: whether the first argument becomes the result.
+        draws: whether it draws random numbers.
+        chosen: which of the tensors among the arguments are read; None for all.
+        registers: what each of these holds; -1 for one that is copied.
+        shared: which of them are parameters of the model, whose copies calls share.
+        makes: the register of the result.
+        mean, invstd: the numbers of the saves that are a batch norm's statistics; -1 for none.
+        autocast: the dtype of autocast; None where that was off.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    as_called: Any
+    result: TensorSpec
+    in_place: bool
+    draws: bool
+    chosen: tuple[int, ...] | None
+    registers: tuple[int, ...]
+    shared: tuple[bool, ...]
+    makes: int
+    mean: int
+    invstd: int
+    autocast: torch.dtype | None
+
+
+@dataclass(slots=True)
+class KnownCall:
+    """A torch function that saves something, or makes what is made again."""
+
+    function: Any
+    first: int
+    saves: int = 0
+    nodes: list[SavingNode] = field(default_factory=list)
+    noted: NotedCall | None = None
+
+
+@dataclass(slots=True)
+class Script:
+    """What a forward pass does.
+
+    Attributes:
+        saves, values, calls: in the order in which they come.
+        registers: how many contents are told apart.
+        min_nbytes: what is smaller is kept.
+        settings: of the process, under which calls were noted.
+        counted: how many tensors were saved, and their bytes.
+        copied: parameters of an accelerator that recipes have copied, to be copied together.
+    """
+
+    saves: list[Save]
+    values: list[ValueProgram]
+    calls: list[KnownCall]
+    registers: int
+    min_nbytes: int
+    settings: Any
+    counted: tuple[int, int]
+    copied: list[Tensor]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.saves)} saves, {len(self.calls)} calls, {len(self.values)} values"]
+        lines += [f"v{number} {value.key}: {value}" for number, value in enumerate(self.values)]
+        return "\n".join(lines)

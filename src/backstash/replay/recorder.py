@@ -1,0 +1,636 @@
+"""A forward pass that goes the long way is written down as a script: see :mod:`backstash.replay.program`."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.backward import accumulation, linear, table
+from backstash.capture.forward import Forward
+from backstash.capture.names import Names
+from backstash.codecs import base
+from backstash.codecs.masks.codec import Bitmask
+from backstash.ops import backends
+from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
+from backstash.ops.layout import Rounding, images
+from backstash.replay.program import (
+    AffinePass,
+    CallTree,
+    ClaimWay,
+    GivenInput,
+    InputSource,
+    KnownCall,
+    NotedCall,
+    Save,
+    SaveKind,
+    SavingNode,
+    Script,
+    ValueFate,
+    ValueProgram,
+)
+from backstash.saved import PLAIN, Mask, Need, TensorSpec
+from backstash.stash import calls, fused, parameters
+from backstash.stash.calls import INPUT, Content, Held, Leaf
+from backstash.stash.compiled import is_odd, is_traced
+from backstash.stash.contents import Contents
+from backstash.stash.decode import decoded_dtype
+from backstash.stash.encode import _strength as strength
+from backstash.stash.looking import PERIOD, SPARED
+from backstash.stash.patterns import Pattern
+from backstash.stash.recipes import Recipe
+from backstash.stash.repeating import OVERWRITES
+from backstash.stash.value import Form, Saved
+from backstash.stash.value import Value as Stored
+from backstash.stores import DeviceStore
+from backstash.torch_internals import in_backward, next_sequence_number
+
+
+class RefusedError(Exception):
+    """Why a pass cannot be written down."""
+
+
+@dataclass(slots=True)
+class Ways:
+    """How a value is encoded.
+
+    Attributes:
+        codec: the codec.
+        mask: the mask whose outcome is stored; None where values are.
+        spec: of what is encoded.
+    """
+
+    codec: base.Codec
+    mask: Mask | None
+    spec: TensorSpec
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A save, and what was packed."""
+
+    save: Save
+    saved: weakref.ref[Saved] | None = None
+    packed: object = None
+    next_number: int = 0
+    node: int | None = None
+    cdata: int = 0
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call in progress, or one that has ended."""
+
+    function: Any
+    first: int
+    saves: int = 0
+    named: list[tuple[Any, list[tuple[str, Saved]]]] = field(default_factory=list)
+    nodes: list[SavingNode] = field(default_factory=list)
+    content: Content | None = None
+    call: calls.Call | None = None
+    pattern: Pattern | None = None
+    draws: bool = False
+    shared: tuple[bool, ...] = ()
+
+
+class RecordingForward(Forward):
+    """A Forward that tells its recorder of everything.
+
+    A Session's own becomes one for a pass. No compiled twin takes it for a Forward then.
+    """
+
+    __slots__ = ()
+
+    @property
+    def _recorder(self) -> Recorder:
+        recorder: Recorder = self.recorder
+        return recorder
+
+    def pack(self, x: Tensor) -> Any:
+        """As Forward.pack."""
+        if is_traced() or in_backward():
+            return super().pack(x)
+        entry = self._recorder.begin_save(x)
+        packed = super().pack(x)
+        self._recorder.end_save(entry, packed, x)
+        return packed
+
+    def _take_of_node(self, node: Any, found: list[tuple[str, Saved]]) -> None:
+        super()._take_of_node(node, found)
+        self._recorder.named(node, found)
+
+    def _take_of_unknown(self, saved: Saved) -> None:
+        super()._take_of_unknown(saved)
+        self._recorder.unknown(saved)
+
+    def made(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
+    ) -> None:
+        """As Forward.made."""
+        is_looked_at = type(result) is Tensor and result.layout is torch.strided and not is_odd(result)
+        before = self._contents.of(result).call if is_looked_at else None
+        super().made(function, args, kwargs, result, random_state)
+        if is_looked_at and self._contents.of(result).call is not before:
+            self._recorder.made(self._contents, self._contents.of(result), args, kwargs)
+
+
+class Recorder:
+    """Writes a pass down.
+
+    Args:
+        names: of the Session.
+        type_of_node: what tells nodes of one type from those of another.
+    """
+
+    def __init__(self, names: Names, type_of_node: Callable[[Any], int]) -> None:
+        self._names, self._type_of_node = names, type_of_node
+        self.entries: list[_Entry] = []
+        self.calls: list[_Call] = []
+        self.refusal = ""
+        self._open: _Call | None = None
+        self._by_saved: dict[int, int] = {}
+        self._packed: dict[int, int] = {}  # small ones, by the id of what was packed
+        self.settings: Any = None
+
+    def copied(self) -> list[weakref.ref[Tensor]]:
+        """Parameters of an accelerator that the pass has copied."""
+        return list(self._names.noting().copied.values())
+
+    def refuse(self, why: str) -> None:
+        """The pass cannot be written down."""
+        self.refusal = self.refusal or why
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    def begin_call(self, function: Any) -> None:
+        """A torch function is about to run that autograd records."""
+        self._open = _Call(function, len(self.entries))
+
+    def end_call(self, result: Any) -> None:
+        """It has returned; or raised, then the result is None."""
+        call, self._open = self._open, None
+        if call is None:
+            return
+        call.saves = len(self.entries) - call.first
+        if call.saves:
+            self._find_nodes(call, result)
+        if call.saves or call.call is not None:
+            self.calls.append(call)
+        call.named.clear()
+
+    def begin_save(self, x: Tensor) -> _Entry:
+        """A tensor is about to be packed."""
+        save = Save(SaveKind.LOOSE, call=len(self.calls) if self._open is not None else -1)
+        entry = _Entry(save, next_number=next_sequence_number())
+        if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
+            self.refuse("a saved tensor is of another class or layout")
+        else:
+            save.spec, save.offset = TensorSpec.of(x), int(x.storage_offset())
+            storage = x.untyped_storage()
+            save.storage_nbytes, entry.cdata = storage.nbytes(), storage._cdata
+            save.is_pinned = parameters.is_pinned(x)
+        self.entries.append(entry)
+        return entry
+
+    def end_save(self, entry: _Entry, packed: object, x: Tensor) -> None:
+        """It was packed."""
+        number = len(self.entries) - 1
+        if type(packed) is parameters.HeldParameter:
+            entry.save.kind, entry.save.parameter = SaveKind.PARAMETER, entry.cdata
+        elif type(packed) is Saved:
+            entry.saved = weakref.ref(packed)
+            self._by_saved[id(packed)] = number
+            if packed.wrapping is not None:
+                self.refuse("a saved tensor is wrapped")
+        elif type(packed) is tuple:
+            entry.save.kind = SaveKind.SMALL
+            entry.packed = packed
+            self._packed[id(packed)] = number
+        else:
+            self.refuse("a saved tensor was packed in another way")
+
+    def named(self, node: Any, found: list[tuple[str, Saved]]) -> None:
+        """A node was found that has saved tensors under these roles."""
+        if self._open is None:
+            self.refuse("a node was found outside of any torch function")
+            return
+        self._open.named.append((node, list(found)))
+
+    def unknown(self, saved: Saved) -> None:
+        """No node was found that has saved a tensor."""
+        if self._open is not None:
+            name = getattr(self._open.function, "__name__", "a torch function")
+            self.refuse(f"{name} has saved a tensor by a node that is not found")
+
+    def made(self, contents: Contents, content: Content, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A function has made a content."""
+        call = content.call
+        if self._open is None or call is None:
+            return
+        self._open.content, self._open.call = content, call
+        self._open.pattern = call.pattern
+        if call.random_state is not None:
+            self._open.draws = True
+            self._open.pattern = Pattern(args, kwargs, calls.tensors_in(args, kwargs), call.without_inputs())
+        pattern, parameters_of = self._open.pattern, contents.parameters
+        if pattern is not None:
+            tensors = calls.tensors_in(args, kwargs)
+            read = tensors if pattern.chosen is None else [tensors[index] for index in pattern.chosen]
+            storages = [x.untyped_storage() for x in read]
+            self._open.shared = tuple(
+                [
+                    parameters_of.include(x, storage) and not parameters_of.may_be_freed(storage)
+                    for x, storage in zip(read, storages, strict=True)
+                ]
+            )
+
+    def _find_nodes(self, call: _Call, result: Any) -> None:
+        """Finds the way from the results to each node that has saved something."""
+        results = [result] if type(result) is Tensor else list(result) if type(result) is tuple else []
+        ways: list[tuple[Any, int, tuple[int, ...]]] = [
+            (x.grad_fn, number, ()) for number, x in enumerate(results) if type(x) is Tensor and x.grad_fn is not None
+        ]
+        at = 0
+        while at < len(ways) and at < 64:
+            node, number, path = ways[at]
+            at += 1
+            for edge, (following, _) in enumerate(node.next_functions):
+                if following is not None:
+                    ways.append((following, number, (*path, edge)))
+        first = {id(node): (number, path) for node, number, path in reversed(ways)}
+        for node, found in call.named:
+            way = first.get(id(node))
+            kind = self._type_of_node(node)
+            if way is None or not kind:
+                self.refuse(f"{type(node).__name__} is not found behind its results")
+                return
+            numbers = []
+            for _, saved in found:
+                number = self._by_saved.get(id(saved), -1)
+                if number < 0:
+                    self.refuse("a saved tensor was packed by somebody else")
+                    return
+                entry = self.entries[number]
+                entry.node = node._sequence_nr()
+                entry.save.gap = entry.next_number - entry.node
+                numbers.append(number)
+            asked = self._asked(found[0][1])
+            call.nodes.append(SavingNode(way[0], way[1], kind, tuple(numbers), asked))
+        for node, _, _ in ways[:8]:
+            if type(node).__name__ in accumulation.LINEAR:
+                self._note_linear(call, node)
+
+    def _asked(self, saved: Saved) -> tuple[tuple[str, Any], ...]:
+        """The scalars of a node on which it depends what is known of it."""
+        if saved.place is None:
+            return ()
+        for known in (known for variants in self._names.learned.nodes.values() for known in variants):
+            if any(place is saved.place for place in known.places):
+                return known.asked
+        self.refuse("a saved tensor is in no place that is remembered")
+        return ()
+
+    def _note_linear(self, call: _Call, node: Any) -> None:
+        """Notes which of a linear layer's matrices may be claimed: see backward/linear.py."""
+        sizes = getattr(node, linear.INPUT_SIZES[type(node).__name__])
+        large = math.prod(node._saved_mat2_sym_sizes) >= accumulation.LARGE // accumulation.WIDEST
+        for entry in self.entries[call.first :]:
+            save = entry.save
+            save.may_claim_input |= large and len(save.spec.shape) == 2
+            is_wide = math.prod(sizes) * save.spec.dtype.itemsize >= table.LARGE
+            save.may_claim_weight |= is_wide and len(save.spec.shape) == 2 and not save.spec.dtype.is_complex
+
+    # -- what is written -----------------------------------------------------------------------------------------
+
+    def script(self, min_nbytes: int, stores: Any) -> Script:
+        """The script of the pass, whose values have become what they become.
+
+        Raises:
+            RefusedError: it cannot be replayed.
+        """
+        if self.refusal:
+            raise RefusedError(self.refusal)
+        return _Writer(self, min_nbytes, stores).script()
+
+
+class _Writer:
+    """Makes a script of what was recorded."""
+
+    def __init__(self, recorder: Recorder, min_nbytes: int, stores: Any) -> None:
+        self._recorder, self._min_nbytes, self._stores = recorder, min_nbytes, stores
+        self._entries = recorder.entries
+        self._values: dict[int, int] = {}  # by the id of what is stored
+        self._stored: list[Stored] = []
+        self._members: list[list[int]] = []
+        self._registers: dict[int, int] = {}  # by the id of a content
+        self._kept: list[Any] = []  # so that no id is given away
+        self._numbers = {id(call.call): number for number, call in enumerate(recorder.calls) if call.call is not None}
+        self._used: set[int] = set()
+        self._masks: dict[Mask, Mask] = {}
+        self._leaves: set[int] = set()
+        self._settings: Any = None
+
+    def script(self) -> Script:
+        saves = [self._save(number, entry) for number, entry in enumerate(self._entries)]
+        values = [self._value(number) for number in range(len(self._stored))]
+        for leaf in self._leaves:  # what others are made from stays as it is
+            values[leaf].spares = 0
+        written = [self._call(number, call) for number, call in enumerate(self._recorder.calls)]
+        counted = len(saves), sum(save.spec.nbytes for save in saves)
+        copied = [x for reference in self._recorder.copied() if (x := reference()) is not None]
+        return Script(saves, values, written, len(self._registers), self._min_nbytes, self._settings, counted, copied)
+
+    def _save(self, number: int, entry: _Entry) -> Save:
+        save = entry.save
+        if entry.saved is None:
+            return save
+        saved = entry.saved()
+        if saved is None:  # its part of the graph was dropped: nobody knows what would have become of it
+            return save
+        if saved.modified is not None:
+            raise RefusedError("a saved tensor was changed")
+        if saved.tensor is None or saved.place is None:
+            save.kind = SaveKind.LOOSE
+            return save
+        facts = saved.tensor
+        if save.call >= 0 and entry.node is None:
+            raise RefusedError("a torch function has saved a tensor by a node that is not found")
+        save.facts, save.place, save.is_builtin = facts, saved.place, saved.builtin
+        save.reads_value = facts.need in (Need.VALUE, Need.INDEX)
+        save.reads_sign = facts.need is Need.SIGN
+        save.mask = None if saved.mask is None else self._masks.setdefault(saved.mask, saved.mask)
+        if save.call < 0 and facts.need not in (Need.VALUE, Need.INDEX):
+            raise RefusedError("a tensor that is saved outside of any torch function is not read as a whole")
+        if saved.value is None:
+            if saved.counter is None or save.call < 0:
+                raise RefusedError("a saved tensor follows another one's memory")
+            save.kind = SaveKind.SHAPE
+            return save
+        save.kind = SaveKind.VALUE
+        stored = saved.value
+        value = self._values.setdefault(id(stored), len(self._stored))
+        if value == len(self._stored):
+            self._stored.append(stored)
+            self._members.append([])
+        self._members[value].append(number)
+        save.value = value
+        self._claims(save, saved, stored)
+        return save
+
+    def _claims(self, save: Save, saved: Saved, stored: Stored) -> None:
+        if not saved.claimable:
+            save.may_claim_input = False
+            return
+        op = saved.tensor.op if saved.tensor is not None else ""
+        form = table.FORMS.get(op)
+        codec = None if stored.form is None else stored.form.codec
+        is_direct = form is not None and codec is not None and base.direct(codec, form) is not None
+        nbytes = save.spec.nbytes
+        save.as_held = _claim(op, nbytes, False)
+        save.as_stored = ClaimWay.ALWAYS if is_direct and type(codec) is not Bitmask else _claim(op, nbytes, is_direct)
+        has_bits = form is not None and save.mask is not None and base.direct(Bitmask(save.mask), form) is not None
+        save.as_bits = ClaimWay.ALWAYS if has_bits else _claim(op, nbytes, False)
+
+    def _register(self, content: Content | None) -> int:
+        if content is None:
+            return -1
+        self._kept.append(content)
+        return self._registers.setdefault(id(content), len(self._registers))
+
+    def _value(self, number: int) -> ValueProgram:
+        stored, members = self._stored[number], self._members[number]
+        found = [(member, self._entries[member].saved()) for member in members]  # type: ignore[misc]
+        strongest, saved = max(found, key=lambda each: strength(each[1]))  # type: ignore[arg-type]
+        assert saved is not None and saved.place is not None and saved.spec is not None and saved.tensor is not None
+        save, account = self._entries[strongest].save, stored.account
+        whole, is_whole = save.spec, True
+        if save.offset or save.spec.nbytes != save.storage_nbytes or not saved.place.is_dense:
+            numel = save.storage_nbytes // save.spec.dtype.itemsize
+            spec = save.spec
+            whole, is_whole = TensorSpec((numel,), (1,), spec.dtype, spec.device, save.storage_nbytes), False
+        facts = stored.facts or saved.tensor
+        place = stored.place or saved.place
+        value = ValueProgram(
+            ValueFate.HOLD,
+            len(members),
+            strongest,
+            self._register(stored.content),
+            save.storage_nbytes,
+            is_whole,
+            facts.need is Need.VALUE,
+            whole,
+            whole,
+            stored.key or account.facts.key,
+            account.reason,
+            delay=place.delay,
+            held=place.held,
+            gone=place.gone,
+            settled=place.settled,
+            account=account,
+        )
+        if stored.recipe is None and stored.form is None and place.declined is not None:
+            value.spares = SPARED if whole.device.type == "cpu" else PERIOD
+            value.spared = max(1, place.spared)
+        if stored.recipe is not None:
+            self._remake(value, stored, stored.recipe)
+        elif stored.form is not None:
+            self._encode(value, stored.form)
+        return value
+
+    def _encode(self, value: ValueProgram, form: Form) -> None:
+        if form.tag is not None:
+            raise RefusedError("a value is moved")
+        store, codec, spec = self._stores["device"], form.codec, form.spec
+        is_ours = type(form) is Form and form.tag is None and form.store is store and type(store) is DeviceStore
+        has_look = spec.device.type != "cpu" and not isinstance(codec, Bitmask)  # for which the host would wait
+        if not is_ours or store._holdings.capacity is not None or base.view(codec) is not None or has_look:
+            value.program, value.text = ValueFate.ASK, base.label(codec)
+            value.is_exact_form = Need.VALUE in codec.preserves
+            return
+        if spec.shape != value.whole.shape or spec.stride != value.whole.stride or spec.dtype is not value.whole.dtype:
+            raise RefusedError("a value was encoded in another layout")
+        value.program, value.codec, value.text = ValueFate.ENCODE, codec, base.label(codec)
+        value.is_exact_form = Need.VALUE in codec.preserves
+        value.mask = None if form.mask is None else self._masks.setdefault(form.mask, form.mask)
+        value.ways = Ways(codec, value.mask, spec)
+        dtype = decoded_dtype(codec, spec)
+        value.decoded = TensorSpec(spec.shape, spec.stride, dtype, spec.device, spec.numel * dtype.itemsize)
+        is_here = spec.device.type == "cpu" and spec.dtype in FLOATS and backends.name("cpu") == "native"
+        if isinstance(codec, Bitmask) and is_here and not (codec.mask.ternary or codec.mask.nan):
+            test = codec.mask
+            value.is_bitmask = True
+            value.mask_test, value.mask_element = test.test.code, FLOATS[spec.dtype]
+            value.mask_lo, value.mask_hi = rounded(test.lo, spec.dtype), rounded(test.hi, spec.dtype)
+            if dtype is torch.bool:
+                value.if_set, value.if_clear = 1, 0
+            else:
+                value.if_set = scalar_bits(test.if_set, math.copysign(1.0, test.if_set), dtype)
+                value.if_clear = scalar_bits(test.if_clear, math.copysign(1.0, test.if_clear), dtype)
+
+    def _remake(self, value: ValueProgram, stored: Stored, recipe: Recipe) -> None:
+        if stored.form is not None or recipe.from_statistics or recipe.any_producer or recipe.first_use is not None:
+            raise RefusedError("a value is made again by costly calls, or within bounds")
+        if recipe.references:
+            raise RefusedError("a value is made again from a parameter where it is")
+        value.program, value.text = ValueFate.REMAKE, str(recipe)
+        value.tree = self._tree(recipe)
+
+    def _tree(self, recipe: Recipe) -> CallTree:
+        call = recipe.call
+        number = self._numbers.get(id(call))
+        if number is None or self._recorder.calls[number].pattern is None:
+            raise RefusedError(f"{call.name} was not noted in a way that can be compared")
+        if call.group is not None or call.needs_grad or call.output is not None or not call.is_cheap:
+            raise RefusedError(f"{call.name} is a costly call")
+        if self._settings is not None and call.settings is not self._settings:
+            raise RefusedError("calls were made under different settings")
+        self._settings = call.settings
+        self._used.add(number)
+        given: list[GivenInput] = []
+        inner: list[CallTree] = []
+        for index, each in enumerate(recipe.inputs):
+            if isinstance(each, Held):
+                given.append(GivenInput(InputSource.COPY, index, TensorSpec.of(each.tensor)))
+            elif isinstance(each, Leaf):
+                leaf = self._values.get(id(each.value))
+                if leaf is None:
+                    raise RefusedError("a value is made again from one of an earlier pass")
+                given.append(GivenInput(InputSource.VALUE, leaf, each.spec, each.offset))
+                self._leaves.add(leaf)
+            else:
+                given.append(GivenInput(InputSource.CALL, len(inner), each[1].spec, each[1].offset))
+                inner.append(self._tree(each[0]))
+        first = recipe.inputs[0] if recipe.inputs else None
+        is_first = bool(call.args) and call.args[0] is INPUT
+        is_temporary = is_first and isinstance(first, tuple) and first[1].spec == call.spec
+        function = OVERWRITES.get(call.name, call.function) if is_temporary else call.function
+        affine = self._affine(recipe, tuple(inner)) if recipe.fused else None
+        return CallTree(
+            number, function, call.without_inputs(), tuple(given), tuple(inner), call.spec, call.name, affine
+        )
+
+    def _affine(self, recipe: Recipe, inner: tuple[CallTree, ...]) -> AffinePass | None:
+        parts = fused._parts(recipe)
+        if parts is None:
+            return None
+        activation, norm, source, residual = parts
+        spec = recipe.call.spec
+        if source.spec.shape != spec.shape or source.spec.stride != spec.stride:
+            return None
+        lies = images(torch.empty_strided(spec.shape, spec.stride, device="meta"))
+        if lies is None or source.spec.dtype is not torch.float32:
+            return None
+        device = spec.device
+        rounding = "" if device.type == "cpu" else fused._rounding(device, lies[1] == 1)
+        if device.type != "cpu" and not rounding:
+            return None
+        made: CallTree | None = None
+        added: GivenInput | None = None
+        second = fused._norm_within(residual, recipe.call)
+        seconds = -1, -1, -1
+        if second is not None:
+            leaf = second.inputs[0]
+            assert isinstance(leaf, Leaf)
+            added = GivenInput(InputSource.VALUE, self._values[id(leaf.value)], leaf.spec, leaf.offset)
+            seconds = self._vectors(second)
+        elif isinstance(residual, Leaf):
+            added = GivenInput(InputSource.VALUE, self._values[id(residual.value)], residual.spec, residual.offset)
+        elif isinstance(residual, tuple):
+            made = self._tree(residual[0])
+            if not fused.fills(residual):
+                return None
+            added = GivenInput(InputSource.CALL, 0, residual[1].spec, residual[1].offset)
+        code, lo, hi = activation or (0, 0.0, 0.0)
+        return AffinePass(
+            *self._vectors(norm),
+            GivenInput(InputSource.VALUE, self._values[id(source.value)], source.spec, source.offset),
+            added,
+            made,
+            *seconds,
+            int(code),
+            lo,
+            hi,
+            lies[0],
+            spec.shape[1],
+            lies[1],
+            None if device.type == "cpu" else (backends.serving(device.type).affine, Rounding[rounding]),
+        )
+
+    def _vectors(self, norm: Recipe) -> tuple[int, int, int]:
+        """The number of a batch norm's call, and which of its inputs weight and bias are; -1 for none."""
+        number = self._numbers.get(id(norm.call))
+        if number is None:
+            raise RefusedError("a batch norm was not noted")
+        self._used.add(number)
+        indices = {id(each): index for index, each in enumerate(norm.call.inputs)}
+        weight, bias = norm.call.named_input("weight"), norm.call.named_input("bias")
+        return number, indices.get(id(weight), -1), indices.get(id(bias), -1)
+
+    def _call(self, number: int, call: _Call) -> KnownCall:
+        written = KnownCall(call.function, call.first, call.saves, call.nodes)
+        noted, pattern = call.call, call.pattern
+        if number not in self._used or noted is None or pattern is None:
+            return written
+        mean = invstd = -1
+        if noted.statistics is not None:
+            mean, invstd = self._statistics(call)
+        registers = tuple([-1 if isinstance(given, Held) else self._register(given.content) for given in noted.inputs])
+        written.noted = NotedCall(
+            pattern.args,
+            pattern.kwargs,
+            noted.without_inputs(),
+            noted.spec,
+            noted.in_place,
+            call.draws,
+            pattern.chosen,
+            registers,
+            tuple(
+                [
+                    isinstance(given, Held) and is_shared
+                    for given, is_shared in zip(noted.inputs, call.shared, strict=True)
+                ]
+            ),
+            self._register(call.content),
+            mean,
+            invstd,
+            None if noted.autocast is None else noted.autocast[1],
+        )
+        return written
+
+    def _statistics(self, call: _Call) -> tuple[int, int]:
+        """The numbers of the saves that hold a batch norm's statistics."""
+        assert call.call is not None and call.call.statistics is not None
+        numbers = []
+        for held in call.call.statistics:
+            found = [
+                call.first + index
+                for index, entry in enumerate(self._entries[call.first : call.first + call.saves])
+                if _tensor_of(entry) is not None and _tensor_of(entry).data_ptr() == held.tensor.data_ptr()
+            ]
+            if len(found) != 1:
+                raise RefusedError("a batch norm's statistics are not among what it saves")
+            numbers.append(found[0])
+        return numbers[0], numbers[1]
+
+
+def _tensor_of(entry: _Entry) -> Any:
+    if isinstance(entry.packed, tuple):
+        return entry.packed[0]
+    saved = None if entry.saved is None else entry.saved()
+    return None if saved is None else saved.dense
+
+
+def _claim(op: str, nbytes: int, is_direct: bool) -> ClaimWay:
+    """As table.is_worth_a_claim, of what is known beforehand."""
+    if is_direct:
+        if op not in table.MASKED or nbytes >= table.LARGE:
+            return ClaimWay.ALWAYS
+        return ClaimWay.NEVER if nbytes < table.TINY else ClaimWay.IF_NO_ROOM
+    if nbytes < table.LARGE or op in table.NEVER_WHOLE:
+        return ClaimWay.NEVER
+    return ClaimWay.ALWAYS if nbytes >= table.CHEAP_CLAIM else ClaimWay.IF_NO_ROOM

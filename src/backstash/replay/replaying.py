@@ -1,0 +1,540 @@
+"""The choice of the forward passes that run a script, and the functions by which the interpreter in C++ asks Python.
+
+Note: [settled passes]
+    Training repeats itself. When some passes have saved as many tensors and bytes as each other, the next one is
+    written down (recorder.py), and those after it run the script: what autograd saves is compared with what it saved
+    then, in order, by its looks, by what else has its memory, and by the node that saves it. Each value becomes what it
+    became then, when nobody else holds it any more. Where a value cannot - what would make it again was called in
+    another way, or its codec refuses it - it goes the long way alone. Where the pass itself differs, what is not
+    decided yet is given back, and the pass goes on the long way; a later one is written down anew, after twice as many
+    equal passes. One in PERIOD passes goes the long way in any case, so that codecs look again and recipes are proven
+    again.
+
+    What is compared is what the long way compares: a shape or a dtype that is another, a node of another type, scalars
+    that a formula asks for, an argument, autocast, a setting of the process, a tensor that was changed or handed on. So
+    nothing is taken for granted that the long way would look at but the policy's answer and the time of the look.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from backstash.backward import accumulation, claims, linear
+from backstash.capture import naming, observer
+from backstash.capture.forward import Forward
+from backstash.capture.names import scalar_of
+from backstash.capture.repeated import Passes
+from backstash.capture.side_effects import inplace_position
+from backstash.codecs import base
+from backstash.codecs.base import Encoded
+from backstash.codecs.direct import MaskBits, Readable
+from backstash.codecs.masks.codec import Bitmask
+from backstash.codecs.shape import stand_in
+from backstash.errors import CodecRefusedError, RecomputedDifferentlyError, SavedTensorModifiedError
+from backstash.numerics import under
+from backstash.ops.cpu import library
+from backstash.policies.base import knows_room
+from backstash.replay.program import Script, ValueFate
+from backstash.replay.recorder import Recorder, RecordingForward, RefusedError, Ways
+from backstash.saved import SavedTensor, TensorSpec
+from backstash.stash import calls, compiled, held, producers, repeating
+from backstash.stash.accounts import Account, Step
+from backstash.stash.comparing import _distrusted as distrusted
+from backstash.stash.decode import modified_message
+from backstash.stash.parameters import check_memory
+from backstash.stash.pending import decide_if_orphaned
+from backstash.stash.remaking import REPEAT
+from backstash.stash.sample import Rows, Sample
+from backstash.stash.value import Saved, Value
+from backstash.torch_internals import no_torch_function, running_node
+
+if TYPE_CHECKING:
+    from backstash.session import Session
+
+SHARE = 50
+"""A pass that lowers less than one in so many of the bytes that it saves is not replayed (capture/worth.py)."""
+
+PERIOD = 64
+"""One in so many passes goes the long way."""
+
+native: Any = compiled.replay
+"""The interpreter; None where it was not built for this torch."""
+
+if native is not None:
+    native.configure(nn.Parameter, scalar_of, library.address_of)
+
+
+class Replaying:
+    """What a Session asks before each pass, and tells after it.
+
+    Args:
+        session: the Session, which holds this.
+        forward: its Forward.
+        read: unpacks what goes the long way.
+        take_in: packs on the long way.
+    """
+
+    def __init__(
+        self, session: Session, forward: Forward, take_in: Callable[[Tensor], Any], read: Callable[[Any], Tensor]
+    ) -> None:
+        self._session = weakref.ref(session)
+        self._forward, self._take_in, self._read = forward, take_in, read
+        self._recorder: Recorder | None = None
+        self._running: Script
+        self._unnamed: list[tuple[Any, Saved]] = []
+        self._rows = Rows()
+        self._is_stale = False  # what the script says of a value is no longer so
+        self._learned = Passes()
+        me = weakref.ref(self)
+
+        def ask(name: str) -> Callable[..., Any]:
+            def asked(*args: Any) -> Any:
+                this = me()
+                assert this is not None
+                return getattr(this, name)(*args)
+
+            return asked
+
+        passes = ["take_back", "name", "before_end", "begin_backward", "rare"]
+        asked = [*passes, "distrust", "sample", "check_sample", "others"]
+        own = {name: ask(f"_{name}") for name in asked}
+        self._native = native.Replayer(
+            **own, **_CALLBACKS, take_in=self._long_way(take_in), read=read, lock=forward._lock
+        )
+        self.pack, self.unpack = self._native.pack, self._native.unpack
+
+    def _long_way(self, take_in: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        forward = self._forward
+
+        def pack(x: Tensor) -> Any:
+            return take_in(x) if type(forward) is Forward else forward.pack(x)
+
+        return pack
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass in progress runs a script."""
+        return bool(self._native.is_running)
+
+    @property
+    def alive(self) -> int:
+        """How many tensors autograd holds that scripts have packed."""
+        return int(self._native.alive)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values that scripts hold."""
+        return int(self._native.nbytes)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes that values of scripts and others have held together."""
+        return int(self._native.peak_nbytes)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether a pass in progress has saved something, and all of it was dropped without a backward pass."""
+        return self.is_running and self._native.place[0] > 0 and not self.alive
+
+    def watch(self, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        """What watches torch functions: the interpreter, and ``otherwise`` on the long way."""
+        self._otherwise = otherwise
+        self._native.watch(otherwise)
+        watch: Callable[..., Any] = self._native.call
+        return watch
+
+    # -- passes --------------------------------------------------------------------------------------------------
+
+    def begin(self, learned: Passes, number: int, others_nbytes: int) -> bool:
+        """A pass begins; returns whether it runs the script.
+
+        Args:
+            learned: of the model.
+            number: of the step.
+            others_nbytes: bytes that values hold which went the long way.
+        """
+        self.abandon()
+        self._learned = learned
+        if learned.read is not None:
+            if learned.since < PERIOD and not self._is_stale:
+                learned.since += 1
+                learned.runs += 1
+                self._running = learned.script
+                self._native.begin(learned.read, number, others_nbytes)
+                return True
+            _count_uses(learned)
+            self._is_stale = False
+            learned.since, learned.script, learned.read = 0, None, None
+            learned.equal = learned.needed
+        if learned.equal >= learned.needed:
+            self._record()
+        return False
+
+    def _record(self) -> None:
+        session = self._session()
+        assert session is not None
+        self._recorder = Recorder(session._names, native.type_of_node)
+        self._forward.__class__ = RecordingForward
+        self._forward.recorder = self._recorder
+        self._forward.is_timing = True  # so that no compiled twin watches
+
+    def abandon(self) -> None:
+        """Nothing is written down, or run, of the pass in progress."""
+        if self._native.is_running:
+            self._native.stop()
+        self._end_recording()
+
+    def _end_recording(self) -> Recorder | None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            self._forward.__class__, self._forward.recorder = Forward, None
+            self._forward.is_timing = False
+        return recorder
+
+    def end(self, is_left: bool) -> None:
+        """The pass is over: backward begins, or the Session is left."""
+        if self._native.is_running:
+            self._native.end(is_left)
+
+    def end_recording(self, step: Step) -> None:
+        """The pass is over, and every value has become what it becomes.
+
+        Args:
+            step: its accounts.
+        """
+        recorder = self._end_recording()
+        if recorder is None:
+            return
+        session = self._session()
+        assert session is not None
+        learned = self._learned
+        if SHARE and SHARE * step.freed_nbytes < step.saved_nbytes:
+            recorder.refuse("it lowers little of what the pass saves")
+        try:
+            learned.script = recorder.script(session.min_nbytes, session.stores)
+            learned.read = native.script(learned.script)
+            learned.script.copied.clear()
+            learned.refusal = ""
+            learned.since = 0
+            learned.step = step
+        except RefusedError as refused:
+            learned.forget()
+            learned.refusal = str(refused)
+
+    def learn(self, learned: Passes, counted: tuple[int, int], is_ordinary: bool) -> None:
+        """A pass that went the long way is over.
+
+        Args:
+            learned: of the model.
+            counted: how many tensors it has saved, and their bytes.
+            is_ordinary: whether it may be one that repeats itself.
+        """
+        is_equal = is_ordinary and counted == learned.counted
+        learned.equal = learned.equal + 1 if is_equal else 0
+        learned.counted = counted
+
+    def begin_backward(self, others_nbytes: int) -> int:
+        """A backward pass begins; returns the bytes that scripts hold."""
+        self._native.begin_backward(others_nbytes)
+        return self.nbytes
+
+    def told(self, learned: Passes) -> str:
+        """The script as text, or why there is none."""
+        if learned.script is not None:
+            return str(learned.script)
+        why = f": {learned.refusal}" if learned.refusal else f" until {learned.needed} equal steps were seen"
+        return f"nothing is replayed{why}"
+
+    def fill(self) -> None:
+        """Writes into the accounts of a pass that has run a script what its values have taken."""
+        counts = self._native.counts()
+        for value, taken in zip(self._running.values, counts or (), strict=False):
+            account = value.account
+            account.encode_seconds, account.decode_seconds, account.decodes = taken or (0.0, 0.0, 0)
+
+    # -- what the interpreter asks for ----------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        session = self._session()
+        if session is not None:
+            session._begin_backward()
+        else:  # it is gone, and its graph is not
+            self._native.end(False)
+            self._native.begin_backward(0)
+
+    def _rare(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        return self._otherwise(func, args, kwargs)
+
+    def _before_end(self, is_broken: bool, in_call: bool) -> None:
+        if is_broken:
+            self._learned.misses += 1
+            self._learned.forget()
+            session = self._session()
+            if session is not None:
+                session._is_replayed = False
+                session._forward.step = Step()
+        if in_call:
+            self._forward.depth += 1
+
+    def _take_back(self, members: Any, unnamed: Any, is_orphan: bool) -> None:
+        """Makes ordinary saved tensors of what a pass has packed, with names or before it is named."""
+        script, forward, live, value = self._running, self._forward, self._forward._live, None
+        for packed, dense, original, number, version, node in members or ():
+            save = script.saves[number]
+            saved = _saved_of(dense, original, version, live)
+            saved.pinned = save.is_pinned
+            native.delegate(packed, saved)
+            saved.spec = save.spec
+            forward._take(saved, save.place, save.is_builtin)
+            if save.is_builtin:
+                saved.node, saved.claimable = node, save.place.claimable
+            value = saved.value
+        for packed, dense, original, number, version, _ in unnamed or ():
+            saved = _saved_of(dense, original, version, live)
+            saved.pinned = script.saves[number].is_pinned
+            native.delegate(packed, saved)
+            self._unnamed.append((packed, saved))
+        if is_orphan and value is not None:
+            number = script.saves[members[0][3]].value
+            self._account_for(value, script.values[number].account)
+            decide_if_orphaned(forward._pending, value)
+            if value.form is not None and script.values[number].program is ValueFate.HOLD:
+                self._is_stale = True  # a codec takes it now
+
+    def _account_for(self, value: Value, account: Account) -> None:
+        """Has a value that goes the long way alone go on in the account that it has in the script's step."""
+        accounts = self._forward.step.accounts
+        fresh = accounts.pop()
+        assert fresh is value.account
+        account.stash_nbytes, account.codec, account.store = fresh.stash_nbytes, fresh.codec, fresh.store
+        account.reason = fresh.reason
+        value.account = account
+
+    def _name(self, result: Any) -> None:
+        """Names what was packed in a call in which the pass was given back."""
+        forward, unnamed = self._forward, self._unnamed
+        self._unnamed = []
+        forward.depth = max(0, forward.depth - 1)
+        wanted = {id(packed): saved for packed, saved in unnamed}
+        wanted |= {id(saved): saved for saved in forward.unnamed if saved.is_plain}
+        forward.unnamed = []
+        with no_torch_function():
+            nodes = [x.grad_fn for x in naming.tensors_within(result)]
+            for node, found in naming.find_reference(nodes, wanted):
+                forward._take_of_node(node, found)
+            for saved in wanted.values():
+                forward._take_of_unknown(saved)
+
+    def _others(self) -> int:
+        return self._forward._live.nbytes
+
+    def _sample(self, whole: Tensor, number: int) -> Sample:
+        return Sample.of(whole, number, rows=self._rows)
+
+    def _check_sample(self, sample: Sample, whole: Tensor, key: str, spec: TensorSpec, recipe: str) -> None:
+        live = self._forward._live
+        if live.comparisons.takes(sample, whole):
+            live.comparisons.add(sample, whole, partial(distrusted, live, key, spec, None))
+        elif sample.differs(whole):
+            self._distrust(key, spec, recipe)
+
+    def _distrust(self, key: str, spec: TensorSpec, recipe: str) -> None:
+        self._learned.forget()
+        raise RecomputedDifferentlyError(distrusted(self._forward._live, key, spec, recipe))
+
+
+def _count_uses(learned: Passes) -> None:
+    """Counts the passes that ran a script: a recipe that is due is proven in this pass, and codecs look again."""
+    for value in learned.script.values:
+        place = learned.script.saves[value.strongest].place
+        if value.program is ValueFate.REMAKE:
+            due = REPEAT - 1 - place.uses % REPEAT
+            place.uses += min(due, learned.since)
+        else:
+            place.spared = max(0, place.spared - learned.since)
+
+
+def for_session(
+    session: Session, forward: Forward, take_in: Callable[[Tensor], Any], read: Callable[[Any], Tensor]
+) -> Replaying | None:
+    """What replays the passes of a Session; None where its policy may say something else in each step."""
+    policy = session.policy
+    is_steady = policy.is_fixed and not policy.remakes_anything and policy.cycles is None and not knows_room(policy)
+    if native is None or not is_steady or session.check:
+        return None
+    return Replaying(session, forward, take_in, read)
+
+
+def _saved_of(dense: Tensor, original: Tensor | None, version: int, live: Any) -> Saved:
+    saved = Saved(dense, live)
+    saved.original = None if original is None else weakref.ref(original)
+    saved.version = version
+    saved.dense = dense  # which is nobody else's, or a leaf
+    return saved
+
+
+class Replayed:
+    """A saved tensor that a script has packed, as the package backward sees it: see backward/claims.py."""
+
+    __slots__ = ("__weakref__", "overwrites", "packed", "spec")
+
+    def __init__(self, packed: Any, spec: TensorSpec) -> None:
+        self.packed, self.spec = packed, spec
+        self.overwrites = True
+
+    def whole(self) -> Tensor:
+        """The tensor, decoded or remade."""
+        whole: Tensor = native.whole(self.packed)
+        return whole
+
+    def direct(self, form: type[Readable]) -> Readable | None:
+        """The planes of exactly what the reader needs, in that form; None where they are not stored in it."""
+        stored = native.planes(self.packed)
+        if stored is None:
+            return None
+        how, planes, is_mask = stored
+        codec = Bitmask(how) if is_mask else how.codec
+        spec = self.spec if is_mask else how.spec
+        if spec.shape != self.spec.shape or spec.stride != self.spec.stride:
+            return None
+        if form is MaskBits and not is_mask and base.mask_of(codec) != how.mask:
+            return None
+        read = base.direct(codec, form)
+        if read is None:
+            return None
+        encoded = planes if isinstance(planes, Encoded) else Encoded(codec.id, spec, {"mask": planes})
+        found = read(encoded)
+        return found if isinstance(found, form) else None
+
+    def release(self) -> None:
+        """Its reader is done: free what was decoded, but for the bits that others will read."""
+        native.release(self.packed)
+
+    def adopt(self, dead: Tensor) -> None:
+        """Decode into that memory from now on."""
+        native.adopt(self.packed, dead)
+
+
+def _claim(packed: Any, spec: TensorSpec, node: int, only_large: bool) -> Tensor | None:
+    """A claim for a saved tensor; where it is asked ``only_large``, if its layer's weight is large."""
+    if only_large and not accumulation.awaits_large_weight():
+        return None
+    stashed = Replayed(packed, spec)
+    claim = claims.claim(stashed, spec, node)
+    if claim is not None and type(running_node()).__name__ in accumulation.LINEAR:
+        linear.begin(stashed, node)
+    return claim
+
+
+def _modified(spec: TensorSpec, facts: SavedTensor | None, now: int, expected: int) -> None:
+    raise SavedTensorModifiedError(modified_message(spec, facts, now, expected))
+
+
+def _freed(x: Tensor, nbytes: int, facts: SavedTensor | None) -> None:
+    check_memory(x, nbytes, facts.key if facts is not None else "")
+
+
+def _assigned(dense: Tensor, original: Tensor) -> Tensor:
+    """What is read where the program has assigned the data of its own tensor since."""
+    return held.read((dense, dense._version, weakref.ref(original)))
+
+
+def _encode(ways: Ways, x: Tensor) -> Encoded | None:
+    if ways.codec.declines(x) is not None:
+        return None
+    try:
+        return base.adopt(ways.codec, x)
+    except CodecRefusedError:
+        return None
+
+
+def _decode(ways: Ways, encoded: Encoded, out: Tensor, key: str) -> None:
+    ways.codec.decode(encoded, out)
+
+
+def _encode_bits(whole: Tensor, mask: Any) -> Tensor | None:
+    codec = Bitmask(mask)
+    if codec.accepts(TensorSpec.of(whole)) is not None:
+        return None
+    encoded = codec.encode(whole)
+    return encoded.planes["mask"] if set(encoded.planes) == {"mask"} else None
+
+
+def _repeat(call: calls.Call, function: Any, tensors: list[Tensor], random_state: Tensor | None) -> Tensor:
+    if random_state is not None:
+        call = replace(call, random_state=random_state)
+    return repeating.repeat(call, function, tensors)
+
+
+def _affine(
+    kernel: tuple[Any, Any],
+    x: Tensor,
+    vectors: tuple[Any, ...],
+    y: Tensor | None,
+    numbers: tuple[Any, ...],
+    spec: TensorSpec,
+    sample: Sample | None,
+    of_residual: tuple[Any, ...],
+) -> Tensor:
+    """Has an accelerator's kernel make a value: see fused.affine."""
+    result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    picked = None if sample is None else sample.room(result)
+    if sample is None or picked is None:
+        kernel[0](x, *vectors, y, *numbers, result, None, kernel[1], None, 0, 1, *of_residual)
+    else:
+        kernel[0](x, *vectors, y, *numbers, result, None, kernel[1], picked, sample.begin, sample.step, *of_residual)
+        sample.picked = picked
+    return result
+
+
+def _enter_settings(wanted: Any, spec: TensorSpec) -> Any:
+    context = under(wanted, spec.device.type)
+    context.__enter__()
+    return context
+
+
+def _leave_settings(context: Any) -> None:
+    context.__exit__(None, None, None)
+
+
+def _number_of(function: Any) -> int | None:
+    """What the interpreter knows of a function, as one number; None where the long way has to know."""
+    try:
+        kind = observer._kinds.get(function) or observer._kind_of(function)
+    except TypeError:  # it cannot be hashed
+        return None
+    if kind.assigns_data:
+        return None
+    if kind.is_backward or kind.differentiates:
+        return -1
+    position = inplace_position(function)
+    number = kind.effect.value + 8 * kind.is_cheap + 16 * producers.may_draw(function)
+    return number + 32 * (0 if position is None else position + 1)
+
+
+_CALLBACKS: dict[str, Callable[..., Any]] = {
+    "claim": _claim,
+    "claim_weight": linear.claim_weight,
+    "claim_input": linear.claim_input,
+    "modified": _modified,
+    "freed": _freed,
+    "assigned": _assigned,
+    "stand_in": stand_in,
+    "encode": _encode,
+    "decode": _decode,
+    "planes_nbytes": lambda encoded: encoded.nbytes,
+    "encode_bits": _encode_bits,
+    "repeat": _repeat,
+    "enter_settings": _enter_settings,
+    "leave_settings": _leave_settings,
+    "random_state": lambda func, args, kwargs: calls.random_state(func, args, kwargs or {}),
+    "number_of": _number_of,
+    "affine": _affine,
+}

@@ -1,0 +1,387 @@
+"""A replayed pass is as one that goes the long way: bits, bytes, reports; one that differs is given back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import backstash as bs
+from backstash import Session
+from backstash.capture import repeated
+from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
+from backstash.replay import replaying
+from backstash.stash.remaking import REPEAT
+from tests.networks import families
+from tests.networks.resnet import resnet
+
+pytestmark = pytest.mark.skipif(
+    replaying.native is None, reason="nothing is replayed: run 'python setup.py build_native' beside this torch"
+)
+
+MIN_NBYTES = 4096
+STEPS = repeated.EQUAL + 3
+"""Steps after which a pass is known."""
+
+Loss = Callable[[], Tensor]
+
+
+class Block(nn.Module):
+    """Layers whose results are made again, stored as masks, held; the test says what it computes in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)])
+        self.act: Callable[[Tensor], Tensor] = F.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two layers, a pooling and a sum."""
+        x = self.act(self.norms[0](self.first(x)))
+        y = self.act(self.norms[1](self.second(x)) + x)
+        return F.max_pool2d(y, 2).square().mean()
+
+
+def images(batch: int = 4, size: int = 16) -> Tensor:
+    return torch.randn(batch, 4, size, size, generator=torch.Generator().manual_seed(batch))
+
+
+class Twin:
+    """A model that trains plain, and a copy of it that trains under a Session: their gradients are compared."""
+
+    def __init__(self, model: nn.Module, policy: Any = "lossless", **options: Any) -> None:
+        self.plain, self.other = model, _copy(model)
+        options = {"min_nbytes": MIN_NBYTES, "stop_if_useless": False, **options}
+        self.session = Session(policy, model=self.other, **options)
+
+    @property
+    def passes(self) -> repeated.Passes:
+        passes: repeated.Passes = self.session._names.learned.passes
+        return passes
+
+    def change(self, change: Callable[[Any], object]) -> None:
+        """Does the same to both."""
+        change(self.plain)
+        change(self.other)
+
+    def step(self, x: Tensor, backward: Callable[[Tensor], object] = Tensor.backward) -> None:
+        """A step of both, after which they have the same gradients and buffers."""
+        found = []
+        for model, entered in ((self.plain, False), (self.other, True)):
+            model.zero_grad()
+            torch.manual_seed(3)
+            if entered:
+                with self.session:
+                    loss = model(x)
+            else:
+                loss = model(x)
+            backward(loss)
+            found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.01 * parameter.grad
+        assert len(found[0]) == len(found[1])
+        assert all(x.equal(y) for x, y in zip(*found, strict=True))
+
+    def settle(self, x: Tensor) -> None:
+        """Steps until passes are replayed."""
+        for _ in range(STEPS):
+            self.step(x)
+        assert self.session._is_replayed, self.passes.refusal
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(model)
+
+
+@pytest.fixture
+def twin() -> Twin:
+    torch.manual_seed(0)
+    return Twin(Block())
+
+
+def _of_pictures() -> tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor]]:
+    batch = {"pictures": torch.randn(4, 3, 64, 64), "classes": torch.randint(10, (4,))}
+    return (
+        resnet(num_classes=10, width=16),
+        batch,
+        lambda model, given: F.cross_entropy(model(given["pictures"]), given["classes"]),
+    )
+
+
+def _of_text(name: str) -> tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor]]:
+    size = families.Size(layers=2, width=64, tokens=64, image=32, batch=4)
+    model, batch = getattr(families, name)(size)
+    return model, batch, lambda network, given: network(**given).loss
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+@pytest.mark.parametrize("policy", ["lossless", "lossless_stored", "gist_lossless"])
+@pytest.mark.parametrize("network", ["resnet50", "gpt2", "llama"])
+def test_a_replayed_step_is_as_one_that_goes_the_long_way(network: str, policy: str, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model, batch, loss_of = _of_pictures() if network == "resnet50" else _of_text(network)
+
+    def gradients(session: Any) -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        with session, torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = loss_of(model, batch)
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = [grad.clone() for grad in gradients(_nothing())]
+    session = Session(policy, model=model, min_nbytes=MIN_NBYTES, stop_if_useless=False)
+    reports = []
+    for _ in range(STEPS + 3):
+        found = gradients(session)
+        assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
+        reports.append((session._is_replayed, session.report(), session._live.peak_nbytes))
+    if session._forward.is_idle:
+        return
+    known = [report for is_replayed, report, _ in reports if is_replayed]
+    if session._names.learned.passes.refusal:  # it says so, and nothing was lost
+        assert not known
+        assert session._names.learned.passes.refusal in reports[-1][1].programs()
+        return
+    assert known
+    before = next(report for is_replayed, report, _ in reversed(reports) if not is_replayed)
+    for report in known:
+        assert [_facts(row) for row in report.rows] == [_facts(row) for row in before.rows]
+        assert report.peak_stash_nbytes == before.peak_stash_nbytes
+    assert session._replaying.alive == session._replaying.nbytes == 0
+
+
+def _facts(row: Any) -> tuple[Any, ...]:
+    return row.key, row.codec, row.saved_nbytes, row.stash_nbytes, row.shared_by, row.decodes
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def test_programs_are_printed(twin: Twin) -> None:
+    assert "until" in twin.session.report().programs()
+    twin.settle(images())
+    text = twin.session.report().programs()
+    assert "Remake(relu(batch_norm))" in text
+    assert "Encode(bitmask)" in text
+    assert "Hold(" in text
+
+
+def test_another_shape_is_given_back_and_learned_anew(twin: Twin) -> None:
+    twin.settle(images())
+    twin.step(images(batch=6))
+    assert twin.passes.misses == 1
+    assert not twin.session._is_replayed
+    for _ in range(2 * STEPS + 2):
+        twin.step(images())
+    assert twin.session._is_replayed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "act", torch.sigmoid),
+        lambda model: setattr(model, "act", lambda x: F.leaky_relu(x, 0.3)),
+        lambda model: setattr(model, "act", lambda x: F.relu(x).sin()),
+        lambda model: setattr(model, "act", lambda x: F.relu(x * 0.5)),
+        lambda model: setattr(model, "act", lambda x: F.relu(x).clone()),
+        lambda model: setattr(model, "act", lambda x: F.relu(x, inplace=True)),
+        lambda model: setattr(model.norms[0], "eps", 0.1),
+        lambda model: model.norms[1].eval(),
+        lambda model: model.first.requires_grad_(False),
+        lambda model: model.double().float(),
+        lambda model: model.norms.__setitem__(0, nn.BatchNorm2d(8)),
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: model.second.register_forward_hook(lambda module, args, output: output * 2),
+        lambda model: model.second.register_forward_pre_hook(lambda module, args: (args[0].relu(),)),
+    ],
+)
+def test_a_model_that_changes_has_plain_gradients(twin: Twin, change: Callable[[Any], object]) -> None:
+    twin.settle(images())
+    twin.change(change)
+    for _ in range(3):
+        twin.step(images())
+
+
+def test_settings_may_change_between_forward_and_backward(twin: Twin) -> None:
+    twin.settle(images())
+
+    def backward(loss: Tensor) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1 if before != 1 else 2)
+        torch.use_deterministic_algorithms(True)
+        try:
+            loss.backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+            torch.set_num_threads(before)
+
+    twin.step(images(), backward)
+
+
+def test_autocast_may_be_switched_on(twin: Twin) -> None:
+    twin.settle(images())
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            twin.step(images())
+
+
+def test_a_backward_pass_may_run_twice_and_may_have_a_graph(twin: Twin) -> None:
+    twin.settle(images())
+
+    def backward(loss: Tensor) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def penalty(loss: Tensor) -> None:
+        parameters = [tensor for tensor in _leaves(loss) if tensor.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+        (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
+
+    twin.step(images(), backward)
+    assert twin.session._is_replayed
+    twin.step(images(), penalty)
+    twin.step(images())
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if hasattr(node, "variable") and all(node.variable is not each for each in found):
+            found.append(node.variable)
+        nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+def test_what_was_changed_after_it_was_saved_is_an_error(twin: Twin) -> None:
+    twin.settle(images())
+    for model in (twin.plain, twin.other):
+        seen: list[Tensor] = []
+        hook = model.second.register_forward_hook(lambda module, args, output: seen.append(args[0]))  # noqa: B023
+        with twin.session if model is twin.other else _nothing():
+            loss = model(images())
+        seen[0].detach().add_(1.0)
+        error = SavedTensorModifiedError if model is twin.other else RuntimeError
+        with pytest.raises(error, match="modified by an inplace operation"):
+            loss.backward()
+        hook.remove()
+
+
+def test_what_is_made_again_with_other_bits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat, off = replaying._CALLBACKS["repeat"], [0.0]
+    monkeypatch.setitem(replaying._CALLBACKS, "repeat", lambda *given: repeat(*given) + off[0])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    session = Session("lossless", model=model, min_nbytes=0, stop_if_useless=False)
+    x = torch.randn(16, 64)
+    for step in range(STEPS + 3):
+        off[0] = float(step == STEPS + 1)
+        with session:
+            loss = model(x).square().mean()
+        if off[0]:
+            assert session._is_replayed
+            with pytest.raises(RecomputedDifferentlyError, match="1/Gelu|2/Addmm|was to be computed again"):
+                loss.backward()
+        else:
+            loss.backward()
+    assert not session._is_replayed, "it is learned anew"
+
+
+def test_a_pass_that_fails_leaves_nothing_behind(twin: Twin) -> None:
+    twin.settle(images())
+
+    def fail(module: nn.Module, args: Any) -> None:
+        raise ZeroDivisionError
+
+    for model in (twin.plain, twin.other):
+        hook = model.second.register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError), twin.session if model is twin.other else _nothing():
+            model(images())
+        hook.remove()
+    gc.collect()
+    replays = twin.session._replaying
+    assert replays is not None
+    assert replays.alive == replays.nbytes == 0
+    for _ in range(3):
+        twin.step(images())
+
+
+def test_a_graph_without_backward_is_dropped(twin: Twin) -> None:
+    twin.settle(images())
+    for _ in range(2):
+        with twin.session:
+            twin.other.norms.eval()
+            twin.other.norms.train()
+            twin.other(images())
+    twin.plain(images())
+    twin.plain(images())
+    twin.step(images())
+
+
+def test_thousands_of_steps_hold_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())
+    session = Session("lossless", model=model, min_nbytes=0, stop_if_useless=False)
+    x = torch.randn(8, 64)
+    counts = []
+    for step in range(2000):
+        with session:
+            loss = model(x).square().mean()
+        loss.backward()
+        del loss
+        if step % 500 == 499:
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+    assert session._names.learned.passes.runs > 1500
+    assert max(counts[1:]) - min(counts[1:]) < 200, counts
+    assert session._replaying is not None
+    assert session._replaying.alive == session._replaying.nbytes == 0
+
+
+def test_recipes_are_proven_again_and_again(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replaying, "PERIOD", 8)
+    twin.settle(images())
+    repeats = 0
+    for _ in range(REPEAT + 16):
+        with twin.session:
+            loss = twin.other(images())
+        loss.backward()
+        repeats += twin.session.report().repeated_proofs
+    assert repeats >= 2  # of two values that are made again
+
+
+def test_a_new_session_for_each_step_replays_as_well(twin: Twin) -> None:
+    twin.settle(images())
+    before = twin.passes.runs
+    for _ in range(3):
+        twin.session = Session("lossless", model=twin.other, min_nbytes=MIN_NBYTES, stop_if_useless=False)
+        twin.step(images())
+        assert twin.session._is_replayed
+    assert twin.passes.runs == before + 3
+
+
+def test_what_cannot_be_replayed_says_why() -> None:
+    torch.manual_seed(0)
+    model = Block()
+    session = Session(bs.policies.offload(), model=model, min_nbytes=MIN_NBYTES)
+    for _ in range(STEPS):
+        with session:
+            loss = model(images())
+        loss.backward()
+    assert "moved" in session.report().programs()
