@@ -21,7 +21,7 @@ TORCH ?=
 OTHER := build/torch-$(TORCH)
 TESTS ?= tests
 
-.PHONY: demo quick test test-all test-reference test-torch lint bench figures docs wheel release-check clean
+.PHONY: demo quick test test-all test-reference test-torch test-switches lint bench figures docs wheel release-check clean
 
 demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
@@ -51,6 +51,10 @@ test-reference: $(VENV)/.dev
 # The tests with another torch: `make test-torch TORCH=2.15.0`, and TESTS=tests/compile for a part.
 test-torch: $(OTHER)/.dev
 	$(OTHER)/bin/python $(PYTEST) $(THINNED) $(TESTS)
+
+# The page of switches, with the frameworks that it is about.
+test-switches: $(VENV)/.dev
+	$(BIN)/python .ci/test_switches.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -36,6 +36,9 @@ OPTIONAL = {  # modules that need what a plain install does not bring
     "backstash.integrations.lightning": "lightning",
     "backstash.integrations.huggingface": "transformers",
     "backstash.integrations.accelerate": "accelerate",
+    "backstash.integrations.axolotl": "axolotl",
+    "backstash.integrations.fastai": "fastai",
+    "backstash.integrations.torchtitan": "torchtitan",
 }
 
 

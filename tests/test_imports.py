@@ -20,7 +20,7 @@ HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning",
 """Units that may install hooks: the Session's own, and those that observe somebody's program from outside."""
 
 SAID_WITH_THEIR_MODULE = {
-    *("attach", "get", "names"),  # of a framework, of a registry
+    *("attach", "get", "names", "BackstashCallback"),  # of a framework, of a registry
     *("compare", "plan", "profile", "main", "add_to"),  # of the command line, beside what a command calls
     *("listen", "unlisten", "admit", "dismiss"),  # to modules, passes, regions; of transforms, of checkpoints
 }
@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "torch_internals": set(),
     "accelerator": set(),
     "saved": set(),
+    "telling": set(),
     "numerics": {"torch_internals"},
     "proofs": {"accelerator", "numerics", "version"},
     "ops": {"errors"},
@@ -137,6 +138,7 @@ ALLOWED: dict[str, set[str]] = {
         "ops.cpu.library",
         "session",
         "rewrites.state",
+        "telling",
     },
     "compile": {
         "arguments",
@@ -187,6 +189,16 @@ ALLOWED: dict[str, set[str]] = {
         "planning.search.schedule",
         "planning.model.problem",
     },
+    "demos": {
+        "bits",
+        "errors",
+        "session",
+        "stash.buffers",
+        "stash.tables",
+        "planning.measure.profiling",
+        "planning.search.planner",
+        "report.meter",
+    },
     "backstash": {
         "errors",
         "version",
@@ -218,6 +230,8 @@ ALLOWED: dict[str, set[str]] = {
         "planning",
         "report",
         "verifying",
+        "telling",
+        "demos",
     },
     "__main__": {"cli"},
 }

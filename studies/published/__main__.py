@@ -61,6 +61,7 @@ _ABOUT = {
     "torch-versions": "tests with each torch that we name: `python -m studies.torch_versions`",
     "verify": "processor's time and peaks of watched steps: `python -m bench.verify`",
     "zoo": "models of torchvision and timm beside plain PyTorch: `python -m studies.zoo`",
+    "demos": "the largest size of a training within some memory, in its own unit: `python -m studies.demos`",
     "zoo-transformers": "architectures of transformers beside plain PyTorch: `python -m studies.zoo`",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from studies.published.results import kinds, load, machine_line, mib, table
+from studies.published.results import kinds, load, machine_line, mib, picture, table
 
 
 def _bits(row: Any, *names: str) -> str:
@@ -69,6 +69,29 @@ def examples() -> str:
         *("peak, plain, MiB", "peak, MiB", "losses and weights"),
     )
     return f"{machine_line('examples-cpu')}\n\n{table(header, rows)}"
+
+
+def demos() -> str:
+    """How large each training can become in each way of training it, within its memory."""
+    rows = []
+    for demo in load("demos-cpu")["demos"]:
+        base = next(way["size"] for way in demo["ways"])
+        title = f"{demo['title']}: {demo['unit']} in {mib(demo['nbytes'])} MiB"
+        for way in demo["ways"]:
+            size = f"{way['size']:,}" if way["size"] <= base else f"**{way['size']:,}**"
+            bits = "same bits" if way["is_equal"] else "**differ**"
+            rows.append((title, way["label"], size, mib(way["peak_nbytes"]), bits))
+            title = ""
+    header = ("training, and what fits", "way to train", "fits", "counted peak, MiB", "gradients")
+    return f"{machine_line('demos-cpu')}\n\n{table(header, rows)}"
+
+
+def demo_picture() -> str:
+    """The picture of the first demonstration, with what it shows in words."""
+    demo = load("demos-cpu")["demos"][0]
+    shown = "; ".join(f"{way['label']}: {way['size']:,}" for way in demo["ways"])
+    text = f"{demo['title']}, {demo['unit']} in {mib(demo['nbytes'])} MiB: {shown}"
+    return f"![{text}](results:{picture('demos-cpu', demo['name']).name})"
 
 
 _ZOO, _ARCHITECTURES = "zoo-cpu", "zoo-transformers-cpu"
@@ -158,6 +181,8 @@ TABLES = {
     "families": families,
     "session-window": session_window,
     "examples": examples,
+    "demos": demos,
+    "demo-picture": demo_picture,
     "zoo": zoo,
     "zoo-transformers": zoo_transformers,
 }

@@ -39,6 +39,10 @@ answer.count=input.parentElement.querySelector('output').textContent;
 const plot=document.querySelector('#memory .plot'),box=plot.getBoundingClientRect();
 plot.dispatchEvent(new PointerEvent('pointermove',{clientX:box.left+box.width/2,clientY:box.top+5}));
 answer.tip=plot.querySelector('.tip').textContent;
+plot.focus();plot.dispatchEvent(new KeyboardEvent('keydown',{key:'Home'}));
+answer.home=plot.querySelector('.tip').textContent;
+plot.dispatchEvent(new KeyboardEvent('keydown',{key:'ArrowRight'}));
+answer.next=plot.querySelector('.tip').textContent;
 const texts=[...document.querySelectorAll('.plot b,.y span,.x span')];
 answer.outside=texts.filter(one=>{const b=one.getBoundingClientRect();return b.left<0||b.right>innerWidth+1})
  .map(one=>one.textContent);
@@ -79,6 +83,8 @@ def test_sorting_searching_and_pointing(step: StepProfile, half: Plan, tmp_path:
     assert len(found["found"]) == 1 and found["found"][0].startswith("h.*.mlp.act (3)")
     assert found["count"] == f"1 of {len(found['before'])}"
     assert re.match(r"(forward|backward) \d+: .*\nplain .*, planned .*", found["tip"])
+    assert re.match(r"(forward|backward) \d+: ", found["home"]), "arrow keys read the points"
+    assert found["next"] not in (found["home"], found["tip"])
     assert found["failed"] == [], "nothing is fetched"
 
 

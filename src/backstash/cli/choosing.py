@@ -10,7 +10,7 @@ import typer
 from backstash import policies as registry
 from backstash.cli.endings import exits
 from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, Quiet, Script, ScriptCommand
-from backstash.cli.tables import progress, show
+from backstash.cli.tables import end, progress, show
 from backstash.integrations import allocator as allocators
 from backstash.report.choose import recommend
 from backstash.report.compare import Program, compare, runs_of
@@ -56,3 +56,4 @@ def choose(
         typer.echo("")
     for line in found:
         typer.echo(textwrap.fill(line, 118, subsequent_indent="  "))
+    end(comparison)

@@ -21,7 +21,7 @@ from backstash.cli.options import (
     ScriptCommand,
     complete_policies,
 )
-from backstash.cli.tables import progress, show
+from backstash.cli.tables import end, progress, show
 from backstash.integrations import allocator as allocators
 from backstash.report.compare import Program, runs_of
 from backstash.report.compare import compare as run_comparison
@@ -89,6 +89,7 @@ def compare(
             os.replace(file, out / file.name)
     if not quiet:
         typer.echo(f"wrote {out / 'comparison'}.json, .png, .svg")
+    end(comparison)
 
 
 def names_of(text: str) -> list[str]:

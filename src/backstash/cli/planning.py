@@ -12,11 +12,13 @@ import typer
 
 from backstash.cli.endings import exits
 from backstash.cli.options import Arguments, IsModule, Quiet, Script
+from backstash.cli.waiting import INTERRUPTED_NOTE, waiting
 from backstash.compile import patch_compile
 from backstash.errors import PlanError
-from backstash.integrations.launcher import Launched, execute, launch_under, require_script
+from backstash.integrations.launcher import INTERRUPTED, Launched, execute, launch_under, require_script
 from backstash.planning.model.budget import limit_of_errors, parse_budget
 from backstash.planning.model.explain import outline
+from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.run.running import ProfiledRun
@@ -84,7 +86,8 @@ def profile(
     The script is ended as soon as a step was profiled.
     """
     out = out and out.absolute()  # a script may change the current folder
-    with exits():
+    with exits(), waiting(quiet) as say:
+        say(f"the first steps of {script}")
         found = profiled(script, args or (), is_module, allow, offload_to)
     if out is not None:
         out.write_text(found.to_json() + "\n")
@@ -112,14 +115,31 @@ def plan(
     with exits():
         parse_budget(as_budget(budget), 1 << 30)
         limit_of_errors(error_limit, words(allow))
-        step = profiled(script, args or (), is_module, allow, offload_to)
-        found = Planner(step, words(allow), error_limit).plan(as_budget(budget))
+        with waiting(quiet) as say:
+            say(f"the first steps of {script}")
+            step = profiled(script, args or (), is_module, allow, offload_to)
+            say(f"a plan for {budget}")
+            found, interrupted = _plan_or_best_so_far(Planner(step, words(allow), error_limit), as_budget(budget))
     if out is not None:
         out.write_text(found.to_json() + "\n")
     if page is not None:
         page.write_text(plan_page(step, found, script), encoding="utf-8")
     if not quiet:
         typer.echo(f"\nbackstash: {script}\n{found.explain()}")
+    if interrupted:
+        typer.echo(f"backstash: {INTERRUPTED_NOTE}: a plan that fits, and a faster one may be there", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+def _plan_or_best_so_far(planner: Planner, budget: int | str) -> tuple[Plan, bool]:
+    """Returns the plan; after Ctrl-C that which is known by then, if any fits, and True."""
+    try:
+        return planner.plan(budget), False
+    except KeyboardInterrupt:
+        nbytes = parse_budget(budget, planner.profile.plain_peak_nbytes)
+        if not planner.has_found(nbytes):
+            raise
+        return planner.plan_so_far(nbytes), True
 
 
 def estimate(
@@ -138,9 +158,12 @@ def estimate(
     with exits():
         parse_budget(as_budget(budget), 1 << 30)
         limit_of_errors(error_limit, words(allow))
-        found = profiled(script, args or (), is_module, allow, offload_to)
-        nbytes = parse_budget(as_budget(budget), found.plain_peak_nbytes)
-        times = growth(found, nbytes, words(allow), error_limit)
+        with waiting() as say:
+            say(f"the first steps of {script}")
+            found = profiled(script, args or (), is_module, allow, offload_to)
+            nbytes = parse_budget(as_budget(budget), found.plain_peak_nbytes)
+            say(f"batches within {budget}")
+            times = growth(found, nbytes, words(allow), error_limit)
     for line in _said(times, found, nbytes):
         typer.echo(line)
 

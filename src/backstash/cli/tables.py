@@ -14,6 +14,8 @@ from rich.progress import Progress as Bar
 from rich.table import Column, Table
 from rich.text import Text
 
+from backstash.cli.waiting import INTERRUPTED_NOTE, is_shown
+from backstash.integrations.launcher import INTERRUPTED
 from backstash.report.compare import Comparison, Progress, Row
 from backstash.stash.tables import amount
 
@@ -46,7 +48,7 @@ def progress(total: int, quiet: bool = False) -> Iterator[Progress]:
         TimeLeft(),
         TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
     )
-    with Bar(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    with Bar(*columns, console=Console(stderr=True), transient=True, disable=not is_shown(quiet)) as bar:
         times: list[float] = []
         begun = time.monotonic()
         task = bar.add_task("", total=total, line="", times=times, begun=begun)
@@ -98,6 +100,13 @@ def show(comparison: Comparison) -> None:
     unequal = [row for row in rows if row.is_exact and (row.losses_equal is False or not row.weights_equal)]
     if unequal and len(comparison.of(base.label)) == 1:
         typer.echo("Not all bits are equal. Whether the script repeats itself at all is told by --repeats 2.")
+
+
+def end(comparison: Comparison) -> None:
+    """Says that Ctrl-C has ended a comparison, and exits as a shell expects it; does nothing after a whole one."""
+    if comparison.is_interrupted:
+        typer.echo(f"backstash: {INTERRUPTED_NOTE}: {len(comparison.runs)} runs", err=True)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _amount(nbytes: int | None, base: int | None) -> str:

@@ -9,6 +9,8 @@ import typer
 
 from backstash.cli.endings import exits
 from backstash.cli.options import Arguments, IsModule, Quiet, Script, ScriptCommand
+from backstash.cli.waiting import INTERRUPTED_NOTE, waiting
+from backstash.integrations.launcher import INTERRUPTED
 from backstash.report.compare import Program
 from backstash.report.verified import verify_script
 from backstash.verifying.page import verification_page
@@ -46,11 +48,13 @@ def verify_command(
         raise typer.BadParameter(f"the folder {out.parent} is not there", param_hint="--out")
     program = Program(script, tuple(args or ()), is_module)
 
-    def told(name: str, line: str | None) -> None:
-        if line is None and not quiet:
-            typer.echo(f"backstash: {program.command}, {name}", err=True)
+    with exits(), waiting(quiet) as say:
 
-    with exits():
+        def told(name: str, line: str | None) -> None:
+            if line is None and not quiet:
+                typer.echo(f"backstash: {program.command}, {name}", err=True)
+            say(name if line is None else f"{name}: {line:.60}")
+
         found = verify_script(program, steps, seed, tolerance, told)
     if out is not None:
         out.write_text(_as_file(found, out.suffix))
@@ -60,7 +64,9 @@ def verify_command(
         typer.echo("\n".join(found.lines(fix)))
         if found.fixes() and not fix:
             typer.echo("\nbackstash verify --fix says what to change")
-    raise typer.Exit(found.exit_code)
+    if found.is_interrupted:
+        typer.echo(f"backstash: {INTERRUPTED_NOTE}, without a closer look", err=True)
+    raise typer.Exit(INTERRUPTED if found.is_interrupted else found.exit_code)
 
 
 def _as_file(found: Verification, suffix: str) -> str:

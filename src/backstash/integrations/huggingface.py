@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -200,6 +201,41 @@ class TrainerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.backstash = attach(self, self.backstash_policy, **self.backstash_options)
+
+
+@dataclass
+class BackstashArguments:
+    """The switch among the arguments of a script: ``HfArgumentParser((BackstashArguments, TrainingArguments))``.
+
+    TRL's ``TrlParser`` takes it as well, also from its yaml file. A class of training arguments may have it as a base.
+
+    Attributes:
+        backstash_policy: a policy's name, or ``"plain"`` to leave the trainer as it is.
+        backstash_budget: as for :func:`backstash.wrap`; in place of a policy.
+    """
+
+    backstash_policy: str = field(
+        default="lossless",
+        metadata={"help": "What is done with the tensors that backward reads: a policy of backstash; plain for none."},
+    )
+    backstash_budget: str | None = field(
+        default=None,
+        metadata={"help": "The memory that a step may take, such as 2GiB or 60%%: backstash plans for it."},
+    )
+
+    def attach(self, trainer: Any, **options: Any) -> TrainerAttachment | None:
+        """Attaches a trainer as these arguments say; returns None if they say ``plain``.
+
+        Args:
+            trainer: the trainer.
+            options: further arguments of :func:`attach`.
+
+        Raises:
+            IntegrationError, PlanError, UnknownNameError: as :func:`attach`.
+        """
+        if self.backstash_policy == "plain" and self.backstash_budget is None:
+            return None
+        return attach(trainer, self.backstash_policy, self.backstash_budget, **options)
 
 
 def _attachment(trainer: Trainer) -> TrainerAttachment | None:

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ class Comparison:
         machine: the machine.
         runs: the runs, one for each policy, allocator and repeat, in the order of time.
         failures: label and error message of runs that could not be measured.
+        is_interrupted: whether Ctrl-C has ended it before all runs were over.
     """
 
     script: str
@@ -123,6 +125,7 @@ class Comparison:
     machine: Machine
     runs: tuple[Observed, ...]
     failures: tuple[tuple[str, str], ...] = ()
+    is_interrupted: bool = False
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -202,6 +205,7 @@ class Comparison:
                 "baseline": self.baseline,
                 "rows": [asdict(row) for row in self.rows()],
                 "failures": dict(self.failures),
+                "is_interrupted": self.is_interrupted,
                 "runs": [asdict(run) for run in self.runs],
             },
             indent=1,
@@ -216,7 +220,7 @@ def compare(
     progress: Progress = lambda label, repeat, line: None,
     is_tolerant: bool = False,
 ) -> Comparison:
-    """Runs a script under each policy in turn, ``repeats`` times.
+    """Runs a script under each policy in turn, ``repeats`` times. Ctrl-C ends that, and what was measured is returned.
 
     Args:
         program: the script.
@@ -232,6 +236,7 @@ def compare(
         UnknownNameError: no policy has that name.
         ScriptFailedError: a run ended with an error.
         MeasureError: the script ran too few steps to be measured, or they could not be told apart.
+        KeyboardInterrupt: Ctrl-C came before a run was over.
     """
     require_script(program.script, program.is_module)
     for name in policies:
@@ -243,19 +248,25 @@ def compare(
     runs: list[Observed] = []
     failures: dict[str, str] = {}
     last: BackstashError | None = None
-    for repeat in range(repeats):
-        for policy, chosen in runs_of(policies, allocator):
-            label = policy if allocator is None else f"{policy}, {chosen.name if chosen else allocators.SYSTEM}"
-            progress(label, repeat, None)
-            try:
-                runs.append(_run(program, policy, chosen, partial(progress, label, repeat)))
-            except (ScriptFailedError, MeasureError) as error:
-                if not is_tolerant:
-                    raise
-                failures[label], last = str(error), error
+    is_interrupted = False
+    for repeat, (policy, chosen) in product(range(repeats), runs_of(policies, allocator)):
+        label = policy if allocator is None else f"{policy}, {chosen.name if chosen else allocators.SYSTEM}"
+        progress(label, repeat, None)
+        try:
+            runs.append(_run(program, policy, chosen, partial(progress, label, repeat)))
+        except (ScriptFailedError, MeasureError) as error:
+            if not is_tolerant:
+                raise
+            failures[label], last = str(error), error
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            is_interrupted = True
+            break
     if not runs and last is not None:
         raise last
-    return Comparison(program.script, program.args, describe_machine(), tuple(runs), tuple(failures.items()))
+    failed = tuple(failures.items())
+    return Comparison(program.script, program.args, describe_machine(), tuple(runs), failed, is_interrupted)
 
 
 def runs_of(policies: Sequence[str], allocator: Allocator | None) -> list[tuple[str, Allocator | None]]:

@@ -267,9 +267,12 @@ def _frame(
     marks = "".join(f'<span style="bottom:{_percent(at)}">{text}</span>' for at, text in ticks if 0 <= at <= 1)
     grid = "".join(f'<i class="grid" style="bottom:{_percent(at)}"></i>' for at, _ in ticks if 0 <= at <= 1)
     return (
-        f'<div class="chart" id="{name}"><div class="y">{marks}</div><div class="plot">{grid}'
+        f'<div class="chart" id="{name}"><div class="y" aria-hidden="true">{marks}</div>'
+        f'<div class="plot" tabindex="0" role="group" '
+        f'aria-label="{escape(label)}; arrow keys read the points">{grid}'
         f'<svg viewBox="{size}" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{drawn}</svg>'
-        f'{labels}<i class="cursor"></i><div class="tip"></div></div><div class="x">{below}</div></div>'
+        f'{labels}<i class="cursor"></i><div class="tip" role="status"></div></div>'
+        f'<div class="x" aria-hidden="true">{below}</div></div>'
     )
 
 

@@ -15,6 +15,7 @@ from backstash.planning.model.problem import Kind, StepProfile
 from backstash.report.plan_charts import Curve, Hover, frontier_chart, legend, memory_chart, peak_bars
 from backstash.report.plan_layers import chosen, parts
 from backstash.report.plan_style import SCRIPT, STYLE
+from backstash.stash.html import tools
 from backstash.stash.tables import amount, folded, ms
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ def plan_page(profile: StepProfile, plan: Plan, title: str = "A plan for a train
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">\n<title>{name}</title>\n'
-        f"<style>{STYLE}</style></head>\n<body><main>\n<h1>{name}</h1>\n{_facts(profile, plan)}\n{_tiles(plan)}\n"
+        f"<style>{STYLE}</style></head>\n<body><main>\n"
+        f"<h1>{name}</h1>\n"
+        f"{_facts(profile, plan)}\n{_tiles(plan)}\n"
         f"<h2>Memory over the step</h2>\n{_caption(course, plan)}\n{legend(course)}{memory}\n"
         f"<h2>What is alive at the peak</h2>\n{peak_bars(course)}{_largest(profile, plan, course)}\n"
         f"<h2>What a smaller peak costs</h2>\n{frontier}\n"
@@ -210,7 +213,7 @@ def _modules(decisions: Iterable[Decision]) -> str:
     return (
         '<p class="small">Repeated blocks share a row, which opens. <i>held</i>: bytes between forward and backward; '
         "<i>adds</i>: time added to a step.</p>"
-        + _tools("modules", "search: attn recompute")
+        + tools("modules", "search: attn recompute")
         + _table("modules", head, rows, {1, 2, 3, 5}, is_sortable=True)
     )
 
@@ -229,7 +232,7 @@ def _values(plan: Plan) -> str:
         for each in plan.decisions
     ]
     head = ("value", "tensor", "saved", "held", "what is done", "adds", "why")
-    return _tools("values", "search: h.0 softmax") + _table("values", head, rows, {2, 3, 5}, is_sortable=True)
+    return tools("values", "search: h.0 softmax") + _table("values", head, rows, {2, 3, 5}, is_sortable=True)
 
 
 def _change(found: Sequence[Decision]) -> str:
@@ -271,13 +274,6 @@ def _number(label: str, figure: int, text: str) -> str:
 
 def _time(seconds: float) -> str:
     return f'<td class="n" data-l="adds" data-v="{seconds!r}">{ms(seconds) if seconds else "0"}</td>'
-
-
-def _tools(table: str, example: str) -> str:
-    return (
-        f'<div class="tools"><input type="search" data-table="{table}" placeholder="{example}" '
-        f'aria-label="search"><output class="small"></output></div>'
-    )
 
 
 def _table(

@@ -1,20 +1,12 @@
-"""Style and script of a plan's page. The page is whole without the script, which sorts, searches and points."""
+"""Style and script of a plan's charts, on top of what all pages share (stash/html.py)."""
 
 from __future__ import annotations
 
-STYLE = """
-:root{color-scheme:light dark;--text:#1b1b1b;--soft:#5c6066;--ground:#fff;--card:#f5f6f8;--line:#d9dce1;--plain:#6b6b6b;
---budget:#c0392b;--rest:#b8bec6;--keep:#7d8894;--encode:#009e73;--recompute:#e69f00;--offload:#0072b2;--passing:#cc79a7}
-@media(prefers-color-scheme:dark){:root{--text:#e8e8e8;--soft:#a3a8b0;--ground:#15171a;--card:#1f2226;--line:#363a41;
---plain:#c9c9c9;--budget:#ff7b6b;--rest:#4a505a;--keep:#76818e;--offload:#4aa3df}}
-*{box-sizing:border-box}body{margin:0;font:15px/1.5 system-ui,sans-serif;color:var(--text);background:var(--ground)}
-main{max-width:1240px;margin:0 auto;padding:24px 24px 60px}h1{font-size:24px;line-height:1.25;margin:0 0 6px}
-h1,td,code{overflow-wrap:anywhere}h2{font-size:18px;margin:38px 0 4px}p{margin:0 0 10px}
-.soft,.small{color:var(--soft)}.small{font-size:13px}code{font:.92em ui-monospace,monospace}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:18px 0 0;padding:0}
-.tiles div{background:var(--card);border-radius:8px;padding:10px 14px}.tiles dt{color:var(--soft);font-size:13px}
-.tiles dd{margin:0;font-size:22px;font-weight:600;line-height:1.3}.tiles dd small{display:block;font-size:13px;
-font-weight:400;color:var(--soft)}
+from backstash.stash.html import PAGE_STYLE, TABLE_SCRIPT
+
+STYLE = (
+    PAGE_STYLE
+    + """
 .legend{display:flex;flex-wrap:wrap;gap:2px 18px;font-size:13px;color:var(--soft);margin:6px 0 8px}
 .key{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px}
 .key.plain{height:0;border-top:3px solid var(--plain);border-radius:0;width:18px;vertical-align:4px}
@@ -45,66 +37,33 @@ border:2px solid var(--ground)}i.dot.plain{background:var(--plain)}
 border:1px solid var(--line);border-radius:6px;margin-left:8px;pointer-events:none;max-width:60%;overflow-wrap:anywhere}
 .tip.left{transform:translateX(calc(-100% - 16px))}
 .at{margin:16px 0 4px}.stack{display:flex;height:22px;border-radius:4px;overflow:hidden;background:var(--card)}
-.tools{display:none;gap:12px;align-items:center;flex-wrap:wrap;margin:8px 0}.js .tools{display:flex}
-.tools input{font:inherit;padding:6px 10px;width:min(380px,100%);color:inherit;background:var(--card);
-border:1px solid var(--line);border-radius:6px}
-table{border-collapse:collapse;width:100%;font-size:13px;font-variant-numeric:tabular-nums}
-th{text-align:left;border-bottom:2px solid var(--line);padding:0 14px 0 0;white-space:nowrap;font-weight:600}
-th button{all:unset;cursor:pointer;padding:5px 0}th button:focus-visible{outline:2px solid var(--offload)}
-th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
-td{border-bottom:1px solid var(--line);padding:5px 14px 5px 0;vertical-align:top}td.n,th.n{text-align:right}
-td.name{font:12.5px/1.5 ui-monospace,monospace;min-width:290px}td.n{white-space:nowrap}
-.chip{display:inline-block;white-space:nowrap;margin-right:10px}.chip i{display:inline-block;width:9px;height:9px;
-border-radius:2px;margin-right:5px}summary{cursor:pointer}td ul{margin:4px 0;padding-left:18px}
-td.name summary::marker{color:var(--soft)}.wide>summary{font-size:18px;font-weight:600;margin:38px 0 6px}
-[hidden]{display:none!important}
-@media(max-width:700px){main{padding:16px 14px 40px}.plot{height:240px}.chart{grid-template-columns:58px 1fr}
-h1{font-size:20px}.tiles{grid-template-columns:1fr 1fr}.tiles dd{font-size:19px}
-.cards,.cards tbody,.cards td{display:block}.cards thead{display:none}
-.js .sortable thead{display:block}.js .sortable thead tr{display:flex;flex-wrap:wrap;gap:6px;margin-bottom:8px}
-.sortable th{border:1px solid var(--line);border-radius:14px;padding:0 10px}.cards tbody tr{display:flex;
-flex-wrap:wrap;gap:0 18px;padding:8px 0;border-bottom:1px solid var(--line)}.cards td{border:0;padding:1px 0;
-text-align:left!important}.cards td[data-l]::before{content:attr(data-l) " ";color:var(--soft)}
-.cards td.name{flex:0 0 100%;min-width:0;font-size:14px;font-weight:600}
-.cards td.name ul{font-weight:400;font-size:13px}
-.cards td:empty{display:none}.plot b{white-space:normal}}
+@media(max-width:700px){.plot{height:240px}.chart{grid-template-columns:58px 1fr}.plot b{white-space:normal}}
 """
+)
 
-SCRIPT = """
-document.documentElement.classList.add('js');
+SCRIPT = (
+    """
 const points=JSON.parse(document.querySelector('#points').textContent);
 for(const chart of document.querySelectorAll('.chart')){
  const plot=chart.querySelector('.plot'),tip=chart.querySelector('.tip'),cursor=chart.querySelector('.cursor');
  const found=points[chart.id];
+ let best=found[0];
  const show=event=>{
   const box=plot.getBoundingClientRect(),x=(event.clientX-box.left)/box.width;
-  let best=found[0];
   for(const point of found)if(Math.abs(point[0]-x)<Math.abs(best[0]-x))best=point;
+  mark()};
+ const mark=()=>{
   cursor.style.left=tip.style.left=100*best[0]+'%';
   tip.classList.toggle('left',best[0]>.5);
   tip.textContent=best[1];chart.classList.add('on')};
  plot.addEventListener('pointermove',show);plot.addEventListener('pointerdown',show);
- plot.addEventListener('pointerleave',()=>chart.classList.remove('on'))}
-for(const box of document.querySelectorAll('.tools')){
- const input=box.querySelector('input'),count=box.querySelector('output');
- const table=document.getElementById(input.dataset.table),body=table.tBodies[0];
- const search=()=>{
-  const words=input.value.toLowerCase().split(/\\s+/);let shown=0;
-  for(const row of body.rows){
-   const text=row.textContent.toLowerCase();
-   row.hidden=!words.every(word=>text.includes(word));shown+=!row.hidden}
-  count.textContent=shown+' of '+body.rows.length};
- input.addEventListener('input',search);search();
- const heads=[...table.tHead.rows[0].cells],order=[...body.rows];
- heads.forEach((head,index)=>{
-  const button=document.createElement('button');button.textContent=head.textContent;head.replaceChildren(button);
-  button.addEventListener('click',()=>{
-   const before=head.getAttribute('aria-sort'),first=head.classList.contains('n')?'descending':'ascending';
-   const next=before===null?first:before===first?(first==='ascending'?'descending':'ascending'):null;
-   heads.forEach(other=>other.removeAttribute('aria-sort'));
-   if(next)head.setAttribute('aria-sort',next);
-   const key=row=>{const cell=row.cells[index],v=cell.dataset.v;return v===undefined?cell.textContent:Number(v)};
-   const sign=next==='descending'?-1:1;
-   const rows=next?[...order].sort((a,b)=>{const x=key(a),y=key(b);return sign*(x<y?-1:x>y?1:0)}):order;
-   body.append(...rows)})})}
+ plot.addEventListener('pointerleave',()=>chart.classList.remove('on'));
+ plot.addEventListener('focus',mark);plot.addEventListener('blur',()=>chart.classList.remove('on'));
+ plot.addEventListener('keydown',event=>{
+  const at=found.indexOf(best),last=found.length-1;
+  const next={ArrowLeft:at-1,ArrowRight:at+1,Home:0,End:last}[event.key];
+  if(next===undefined)return;
+  event.preventDefault();best=found[Math.max(0,Math.min(last,next))];mark()})}
 """
+    + TABLE_SCRIPT
+)

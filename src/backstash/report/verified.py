@@ -12,7 +12,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -147,6 +147,8 @@ def verify_script(
 ) -> Verification:
     """Runs a script two or four times, each in a fresh process, and returns the verdict.
 
+    Ctrl-C during a closer look ends that, and what the first two runs say is the verdict.
+
     Args:
         program: the script.
         steps: how many training steps are watched.
@@ -191,12 +193,15 @@ def verify_script(
         kept, traced = looked_at(watched)
         return run("closer look", kept=kept, traced=traced, recomputing=watched.recomputing, keep_pass=differing)
 
-    closer, gradients = look_closer()
-    if closer.differing and not watched.differing:
-        watched = closer
+    try:
         closer, gradients = look_closer()
-    options: dict[str, Any] = {"recomputing": watched.recomputing, "keep_pass": differing, "compiled": compiled}
-    again, expected = run_plainly("without savers, again", **options)
+        if closer.differing and not watched.differing:
+            watched = closer
+            closer, gradients = look_closer()
+        options: dict[str, Any] = {"recomputing": watched.recomputing, "keep_pass": differing, "compiled": compiled}
+        again, expected = run_plainly("without savers, again", **options)
+    except KeyboardInterrupt:
+        return replace(judge(name, watched, reference, tolerance=tolerance), is_interrupted=True)
     errors = gradient_errors(gradients, expected)
     return judge(name, watched, reference, closer, again, errors, tolerance)
 

@@ -29,30 +29,77 @@ _STYLE = """
 .backstash .bars{font-size:12px;color:#777;margin-top:12px}
 .backstash .bar{display:flex;height:22px;max-width:900px;background:#eee;border-radius:3px;overflow:hidden;margin:4px 0}
 .backstash .bar span{background:#0072b2}.backstash .bar.plain span{background:#8c8c8c}
-@media(prefers-color-scheme:dark){.backstash.page{color:#e6e6e6;background:#16181b}
-.backstash.page p{color:#aaa}.backstash.page td{border-color:#333}.backstash.page .bar{background:#2a2d31}}
 """
 
-_PAGE_STYLE = """
-body{margin:0}.backstash.page{padding:24px;min-height:100vh;box-sizing:border-box}
-.backstash.page th[data-sort]{cursor:pointer}.backstash.page input{font:inherit;padding:5px 9px;width:min(420px,90%);
-margin-bottom:8px;color:inherit;background:transparent;border:1px solid #999;border-radius:4px}
+PAGE_STYLE = """
+:root{color-scheme:light dark;--text:#1b1b1b;--soft:#5c6066;--ground:#fff;--card:#f5f6f8;--line:#d9dce1;--plain:#6b6b6b;
+--budget:#c0392b;--rest:#b8bec6;--keep:#7d8894;--encode:#009e73;--recompute:#e69f00;--offload:#0072b2;--passing:#cc79a7}
+@media(prefers-color-scheme:dark){:root{--text:#e8e8e8;--soft:#a3a8b0;--ground:#15171a;--card:#1f2226;--line:#363a41;
+--plain:#c9c9c9;--budget:#ff7b6b;--rest:#4a505a;--keep:#76818e;--offload:#4aa3df}}
+*{box-sizing:border-box}body{margin:0;font:15px/1.5 system-ui,sans-serif;color:var(--text);background:var(--ground)}
+main{max-width:1240px;margin:0 auto;padding:24px 24px 60px}h1{font-size:24px;line-height:1.25;margin:0 0 6px}
+h1,td,code{overflow-wrap:anywhere}h2{font-size:18px;margin:38px 0 4px}p{margin:0 0 10px}
+.soft,.small{color:var(--soft)}.small{font-size:13px}code{font:.92em ui-monospace,monospace}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:18px 0 0;padding:0}
+.tiles div{background:var(--card);border-radius:8px;padding:10px 14px}.tiles dt{color:var(--soft);font-size:13px}
+.tiles dd{margin:0;font-size:22px;font-weight:600;line-height:1.3}.tiles dd small{display:block;font-size:13px;
+font-weight:400;color:var(--soft)}
+:is(input,summary,button,[tabindex]):focus-visible{outline:2px solid var(--offload);outline-offset:2px}
+.help{margin:0 0 4px}.scroll{overflow-x:auto}.bars{font-size:13px;color:var(--soft);margin-top:12px}
+.bar{display:flex;height:22px;max-width:900px;background:var(--card);border-radius:4px;overflow:hidden;margin:4px 0}
+.bar span{background:var(--offload)}.bar.plain span{background:var(--plain)}
+.tools{display:none;gap:12px;align-items:center;flex-wrap:wrap;margin:8px 0}.js .tools{display:flex}
+.tools input{font:inherit;padding:6px 10px;width:min(380px,100%);color:inherit;background:var(--card);
+border:1px solid var(--line);border-radius:6px}
+table{border-collapse:collapse;width:100%;font-size:13px;font-variant-numeric:tabular-nums}
+th{text-align:left;border-bottom:2px solid var(--line);padding:0 14px 0 0;white-space:nowrap;font-weight:600}
+th button{all:unset;cursor:pointer;padding:5px 0}th button:focus-visible{outline:2px solid var(--offload)}
+th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
+td{border-bottom:1px solid var(--line);padding:5px 14px 5px 0;vertical-align:top}td.n,th.n{text-align:right}
+td.name{font:12.5px/1.5 ui-monospace,monospace;min-width:290px}td.n{white-space:nowrap}
+.chip{display:inline-block;white-space:nowrap;margin-right:10px}.chip i{display:inline-block;width:9px;height:9px;
+border-radius:2px;margin-right:5px}summary{cursor:pointer}td ul{margin:4px 0;padding-left:18px}
+td.name summary::marker{color:var(--soft)}.wide>summary{font-size:18px;font-weight:600;margin:38px 0 6px}
+[hidden]{display:none!important}
+@media(max-width:700px){main{padding:16px 14px 40px}
+h1{font-size:20px}.tiles{grid-template-columns:1fr 1fr}.tiles dd{font-size:19px}
+.cards,.cards tbody,.cards td{display:block}.cards thead{display:none}
+.js .sortable thead{display:block}.js .sortable thead tr{display:flex;flex-wrap:wrap;gap:6px;margin-bottom:8px}
+.sortable th{border:1px solid var(--line);border-radius:14px;padding:0 10px}.cards tbody tr{display:flex;
+flex-wrap:wrap;gap:0 18px;padding:8px 0;border-bottom:1px solid var(--line)}.cards td{border:0;padding:1px 0;
+text-align:left!important}.cards td[data-l]::before{content:attr(data-l) " ";color:var(--soft)}
+.cards td.name{flex:0 0 100%;min-width:0;font-size:14px;font-weight:600}
+.cards td.name ul{font-weight:400;font-size:13px}
+.cards td:empty{display:none}}
 """
+"""The style of every page: reports, verdicts and plans; light and dark, on a telephone and on a wide screen."""
 
-_SCRIPT = """
-const table=document.querySelector('#values'),body=table.tBodies[0],count=document.querySelector('#count');
-document.querySelector('#search').addEventListener('input',event=>{
- const words=event.target.value.toLowerCase().split(/\\s+/);let shown=0;
- for(const row of body.rows){const text=row.textContent.toLowerCase();
-  row.hidden=!words.every(word=>text.includes(word));shown+=!row.hidden}
- count.textContent=shown+' of '+body.rows.length+' values'});
-table.querySelectorAll('th').forEach((head,index)=>head.addEventListener('click',()=>{
- const down=head.dataset.down!=='1';table.querySelectorAll('th').forEach(other=>delete other.dataset.down);
- if(down)head.dataset.down='1';
- const key=row=>{const cell=row.cells[index];return cell.dataset.v===undefined?cell.textContent:Number(cell.dataset.v)};
- [...body.rows].sort((a,b)=>{const x=key(a),y=key(b);return(x<y?-1:x>y?1:0)*(down?-1:1)})
-  .forEach(row=>body.append(row))}));
+TABLE_SCRIPT = """
+document.documentElement.classList.add('js');
+for(const box of document.querySelectorAll('.tools')){
+ const input=box.querySelector('input'),count=box.querySelector('output');
+ const table=document.getElementById(input.dataset.table),body=table.tBodies[0];
+ const search=()=>{
+  const words=input.value.toLowerCase().split(/\\s+/);let shown=0;
+  for(const row of body.rows){
+   const text=row.textContent.toLowerCase();
+   row.hidden=!words.every(word=>text.includes(word));shown+=!row.hidden}
+  count.textContent=shown+' of '+body.rows.length};
+ input.addEventListener('input',search);search();
+ const heads=[...table.tHead.rows[0].cells],order=[...body.rows];
+ heads.forEach((head,index)=>{
+  const button=document.createElement('button');button.textContent=head.textContent;head.replaceChildren(button);
+  button.addEventListener('click',()=>{
+   const before=head.getAttribute('aria-sort'),first=head.classList.contains('n')?'descending':'ascending';
+   const next=before===null?first:before===first?(first==='ascending'?'descending':'ascending'):null;
+   heads.forEach(other=>other.removeAttribute('aria-sort'));
+   if(next)head.setAttribute('aria-sort',next);
+   const key=row=>{const cell=row.cells[index],v=cell.dataset.v;return v===undefined?cell.textContent:Number(v)};
+   const sign=next==='descending'?-1:1;
+   const rows=next?[...order].sort((a,b)=>{const x=key(a),y=key(b);return sign*(x<y?-1:x>y?1:0)}):order;
+   body.append(...rows)})})}
 """
+"""Sorts and searches the tables of a page, by pointer and by keyboard, and says the outcome to screen readers."""
 
 
 def fragment(report: Report) -> str:
@@ -65,17 +112,22 @@ def page(report: Report) -> str:
     title = escape(f"backstash: {headline(report)}")
     header = ("saved tensor", "backward reads", "tensor", "dense", "stored", "as", "encode", "decode", "note")
     numeric = {"dense", "stored", "encode", "decode"}
-    heads = "".join(f"<th data-sort{' class=n' if name in numeric else ''}>{name}</th>" for name in header)
+    heads = "".join(f'<th scope="col"{" class=n" if name in numeric else ""}>{name}</th>' for name in header)
     rows = "".join(f"<tr>{_value(row)}</tr>" for row in report.rows)
     return document(
         title,
         f"{_heading(report, 1)}{_overview(report)}\n"
-        f"<h2>All values</h2><p>Click a column's name to sort by it.</p>\n"
-        f'<input id="search" type="search" placeholder="search: relu features.3" aria-label="search">'
-        f'<p id="count">{len(report.rows)} of {len(report.rows)} values</p>\n'
-        f'<div class="scroll"><table id="values"><thead><tr>{heads}</tr></thead>\n'
-        f"<tbody>{rows}</tbody></table></div>\n",
-        f"<script>{_SCRIPT}</script>",
+        f"<h2>All values</h2>{tools('values', 'search: relu features.3')}\n"
+        f'<table class="cards sortable" id="values"><thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody></table>\n',
+        f"<script>{TABLE_SCRIPT}</script>",
+    )
+
+
+def tools(table: str, example: str) -> str:
+    """A field that searches the table of that id, and how many of its rows are shown."""
+    return (
+        f'<div class="tools"><input type="search" data-table="{table}" placeholder="{example}" '
+        f'aria-label="search the table" aria-controls="{table}"><output class="small"></output></div>'
     )
 
 
@@ -84,8 +136,7 @@ def document(title: str, body: str, script: str = "") -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">\n<title>{title}</title>\n'
-        f"<style>{_STYLE}{_PAGE_STYLE}</style></head>\n"
-        f'<body><main class="backstash page">{body}</main>{script}</body></html>\n'
+        f"<style>{PAGE_STYLE}</style></head>\n<body><main>{body}</main>{script}</body></html>\n"
     )
 
 
@@ -142,7 +193,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iter
     """A table of cells that are HTML already. ``right``: the columns that are aligned to the right."""
     numeric = set(right)
     kinds = [" class=n" if index in numeric else " class=name" if index == 0 else "" for index in range(len(header))]
-    heads = "".join(f"<th{' class=n' if i in numeric else ''}>{name}</th>" for i, name in enumerate(header))
+    heads = "".join(f'<th scope="col"{" class=n" if i in numeric else ""}>{name}</th>' for i, name in enumerate(header))
     lines = "".join(
         "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
         for row in rows
@@ -153,11 +204,16 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iter
 def _value(row: Entry) -> str:
     """The cells of one value."""
     note = row.reason or (f"also {', '.join(row.shared_by)}" if row.shared_by else "")
-    amounts = "".join(f'<td class=n data-v="{n}">{amount(n)}</td>' for n in (row.saved_nbytes, row.stash_nbytes))
+    amounts = "".join(
+        f'<td class=n data-l="{label}" data-v="{n}">{amount(n)}</td>'
+        for label, n in (("dense", row.saved_nbytes), ("stored", row.stash_nbytes))
+    )
     times = "".join(
-        f'<td class=n data-v="{seconds:.9f}">{ms(seconds)}</td>' for seconds in (row.encode_seconds, row.decode_seconds)
+        f'<td class=n data-l="{label}" data-v="{seconds:.9f}">{ms(seconds)}</td>'
+        for label, seconds in (("encode", row.encode_seconds), ("decode", row.decode_seconds))
     )
     return (
-        f"<td class=name>{escape(row.key)}</td><td>{escape(row.need)}</td><td>{escape(row.spec)}</td>"
-        f"{amounts}<td>{escape(row_label(row))}</td>{times}<td>{escape(note)}</td>"
+        f'<td class=name>{escape(row.key)}</td><td data-l="backward reads">{escape(row.need)}</td>'
+        f'<td data-l="tensor">{escape(row.spec)}</td>{amounts}<td data-l="as">{escape(row_label(row))}</td>{times}'
+        f'<td data-l="note">{escape(note)}</td>'
     )

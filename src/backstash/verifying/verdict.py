@@ -58,6 +58,7 @@ class Verification:
         errors: the gradients' errors by parameter, in the first backward pass in which they differ; empty if none do.
         runs: how many times the step ran.
         name: of the step or the script.
+        is_interrupted: whether Ctrl-C has come before a closer look at what differs.
     """
 
     verdict: str
@@ -68,6 +69,7 @@ class Verification:
     runs: int = 2
     name: str = "step"
     notes: tuple[str, ...] = field(default=())
+    is_interrupted: bool = False
 
     @property
     def is_equal(self) -> bool:

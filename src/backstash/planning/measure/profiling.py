@@ -40,6 +40,7 @@ from backstash.rewrites.state import State, StepState
 from backstash.saved import cycle_of
 from backstash.session import MIN_NBYTES, Session
 from backstash.stash.buffers import release_buffers
+from backstash.telling import note_progress
 
 FEWEST, ROUNDS, SECONDS = 3, 8, 2.0
 """Plain steps and steps under a Session are timed in turns: at least FEWEST of each, and then until there are ROUNDS of
@@ -101,6 +102,7 @@ def profile(
     link = measured(device, offload_to) if "offload" in tries else None
     models = [model] if model is not None else _outermost(step)
     with _undone(step, models, is_told=True) as (once, restore):
+        note_progress("recording a plain step")
         plain = record(once, None, device=device)
         survey = Survey(tries)
         keep = KeepForSurvey()
@@ -271,6 +273,7 @@ def _in_turns(step: Callable[[], object], restore: Callable[[], None], session: 
     begun = time.perf_counter()
     contexts: tuple[AbstractContextManager[object], ...] = nullcontext(), session
     while len(times[1]) < FEWEST or (len(times[1]) < ROUNDS and time.perf_counter() - begun < SECONDS):
+        note_progress("timing steps", len(times[1]), ROUNDS)
         for found, context in zip(times, contexts, strict=True):
             for is_timed in (False, True):  # the first finds the heap as the other kind of step has left it
                 restore()

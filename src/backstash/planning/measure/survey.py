@@ -43,6 +43,7 @@ from backstash.stash.fused import has_form
 from backstash.stash.proving import equals, fetch_unguarded
 from backstash.stash.recipes import Recipe
 from backstash.stash.value import Value
+from backstash.telling import note_progress
 from backstash.torch_internals import no_torch_function
 
 WORTHWHILE = 0.9
@@ -309,6 +310,7 @@ class Survey(Births):
         self.keys.setdefault(id(value), []).append(value.key)
         self._alive.append(value)
         started = time.perf_counter()
+        note_progress("asking each value what its forms would cost", len(self.found))
         with no_torch_function(), torch.no_grad():
             self._try_codecs(value, facts, whole, found)
             if "bounded" in self.tries:

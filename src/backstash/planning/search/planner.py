@@ -34,6 +34,7 @@ from backstash.planning.search.greedy import Frontier
 from backstash.planning.search.spare import spare_ways
 from backstash.planning.search.timings import Timings
 from backstash.planning.search.usual import like_lossless
+from backstash.telling import note_progress
 
 TIGHTENINGS = 3
 """How many times the limit on errors is lowered at most, if the measured error of a plan is above it."""
@@ -111,7 +112,8 @@ class Planner:
             self._frontier = Frontier(self._model, self._limit)
             self._searching = self._frontier.search()
         if not self.is_searched:
-            for _ in self._searching:  # no "yield from", which would end the search with who left it
+            for tried, _ in enumerate(self._searching):  # no "yield from", which would end the search with who left it
+                note_progress("searching for plans", tried)
                 yield
             self._solutions = self._below_plain(self._frontier.solutions())
 
@@ -326,6 +328,7 @@ class Planner:
             tried = self._plan(found.peak_nbytes, found)
             encoded = sum(decision.held_nbytes for decision in tried.decisions if decision.kind == "encode")
             margin = ROUNDING + int(VARIATION * encoded)
+            note_progress("trying plans in steps", len(self._rehearsed) + 1)
             reached = np.array(self.profile.rehearse(tried), np.int64)  # type: ignore[call-arg]  # no method
             reserved = self._model.reserved(found.choices)
             is_alike = len(reached) == len(reserved)  # else a function has run in this step that did not in the other
