@@ -52,8 +52,8 @@ RESERVE = 0.08
 """Share of a value's dense bytes that is reserved where the codec's size depends on the numbers (Note: [reserve] in
 problem.py). In small networks, whose relus change most, sizes grew by less than this in forty steps of training."""
 
-RUNS, LONG = 3, 0.05
-"""How often what a choice takes is timed: so many times, or until so many seconds were spent on it."""
+RUNS, LONG = 3, 0.02
+"""How often what a choice takes is timed: so many times, for large values twice, or until so many seconds are over."""
 
 CACHE, CACHED = 64 << 20, 1 << 20
 """Bytes that are written between two runs, to have a processor's caches forget the values, and the smallest values for
@@ -104,7 +104,8 @@ class Stopwatch:
             whole: the value that it is about.
         """
         times: list[float] = []
-        while len(times) < RUNS and sum(times) < LONG:
+        runs = 2 if whole.nbytes >= CACHED else RUNS
+        while len(times) < runs and sum(times) < LONG:
             if times and whole.is_cpu and whole.nbytes >= CACHED:
                 self._written.fill(0)
             started = _now(whole)
