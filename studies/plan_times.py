@@ -40,13 +40,13 @@ FORMAT = 1
 """Version of the JSON's layout."""
 
 CASES = (
-    Case("resnet50", "resnet50", 2, 224),
     Case("mobilenet_v2", "mobilenet_v2", 4, 224),
+    Case("resnet50", "resnet50", 2, 224),
     Case("densenet121", "densenet121", 2, 224),
-    Case("vgg16", "vgg16", 1, 224),
-    Case("vit_b16", "vit_b16", 1, 224, needs="transformers"),
-    Case("gpt2", "gpt2", 2, 512, needs="transformers"),
     Case("convnext_tiny", "convnext_tiny", 2, 224, needs="transformers"),
+    Case("vit_b16", "vit_b16", 1, 224, needs="transformers"),
+    Case("vgg16", "vgg16", 1, 224),
+    Case("gpt2-50257_words", "gpt2_words", 1, 256, needs="transformers"),
 )
 
 SHARES = (0.9, 0.6)

@@ -1,4 +1,4 @@
-"""What the fast search does with a solution: it lowers the peak, makes use of room, and changes values at random.
+"""The moves of the fast search: a solution's peak is lowered, room is made use of, values are changed at random.
 
 What is written here is the reference; native.py does the same in C++, with the same bits. So sums are in the order of
 positions, and powers of e are computed here, because libraries round them in different ways.
