@@ -1,4 +1,4 @@
-"""What losses of language models read of the logits of each token, computed for a few rows of logits at a time.
+"""Numbers of each row of logits that losses of language models read, for a few rows of logits at a time.
 
 Policy gradients (PPO, GRPO) read the log-probability of each token and the entropy; preferences (DPO, ORPO) sums of
 log-probabilities; a z-loss the normaliser; a distillation the divergence from a teacher. Each of these is a number for
