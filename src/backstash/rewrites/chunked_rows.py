@@ -113,8 +113,9 @@ def chunked_rows(
     settings = _Settings(rows, float(temperature), ignore_index, product)
     flat = hidden.reshape(-1, hidden.shape[-1])
     found = _Rows.apply(flat, head.weight, head.bias, chosen, *others, settings)
-    log_probs, normaliser, entropy, forward, reverse = (None if x is None else x.view(shape) for x in found)
-    return LogitRows(log_probs, normaliser, entropy, forward, reverse)
+    log_probs, normaliser, entropy, *divergences = found
+    shaped = [None if x is None else x.view(shape) for x in (log_probs, *divergences)]
+    return LogitRows(shaped[0], normaliser.view(shape), entropy.view(shape), *shaped[1:])
 
 
 def _check(hidden: object, head: object, name: str) -> None:
