@@ -383,8 +383,8 @@ def plans(name: str) -> list[Plans]:
             min(other.seconds for other in after if other.peak_nbytes <= each.peak_nbytes) / each.seconds
             for each in before
         ]
-        low = [min(each.peak_nbytes for each in solutions) for solutions in (before, after)]
-        rows.append(Plans(name, allow, found.plain_peak_nbytes, *low, max(ratios)))
+        low, lower = (min(each.peak_nbytes for each in solutions) for solutions in (before, after))
+        rows.append(Plans(name, allow, found.plain_peak_nbytes, low, lower, max(ratios)))
     return rows
 
 

@@ -71,10 +71,13 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "to": lambda logits: F.cross_entropy(logits.to(torch.float32).view(-1, 101), LABELS.view(-1), reduction="mean"),
     "summed": lambda logits: F.cross_entropy(logits.view(-1, 101), LABELS.view(-1), reduction="sum") / 60,
     "module": lambda logits: nn.CrossEntropyLoss(ignore_index=3)(logits.view(-1, 101), IDS.view(-1)),
+    "smoothed": lambda logits: F.cross_entropy(logits.view(-1, 101), LABELS.view(-1), label_smoothing=0.1),
+    "spread": lambda logits: (
+        F.cross_entropy(logits.view(-1, 101), IDS.view(-1), label_smoothing=1.0, reduction="sum") / 9
+    ),
     "one sequence": lambda logits: F.cross_entropy(logits[1], IDS[1]),
 }
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "smoothed": lambda logits: F.cross_entropy(logits.view(-1, 101), IDS.view(-1), label_smoothing=0.1),
     "weighted": lambda logits: F.cross_entropy(logits.view(-1, 101), IDS.view(-1), weight=torch.ones(101)),
     "each": lambda logits: F.cross_entropy(logits.view(-1, 101), IDS.view(-1), reduction="none").mean(),
     "classes second": lambda logits: F.cross_entropy(logits.transpose(1, 2), IDS),

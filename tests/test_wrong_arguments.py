@@ -18,7 +18,7 @@ from torch import nn
 import backstash as bs
 from backstash.errors import BackstashError
 from backstash.planning.measure import link
-from backstash.rewrites import channels_last, chunked_loss, inplace
+from backstash.rewrites import channels_last, chunked_loss, chunked_rows, inplace
 
 
 class Odd:
@@ -71,6 +71,11 @@ TABLE: dict[str, tuple[Call, Call, dict[str, Any]]] = {  # the function, how it 
     "inplace": (inplace, inplace, {"model": MODEL, "step": step}),
     "channels_last": (channels_last, channels_last, {"model": MODEL, "step": step}),
     "chunked_loss": (chunked_loss, chunked_loss, {"model": MODEL}),
+    "chunked_rows": (
+        chunked_rows,
+        chunked_rows,
+        {"hidden": torch.ones(2, 64), "head": nn.Linear(64, 5), "target": torch.zeros(2, dtype=torch.int64)},
+    ),
     "policies.get": (bs.policies.get, bs.policies.get, {}),
     "policies.register": (
         bs.policies.register,

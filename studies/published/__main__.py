@@ -54,6 +54,8 @@ _ABOUT = {
     "nodes": "time of single nodes of the backward pass: `backstash bench nodes`",
     "peak": "counted and resident peaks, and what is alive at them: `backstash bench peak`",
     "plans": "plans of programs that the planner was not built on: `python -m studies.heldout_plans`",
+    "plan-times": "what plans take to make, and what they keep: `python -m studies.plan_times`",
+    "plan-times-before": "the same before the search ran in C++: `python -m studies.plan_times`",
     "planner": "greedy plans beside exact ones, and time of the search: `python -m bench.planner`",
     "steps": "times of steps, plain and under a policy: `backstash bench run`",
     "steptime": "times of steps of full networks under a Session: `backstash bench steptime`",

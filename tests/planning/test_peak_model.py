@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from step_problems import drawn_profile
 
@@ -14,7 +15,8 @@ from backstash.planning.model.peak import PeakModel, evaluate
 from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.planning.search import greedy
 from backstash.planning.search.changes import ReferenceSearch, Search
-from backstash.planning.search.native import NativeSearch, search_from_kept
+from backstash.planning.search.moves import Moves, exponential
+from backstash.planning.search.native import NativeMoves, NativeSearch, moves_from_kept, search_from_kept
 
 FORWARD, BACKWARD = 4, 6
 
@@ -153,11 +155,62 @@ def test_the_search_in_another_language_has_the_same_bits(seed: int) -> None:
         assert (one.seconds, one.error, one.conflicts) == (other.seconds, other.error, other.conflicts)
 
 
+def reference_moves(model: PeakModel, limit: float) -> Moves:
+    return Moves(ReferenceSearch(model), limit)
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(40))
+def test_the_moves_in_another_language_have_the_same_bits(seed: int) -> None:
+    """Lowering, relaxing, drawing anew and loading, with prices of errors, batches of changes and ends of effort."""
+    profile, draw = drawn_profile(seed, 40), random.Random(seed)
+    limit = draw.choice([float("inf"), 0.05, 0.0])
+    model = PeakModel(profile)
+    pair = reference_moves(model, limit), moves_from_kept(model, limit)
+    assert isinstance(pair[1], NativeMoves)
+    for each in pair:
+        each.price = 3.0 if limit else 0.0
+    kept = [pair[0].search.rows.copy()]
+
+    def both(move: Callable[[Moves], object]) -> None:
+        one, other = map(move, pair)
+        assert one == other
+        one_, other_ = pair[0].search, pair[1].search
+        for name in ("rows", "live", "makes", "last"):
+            assert getattr(one_, name).tolist() == getattr(other_, name).tolist(), name
+        assert (one_.seconds, one_.error, one_.conflicts) == (other_.seconds, other_.error, other_.conflicts)
+        assert pair[0].work == pair[1].work
+
+    for _ in range(12):
+        level = int(draw.uniform(0.3, 1.0) * pair[0].search.live.max())
+        tau, batch = draw.choice([1.0, 0.01 * level + 1, 0.1 * level + 1]), draw.choice([1, 3])
+        end = pair[0].work + draw.choice([5.0, 1e3, 1e9])
+        pair[0].end = pair[1].end = end
+        both(lambda moves, level=level, tau=tau, batch=batch: moves.lower(level, tau, batch))  # type: ignore[misc]
+        both(lambda moves, level=level: moves.relax(level + level // 10))  # type: ignore[misc]
+        kept.append(pair[0].search.rows.copy())
+        values = draw.choices(range(len(profile.values)), k=5)
+        rows = [int(model.first[v]) + draw.randrange(len(profile.values[v].choices)) for v in values]
+        both(lambda moves, values=values, rows=rows: moves.set_all(values, rows))  # type: ignore[misc]
+        loaded = draw.choice(kept)
+        both(lambda moves, loaded=loaded: moves.search.load(loaded))  # type: ignore[misc]
+    both(lambda moves: moves.keep_all())
+
+
 @needs_kernels
 def test_a_frontier_is_the_same_in_either_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greedy, "DESCENT", 20_000)
+    monkeypatch.setattr(greedy, "EFFORT", 100)
     for seed in range(6):
-        model = PeakModel(drawn_profile(seed))
-        found = greedy.frontier(model)
-        with monkeypatch.context() as other:
-            other.setattr(greedy, "search_from_kept", ReferenceSearch)
-            assert greedy.frontier(model) == found
+        for small in (greedy.SMALL, 1):  # tried out, and searched
+            monkeypatch.setattr(greedy, "SMALL", small)
+            model = PeakModel(drawn_profile(seed))
+            found = greedy.frontier(model)
+            with monkeypatch.context() as other:
+                other.setattr(greedy, "moves_from_kept", reference_moves)
+                assert greedy.frontier(model) == found
+
+
+def test_powers_of_e_are_right_to_a_millionth() -> None:
+    live = -np.concatenate([np.arange(0, 40_000, 10), [100_000, 600_000, 10**12]])
+    assert exponential(live + 5, 5.0, 1e3) == pytest.approx(np.exp(live / 1e3), rel=3e-6, abs=1e-300)

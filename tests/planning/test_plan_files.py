@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from backstash import proofs
 from backstash.planning.model.plan import Plan
-from backstash.planning.run import plan_files
+from backstash.planning.run import buckets, plan_files
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.run.plan_files import ABANDONED, PlanFiles
 from backstash.testing import equal_bits
@@ -143,6 +143,19 @@ def test_a_folder_that_cannot_be_written_to_is_warned_of_once(damage: Damage, tm
     told = [str(each.message) for each in warned if "cannot be written" in str(each.message)]
     assert len(told) == 1 and str(folder) in told[0] and "Training goes on" in told[0]
     assert all(map(equal_bits, found, expected)) and session.found.plans
+
+
+@pytest.mark.parametrize("other", ["environment", "threads"])
+def test_a_plan_of_another_machine_is_not_used(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path)
+    _, again = trained(tmp_path)
+    assert again.found.plans == 1 and again.found.measured_passes < 5  # what the folder has, and nothing is profiled
+    if other == "environment":
+        monkeypatch.setattr(buckets, "environment", lambda: "another processor")
+    else:
+        monkeypatch.setattr(buckets.torch, "get_num_threads", lambda: 97)
+    trained(tmp_path)
+    assert len(files_of(tmp_path)) == 2
 
 
 def test_a_full_disk_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

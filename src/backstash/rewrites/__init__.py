@@ -2,6 +2,7 @@
 
 from backstash.rewrites.channels_last import CONVOLUTIONS, ChannelsLast, channels_last
 from backstash.rewrites.chunked_loss import ChunkedLoss, chunked_loss
+from backstash.rewrites.chunked_rows import LogitRows, chunked_rows
 from backstash.rewrites.inplace import COPYING, OVERWRITING, Inplace, inplace
 
 __all__ = [
@@ -11,7 +12,9 @@ __all__ = [
     "ChannelsLast",
     "ChunkedLoss",
     "Inplace",
+    "LogitRows",
     "channels_last",
     "chunked_loss",
+    "chunked_rows",
     "inplace",
 ]

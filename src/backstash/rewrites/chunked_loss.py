@@ -68,7 +68,8 @@ def chunked_loss(model: nn.Module, head: str = "lm_head", *, chunk_nbytes: int =
     """Computes the logits of a model's head and their cross entropy for a few rows at a time.
 
     This holds for ``cross_entropy`` (``nn.CrossEntropyLoss``) with class indices and the reduction "mean" or "sum",
-    with or without ``ignore_index``. Every other function of the logits is computed as before, from all of them.
+    with or without ``ignore_index`` and ``label_smoothing``. Every other function of the logits is computed as
+    before, from all of them. For what other losses read of each row there is :func:`chunked_rows`.
 
     Under autocast the products are computed in the dtype that autocast asks for. The gradients are computed in the
     forward pass, so ``backward`` can run once: ``retain_graph`` and ``create_graph`` end in an error.
@@ -260,7 +261,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    plain = weight is None and size_average is None and reduce is None and 0.0 <= label_smoothing <= 1.0
     if not plain or reduction not in ("mean", "sum") or logits.dim() != 2 or isinstance(target, _Deferred):
         return None
     if target.dtype is not torch.int64 or target.shape != logits.shape[:1]:
@@ -279,6 +280,7 @@ def _cross_entropy(
         max(1, logits.chunk_nbytes // (classes * logits.dtype.itemsize)),
         logits.product,
         logits.dtype,
+        label_smoothing,
     )
     return loss
 
@@ -314,6 +316,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows: int,
         product: torch.dtype,
         dtype: torch.dtype,
+        smoothing: float,
     ) -> Tensor:
         """The loss, a scalar.
 
@@ -328,6 +331,7 @@ class _CrossEntropy(torch.autograd.Function):
             rows: number of rows whose logits exist at a time.
             product: the dtype of the products.
             dtype: the dtype of the logits.
+            smoothing: the share of each target that is spread over all classes.
         """
         wanted = ctx.needs_input_grad[:3]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -346,10 +350,15 @@ class _CrossEntropy(torch.autograd.Function):
                 x, classes = hidden[part].to(product), safe[part].unsqueeze(1)
                 logits = F.linear(x, cast, cast_bias).to(dtype).to(precise)
                 normaliser = logits.logsumexp(1, keepdim=True)
-                loss += ((normaliser - logits.gather(1, classes)).squeeze(1) * kept[part]).sum()
+                chosen = logits.gather(1, classes)
+                if smoothing:
+                    chosen = chosen.lerp(logits.mean(1, keepdim=True), smoothing)
+                loss += ((normaliser - chosen).squeeze(1) * kept[part]).sum()
                 # From here on the logits' memory holds their gradient.
                 gradient = logits.sub_(normaliser).exp_()
-                gradient.scatter_add_(1, classes, torch.full_like(normaliser, -1.0))
+                if smoothing:
+                    gradient -= smoothing / gradient.shape[1]
+                gradient.scatter_add_(1, classes, torch.full_like(normaliser, smoothing - 1.0))
                 gradient *= (kept[part] * factor).unsqueeze(1)
                 gradient = gradient.to(product)
                 if hidden_grad is not None:
@@ -376,4 +385,4 @@ class _CrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [None if x is None else x.mul_(outer[0].to(x.dtype)) for x in gradients]
         gradients.clear()
-        return (*scaled, *[None] * 6)
+        return (*scaled, *[None] * 7)

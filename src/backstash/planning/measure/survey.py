@@ -60,8 +60,8 @@ Llamas, GPT-2s and networks of images save has at most 0.6 % of them, because a 
 DENSE_WORTHWHILE = 0.85
 """As WORTHWHILE, of codecs for dense values. Of float32, shorter exponents save an eighth, for two slow passes."""
 
-RUNS, LONG = 3, 0.05
-"""How often what a choice takes is timed: so many times, or until so many seconds were spent on it."""
+RUNS, LONG = 3, 0.02
+"""How often what a choice takes is timed: so many times, for large values twice, or until so many seconds are over."""
 
 CACHE, CACHED = 64 << 20, 1 << 20
 """Bytes that are written between two runs, to have a processor's caches forget the values, and the smallest values for
@@ -112,7 +112,8 @@ class Stopwatch:
             whole: the value that it is about.
         """
         times: list[float] = []
-        while len(times) < RUNS and sum(times) < LONG:
+        runs = 2 if whole.nbytes >= CACHED else RUNS
+        while len(times) < runs and sum(times) < LONG:
             if times and whole.is_cpu and whole.nbytes >= CACHED:
                 self._written.fill(0)
             started = _now(whole)

@@ -28,6 +28,7 @@ from backstash.planning.run.within import Within
 from backstash.planning.search.planner import Planner
 from backstash.policies import Action, Policy
 from backstash.policies.base import Wrapper
+from backstash.proofs import environment
 from backstash.saved import SavedTensor
 from backstash.session import Session
 
@@ -127,7 +128,7 @@ class Buckets:
 
     def __init__(self, folder: str | Path | None = None, settings: Iterable[object] = ()) -> None:
         self.files = None if folder is None else PlanFiles(folder)
-        self._settings = [str(each) for each in (*settings, torch.__version__)]
+        self._settings = [str(each) for each in settings]
         self._by_signature: OrderedDict[Signature, Bucket] = OrderedDict()
         self._plans: OrderedDict[str, Plan] = OrderedDict()
 
@@ -162,8 +163,12 @@ class Buckets:
     # -- plans by fingerprint ------------------------------------------------------------------------------------
 
     def fingerprint(self, values: Mapping[str, str]) -> str:
-        """A hash of a step's values, by key with their specs, and of what a plan depends on beside them."""
-        text = json.dumps([sorted(values.items()), self._settings])
+        """A hash of a step's values, by key with their specs, and of what a plan depends on beside them.
+
+        That is what was asked for, the machine and its libraries, and the number of threads.
+        """
+        machine = [environment(), torch.get_num_threads()]
+        text = json.dumps([sorted(values.items()), self._settings, machine])
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def known(self, fingerprint: str) -> Plan | None:

@@ -1,10 +1,11 @@
-"""The search of changes.py in C++ (``native/search.cpp``): a plan takes hundreds of thousands of changes."""
+"""The search of changes.py and moves.py in C++ (``native/search.cpp``): a plan takes some hundred thousand changes."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_double, c_int64, c_void_p
 from functools import cache
 from itertools import chain
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from backstash.ops.cpu import library
-from backstash.planning.model.peak import PeakModel
+from backstash.planning.model.peak import Bytes, PeakModel
 from backstash.planning.search.changes import ReferenceSearch, Search
+from backstash.planning.search.moves import Moves, alike, block_starts
 
 
 @cache
@@ -25,6 +27,10 @@ def _library() -> Any:
             "bs_search_new": (c_void_p, [c_void_p, c_void_p]),
             "bs_search_free": (None, [c_void_p]),
             "bs_search_set": (c_int64, [c_void_p, c_int64, c_int64]),
+            "bs_search_load": (None, [c_void_p, c_void_p]),
+            "bs_search_set_all": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),
+            "bs_search_lower": (c_int64, [c_void_p, c_int64, c_double, c_int64, c_void_p]),
+            "bs_search_relax": (None, [c_void_p, c_int64, c_void_p]),
         }
     )
 
@@ -32,12 +38,27 @@ def _library() -> Any:
 _VALUES = ("rank", "born", "first_read", "last_read", "read_starts", "reads")
 _ROWS = ("parent_starts", "parents", "fetch_starts", "fetches", "remakes", "has_error", "held", "at_start", "decode")
 _TIMES = ("decode_seconds", "own_seconds", "errors")
+_MOVES = ("first", "value_of", "nbytes", "alike")
 
 
 class _Step(ctypes.Structure):
     """``bs::Step``."""
 
-    _fields_ = (("values", c_int64), *((name, c_void_p) for name in (*_VALUES, *_ROWS, *_TIMES)))
+    _fields_ = (
+        ("values", c_int64),
+        *((name, c_void_p) for name in (*_VALUES, *_ROWS, *_TIMES)),
+        ("positions", c_int64),
+        ("rows", c_int64),
+        *((name, c_void_p) for name in _MOVES),
+        ("blocks", c_int64),
+        ("block_starts", c_void_p),
+    )
+
+
+class _Effort(ctypes.Structure):
+    """``bs::Effort``."""
+
+    _fields_ = tuple((name, c_double) for name in ("work", "end", "limit", "price"))
 
 
 class _Solution(ctypes.Structure):
@@ -57,7 +78,11 @@ class NativeSearch(Search):
     def __init__(self, model: PeakModel) -> None:
         super().__init__(model)
         self._arrays = _arrays(model)  # held here, because C++ has their addresses alone
-        self._step = _Step(len(model.nbytes), *(array.ctypes.data for array in self._arrays))
+        self._moves = [model.first, model.value_of, model.nbytes, alike(model), block_starts(model)]
+        *rows, blocks = (array.ctypes.data for array in self._moves)
+        counts = len(model.base), len(model.value_of)
+        addresses = (array.ctypes.data for array in self._arrays)
+        self._step = _Step(len(model.nbytes), *addresses, *counts, *rows, len(self._moves[-1]) - 1, blocks)
         state = (array.ctypes.data for array in (self.rows, self.live, self.makes, self.last))
         self._solution = _Solution(*state, self.seconds, self.error, self.conflicts)
         self._native = _library()
@@ -67,14 +92,74 @@ class NativeSearch(Search):
     def set(self, value: int, row: int) -> int:
         """Changes how a value is held (see :class:`backstash.planning.search.changes.Search`)."""
         touched: int = self._native.bs_search_set(self._search, value, row)
+        self._follow()
+        return touched
+
+    def load(self, rows: Bytes) -> None:
+        """Changes whatever differs from the given rows."""
+        wanted = np.ascontiguousarray(rows, np.int64)
+        self._native.bs_search_load(self._search, wanted.ctypes.data)
+        self._follow()
+
+    def set_all(self, values: Bytes, rows: Bytes, effort: _Effort) -> None:
+        """As Moves.set_all."""
+        values, rows = np.ascontiguousarray(values, np.int64), np.ascontiguousarray(rows, np.int64)
+        addresses = values.ctypes.data, rows.ctypes.data, len(values), ctypes.addressof(effort)
+        self._native.bs_search_set_all(self._search, *addresses)
+        self._follow()
+
+    def lower(self, level: int, tau: float, batch: int, effort: _Effort) -> bool:
+        """As Moves.lower."""
+        is_lowered = self._native.bs_search_lower(self._search, level, tau, batch, ctypes.addressof(effort))
+        self._follow()
+        return bool(is_lowered)
+
+    def relax(self, level: int, effort: _Effort) -> None:
+        """As Moves.relax."""
+        self._native.bs_search_relax(self._search, level, ctypes.addressof(effort))
+        self._follow()
+
+    def _follow(self) -> None:
         found = self._solution
         self.seconds, self.error, self.conflicts = found.seconds, found.error, found.conflicts
-        return touched
+
+
+class NativeMoves(Moves):
+    """The moves in C++."""
+
+    search: NativeSearch
+
+    def set_all(self, values: Sequence[int] | Bytes, rows: Sequence[int] | Bytes) -> None:
+        """As Moves.set_all."""
+        with self._effort() as effort:
+            self.search.set_all(np.asarray(values), np.asarray(rows), effort)
+
+    def lower(self, level: int, tau: float, batch: int) -> bool:
+        """As Moves.lower."""
+        with self._effort() as effort:
+            return self.search.lower(level, tau, batch, effort)
+
+    def relax(self, level: int) -> None:
+        """As Moves.relax."""
+        with self._effort() as effort:
+            self.search.relax(level, effort)
+
+    @contextmanager
+    def _effort(self) -> Iterator[_Effort]:
+        effort = _Effort(self.work, self.end, self.limit, self.price)
+        yield effort
+        self.work = effort.work
 
 
 def search_from_kept(model: PeakModel) -> Search:
     """A search that begins with all values kept: in C++ where there is the library."""
     return NativeSearch(model) if library.available() else ReferenceSearch(model)
+
+
+def moves_from_kept(model: PeakModel, limit: float) -> Moves:
+    """Moves of a search that begins with all values kept: in C++ where there is the library."""
+    search = search_from_kept(model)
+    return NativeMoves(search, limit) if isinstance(search, NativeSearch) else Moves(search, limit)
 
 
 def _arrays(model: PeakModel) -> list[np.ndarray]:

@@ -25,7 +25,6 @@ class Offers:
         self._parents = np.array([parent for _, parent in pairs], np.int64)
         stretches = [(row, at, read) for row, found in enumerate(model.fetched) for at, read in found]
         self._fetched = np.array(stretches, np.int64).reshape(-1, 3)
-        self._reads = np.concatenate([[0], np.cumsum(model.read_counts)[:-1]]).astype(np.int64)
 
     def make(self, search: Search, prices: Prices) -> tuple[Prices, Prices]:
         """Returns for each row the priced bytes that it would free, and the seconds that it would add.
@@ -39,10 +38,11 @@ class Offers:
         """
         model, value = self.model, self.model.value_of
         sums = np.concatenate([[0.0], np.cumsum(prices)])
+        read_prices = np.bincount(model.read_values, prices[model.read_positions], len(model.nbytes))
         start = np.where(model.remakes, search.makes[value], model.born[value])
         cost = model.held * (sums[search.last[value] + 1] - sums[start])
         cost += (model.encode + model.workspace) * prices[start]
-        cost += model.decode * np.add.reduceat(prices[model.read_positions], self._reads)[value]
+        cost += model.decode * read_prices[value]
         if len(self._fetched):
             row, at, read = self._fetched.T
             cost += np.bincount(row, model.decode[row] * (sums[read] - sums[at]), len(cost))

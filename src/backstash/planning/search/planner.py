@@ -52,6 +52,10 @@ REHEARSALS = 4
 """How many solutions are tried in a step at most, for one budget."""
 
 
+WORTH = 0.005
+"""By what share of a plain step another solution must be faster to be tried when one that keeps the budget is known."""
+
+
 class Planner:
     """Makes plans of one profile for many budgets: the frontier is searched once.
 
@@ -279,7 +283,10 @@ class Planner:
                 break
             off = self._reached(trial) - trial.peak_nbytes  # others will be off by as much
             fitting = [found for found in candidates if found.peak_nbytes + off <= budget]
-            trial = fitting[-1] if fitting else candidates[0]
+            other = fitting[-1] if fitting else candidates[0]
+            if self._reached(trial) <= budget and trial.seconds - other.seconds < WORTH * self.profile.seconds:
+                break
+            trial = other
         if self._usual is not None and self._usual.peak_nbytes <= budget:
             self._reached(self._usual)
         if not any(reached <= budget for reached in self._rehearsed.values()):

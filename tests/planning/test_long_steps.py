@@ -1,0 +1,54 @@
+"""A long step is timed while it is recorded; a time that the model does not expect is taken again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from torch import Tensor, nn, randn
+
+from backstash.planning.measure import profiling
+from backstash.planning.measure.profiling import profile
+from backstash.planning.model.plan import Plan
+from backstash.planning.search.planner import Planner
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], None], nn.Module, list[float]]:
+    """A step in which each run takes as long as a list says, its model, and that list."""
+    model, x, times = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)), nn.GELU()), randn(64, 32), [1.0]
+    run = profiling._Runs.run
+
+    def timed(runs: profiling._Runs, session: object = None) -> None:
+        run(runs, session)  # type: ignore[arg-type]
+        runs.seconds = times.pop(0) if len(times) > 1 else times[0]
+
+    def step() -> None:
+        loss: Tensor = model(x).square().sum()
+        loss.backward()
+
+    monkeypatch.setattr(profiling._Runs, "run", timed)
+    return step, model, times
+
+
+def test_a_profile_of_a_long_step_runs_it_five_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, model, times = counted(monkeypatch)
+    times[:] = [9.0, 2.0, 9.0, 9.0, 2.5, 77.0]  # warm and recorded, twice; then with everything kept
+    found = profile(step, model, min_nbytes=0)
+    assert found.seconds == pytest.approx(2.0) and found.session_seconds == pytest.approx(0.5)
+    assert times == [77.0]
+
+
+def test_a_time_that_is_expected_is_taken_once_and_another_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, model, times = counted(monkeypatch)
+    found = profile(step, model, min_nbytes=0)
+    assert found.clock is not None and found.rehearse is not None
+    plan = Planner(replace(found)).plan("90%")  # a copy has no ways to run the step
+    asked = replace(plan, seconds=1.02, plain_seconds=1.0)
+    assert isinstance(asked, Plan)
+    times[:] = [9.0, 1.04, 77.0]
+    found.rehearse(asked)  # type: ignore[call-arg]  # no method
+    assert found.clock(asked) == pytest.approx(1.04) and times == [77.0]
+    times[:] = [9.0, 1.8, 9.0, 0.9, 9.0, 1.08, 77.0]  # rehearsed; then two plain steps, and two under the plan
+    found.rehearse(asked)  # type: ignore[call-arg]
+    assert found.clock(asked) == pytest.approx(1.08 / 0.9) and times == [77.0]
