@@ -95,7 +95,7 @@ def compile_native(target: Path) -> str | None:
     """Compiles the library to ``target``. Returns None, or why there is none now (and then not an old one either)."""
     problem = "no C++ compiler was found (CXX, g++, clang++)"
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
         fresh = Path(scratch) / target.name
         for compiler in compilers():
             for openmp in (["-fopenmp"], []):  # Apple's clang has no OpenMP: one thread is better than none
@@ -118,7 +118,7 @@ def compile_module(target: Path) -> str | None:
     problem = "no C++ compiler was found (CXX, g++, clang++)"
     target.parent.mkdir(parents=True, exist_ok=True)
     undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []  # Python itself has the symbols
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
         fresh = Path(scratch) / target.name
         for compiler in compilers():
             command = [*compiler, *FLAGS, "-fvisibility=hidden", f"-I{sysconfig.get_path('include')}", "-shared"]
@@ -155,7 +155,7 @@ def compile_replay(target: Path) -> str | None:
     target.parent.mkdir(parents=True, exist_ok=True)
     undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
     for compiler in compilers():
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
             fresh = Path(scratch) / target.name
             command = [*compiler, "-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-shared", *undefined]
             sources = map(str, sorted((NATIVE / "replay").glob("*.cpp")))

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 import backstash as bs
 from backstash import Session
 from backstash.capture import repeated
+from backstash.codecs import Minifloat
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
+from backstash.policies import Action, Keep, Policy, Stash
 from backstash.replay import replaying
+from backstash.saved import Need, SavedTensor
 from backstash.stash.remaking import REPEAT
 from tests.networks import families
 from tests.networks.resnet import resnet
@@ -385,3 +388,39 @@ def test_what_cannot_be_replayed_says_why() -> None:
             loss = model(images())
         loss.backward()
     assert "moved" in session.report().programs()
+
+
+class Particular(Minifloat):
+    """Serves readers of linear layers, and notes how often it is asked."""
+
+    asked = 0
+
+    def refuses_reader(self, saved: SavedTensor) -> str | None:
+        """None: it serves everybody, today."""
+        Particular.asked += 1
+        return None
+
+
+class OfLinearLayers(Policy):
+    """Stores what linear layers read by a codec that asks who reads."""
+
+    is_fixed = True
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """A Stash for linear layers."""
+        return Stash(Particular("fp16")) if saved.op == "Addmm" and saved.need is Need.VALUE else Keep()
+
+
+def test_a_codec_that_asks_about_its_readers_is_asked_in_every_pass() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64))
+    session = Session(OfLinearLayers(), model=model, min_nbytes=MIN_NBYTES, stop_if_useless=False)
+    counts = []
+    for _ in range(2 * STEPS):
+        before = Particular.asked
+        with session:
+            loss = model(torch.ones(64, 64)).square().sum()
+        loss.backward()
+        counts.append(Particular.asked - before)
+    assert session._is_replayed
+    assert counts[-1] >= 1
