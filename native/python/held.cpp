@@ -148,7 +148,9 @@ PyObject* configure(PyObject*, PyObject*, PyObject* given) {
         if (found != nullptr) *each.object = Py_NewRef(found);
     }
     PyObject* table = PyDict_GetItemString(given, "access");
-    if (table != nullptr) {
+    if (table == Py_None) {  // attributes are asked, as where the table was not built
+        access = nullptr;
+    } else if (table != nullptr) {
         const auto* found = static_cast<const Access*>(PyCapsule_GetPointer(table, "backstash.access"));
         if (found == nullptr) return nullptr;
         if (found->number == ACCESS_NUMBER) access = found;

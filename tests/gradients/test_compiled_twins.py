@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +34,21 @@ from backstash.stash.value import Saved, Value
 functions = compiled.functions
 
 pytestmark = pytest.mark.skipif(functions is None, reason="nothing is compiled: run 'python setup.py build_native'")
+
+
+@pytest.fixture(autouse=True, params=["torch's objects", "attributes"])
+def _way_to_torch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The functions read torch's own objects, or ask attributes, as where nothing was built against this torch."""
+    if request.param == "attributes":
+        functions.configure(access=None)
+        yield
+        if compiled.replay is not None:
+            functions.configure(access=compiled.replay.table)
+    elif compiled.replay is None:
+        pytest.skip("nothing was built against this torch")
+    else:
+        yield
+
 
 TENSORS: dict[str, Callable[[], Tensor]] = {
     "dense": lambda: torch.ones(2, 3),
@@ -278,6 +293,7 @@ class Listener:
     """Writes down what it is told."""
 
     recomputes, is_timing, remakes_anything = True, False, False
+    recorder = replaying = None
 
     def __init__(self) -> None:
         self.told: list[Any] = []
