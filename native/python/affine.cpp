@@ -80,7 +80,7 @@ void find_norm(PyObject* recipe, Parts& parts) {
     }
 }
 
-// See fused._parts.
+// See fused.parts_of.
 Form find_parts(PyObject* recipe, Parts& parts) {
     PyObject* call = call_of(recipe);
     PyObject *inside = recipe, *spec = at(call, layout::call.spec);

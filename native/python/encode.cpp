@@ -12,7 +12,7 @@ enum class Done { yes, left, error };
 
 Done done(bool well) { return well ? Done::yes : Done::error; }
 
-// See encode._strength: whether one saved tensor is stronger than the other.
+// See encode.strength: whether one saved tensor is stronger than the other.
 bool is_stronger(PyObject* saved, PyObject* other) {
     const int need = rank_of(at(saved, layout::saved.need)), others = rank_of(at(other, layout::saved.need));
     if (need != others) return need > others;

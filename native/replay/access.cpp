@@ -1,6 +1,7 @@
 // Reads torch's own objects for the compiled functions: see native/python/access.h. It is built for one torch, and the
 // module has no use but to hand the table over.
 #include "../python/access.h"
+#include "transforms.h"
 
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -14,16 +15,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/version.h>
-
-// The headers of these two need others that torch does not hand out, or are long; only whether there is anything is asked.
-namespace at::functorch {
-struct DynamicLayer;
-TORCH_API std::vector<DynamicLayer>& getDynamicLayerStack();
-}  // namespace at::functorch
-namespace torch::jit::tracer {
-struct TracingState;
-TORCH_API const std::shared_ptr<TracingState>& getTracingState();
-}  // namespace torch::jit::tracer
 
 namespace backstash {
 namespace {
@@ -127,9 +118,7 @@ int64_t function_modes() { return at::impl::PythonTorchFunctionTLS::stack_len();
 
 int64_t dispatch_modes() { return c10::impl::TorchDispatchModeTLS::stack_len(); }
 
-int is_transformed() {
-    return !at::functorch::getDynamicLayerStack().empty() || torch::jit::tracer::getTracingState() != nullptr;
-}
+int is_transformed() { return has_transform(); }
 
 int is_in_backward() { return torch::autograd::get_current_node() != nullptr; }
 

@@ -12,7 +12,6 @@ namespace {
 
 constexpr int64_t SMALLEST = 1 << 18;  // as in buffers.py
 constexpr int MANY = 8;                // as in decode.py
-constexpr int64_t ELEMENTS = 64;       // as in sample.py
 constexpr int64_t ROOM = 8;            // as in backward/table.py
 
 using Clock = std::chrono::steady_clock;
@@ -164,7 +163,7 @@ at::Tensor decoded(Slot& slot) {
         const WithoutGil running(numel * width);
         kernels.mask_decode(mask, to, numel, width, value.if_set, value.if_clear, threads);
     } else {
-        call(slot.session->decode.get(), value.ways.get(), slot.encoded.get(), wrapped(out).get(), value.key.get());
+        call(slot.session->decode.get(), value.ways.get(), slot.encoded.get(), wrapped(out).get());
     }
     return out;
 }

@@ -1,6 +1,7 @@
 // A forward pass that goes as an earlier one went: what autograd saves is compared with what it saved then, and each value
 // becomes what its program says. Where anything differs, the pass goes on the long way: see replay/replaying.py.
 #include "replayer.h"
+#include "transforms.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -15,20 +16,10 @@
 #include <chrono>
 #include <cstring>
 
-namespace at::functorch {
-struct DynamicLayer;
-TORCH_API std::vector<DynamicLayer>& getDynamicLayerStack();
-}  // namespace at::functorch
-namespace torch::jit::tracer {
-struct TracingState;
-TORCH_API const std::shared_ptr<TracingState>& getTracingState();
-}  // namespace torch::jit::tracer
-
 namespace backstash::replay {
 namespace {
 
 constexpr int64_t SNAPSHOT_NBYTES = 1 << 20;  // as in contents.py
-constexpr int64_t ELEMENTS = 64;              // as in sample.py
 constexpr uint64_t SPREAD = 0x9E3779B1;       // as in sample.py
 
 using Clock = std::chrono::steady_clock;
@@ -60,10 +51,6 @@ bool is_odd(const at::Tensor& x) {
 
 bool is_ordinary(const at::Tensor& x) {
     return x.layout() == at::kStrided && !x.is_nested() && x.has_storage() && !is_odd(x);
-}
-
-bool is_transformed() {
-    return !at::functorch::getDynamicLayerStack().empty() || torch::jit::tracer::getTracingState() != nullptr;
 }
 
 c10::StorageImpl* storage_of(const at::Tensor& x) { return x.storage().unsafeGetStorageImpl(); }
@@ -746,7 +733,7 @@ void end_run(Replayer& replayer, bool is_left) {
 }
 
 PyObject* pack(Replayer& replayer, PyObject* object) {
-    if (replayer.run == nullptr || is_in_backward() || is_transformed())
+    if (replayer.run == nullptr || is_in_backward() || has_transform())
         return call(replayer.session->take_in.get(), object).release();
     const std::shared_ptr<Run> run = replayer.run;
     const bool is_followed = is_plain(object) && c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
@@ -777,7 +764,7 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
         const Object named = kwargs == nullptr ? Object(Py_None) : Object(kwargs);
         return call(run->session->rare.get(), function, args, named.get()).release();
     };
-    if (is_transformed() || run->in_call) return PyObject_Call(function, args, kwargs);
+    if (has_transform() || run->in_call) return PyObject_Call(function, args, kwargs);
     PyObject* known = PyDict_GetItemWithError(replayer.kinds.get(), function);
     if (known == nullptr) {
         PyErr_Clear();

@@ -9,6 +9,8 @@
 
 namespace backstash::replay {
 
+constexpr int64_t ELEMENTS = 64;  // of a sample, as in sample.py
+
 struct Slot;
 struct Session;
 

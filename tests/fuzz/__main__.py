@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None, policy: Policy | None = None) -
         return interrupts.main(given[1:])
     options = _options(given)
     if options.replay:
-        repeated.EQUAL, replaying.SHARE, replaying.PERIOD = 0, 0, 5
+        repeated.EQUAL, replaying.PERIOD = 0, 5
+        replaying.lowers_little = lambda lowered_nbytes, saved_nbytes: False
     torch.set_num_threads(1)
     folder = Path(options.failures or tempfile.mkdtemp(prefix="fuzz-failures-"))
     folder.mkdir(parents=True, exist_ok=True)

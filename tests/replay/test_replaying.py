@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import backstash as bs
 from backstash import Session
+from backstash.backward import exclusive, table
 from backstash.capture import repeated
 from backstash.codecs import Minifloat
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
@@ -424,3 +425,26 @@ def test_a_codec_that_asks_about_its_readers_is_asked_in_every_pass() -> None:
         counts.append(Particular.asked - before)
     assert session._is_replayed
     assert counts[-1] >= 1
+
+
+def test_a_switch_turns_overwriting_off_in_replayed_passes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "LARGE", 0)
+    monkeypatch.setattr(table, "CHEAP_CLAIM", 0)
+    asked: list[bool] = []
+    original = exclusive.is_alone
+    monkeypatch.setattr(exclusive, "is_alone", lambda *args: asked.append(original(*args)) or asked[-1])
+    for overwrite in (True, False):
+        torch.manual_seed(0)
+        twin = Twin(Block(), overwrite_gradients=overwrite)
+        twin.settle(images())
+        asked.clear()
+        twin.step(images())
+        assert twin.session._is_replayed
+        assert any(asked) is overwrite
+
+
+def test_sessions_of_one_model_that_were_given_other_sizes_do_not_share_a_script(twin: Twin) -> None:
+    twin.settle(images())
+    twin.session = Session("lossless", model=twin.other, min_nbytes=1 << 20, stop_if_useless=False)
+    twin.step(images())
+    assert not twin.session._is_replayed

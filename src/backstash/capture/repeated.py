@@ -12,12 +12,14 @@ class Passes:
     """What is known of the passes of one model under one policy.
 
     Attributes:
-        script: the script, and the same as the interpreter has read it; None where none was written.
+        script, read: the script, and the same as the interpreter has read it; None where none was written.
+        counted: how many tensors the latest pass has saved, and their bytes.
         equal: how many equal passes there were.
         needed: how many there have to be.
         refusal: why the latest one could not be written down.
         since: how many passes have run the script since one went the long way.
-        misses: how many passes were given back.
+        runs, misses: how many passes have begun with a script, and how many of these were given back.
+        step: the accounts of the pass that was written down.
     """
 
     __slots__ = ("counted", "equal", "misses", "needed", "read", "refusal", "runs", "script", "since", "step")
@@ -28,7 +30,7 @@ class Passes:
         self.counted = (0, 0)
         self.equal, self.needed, self.since, self.misses, self.runs = 0, EQUAL, 0, 0, 0
         self.refusal = ""
-        self.step: Any = None  # the accounts of the pass that was written down
+        self.step: Any = None
 
     def forget(self) -> None:
         """The passes differ: it takes twice as many equal ones until the next is written down."""

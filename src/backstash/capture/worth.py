@@ -37,6 +37,11 @@ ROUNDS = 5
 clock = time.perf_counter
 
 
+def lowers_little(lowered_nbytes: int, saved_nbytes: int) -> bool:
+    """Whether so many bytes are less than one in SHARE of what a step saves."""
+    return SHARE * lowered_nbytes < saved_nbytes
+
+
 class Worth:
     """What is known of the worth of Sessions for one model under one policy.
 
@@ -102,7 +107,9 @@ class Worth:
             freed_nbytes: bytes of these that the Session does not hold.
             early_nbytes: returns bytes that it holds, and may free early.
         """
-        if SHARE * freed_nbytes >= saved_nbytes or SHARE * (freed_nbytes + early_nbytes()) >= saved_nbytes:
+        if not lowers_little(freed_nbytes, saved_nbytes) or not lowers_little(
+            freed_nbytes + early_nbytes(), saved_nbytes
+        ):
             if self._is_comparing or self._is_compared:
                 self._needed = min(2 * self._needed, MOST_EQUAL_STEPS)
             self._begin_anew()

@@ -190,7 +190,7 @@ class ValueProgram:
         codec, mask, ways: of a value that is encoded.
         is_bitmask, mask_test, mask_element, mask_lo, mask_hi, if_set, if_clear: of a mask that the kernels in C++ make.
         tree: of a value that is made again.
-        text: the same as text.
+        text: what a report says of that: the codec, the recipe, or why it is held.
         delay, held, gone, settled: as in stash/place.py.
         spared, spares: in how many passes codecs that have declined it are asked again, and then; 0 for never.
         account: of the value in the pass that was written down.

@@ -40,7 +40,7 @@ from backstash.stash.calls import INPUT, Content, Held, Leaf
 from backstash.stash.compiled import is_odd, is_traced
 from backstash.stash.contents import Contents
 from backstash.stash.decode import decoded_dtype
-from backstash.stash.encode import _strength as strength
+from backstash.stash.encode import strength
 from backstash.stash.looking import PERIOD, SPARED
 from backstash.stash.patterns import Pattern
 from backstash.stash.recipes import Recipe
@@ -155,7 +155,6 @@ class Recorder:
         self._open: _Call | None = None
         self._by_saved: dict[int, int] = {}
         self._packed: dict[int, int] = {}  # small ones, by the id of what was packed
-        self.settings: Any = None
 
     def copied(self) -> list[weakref.ref[Tensor]]:
         """Parameters of an accelerator that the pass has copied."""
@@ -516,7 +515,7 @@ class _Writer:
         )
 
     def _affine(self, recipe: Recipe, inner: tuple[CallTree, ...]) -> AffinePass | None:
-        parts = fused._parts(recipe)
+        parts = fused.parts_of(recipe)
         if parts is None:
             return None
         activation, norm, source, residual = parts
@@ -527,12 +526,12 @@ class _Writer:
         if lies is None or source.spec.dtype is not torch.float32:
             return None
         device = spec.device
-        rounding = "" if device.type == "cpu" else fused._rounding(device, lies[1] == 1)
+        rounding = "" if device.type == "cpu" else fused.rounding_of(device, lies[1] == 1)
         if device.type != "cpu" and not rounding:
             return None
         made: CallTree | None = None
         added: GivenInput | None = None
-        second = fused._norm_within(residual, recipe.call)
+        second = fused.norm_within(residual, recipe.call)
         seconds = -1, -1, -1
         if second is not None:
             leaf = second.inputs[0]

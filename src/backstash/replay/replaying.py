@@ -32,6 +32,7 @@ from backstash.capture.forward import Forward
 from backstash.capture.names import scalar_of
 from backstash.capture.repeated import Passes
 from backstash.capture.side_effects import inplace_position
+from backstash.capture.worth import lowers_little
 from backstash.codecs import base
 from backstash.codecs.base import Encoded
 from backstash.codecs.direct import MaskBits, Readable
@@ -46,7 +47,7 @@ from backstash.replay.recorder import Recorder, RecordingForward, RefusedError, 
 from backstash.saved import SavedTensor, TensorSpec
 from backstash.stash import calls, compiled, held, producers, repeating
 from backstash.stash.accounts import Account, Step
-from backstash.stash.comparing import _distrusted as distrusted
+from backstash.stash.comparing import distrusted
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import check_memory
 from backstash.stash.pending import decide_if_orphaned
@@ -57,9 +58,6 @@ from backstash.torch_internals import no_torch_function, running_node
 
 if TYPE_CHECKING:
     from backstash.session import Session
-
-SHARE = 50
-"""A pass that lowers less than one in so many of the bytes that it saves is not replayed (capture/worth.py)."""
 
 PERIOD = 64
 """One in so many passes goes the long way."""
@@ -105,6 +103,7 @@ class Replaying:
         passes = ["take_back", "name", "before_end", "begin_backward", "rare"]
         asked = [*passes, "distrust", "sample", "check_sample", "others"]
         own = {name: ask(f"_{name}") for name in asked}
+        own["claim"] = partial(_claim, forward._live.overwrites)
         self._native = native.Replayer(
             **own, **_CALLBACKS, take_in=self._long_way(take_in), read=read, lock=forward._lock
         )
@@ -215,7 +214,7 @@ class Replaying:
         session = self._session()
         assert session is not None
         learned = self._learned
-        if SHARE and SHARE * step.freed_nbytes < step.saved_nbytes:
+        if lowers_little(step.freed_nbytes, step.saved_nbytes):
             recorder.refuse("it lowers little of what the pass saves")
         try:
             learned.script = recorder.script(session.min_nbytes, session.stores)
@@ -385,9 +384,8 @@ class Replayed:
 
     __slots__ = ("__weakref__", "overwrites", "packed", "spec")
 
-    def __init__(self, packed: Any, spec: TensorSpec) -> None:
-        self.packed, self.spec = packed, spec
-        self.overwrites = True
+    def __init__(self, packed: Any, spec: TensorSpec, overwrites: bool) -> None:
+        self.packed, self.spec, self.overwrites = packed, spec, overwrites
 
     def whole(self) -> Tensor:
         """The tensor, decoded or remade."""
@@ -422,11 +420,11 @@ class Replayed:
         native.adopt(self.packed, dead)
 
 
-def _claim(packed: Any, spec: TensorSpec, node: int, only_large: bool) -> Tensor | None:
+def _claim(overwrites: bool, packed: Any, spec: TensorSpec, node: int, only_large: bool) -> Tensor | None:
     """A claim for a saved tensor; where it is asked ``only_large``, if its layer's weight is large."""
     if only_large and not accumulation.awaits_large_weight():
         return None
-    stashed = Replayed(packed, spec)
+    stashed = Replayed(packed, spec, overwrites)
     claim = claims.claim(stashed, spec, node)
     if claim is not None and type(running_node()).__name__ in accumulation.LINEAR:
         linear.begin(stashed, node)
@@ -455,7 +453,7 @@ def _encode(ways: Ways, x: Tensor) -> Encoded | None:
         return None
 
 
-def _decode(ways: Ways, encoded: Encoded, out: Tensor, key: str) -> None:
+def _decode(ways: Ways, encoded: Encoded, out: Tensor) -> None:
     ways.codec.decode(encoded, out)
 
 
@@ -520,7 +518,6 @@ def _number_of(function: Any) -> int | None:
 
 
 _CALLBACKS: dict[str, Callable[..., Any]] = {
-    "claim": _claim,
     "claim_weight": linear.claim_weight,
     "claim_input": linear.claim_input,
     "modified": _modified,

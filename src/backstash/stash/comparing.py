@@ -187,9 +187,9 @@ def check_sample(value: Value, whole: Tensor) -> None:
         return
     assert recipe is not None
     if comparisons.takes(sample, whole):
-        comparisons.add(sample, whole, partial(_distrusted, value.live, value.key, recipe.call.spec, None))
+        comparisons.add(sample, whole, partial(distrusted, value.live, value.key, recipe.call.spec, None))
     elif sample.differs(whole):
-        raise RecomputedDifferentlyError(_distrusted(value.live, value.key, recipe.call.spec, str(recipe)))
+        raise RecomputedDifferentlyError(distrusted(value.live, value.key, recipe.call.spec, str(recipe)))
 
 
 def check_again(value: Value, recipe: Recipe, different: Tensor) -> None:
@@ -200,10 +200,10 @@ def check_again(value: Value, recipe: Recipe, different: Tensor) -> None:
         recipe: the recipe.
         different: which bits differ, on an accelerator.
     """
-    value.live.comparisons.add_different(different, partial(_distrusted, value.live, value.key, recipe.call.spec, None))
+    value.live.comparisons.add_different(different, partial(distrusted, value.live, value.key, recipe.call.spec, None))
 
 
-def _distrusted(live: Live, key: str, spec: TensorSpec, recipe: str | None) -> str:
+def distrusted(live: Live, key: str, spec: TensorSpec, recipe: str | None) -> str:
     """Distrusts a recipe from now on, all of a value's where it is None, and returns what is to be said."""
     live.distrusted.add((key, recipe))
     return (

@@ -92,7 +92,7 @@ class Encoder:
 
     def decide(self, value: Value, fresh: list[Saved]) -> None:
         """Store a value of which these saved tensors are left, none of which was changed."""
-        strongest = fresh[0] if len(fresh) == 1 else max(fresh, key=_strength)
+        strongest = fresh[0] if len(fresh) == 1 else max(fresh, key=strength)
         facts = strongest.tensor
         assert facts is not None and value.storage is not None
         if len(fresh) > 1:
@@ -380,7 +380,7 @@ def _next_life(key: str, before: str) -> str:
     return f"{where}:{role.partition('~')[0]}~{int(life or 1) + 1}"
 
 
-def _strength(saved: Saved) -> tuple[int, float]:
+def strength(saved: Saved) -> tuple[int, float]:
     """Orders saved tensors by what is read of them, and equal ones by their nodes, the first node's on top.
 
     So a value has the same key in each step, in whichever order its tensors were packed.

@@ -43,15 +43,15 @@ def affine(
         mask: a bit per element of the result in memory order: where it is clear the result is zero, elsewhere no less
             than the smallest normal number.
     """
-    parts = _parts(recipe)
+    parts = parts_of(recipe)
     if parts is None:
         return None
     activation, norm, source, residual = parts
     spec = recipe.call.spec
-    inner = _norm_within(residual, recipe.call)
+    inner = norm_within(residual, recipe.call)
     y = None  # It is fetched before x: if it is made from other values, these would lie beside x.
     if inner is not None:
-        y = fetch(inner.inputs[0])  # type: ignore[arg-type]  # _norm_within has seen that it is a leaf
+        y = fetch(inner.inputs[0])  # type: ignore[arg-type]  # norm_within has seen that it is a leaf
     elif residual is not None:
         y = fetch(residual) if isinstance(residual, Leaf) else residual[0].run(fetch)
     x = None if y is not None and not _is_image(y, spec) else fetch(source)
@@ -61,7 +61,7 @@ def affine(
     layout = images(x)
     if layout is None or not per_channel(x.shape[1], *vectors, *of_residual):
         return None
-    rounding = _rounding(x.device, layout[1] == 1)
+    rounding = rounding_of(x.device, layout[1] == 1)
     if not rounding:
         return None
     result = out() if out is not None else None
@@ -82,7 +82,7 @@ def _is_image(x: Tensor, spec: TensorSpec) -> bool:
     return x.dtype is torch.float32 and x.stride() == spec.stride and x.shape == spec.shape
 
 
-def _norm_within(residual: Leaf | tuple[Recipe, View] | None, of: Call) -> Recipe | None:
+def norm_within(residual: Leaf | tuple[Recipe, View] | None, of: Call) -> Recipe | None:
     """The batch norm whose result is added, if an accelerator's kernel may compute it as well."""
     if of.spec.device.type == "cpu" or not isinstance(residual, tuple) or not _is_norm(residual):
         return None
@@ -104,7 +104,7 @@ def _vectors(norm: Call) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     )
 
 
-def _rounding(device: torch.device, is_channels_last: bool) -> str:
+def rounding_of(device: torch.device, is_channels_last: bool) -> str:
     """The name of the order in which a batch norm computes under the settings of the process; "" where none is known.
 
     Note: [orders of a batch norm]
@@ -140,10 +140,10 @@ def _matching(device: torch.device, is_channels_last: bool) -> str:
 
 def has_form(recipe: Recipe) -> bool:
     """Whether a recipe is of the form that :func:`affine` makes; its tensors may still have other layouts."""
-    return _parts(recipe) is not None
+    return parts_of(recipe) is not None
 
 
-def _parts(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tuple[Recipe, View] | None] | None:
+def parts_of(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tuple[Recipe, View] | None] | None:
     """The activation, batch norm, its input and what is added; None where the recipe has another form."""
     name = recipe.call.name
     if name not in NUMBERS and name not in ("add", "batch_norm"):
