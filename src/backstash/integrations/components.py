@@ -1,7 +1,7 @@
 """A model that a configuration file names, wrapped: for torchtune's recipes, for Hydra, and for what reads them alike.
 
 Such files name a model by the dotted path of what builds it. Here that path becomes one argument more, and every other
-argument goes to the builder as before, so the recipe stays as it is (docs/use/frameworks-switches.md).
+argument goes to the builder as before, so the recipe stays as it is (docs/use/switches.md).
 """
 
 from __future__ import annotations
