@@ -1,10 +1,8 @@
 """Compiles native/*.cpp to src/backstash/ops/cpu/libbackstash_native.so: the build step that pyproject.toml cannot say.
 
-And native/python/*.cpp to src/backstash/stash/_held.abi3.so, a module of Python. It uses the limited API of Python
-3.11, so it fits every later Python too, as the library does, which is called through ctypes.
-
-And native/replay/*.cpp to src/backstash/stash/_replay.*.so, which reads torch's own objects for that module. It fits
-one Python and one torch, and is only built where that torch is there: without build isolation.
+And native/replay/*.cpp to src/backstash/interpreter/_replay.*.so, a module of Python that runs settled passes. It reads
+torch's own objects, so it fits one Python and one torch, and is only built where that torch is there: without build
+isolation.
 
 The step is optional. If there is no C++ compiler, or if it fails, the install goes on without what it could not compile
 and prints a notice; backstash then uses its references in Python. To compile in place, for development:
@@ -34,9 +32,8 @@ from setuptools.command.build import build
 ROOT = Path(__file__).parent
 NATIVE = ROOT / "native"
 LIBRARY = "backstash/ops/cpu/libbackstash_native.so"
-MODULE = "backstash/stash/_held.abi3.so"
-REPLAY = f"backstash/stash/_replay{sysconfig.get_config_var('EXT_SUFFIX')}"
-FILES = (LIBRARY, MODULE, REPLAY)
+REPLAY = f"backstash/interpreter/_replay{sysconfig.get_config_var('EXT_SUFFIX')}"
+FILES = (LIBRARY, REPLAY)
 # Nobody reads the flags that a division by zero sets: without them GCC makes vector code of more loops, as clang does.
 # A product and a sum are rounded one by one, as torch does: without the flag GCC would fuse them where it can.
 FLAGS = ("-O3", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC")
@@ -113,25 +110,6 @@ def compile_native(target: Path) -> str | None:
     return problem
 
 
-def compile_module(target: Path) -> str | None:
-    """Compiles the module of Python to ``target``. Returns None, or why there is none now (and then not an old one)."""
-    problem = "no C++ compiler was found (CXX, g++, clang++)"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []  # Python itself has the symbols
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
-        fresh = Path(scratch) / target.name
-        for compiler in compilers():
-            command = [*compiler, *FLAGS, "-fvisibility=hidden", f"-I{sysconfig.get_path('include')}", "-shared"]
-            sources = map(str, sorted((NATIVE / "python").glob("*.cpp")))
-            failure = run([*command, *undefined, *sources, "-o", str(fresh)])
-            if failure is None:
-                os.replace(fresh, target)
-                return None
-            problem = failure
-    target.unlink(missing_ok=True)
-    return problem
-
-
 def torch_flags() -> list[str] | None:
     """Where torch's headers and libraries are; None where there is no torch."""
     found = importlib.util.find_spec("torch")
@@ -194,10 +172,6 @@ class BuildNative(Command):
         if problem is not None:
             say(f"NOTICE: installing without the native CPU kernels, because {problem}")
             say("It works without them, on slow reference kernels. Install g++ and install again to get them.")
-        problem = compile_module(self.target(MODULE))
-        if problem is not None:
-            say(f"NOTICE: installing without the compiled hooks, because {problem}")
-            say("It works without them, in a microsecond or two more for each saved tensor.")
         problem = compile_replay(self.target(REPLAY))
         if problem is not None:
             say(f"NOTICE: installing without what reads torch's own objects, because {problem}")

@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant(
         "a remade value is not compared with its sample",
         "stash/sample.py",
-        "return self.bits != self._bytes(whole)",
+        "return not torch.equal(bits_of(elements), bits_of(self.bits))",
         "return False",
         ("gradients/test_unseen_changes.py", "gradients/test_recompute.py"),
     ),

@@ -1,5 +1,4 @@
-// The module of Python: the table of native/python/access.h, and what goes as an earlier forward pass went.
-#include "../python/access.h"
+// The module of Python: what goes as an earlier forward pass went.
 #include "replayer.h"
 
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -7,8 +6,6 @@
 #include <torch/version.h>
 
 namespace backstash {
-
-const void* access_table();
 
 namespace replay {
 
@@ -335,12 +332,11 @@ PyObject* set_delegate(PyObject*, PyObject* const* args, Py_ssize_t number) {
 
 PyObject* configure(PyObject*, PyObject* const* args, Py_ssize_t number) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(number == 3, "configure takes the class Parameter, a function, and one that returns addresses");
-    ParameterClass = Py_NewRef(args[0]);
-    ScalarOf = Py_NewRef(args[1]);
+    TORCH_CHECK(number == 2, "configure takes a function, and one that returns addresses");
+    ScalarOf = Py_NewRef(args[0]);
     const auto address = [&](const char* name) {
         const Object text = Object::taken(PyUnicode_FromString(name));
-        const Object found = call(args[2], text.get());
+        const Object found = call(args[1], text.get());
         return found.is_none() ? nullptr : PyLong_AsVoidPtr(found.get());
     };
     kernels.affine = reinterpret_cast<decltype(kernels.affine)>(address("bs_affine"));
@@ -348,6 +344,39 @@ PyObject* configure(PyObject*, PyObject* const* args, Py_ssize_t number) {
     kernels.bitmask_encode = reinterpret_cast<decltype(kernels.bitmask_encode)>(address("bs_bitmask_encode"));
     kernels.mask_decode = reinterpret_cast<decltype(kernels.mask_decode)>(address("bs_mask_decode"));
     Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+// Takes what holds and reads tensors that are not as common as here.
+PyObject* configure_holding(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(number == 2, "configure_holding takes two functions");
+    HoldReference = Py_NewRef(args[0]);
+    ReadReference = Py_NewRef(args[1]);
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* hold_one(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(number == 2, "hold takes a Holding and a tensor");
+    return hold(args[0], args[1]);
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* read_one(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(number == 2, "read takes a Reading and what was held");
+    return read(args[0], args[1]);
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* is_traced_now(PyObject*, PyObject*) { return PyBool_FromLong(is_traced()); }
+
+PyObject* is_odd_tensor(PyObject*, PyObject* x) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(THPVariable_Check(x), "is_odd takes a tensor");
+    return PyBool_FromLong(is_odd(THPVariable_Unpack(x)));
     END_HANDLE_TH_ERRORS
 }
 
@@ -362,6 +391,11 @@ PyMethodDef functions[] = {
     {"adopt", BACKSTASH_FAST(adopt_for), METH_FASTCALL, "Decodes into that memory from now on."},
     {"delegate", BACKSTASH_FAST(set_delegate), METH_FASTCALL, "Puts a Saved in its place."},
     {"configure", BACKSTASH_FAST(configure), METH_FASTCALL, "Takes what it needs of Python."},
+    {"configure_holding", BACKSTASH_FAST(configure_holding), METH_FASTCALL, "Takes what holds and reads rare tensors."},
+    {"hold", BACKSTASH_FAST(hold_one), METH_FASTCALL, "Holds a tensor with its version: see held.Holding."},
+    {"read", BACKSTASH_FAST(read_one), METH_FASTCALL, "Reads what was held: see held.Reading."},
+    {"is_traced", is_traced_now, METH_NOARGS, "See torch_internals.is_traced."},
+    {"is_odd", is_odd_tensor, METH_O, "See saved.is_odd."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -369,12 +403,12 @@ PyModuleDef definition{PyModuleDef_HEAD_INIT, "_replay", "Forward passes that go
                        nullptr, nullptr, nullptr, nullptr};
 
 bool make_types() {
-    packed_type.tp_name = "backstash.replay._replay.Packed";
+    packed_type.tp_name = "backstash.interpreter._replay.Packed";
     packed_type.tp_basicsize = sizeof(Packed);
     packed_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
     packed_type.tp_dealloc = packed_dealloc;
     packed_type.tp_getset = packed_attributes;
-    replayer_type.tp_name = "backstash.replay._replay.Replayer";
+    replayer_type.tp_name = "backstash.interpreter._replay.Replayer";
     replayer_type.tp_basicsize = sizeof(Replayer);
     replayer_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
     replayer_type.tp_new = replayer_new;
@@ -395,8 +429,10 @@ PyMODINIT_FUNC PyInit__replay() {
     if (!make_types()) return nullptr;
     PyObject* module = PyModule_Create(&definition);
     if (module == nullptr) return nullptr;
-    PyObject* table = PyCapsule_New(const_cast<void*>(backstash::access_table()), "backstash.access", nullptr);
-    const bool is_whole = table != nullptr && PyModule_AddObject(module, "table", table) == 0 &&
+    PyObject* nn = PyImport_ImportModule("torch.nn");
+    backstash::replay::ParameterClass = nn == nullptr ? nullptr : PyObject_GetAttrString(nn, "Parameter");
+    Py_XDECREF(nn);
+    const bool is_whole = backstash::replay::ParameterClass != nullptr &&
                           PyModule_AddStringConstant(module, "TORCH", TORCH_VERSION) == 0 &&
                           PyModule_AddObjectRef(module, "Replayer", reinterpret_cast<PyObject*>(&replayer_type)) == 0;
     return is_whole ? module : nullptr;

@@ -14,7 +14,13 @@ struct Replayer {
     Object otherwise;                // watches functions on the long way
 };
 
-extern PyObject *ParameterClass, *ScalarOf;
+extern PyObject *ParameterClass, *ScalarOf, *HoldReference, *ReadReference;
+
+bool is_plain(PyObject* object);     // a Tensor or a Parameter, of no class of the program
+bool is_odd(const at::Tensor& x);    // see saved.is_odd
+bool is_traced();                    // see torch_internals.is_traced
+PyObject* hold(PyObject* holding, PyObject* object);  // see held.Holding
+PyObject* read(PyObject* reading, PyObject* packed);  // see held.Reading
 
 PyObject* pack(Replayer& replayer, PyObject* object);
 PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs);

@@ -26,11 +26,6 @@ using Clock = std::chrono::steady_clock;
 
 Object wrapped(const at::Tensor& x) { return Object::taken(THPVariable_Wrap(x)); }
 
-bool is_plain(PyObject* object) {
-    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass ||
-           reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass;
-}
-
 bool is_parameter(PyObject* object, const at::Tensor& x) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass) return true;
     if (!x.is_view()) return false;
@@ -42,11 +37,6 @@ bool is_leaf_of_graph(const at::Tensor& x) { return x.requires_grad() && x.is_le
 
 bool is_pinned(const at::Tensor& x) {
     return is_leaf_of_graph(x) || (x.is_view() && is_leaf_of_graph(at::Tensor(x._base())));
-}
-
-bool is_odd(const at::Tensor& x) {
-    return x.is_quantized() || x.is_conj() || x.is_neg() || x.is_meta() || x.is_nested() || x.is_inference() ||
-           x._is_zerotensor();
 }
 
 bool is_ordinary(const at::Tensor& x) {
@@ -645,6 +635,16 @@ bool touch_all(Run& run, long effect, PyObject* args, PyObject* kwargs) {
 }
 
 }  // namespace
+
+bool is_plain(PyObject* object) {
+    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass ||
+           reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass;
+}
+
+bool is_odd(const at::Tensor& x) {
+    return x.is_quantized() || x.is_conj() || x.is_neg() || x.is_meta() || x.is_nested() || x.is_inference() ||
+           x._is_zerotensor();
+}
 
 Kernels kernels;
 PyObject *ParameterClass = nullptr, *ScalarOf = nullptr;

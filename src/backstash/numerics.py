@@ -142,20 +142,6 @@ _known: dict[Settings, Settings] = {}
 _latest: dict[str, Settings] = {}
 
 
-def agree_reference(readers: tuple[Callable[[], Any], ...], values: Settings) -> bool:
-    """Whether the functions return these values now."""
-    return tuple([read() for read in readers]) == values
-
-
-_agree: Callable[[tuple[Callable[[], Any], ...], Settings], bool] = agree_reference
-
-
-def agree_by(twin: Callable[[tuple[Callable[[], Any], ...], Settings], bool]) -> None:
-    """From now on a compiled twin of :func:`agree_reference` is asked, which makes no list and no tuple."""
-    global _agree
-    _agree = twin
-
-
 def settings(device_type: str) -> Settings:
     """The settings now, for results on that type of device. Equal ones are the same object.
 
@@ -163,9 +149,9 @@ def settings(device_type: str) -> Settings:
     """
     readers = READERS["cpu" if device_type == "cpu" else ""]
     latest = _latest.get(device_type)
-    if latest is not None and _agree(readers, latest):
-        return latest
     now = tuple([read() for read in readers])
+    if now == latest:
+        return latest
     _latest[device_type] = known = _known.setdefault(now, now)
     return known
 

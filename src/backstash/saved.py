@@ -169,6 +169,10 @@ class TensorSpec:
             known = _specs[index] = cls(tuple(x.shape), x.stride(), x.dtype, x.device, x.numel() * x.element_size())
         return known
 
+    def describes(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` has this spec."""
+        return x.dtype is self.dtype and x.shape == self.shape and x.stride() == self.stride and x.device == self.device
+
     @property
     def numel(self) -> int:
         """Number of elements."""

@@ -41,10 +41,10 @@ from backstash.errors import SessionError
 from backstash.gradient_error import Monitor
 from backstash.policies.base import Policy
 from backstash.replay import replaying
-from backstash.stash import compiled, held
+from backstash.stash import held
 from backstash.stash.accounts import Step
 from backstash.stash.contents import Contents
-from backstash.stash.encode import Encoder, encode
+from backstash.stash.encode import Encoder
 from backstash.stash.leaning import Leaning
 from backstash.stash.ledger import PeakRow, Report
 from backstash.stash.live import Live
@@ -149,12 +149,9 @@ class Session:
         self._forward = Forward(self.policy, self._names, self._live, *rooms, self._before_save, self._pack)
         self._steps, self._elsewhere = 0, False
         self._holding = held.Holding(self._forward.counted, self._before_hold)
-        self._reading = held.Reading(self._unpack, linear.claim_input, linear.claim_weight, accumulation.LINEAR)
-        self._hold, self._read = partial(held.hold_quickly, self._holding), partial(held.read_quickly, self._reading)
-        self._take_in = compiled.pack_hook(self._forward, self._pack)
-        self._replaying = self._forward.replaying = replaying.for_session(
-            self, self._forward, self._take_in, self._read
-        )
+        self._reading = held.Reading(self._unpack, linear.claim_input, accumulation.LINEAR)
+        self._hold, self._read = self._holding.hook(), self._reading.hook()
+        self._replaying = self._forward.replaying = replaying.for_session(self, self._forward, self._pack, self._read)
         self._is_replayed = False  # the pass in progress, or the latest one
         self._lock = self._live.lock
         self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check} {self._stops_if_useless}"
@@ -168,7 +165,7 @@ class Session:
             # Other Sessions do the work. What refers to this one would keep it, and a profiler that runs for it, until
             # the collector comes.
             del self._pending, self._remaking, self._encoder, self._forward, self._holding, self._reading
-            del self._hold, self._read, self._take_in, self._replaying
+            del self._hold, self._read, self._replaying
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
@@ -197,7 +194,7 @@ class Session:
                 self._hooks = hooks.Hooks(self._hold, self._read)
             else:
                 of = self._replaying
-                pack, unpack = (self._take_in, self._read) if of is None else (of.pack, of.unpack)
+                pack, unpack = (self._pack, self._read) if of is None else (of.pack, of.unpack)
                 self._hooks = hooks.Hooks(pack, unpack, self, self._forward)
             self._hooks.install()
         except BaseException as error:
@@ -483,7 +480,7 @@ class Session:
     def _encode(self, value: Value) -> None:
         """Encode a value that nobody but autograd holds."""
         self._leaning.forget(value.cdata)  # nobody can change it any more
-        encode(self._encoder, value)
+        self._encoder.encode(value)
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
@@ -506,7 +503,6 @@ class Session:
             live.unpacked = True
             self._holding.before = self._before_hold
             self._reading.is_simple = live.watcher is None and live.monitor is None
-            self._reading.min_nbytes = self._contents.min_nbytes
             live.stashed_nbytes = live.nbytes
             if self._replaying is not None:
                 live.stashed_nbytes += self._replaying.begin_backward(live.nbytes)
@@ -523,9 +519,6 @@ def _early_nbytes(step: Step) -> int:
         found += account.stash_nbytes if any(each) else 0
     return found
 
-
-if compiled.functions is not None:
-    compiled.functions.configure(session_type=Session)
 
 for _function in (Session._pack, Session._before_hold, Session._unpack, linear.claim_input, linear.claim_weight):
     hide_from_dynamo(_function, and_all_below=True)

@@ -43,10 +43,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backstash
-from backstash import Session
+from backstash import Session, interpreter
 from backstash.capture import modules, transforms
 from backstash.planning.run.budgeted import Budgeted
-from backstash.stash import compiled
 
 SOURCE = str(Path(backstash.__file__).parent)
 KINDS = ("signal", "call", "depth", "memory")
@@ -475,8 +474,8 @@ class Trial:
 
 def is_own_system_error(error: Exception) -> bool:
     """Whether a compiled function of the package has gone on with an error set. Functions of torch do so as well."""
-    own = [name for name, each in vars(compiled.functions or object()).items() if callable(each)]
-    texts = [f"<built-in function {name}>" for name in own] + ["_held", *(f"'{kind}' objects" for kind in _FINAL)]
+    own = [name for name, each in vars(interpreter.module or object()).items() if callable(each)]
+    texts = [f"<built-in function {name}>" for name in own] + ["_replay", *(f"'{kind}' objects" for kind in _FINAL)]
     return isinstance(error, SystemError) and any(text in str(error) for text in texts)
 
 

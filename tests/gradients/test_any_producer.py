@@ -574,7 +574,6 @@ def ctc_loss_is_tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if nobody knew that ctc_loss saves a table of which it fills only what the lengths of the texts need."""
     monkeypatch.setattr(producers, "_UNREPEATABLE", producers._UNREPEATABLE - {"ctc_loss"})
     monkeypatch.setattr(observer, "_kinds", {})
-    monkeypatch.setattr(observer, "_numbers", {})
     producers.is_repeatable.cache_clear()
     proofs.forget()
     yield

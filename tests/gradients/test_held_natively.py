@@ -1,4 +1,4 @@
-"""The compiled hooks of an idle Session do what their references in Python do."""
+"""The hooks of an idle Session in C++ do what those in Python do."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ from gradient_checks import differences
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from backstash import Session
+from backstash import Session, interpreter
 from backstash.errors import SavedTensorModifiedError
-from backstash.stash import held
-from backstash.stash.compiled import functions as compiled
 from backstash.stash.held import Holding, Reading
 
 Hold = Callable[[Holding, Tensor], Any]
 Read = Callable[[Reading, Any], Tensor]
 Hooks = tuple[Hold, Read]
 
-WAYS = {"reference": (held.hold_reference, held.read_reference)}
-if compiled is not None:
-    WAYS["compiled"] = compiled.hold, compiled.read
+WAYS: dict[str, Hooks] = {"reference": (Holding.hold, Reading.read)}
+if interpreter.module is not None:
+    WAYS["compiled"] = interpreter.module.hold, interpreter.module.read
 
 
 @pytest.fixture(params=["reference", "compiled"])
 def ways(request: pytest.FixtureRequest) -> Hooks:
     """The two functions, written in Python or compiled."""
     if request.param not in WAYS:
-        pytest.skip("the hooks are not compiled: run 'python setup.py build_native'")
+        pytest.skip("the interpreter is not built for this torch: run 'python setup.py build_native'")
     return WAYS[request.param]
 
 
@@ -46,7 +44,7 @@ def refused(packed: Any) -> Tensor:
 
 
 def simple(of_matrix: Callable[[Tensor], Tensor] = lambda x: x, of_nodes: tuple[str, ...] = ()) -> Reading:
-    reading = Reading(refused, of_matrix, of_matrix, of_nodes)
+    reading = Reading(refused, of_matrix, of_nodes)
     reading.is_simple = True
     return reading
 
@@ -134,7 +132,7 @@ def test_what_is_not_simple_goes_the_other_way(ways: Hooks) -> None:
         asked.append(packed)
         return torch.zeros(1)
 
-    reading = Reading(otherwise, lambda x: x, lambda x: x, ())
+    reading = Reading(otherwise, lambda x: x, ())
     read(reading, packed)
     reading.is_simple = True
     other: Any = object()

@@ -269,7 +269,6 @@ def _tells_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     functions = producers._overridable() | {tells}
     monkeypatch.setattr(producers, "_overridable", lambda: functions)
     monkeypatch.setattr(observer, "_kinds", {})
-    monkeypatch.setattr(observer, "_numbers", {})
     producers.is_repeatable.cache_clear()
     yield
     producers.is_repeatable.cache_clear()

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import backstash
-from backstash import Session
+from backstash import Session, interpreter
 from backstash.errors import SessionError
 from backstash.planning.run.budgeted import Budgeted
-from backstash.stash import compiled, repeating
+from backstash.stash import repeating
 from backstash.torch_internals import in_filled_memory, recording, under_autocast, without_gradients
 from tests.fuzz import interrupts
 from tests.fuzz.interrupts import Trial, left_behind, places_of, prepare
@@ -465,7 +465,7 @@ def test_a_signal_at_any_time(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiled.functions is None, reason="nothing is compiled")
+@pytest.mark.skipif(interpreter.module is None, reason="nothing is compiled")
 def test_an_allocation_that_fails() -> None:
     pytest.importorskip("_testcapi")
     assert trials("lossless", "memory", 15, step=3) == []

@@ -146,7 +146,6 @@ def test_the_tripwire_names_what_changed_where_no_observer_looks() -> None:
 
 def test_on_a_gpu_the_tripwire_is_looked_at_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "AT_ONCE", frozenset())
-    monkeypatch.setattr(Sample, "_bytes", lambda sample, whole: None)  # they are taken on CPU alone
     monkeypatch.setattr(sessions, "encode", Encoder.encode)  # whose twin takes them as well
     session = Session("lossless", min_nbytes=0)
     with pytest.raises(
@@ -160,7 +159,6 @@ def test_on_a_gpu_the_tripwire_is_looked_at_when_the_pass_ends(monkeypatch: pyte
 
 def test_passes_within_a_pass_and_passes_that_fail_are_looked_at_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "AT_ONCE", frozenset())
-    monkeypatch.setattr(Sample, "_bytes", lambda sample, whole: None)  # they are taken on CPU alone
     monkeypatch.setattr(sessions, "encode", Encoder.encode)  # whose twin takes them as well
     asked: list[int] = []
     compare = comparing._Pass.compare

@@ -10,7 +10,6 @@ from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.shape import stand_in
 from backstash.errors import SavedTensorModifiedError
 from backstash.stash import held
-from backstash.stash.compiled import functions
 from backstash.stash.decode import (
     StashedTensor,
     check_version,
@@ -139,14 +138,3 @@ def _claim(saved: Saved) -> Tensor | None:
     if claim is not None and type(running_node()).__name__ in accumulation.LINEAR:
         linear.begin(stashed, saved.node)
     return claim
-
-
-if functions is not None:
-    functions.configure(
-        claim_saved=_claim,
-        claiming=vars(table),
-        accumulating=vars(accumulation),
-        input_sizes=linear.INPUT_SIZES,
-        claim_input=linear.claim_input,
-        claim_weight=linear.claim_weight,
-    )

@@ -16,28 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backstash.capture import naming
-from backstash.capture.names import Names, scalar_of
+from backstash.capture.names import Names
 from backstash.capture.naming import find_saved, weight_copies
 from backstash.capture.side_effects import SideEffect, affected
-from backstash.formulas import op_of
+from backstash.interpreter import is_odd
 from backstash.policies.base import Policy, is_watching
 from backstash.saved import PLAIN, Need, SavedTensor
-from backstash.stash import compiled, held, parameters, regions, wrapped
+from backstash.stash import held, parameters, regions, wrapped
 from backstash.stash.accounts import Account, Step
 from backstash.stash.calls import CallPlace, Group
-from backstash.stash.compiled import is_odd
 from backstash.stash.contents import Contents, Inside
 from backstash.stash.decode import follow_original
 from backstash.stash.encode import Encoder
 from backstash.stash.leaning import Leaning
 from backstash.stash.live import Live
-from backstash.stash.pending import Pending, look_at
+from backstash.stash.pending import Pending
 from backstash.stash.place import Place
 from backstash.stash.value import Saved, Value, version_of
 from backstash.torch_internals import (
     any_autocast,
-    autocast_of,
     hide_from_dynamo,
     in_backward,
     is_traced,
@@ -48,7 +45,6 @@ TIMED_STEPS = 2
 """Steps in which it is noted how long functions take; the first also pays for what they prepare."""
 
 
-@compiled.laid_out
 class Forward:
     """Listens to the observer, and takes in what autograd saves.
 
@@ -198,7 +194,7 @@ class Forward:
     def look_at_due(self) -> None:
         """Encode what nobody holds any more, of what it is time to look at."""
         with no_torch_function(), self._lock:
-            look_at(self._pending, self._pending.due.pop(self._pending.clock))
+            self._pending.look_at(self._pending.due.pop(self._pending.clock))
 
     def after_function(self, result: Any) -> None:
         """A torch function has returned: name what it has saved."""
@@ -495,18 +491,6 @@ class Forward:
         known[1].share(facts)
         return known[1]
 
-
-if compiled.functions is not None:
-    compiled.functions.configure(
-        forward_type=Forward,
-        any_autocast=any_autocast,
-        autocast_of=autocast_of,
-        weight_copies=weight_copies,
-        op_of_node=op_of,
-        scalar_of=scalar_of,
-        node_attributes=naming.attributes,
-        make_node_attributes=naming.saved_attributes,
-    )
 
 for _function in (
     Forward.before_function,

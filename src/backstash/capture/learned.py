@@ -31,7 +31,6 @@ from torch import nn
 from backstash.capture.repeated import Passes
 from backstash.capture.worth import Worth
 from backstash.stash.accounts import Step
-from backstash.stash.compiled import laid_out
 from backstash.stash.noting import Limit, Noting
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ QUIET_STEPS = 2
 """Equal steps without anything to do after which a Session is idle."""
 
 
-@laid_out
 class Learned:
     """What is known of the steps of one model under one policy.
 

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from backstash.stash import compiled
-from backstash.stash.compiled import is_traced
+from backstash.interpreter import is_traced
 from backstash.torch_internals import (
     compiler,
     count_function_modes,
@@ -83,11 +81,7 @@ def listen(listener: ModuleListener | None) -> None:
     with _lock:
         _listeners[id(listener)] = listener
         _install()
-    if compiled.functions is None:
-        _active.enter, _active.leave = listener.enter_module, listener.leave_module
-    else:  # which call these methods where the module is not known yet
-        _active.enter = partial(compiled.functions.enter_module, listener)
-        _active.leave = partial(compiled.functions.leave_module, listener)
+    _active.enter, _active.leave = listener.enter_module, listener.leave_module
 
 
 def unlisten(listener: ModuleListener | None, is_here: bool) -> None:

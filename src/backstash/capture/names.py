@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from backstash import formulas
 from backstash.capture.learned import Learned
 from backstash.saved import SavedTensor, TensorSpec
-from backstash.stash import compiled
 from backstash.stash.calls import CallPlace
 from backstash.stash.noting import Noting
 from backstash.stash.place import Place
@@ -43,7 +42,6 @@ There are several where a module is called more than once in a step, or where st
 """
 
 
-@compiled.laid_out
 class Frame:
     """A module call in progress: its path, what keys call it, and how many nodes of each op and calls it has made."""
 
@@ -54,7 +52,6 @@ class Frame:
         self.counts: dict[Any, int] = {}  # by the name of an op, or the function
 
 
-@compiled.laid_out
 class KnownNode:
     """What is known of the tensors that one node of the model saves (Note: [known nodes])."""
 
@@ -65,7 +62,7 @@ class KnownNode:
         self.specs = tuple([place.facts.spec for place in places])
 
 
-def _fits(known: KnownNode, node: Any, found: list[tuple[str, Saved]], scalar_of: Callable[[Any, str], Any]) -> bool:
+def fits(known: KnownNode, node: Any, found: list[tuple[str, Saved]], scalar_of: Callable[[Any, str], Any]) -> bool:
     """Whether the same holds for a node of the same type, place and number.
 
     Args:
@@ -80,10 +77,6 @@ def _fits(known: KnownNode, node: Any, found: list[tuple[str, Saved]], scalar_of
         if not saved.looks_like(spec):
             return False
     return not known.asked or all(scalar_of(node, name) == scalar for name, scalar in known.asked)
-
-
-fits = _fits if compiled.functions is None else compiled.functions.fits_node
-"""As :func:`_fits`, compiled where there is a compiled one."""
 
 
 class _Result(NamedTuple):
@@ -119,7 +112,6 @@ def _is_comparable(scalar: Any) -> bool:
     return isinstance(scalar, (bool, int, float, str, type(None)))
 
 
-@compiled.laid_out
 class Names:
     """Knows which module is running, and names what autograd saves.
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from backstash.saved import is_tensor
-from backstash.stash import compiled, wrapped
+from backstash.stash import wrapped
 from backstash.stash.value import Saved
 
 NamedTensors = list[tuple[Any, list[tuple[str, Saved]]]]
@@ -22,14 +22,11 @@ def find_saved(result: Any, unnamed: list[Saved]) -> tuple[NamedTensors, list[Sa
         What was found of those that are plain, and the rest of these.
     """
     nodes: list[Any] = [result.grad_fn] if type(result) is Tensor else [x.grad_fn for x in tensors_within(result)]
-    if compiled.functions is not None:
-        known: tuple[NamedTensors, list[Saved]] = compiled.functions.find(nodes, unnamed, attributes, saved_attributes)
-        return known
     wanted = {id(saved): saved for saved in unnamed if saved.is_plain}
-    return find_reference(nodes, wanted), list(wanted.values())
+    return find_by_nodes(nodes, wanted), list(wanted.values())
 
 
-def find_reference(nodes: list[Any], wanted: dict[int, Saved]) -> NamedTensors:
+def find_by_nodes(nodes: list[Any], wanted: dict[int, Saved]) -> NamedTensors:
     """As :func:`find_saved`. Found tensors are removed from ``wanted``.
 
     The walk is bounded: what a function returns may hang on a long graph although the node that saved is not in it.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from backstash.capture.side_effects import SideEffect, inplace_position, side_effect_of
-from backstash.stash import calls, compiled, producers
+from backstash.stash import calls, producers
 from backstash.stash.regions import Region
 from backstash.torch_internals import (
     TorchDispatchMode,
@@ -110,13 +110,10 @@ class Observer(TorchFunctionMode):
         """Begins with whom it tells; with nobody, it is what a compiler finds installed (Note: [recomputed alike])."""
         super().__init__()
         self.is_over = False
-        functions, self._watch = compiled.functions, _rare
+        self._watch = _pass_on if listener is None else _to_the_long_way
         if listener is None:
-            self._watch = _pass_on
             return
         self.listener = listener
-        if functions is not None:
-            self._watch = functions.watch(listener, _numbers, _RARE, calls.random_state, _RESULTS, _EFFECTS)
         if listener.replaying is not None:
             self._watch = listener.replaying.watch(self._watch)
 
@@ -131,7 +128,7 @@ class Observer(TorchFunctionMode):
             # It is traced: the compiled function saves its tensors in one op of its own.
             return func(*args, **(kwargs or {}))
         done = self._watch(func, args, kwargs)
-        if done is not _RARE:
+        if done is not _LONG_WAY:
             return done
         if is_traced():  # Note: [transforms] in transforms.py
             return func(*args, **(kwargs or {}))
@@ -275,24 +272,20 @@ _RESULTS = frozenset({Tensor, tuple, list})
 _ATTENTION = seen_inside(F.multi_head_attention_forward)
 
 _kinds: dict[Callable[..., Any], _Kind] = {}
-_numbers: dict[Callable[..., Any], int] = {}
-"""Of those functions of which the compiled observer knows all that there is to do: the number of their kind."""
-
-_RARE = object()
-"""What the compiled observer returns where it has done nothing, because more is to be done than it knows of."""
+_LONG_WAY = object()
+"""What is returned for a call that belongs to no pass that is known (Note: [settled passes])."""
 
 
-def _rare(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """In the place of the compiled observer, where there is none."""
-    return _RARE
+def _to_the_long_way(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Leaves a call to the observer."""
+    return _LONG_WAY
 
 
 def _pass_on(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """In the place of the compiled observer, where nobody listens."""
+    """Calls a function of which nobody is told."""
     return func(*args, **(kwargs or {}))
 
 
-_EFFECTS = tuple(sorted(SideEffect, key=lambda effect: effect.value))
 _MOST_KINDS = 4096
 
 
@@ -301,21 +294,12 @@ def _kind_of(func: Callable[..., Any]) -> _Kind:
         kind = _Kind(func)
         if len(_kinds) < _MOST_KINDS:
             _kinds[func] = kind
-            if not (kind.differentiates or kind.assigns_data or kind.effect is SideEffect.ESCAPES):
-                _numbers[func] = _number_of(func, kind)
     except TypeError:  # it cannot be hashed
         kind = object.__new__(_Kind)
         kind.effect, kind.has_inplace = side_effect_of(func, (), {}), False
         kind.is_cheap = kind.is_repeatable = kind.is_backward = kind.assigns_data = kind.differentiates = False
         kind.inside = None
     return kind
-
-
-def _number_of(func: Callable[..., Any], kind: _Kind) -> int:
-    """What the compiled observer knows of a function, as one number (see native/python/observer.cpp)."""
-    position = inplace_position(func)
-    draws = producers.may_draw(func)
-    return kind.effect.value + 4 * kind.is_cheap + 8 * draws + 16 * (0 if position is None else position + 1)
 
 
 for _function in (Observer.__torch_function__, _pass_on):

@@ -16,6 +16,7 @@ from backstash.capture.forward import Forward
 from backstash.capture.names import Names
 from backstash.codecs import base
 from backstash.codecs.masks.codec import Bitmask
+from backstash.interpreter import is_odd, is_traced
 from backstash.ops import backends
 from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
 from backstash.ops.layout import Rounding, images
@@ -37,7 +38,6 @@ from backstash.replay.program import (
 from backstash.saved import PLAIN, Mask, Need, TensorSpec
 from backstash.stash import calls, fused, parameters
 from backstash.stash.calls import INPUT, Content, Held, Leaf
-from backstash.stash.compiled import is_odd, is_traced
 from backstash.stash.contents import Contents
 from backstash.stash.decode import decoded_dtype
 from backstash.stash.encode import strength

@@ -24,8 +24,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from backstash import interpreter
 from backstash.backward import accumulation, claims, linear
 from backstash.capture import naming, observer
 from backstash.capture.forward import Forward
@@ -45,12 +46,11 @@ from backstash.policies.base import knows_room
 from backstash.replay.program import Script, ValueFate
 from backstash.replay.recorder import Recorder, RecordingForward, RefusedError, Ways
 from backstash.saved import SavedTensor, TensorSpec
-from backstash.stash import calls, compiled, held, producers, repeating
+from backstash.stash import calls, held, producers, repeating
 from backstash.stash.accounts import Account, Step
 from backstash.stash.comparing import distrusted
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import check_memory
-from backstash.stash.pending import decide_if_orphaned
 from backstash.stash.remaking import REPEAT
 from backstash.stash.sample import Rows, Sample
 from backstash.stash.value import Saved, Value
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
 PERIOD = 64
 """One in so many passes goes the long way."""
 
-native: Any = compiled.replay
+native: Any = interpreter.module
 """The interpreter; None where it was not built for this torch."""
 
 if native is not None:
-    native.configure(nn.Parameter, scalar_of, library.address_of)
+    native.configure(scalar_of, library.address_of)
 
 
 class Replaying:
@@ -303,7 +303,7 @@ class Replaying:
         if is_orphan and value is not None:
             number = script.saves[members[0][3]].value
             self._account_for(value, script.values[number].account)
-            decide_if_orphaned(forward._pending, value)
+            forward._pending.decide_if_orphaned(value)
             if value.form is not None and script.values[number].program is ValueFate.HOLD:
                 self._is_stale = True  # a codec takes it now
 
@@ -326,7 +326,7 @@ class Replaying:
         forward.unnamed = []
         with no_torch_function():
             nodes = [x.grad_fn for x in naming.tensors_within(result)]
-            for node, found in naming.find_reference(nodes, wanted):
+            for node, found in naming.find_by_nodes(nodes, wanted):
                 forward._take_of_node(node, found)
             for saved in wanted.values():
                 forward._take_of_unknown(saved)

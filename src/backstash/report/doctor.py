@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from backstash import accelerator, codecs, testing
+from backstash import accelerator, codecs, interpreter, testing
 from backstash.integrations import allocator
 from backstash.ops import backends
 from backstash.report import machine, meter
 from backstash.saved import TensorSpec
-from backstash.stash import compiled
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -83,8 +82,8 @@ def _kernels(device: str) -> Diagnosis:
 
 
 def _replay() -> str:
-    if compiled.replay is not None:
-        return f"steps that repeat themselves are replayed; built for torch {compiled.replay.TORCH}"
+    if interpreter.module is not None:
+        return f"steps that repeat themselves are replayed; built for torch {interpreter.module.TORCH}"
     how = "install backstash beside this torch with --no-build-isolation"
     return f"no step is replayed: nothing is built for torch {torch.__version__} ({how})"
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from backstash.proofs import Counts
 from backstash.saved import Effect, SavedTensor
-from backstash.stash.compiled import laid_out
 from backstash.stash.ledger import Entry
 from backstash.stash.regions import RegionCall, region_names
 
 
-@laid_out
 class Account:
     """What became of one storage in the step in progress; :meth:`row` makes the report's Entry of it.
 
@@ -84,7 +82,6 @@ class Account:
         )
 
 
-@laid_out
 class Step:
     """The accounts of the step in progress.
 

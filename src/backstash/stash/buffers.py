@@ -14,7 +14,6 @@ from torch import Tensor
 
 from backstash.ops.backends import advise_huge
 from backstash.saved import TensorSpec
-from backstash.stash.compiled import functions, laid_out
 from backstash.torch_internals import storage_use_count
 
 SMALLEST = 1 << 18
@@ -41,7 +40,6 @@ def _bytes_in_huge_pages(nbytes: int) -> Tensor:
     return memory
 
 
-@laid_out
 class _Buffer:
     __slots__ = ("cdata", "memory", "owner", "storage", "version", "whole")
 
@@ -66,7 +64,6 @@ class _Buffer:
         )
 
 
-@laid_out
 class Buffers:
     """A small pool of decode buffers on CPU; elsewhere torch's own allocator is one already.
 
@@ -186,10 +183,6 @@ class Buffers:
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(buffer.memory.numel() for buffer in self._buffers)
-
-
-if functions is not None:
-    functions.configure(smallest_pooled=SMALLEST)
 
 
 def held_nbytes() -> int:

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from backstash import accelerator
 from backstash.errors import SavedTensorModifiedError
+from backstash.interpreter import is_odd
 from backstash.numerics import Settings, settings
 from backstash.saved import PLAIN, TensorSpec
 from backstash.stash import producers
-from backstash.stash.compiled import is_odd, laid_out
 from backstash.stash.parameters import check_memory
 from backstash.torch_internals import autocast_of
 
@@ -39,7 +39,6 @@ Memory = Callable[[], Tensor]
 """Makes memory for a result."""
 
 
-@laid_out
 class Content:
     """What a storage held at one version.
 
@@ -68,7 +67,6 @@ class Content:
 # because one or several of them are made for each torch function, and a frozen dataclass takes up to six times as long.
 
 
-@laid_out
 @dataclass(slots=True, unsafe_hash=True)
 class View:
     """A tensor argument: how it looks at a content."""
@@ -82,7 +80,6 @@ CHANGED = -1
 """The version of what was changed since, whatever the tensor's own version says; no tensor has it."""
 
 
-@laid_out
 @dataclass(slots=True)
 class Held:
     """A tensor argument that is held as it is: a parameter, or something small.
@@ -115,7 +112,6 @@ class Held:
         return self.tensor
 
 
-@laid_out
 @dataclass(slots=True, unsafe_hash=True)
 class Leaf:
     """Where a recipe begins: a stored value, seen through a view."""
@@ -153,7 +149,6 @@ class Group:
         return found
 
 
-@laid_out
 class CallPlace:
     """Where in a model a function is called (Note: [calls that count] in noting.py).
 
@@ -171,7 +166,6 @@ class CallPlace:
         self.pattern: Pattern | None = None
 
 
-@laid_out
 @dataclass(slots=True, unsafe_hash=True)
 class Call:
     """One call of a function that filled a whole storage.

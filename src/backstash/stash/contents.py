@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from backstash.interpreter import is_odd
 from backstash.numerics import settings
 from backstash.saved import TensorSpec
-from backstash.stash import calls, compiled, patterns, repeating
+from backstash.stash import calls, patterns, repeating
 from backstash.stash.calls import CHANGED, Call, CallPlace, Content, Group, Held, View
-from backstash.stash.compiled import is_odd
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.patterns import Pattern, Slot
 from backstash.torch_internals import autocast_of, without_gradients
@@ -43,7 +43,6 @@ class Inside(NamedTuple):
     saved: Mapping[int, Tensor]
 
 
-@compiled.laid_out
 class Contents:
     """Contents by the address of their storage; a content knows its storage, because addresses are given away again.
 
@@ -329,10 +328,6 @@ class Contents:
         if held is None:
             held = known[index] = Held(x.detach(), x._version, True)
         return held
-
-
-if compiled.functions is not None:
-    compiled.functions.configure(statistics_of=calls.statistics_of)
 
 
 def _index_of(x: Tensor) -> _Index:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from backstash.stash import fused
 from backstash.stash.buffers import SMALLEST, new_memory
 from backstash.stash.calls import Leaf, Memory
 from backstash.stash.comparing import COMPUTED, check_sample
-from backstash.stash.compiled import functions
 from backstash.stash.drafts import DraftedForm, make_certain
 from backstash.stash.leaves import guard_with
 from backstash.stash.value import Form, Saved, Value, version_of
@@ -182,7 +180,7 @@ def _exact(value: Value) -> Tensor | None:
     return value.exact if monitor is not None and monitor.is_exact else None
 
 
-def dense_reference(value: Value, ahead: bool, borrows: bool) -> Tensor:
+def dense(value: Value, ahead: bool, borrows: bool) -> Tensor:
     """Returns the whole of a value that is not held dense, by decoding or remaking it.
 
     What was stored as it is need not be copied for a reader that ``borrows`` it: one that does not write into it.
@@ -400,7 +398,7 @@ def planes(value: Value, form: Form) -> Encoded:
     return form.cut(encoded) if type(form) is DraftedForm and form.cut is not None else encoded
 
 
-def fetch_reference(leaf: Leaf) -> Tensor:
+def fetch(leaf: Leaf) -> Tensor:
     """What a recipe begins from."""
     value: Value = leaf.value
     if value.is_dense:
@@ -416,26 +414,6 @@ def fetch_reference(leaf: Leaf) -> Tensor:
     if whole.shape == leaf.spec.shape and whole.stride() == leaf.spec.stride and whole.storage_offset() == leaf.offset:
         return whole.detach()  # and not the pool's own tensor, which does not tell it that the memory is in use
     return whole.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)
-
-
-dense: Callable[[Value, bool, bool], Tensor] = dense_reference if functions is None else functions.dense
-"""As :func:`dense_reference`, compiled where there is a compiled one."""
-
-fetch: Callable[[Leaf], Tensor] = fetch_reference if functions is None else functions.fetch
-"""As :func:`fetch_reference`, compiled where there is a compiled one."""
-
-if functions is not None:
-    functions.configure(
-        make_shared=shared,
-        make_dense=_made,
-        decode_reference=decode,
-        fetch_reference=fetch_reference,
-        fetch_function=fetch,
-        check_sample=check_sample,
-        memory_of=memory_of,
-        take_reference=_take,
-        has_direct=has_direct,
-    )
 
 
 def _same_layout(spec: TensorSpec, other: TensorSpec) -> bool:

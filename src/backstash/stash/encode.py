@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
@@ -20,9 +20,7 @@ from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash, knows_room
 from backstash.saved import Need, SavedTensor, TensorSpec
-from backstash.stash import compiled, looking, roots
-from backstash.stash.coders import coders
-from backstash.stash.compiled import laid_out
+from backstash.stash import looking, roots
 from backstash.stash.decode import follow_original
 from backstash.stash.drafts import Drafted, DraftedForm, Drafts
 from backstash.stash.live import Live
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from backstash.stash.remaking import Remaking
 
 
-@laid_out
 class Encoder:
     """Does with values what the policy says.
 
@@ -86,7 +83,7 @@ class Encoder:
 
     def encode(self, value: Value) -> None:
         """Store a value that nobody but autograd holds in the form that the policy chooses."""
-        fresh = unchanged(value, follow_original)
+        fresh = unchanged(value)
         if fresh:
             self.decide(value, fresh)
 
@@ -388,16 +385,14 @@ def strength(saved: Saved) -> tuple[int, float]:
     return saved.need.value, -math.inf if saved.node is None else -saved.node
 
 
-def _unchanged(value: Value, follow: Callable[[Saved], None]) -> list[Saved]:
+def unchanged(value: Value) -> list[Saved]:
     """The saved tensors that view a value and were not changed since; notes the new version of those that were.
 
-    Args:
-        value: the value.
-        follow: has a saved tensor follow the program's own tensor where its ``.data`` was assigned.
+    A saved tensor follows the program's own tensor where its ``.data`` was assigned.
     """
     fresh = []
     for saved in value.saved():
-        follow(saved)
+        follow_original(saved)
         dense = saved.dense
         if saved.value is not value and saved is not value.guard:  # it follows another tensor's memory now
             continue
@@ -406,12 +401,6 @@ def _unchanged(value: Value, follow: Callable[[Saved], None]) -> list[Saved]:
         elif dense is not None:
             fresh.append(saved)
     return fresh
-
-
-unchanged: Callable[[Value, Callable[[Saved], None]], list[Saved]] = (
-    _unchanged if compiled.functions is None else compiled.functions.unchanged
-)
-"""As :func:`_unchanged`, compiled where there is a compiled one."""
 
 
 def whole_of(saved: Saved, storage: torch.UntypedStorage) -> Tensor | None:
@@ -457,17 +446,3 @@ def misreads(codec: Codec, readers: list[Saved]) -> str | None:
         if facts.need is Need.SIGN and (facts.mask is None or not base.keeps(codec, facts.mask)):
             return f"backward of {facts.op} reads on which side of a threshold it is"
     return None
-
-
-if compiled.functions is not None:
-    compiled.functions.configure(
-        follow_original=follow_original,
-        whole_of=whole_of,
-        coders_of=coders,
-        keep_type=Keep,
-        stash_type=Stash,
-        recompute_type=Recompute,
-    )
-
-encode: Callable[[Encoder, Value], None] = Encoder.encode if compiled.functions is None else compiled.functions.encode
-"""As :meth:`Encoder.encode`, compiled where there is a compiled one."""

@@ -1,28 +1,26 @@
 """Saved tensors that are held as they are, without a further look: small ones, and all of a Session that is idle.
 
-Note: [held natively]
-    An idle Session's hooks are compiled functions, where these are there (native/python/held.cpp, in the limited API of
-    Python). Between the kernels of a step the interpreter's caches are cold, so a hook of two Python functions takes
-    some microseconds there, although it takes one when it is called again and again. ``hold_reference`` and
-    ``read_reference`` say what is done. The compiled ones call the reference for whatever is not the common case.
-    ``BACKSTASH_KERNELS=reference`` takes the references.
+``Holding.hold`` and ``Reading.read`` say what is done. Where the interpreter in C++ is there it does the common case of
+both (Note: [interpreter] in interpreter/), and calls these for every other one.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from backstash import interpreter
 from backstash.errors import SavedTensorFreedError, SavedTensorModifiedError
+from backstash.interpreter import is_traced
 from backstash.saved import TensorSpec
-from backstash.stash import compiled
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import HeldParameter
 from backstash.stash.value import Saved
-from backstash.torch_internals import in_backward, is_jit_tracing, is_traced, no_torch_function, running_node
+from backstash.torch_internals import in_backward, is_jit_tracing, no_torch_function, running_node
 
 AsItIs = tuple[Tensor, int, weakref.ref[Tensor] | None]
 """The tensor, its version, and the program's own tensor where that is another object.
@@ -87,6 +85,23 @@ class Holding:
         self.counted = counted
         self.before: Callable[[], None] | None = before
 
+    def hold(self, x: Tensor) -> AsItIs:
+        """Counts a tensor and holds it with its version, unseen by torch function modes."""
+        if self.before is not None:
+            self.before()
+        with no_torch_function():
+            if is_traced():  # Note: [transforms] in transforms.py
+                return hold_traced(x)
+            counted = self.counted
+            counted[0] += 1
+            if x.layout is torch.strided:
+                counted[1] += x.nbytes
+            return hold(x)
+
+    def hook(self) -> Callable[[Tensor], AsItIs]:
+        """As :meth:`hold`, in C++ where the interpreter is there."""
+        return self.hold if interpreter.module is None else partial(interpreter.module.hold, self)
+
 
 class Reading:
     """What an idle Session's unpack hook knows.
@@ -94,58 +109,35 @@ class Reading:
     Attributes:
         otherwise: unpacks where that is not as simple as here.
         is_simple: whether all that there is to do about a held tensor is to read it.
-        of_matrix, of_weight: make what the reader of a matrix is given of the matrix, or of one that is a parameter.
+        of_matrix: makes what the reader of a matrix is given of it.
         of_nodes: the names of the nodes for which that has to be asked.
-        min_nbytes: of a smaller parameter it has not to be asked.
     """
 
-    __slots__ = ("is_simple", "min_nbytes", "of_matrix", "of_nodes", "of_weight", "otherwise")
+    __slots__ = ("is_simple", "of_matrix", "of_nodes", "otherwise")
 
     def __init__(
         self,
         otherwise: Callable[[Packed], Tensor],
         of_matrix: Callable[[Tensor], Tensor],
-        of_weight: Callable[[Tensor], Tensor],
         of_nodes: tuple[str, ...],
     ) -> None:
-        self.otherwise, self.of_matrix, self.of_weight, self.of_nodes = otherwise, of_matrix, of_weight, of_nodes
-        self.is_simple, self.min_nbytes = False, 0
+        self.otherwise, self.of_matrix, self.of_nodes = otherwise, of_matrix, of_nodes
+        self.is_simple = False
+
+    def read(self, packed: Packed) -> Tensor:
+        """What the reader of a saved tensor is given, as by :func:`read` where that is simple."""
+        if not self.is_simple or type(packed) is not tuple:
+            return self.otherwise(packed)
+        with no_torch_function():
+            tensor = read(packed)  # type: ignore[arg-type]  # no HeldParameter, which is another type of tuple
+            if tensor.dim() != 2 or type(running_node()).__name__ not in self.of_nodes:
+                return tensor
+            return self.of_matrix(tensor)
+
+    def hook(self) -> Callable[[Packed], Tensor]:
+        """As :meth:`read`, in C++ where the interpreter is there."""
+        return self.read if interpreter.module is None else partial(interpreter.module.read, self)
 
 
-def hold_reference(holding: Holding, x: Tensor) -> AsItIs:
-    """Counts a tensor and holds it with its version, unseen by torch function modes."""
-    if holding.before is not None:
-        holding.before()
-    with no_torch_function():
-        if is_traced():  # Note: [transforms] in transforms.py
-            return hold_traced(x)
-        counted = holding.counted
-        counted[0] += 1
-        if x.layout is torch.strided:
-            counted[1] += x.nbytes
-        return hold(x)
-
-
-def read_reference(reading: Reading, packed: Packed) -> Tensor:
-    """What the reader of a saved tensor is given, as by :func:`read` where that is simple."""
-    if not reading.is_simple or type(packed) is not tuple:
-        return reading.otherwise(packed)
-    with no_torch_function():
-        tensor = read(packed)  # type: ignore[arg-type]  # no HeldParameter, which is another type of tuple
-        if tensor.dim() != 2 or type(running_node()).__name__ not in reading.of_nodes:
-            return tensor
-        return reading.of_matrix(tensor)
-
-
-if compiled.functions is not None:
-    compiled.functions.configure(read_reference=read_reference, held_parameter=HeldParameter, hold_traced=hold_traced)
-
-hold_quickly: Callable[[Holding, Tensor], AsItIs] = (
-    hold_reference if compiled.functions is None else compiled.functions.hold
-)
-"""As :func:`hold_reference`, compiled where there is a compiled one (Note: [held natively])."""
-
-read_quickly: Callable[[Reading, Packed], Tensor] = (
-    read_reference if compiled.functions is None else compiled.functions.read
-)
-"""As :func:`read_reference`, compiled where there is a compiled one."""
+if interpreter.module is not None:
+    interpreter.module.configure_holding(Holding.hold, Reading.read)

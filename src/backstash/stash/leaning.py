@@ -14,7 +14,6 @@ from functools import partial
 from backstash.codecs import base
 from backstash.policies.base import Stash
 from backstash.stash.calls import Held
-from backstash.stash.compiled import laid_out
 from backstash.stash.decode import hold_dense, remake
 from backstash.stash.encode import Encoder, without_error
 from backstash.stash.pending import Pending
@@ -22,7 +21,6 @@ from backstash.stash.value import Form, Value
 from backstash.torch_internals import without_gradients
 
 
-@laid_out
 class Leaning:
     """By the storage of a leaf, or of a parameter that is read where it is, the values that are remade from it."""
 

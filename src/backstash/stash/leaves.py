@@ -19,7 +19,6 @@ from torch import Tensor
 
 from backstash.codecs.masks.codec import Bitmask
 from backstash.saved import Need, TensorSpec, Test
-from backstash.stash import compiled
 from backstash.stash.calls import Leaf, View
 from backstash.stash.recipes import Recipe
 from backstash.stash.value import Saved, Value, holder
@@ -63,10 +62,6 @@ def guard_leaf(value: Value) -> None:
     guard_with(value, member.dense)
     assert value.guard is not None
     value.guard.tensor, value.guard.place = member.tensor, member.place
-
-
-if compiled.functions is not None:
-    compiled.functions.configure(guard_leaf=guard_leaf)
 
 
 def guard_with(value: Value, dense: Tensor) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from backstash.stash.buffers import Buffers
 from backstash.stash.comparing import Comparisons
-from backstash.stash.compiled import laid_out
 from backstash.stash.prefetch import Prefetcher
 from backstash.stash.watcher import Watcher
 
@@ -24,7 +23,6 @@ WORK = 3
 """How many tensors of a value's size there are while backward works on it: the value and two gradients."""
 
 
-@laid_out
 class Live:
     """The running totals of a Session, shared with its values, so that either may die first.
 

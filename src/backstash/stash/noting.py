@@ -18,7 +18,6 @@ import weakref
 from torch import Tensor
 
 from backstash.stash.calls import CallPlace
-from backstash.stash.compiled import laid_out
 from backstash.stash.recipes import Recipe
 
 PASSES = 2
@@ -61,7 +60,6 @@ class Limit:
         return True
 
 
-@laid_out
 class Noting:
     """What is known of the calls of one model under one policy.
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from backstash.errors import SavedTensorFreedError
 from backstash.saved import PLAIN, TensorSpec
-from backstash.stash import compiled, wrapped
+from backstash.stash import wrapped
 
 StorageReference = weakref.ref[torch.UntypedStorage]
 """A weak reference to a storage's Python object, which lives as long as the storage, whoever holds it."""
@@ -95,7 +95,6 @@ def check_memory(x: Tensor, nbytes: int, key: str = "") -> None:
         )
 
 
-@compiled.laid_out
 class ParameterStorages:
     """The storages that hold parameters and buffers.
 
@@ -116,12 +115,9 @@ class ParameterStorages:
 
     def enter(self, root: nn.Module) -> None:
         """Learn the storages of a root module's parameters and buffers, which is about to be called."""
-        state = None if compiled.functions is None else compiled.functions.state_of(root, self._state)
-        if state is None:  # some of it is not plain
-            state = {
-                storage._cdata: self._state.get(storage._cdata) or weakref.ref(storage)
-                for storage in _state_storages(root)
-            }
+        state = {
+            storage._cdata: self._state.get(storage._cdata) or weakref.ref(storage) for storage in _state_storages(root)
+        }
         self._roots[root] = state
         self._state = dict(state)
         for storages in self._roots.values() if len(self._roots) > 1 else ():

@@ -11,16 +11,14 @@ Note: [patterns of calls]
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from backstash.interpreter import is_odd
 from backstash.saved import PLAIN, TensorSpec
-from backstash.stash import compiled
 from backstash.stash.calls import INPUT, tensors_in
-from backstash.stash.compiled import is_odd, laid_out, looks_like
 
 if TYPE_CHECKING:
     from backstash.stash.calls import Call
@@ -40,7 +38,6 @@ _COMPARABLE = (
 """Types of arguments of which equal ones have the same effect. Of floats the bits have to be equal."""
 
 
-@laid_out
 class Slot:
     """How a tensor in the arguments looks.
 
@@ -56,7 +53,6 @@ class Slot:
         self.kind, self.spec, self.offset = type(x), TensorSpec.of(x), int(x.storage_offset())
 
 
-@laid_out
 class Pattern:
     """A call with the specs of tensors in their places (Note: [patterns of calls]).
 
@@ -119,7 +115,7 @@ def _is_comparable(arg: Any) -> bool:
     return type(arg) in _COMPARABLE
 
 
-def fitting_reference(
+def fitting(
     pattern: Pattern, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, storage: torch.UntypedStorage
 ) -> list[Tensor] | None:
     """The tensors that a call reads, if it fits into a pattern, else None.
@@ -131,7 +127,7 @@ def fitting_reference(
     """
     if len(args) != len(pattern.args) or list(kwargs) != list(pattern.kwargs):
         return None
-    if result.storage_offset() != 0 or result.nbytes != storage.nbytes() or not looks_like(result, pattern.result):
+    if result.storage_offset() != 0 or result.nbytes != storage.nbytes() or not pattern.result.describes(result):
         return None
     found: list[Tensor] = []
     given = zip((*args, *kwargs.values()), (*pattern.args, *pattern.kwargs.values()), strict=True)
@@ -149,7 +145,7 @@ def _fits(arg: Any, known: Any, storage: torch.UntypedStorage, aliases: bool, fo
         if (arg.untyped_storage() is storage) is not aliases:
             return False
         found.append(arg)
-        return looks_like(arg, known.spec) and arg.storage_offset() == known.offset
+        return known.spec.describes(arg) and arg.storage_offset() == known.offset
     if type(arg) is not type(known):
         return False
     if type(known) in (list, tuple):
@@ -161,13 +157,3 @@ def _fits(arg: Any, known: Any, storage: torch.UntypedStorage, aliases: bool, fo
     if type(known) is float:
         return struct.pack("d", arg) == struct.pack("d", known)
     return bool(arg == known)
-
-
-Fitting = Callable[[Pattern, tuple[Any, ...], dict[str, Any], Tensor, torch.UntypedStorage], list[Tensor] | None]
-
-
-if compiled.functions is not None:
-    compiled.functions.configure(slot_type=Slot)
-
-fitting: Fitting = fitting_reference if compiled.functions is None else compiled.functions.fitting
-"""As :func:`fitting_reference`, compiled where there is a compiled one."""

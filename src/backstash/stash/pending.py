@@ -20,15 +20,12 @@ from collections.abc import Callable
 
 import torch
 
-from backstash.stash import compiled
 from backstash.stash.accounts import Account
-from backstash.stash.compiled import laid_out
 from backstash.stash.live import Live
 from backstash.stash.value import Value
 from backstash.torch_internals import set_grad_mode, storage_use_count
 
 
-@laid_out
 class Pending:
     """The pending values by the address of their storage, and when to look at them.
 
@@ -80,7 +77,7 @@ class Pending:
         for reference in list(self._values.values()):
             value = reference()
             if value is not None and value.storage is not None:
-                decide_if_orphaned(self, value)
+                self.decide_if_orphaned(value)
 
     def decide_if_orphaned(self, value: Value) -> bool:
         """Decide about a value if nobody else holds its storage; returns whether that was so."""
@@ -117,18 +114,7 @@ class Pending:
             looks.append(look)
 
 
-look_at: Callable[[Pending, list[weakref.ref[Value]]], None] = (
-    Pending.look_at if compiled.functions is None else compiled.functions.look_at
-)
-"""As :meth:`Pending.look_at`, compiled where there is a compiled one."""
-
-decide_if_orphaned: Callable[[Pending, Value], bool] = (
-    Pending.decide_if_orphaned if compiled.functions is None else compiled.functions.decide_if_orphaned
-)
-"""As :meth:`Pending.decide_if_orphaned`, compiled where there is a compiled one."""
-
-
-def _is_orphaned(value: Value, own_references: int) -> bool:
+def is_orphaned(value: Value, own_references: int) -> bool:
     """Whether only autograd's saves hold the storage of a value.
 
     Args:
@@ -147,12 +133,6 @@ def _is_orphaned(value: Value, own_references: int) -> bool:
     return count == 0 and _references(value) <= own_references  # the program may hold its Python object as well
 
 
-is_orphaned: Callable[[Value, int], bool] = (
-    _is_orphaned if compiled.functions is None else compiled.functions.is_orphaned
-)
-"""As :func:`_is_orphaned`, compiled where there is a compiled one."""
-
-
 def _references(value: Value) -> int:
     """How many references there are to the Python object of a value's storage."""
     return sys.getrefcount(value.storage)
@@ -164,9 +144,4 @@ def _references_of_nobody_else() -> int:
     return _references(Value(x.untyped_storage(), Account(None, 0, ""), Live()))  # type: ignore[arg-type]
 
 
-if compiled.functions is not None:  # whose count leaves other references on the stack
-    _references = compiled.functions.references_of
-
 _OWN_REFERENCES = _references_of_nobody_else()
-if compiled.functions is not None:
-    compiled.functions.configure(own_references=_OWN_REFERENCES)

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from backstash.codecs.base import is_dense
 from backstash.saved import SavedTensor, TensorSpec
-from backstash.stash.compiled import laid_out
 
 if TYPE_CHECKING:
     from backstash.policies.base import Action
-    from backstash.stash.coders import Coder
     from backstash.stash.looking import Looked
     from backstash.stash.roots import Root
 
@@ -42,7 +40,6 @@ class Proven(NamedTuple):
     text: str
 
 
-@laid_out
 class Place:
     """What is known of the tensor that one node of the model saves under one role.
 
@@ -64,7 +61,6 @@ class Place:
         delay: how many torch functions after the save the storage is looked at first.
         held, gone: the most functions after which it was seen to be held, and those after which it was seen to be let
             go of, in the latest steps; 0 where that is not known.
-        coders: the action that was prepared for the compiled functions, and what these know of its codecs (coders.py).
         settled: how many times it was let go of after exactly as many functions as were expected.
         root: whether its value is the root of others (Note: [exact roots] in roots.py); None where that is not known.
         made_seconds: how long the function took that made the value, if it can be repeated; 0.0 where that is unknown.
@@ -74,7 +70,6 @@ class Place:
         "action",
         "answer",
         "claimable",
-        "coders",
         "declined",
         "delay",
         "facts",
@@ -102,7 +97,6 @@ class Place:
         self.releases: bool | None = None
         self.declined: tuple[Action, str] | None = None
         self.looked: Looked | None = None
-        self.coders: tuple[Action, tuple[Coder, ...] | None] | None = None
         self.proof: tuple[tuple[object, ...], str] | None = None
         self.proven: Proven | None = None
         self.tolerance: tuple[object | None, float] | None = None

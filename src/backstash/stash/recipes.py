@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backstash.numerics import settings, under
 from backstash.saved import TensorSpec
-from backstash.stash import fused, repeating
+from backstash.stash import fused
 from backstash.stash.calls import (
     INPUT,
     Call,
@@ -25,7 +25,6 @@ from backstash.stash.calls import (
     Memory,
     View,
 )
-from backstash.stash.compiled import functions, laid_out
 from backstash.stash.repeating import OVERWRITES, norm_from_statistics, repeat
 
 if TYPE_CHECKING:
@@ -42,11 +41,6 @@ MOST_CALLS = 64
 """The most calls that any other recipe makes."""
 
 
-if functions is not None:
-    functions.configure(unknown_call=UNKNOWN)
-
-
-@laid_out
 class Recipe:
     """A tree of calls that makes one value.
 
@@ -190,18 +184,6 @@ class Recipe:
         if result.shape == view.spec.shape and result.stride() == view.spec.stride and view.offset == 0:
             return result
         return result.as_strided(view.spec.shape, view.spec.stride, view.offset)
-
-
-if functions is not None:
-    functions.configure(
-        fused_module=fused,
-        activations=fused.NUMBERS,
-        activation_of=fused.activation_of,
-        as_called=repeating.as_called,
-        repeating_module=repeating,
-        overwriting=OVERWRITES,
-        input_marker=INPUT,
-    )
 
 
 def build(

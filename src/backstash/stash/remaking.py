@@ -28,13 +28,12 @@ from backstash.stash import fused, leaves, proving, roots
 from backstash.stash.accounts import Step
 from backstash.stash.calls import Leaf, View
 from backstash.stash.comparing import AT_ONCE, check_again
-from backstash.stash.compiled import laid_out
 from backstash.stash.encode import has_error
 from backstash.stash.gains import gains
 from backstash.stash.leaning import Leaning
 from backstash.stash.live import Live
 from backstash.stash.noting import Noting
-from backstash.stash.pending import Pending, decide_if_orphaned
+from backstash.stash.pending import Pending
 from backstash.stash.place import Place, Proven
 from backstash.stash.recipes import Recipe, build
 from backstash.stash.sample import Rows, Sample
@@ -44,7 +43,6 @@ REPEAT = 256
 """A recipe is proven again at every so many of its uses, on the numbers of that step; each recipe at another step."""
 
 
-@laid_out
 class Remaking:
     """Finds recipes, and proves them.
 
@@ -164,7 +162,7 @@ class Remaking:
         """As :func:`leaves.find_leaf`, but nothing begins from a value that is yet to be stored with an error."""
         stored = view.content.value() if view.content.value is not None else None
         if stored is not None and stored is not root and stored.storage is not None:
-            decide_if_orphaned(self._pending, stored)
+            self._pending.decide_if_orphaned(stored)
         max_depth = sys.maxsize if action.any_producer else action.max_depth
         leaf = leaves.find_leaf(view, root, max_depth, action.within)
         if not isinstance(leaf, Leaf):

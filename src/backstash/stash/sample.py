@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 from backstash.ops.bits import bits_of
-from backstash.saved import PLAIN
-from backstash.stash import compiled
 
 ELEMENTS = 64
 """How many elements are kept."""
@@ -52,13 +50,12 @@ class Rows:
         return slab.as_strided((number,), (1,), used * ELEMENTS), slab
 
 
-@compiled.laid_out
 @dataclass(slots=True, eq=False)
 class Sample:
     """Elements of a value at even distances, or a checksum of all of it.
 
     Attributes:
-        bits: the elements, [n], or their bytes; None with a checksum.
+        bits: the elements, [n]; None with a checksum.
         begin, step: where the first is and how far they are apart, in elements.
         checksum: CRC-32 of all bytes; None with elements.
         allows: whether the remade elements may be off by as much as that number from those that are given; None: they
@@ -68,7 +65,7 @@ class Sample:
         picked: the same elements of what was remade last, where the kernel that made it has copied them.
     """
 
-    bits: Tensor | bytes | None
+    bits: Tensor | None
     begin: int
     step: int
     checksum: int | None = None
@@ -100,16 +97,14 @@ class Sample:
         step = max(1, count // ELEMENTS)
         begin = number * _SPREAD % step
         sample = cls(None, begin, step, None, allows)
-        sample.bits = sample._bytes(whole) if allows is None else None
-        if sample.bits is None:
-            if rows is not None and not whole.is_cpu:
-                sample.rows = rows
-            sample.bits = sample.copied(sample.elements(whole))
+        if rows is not None and not whole.is_cpu:
+            sample.rows = rows
+        sample.bits = sample.copied(sample.elements(whole))
         return sample
 
     def room(self, whole: Tensor) -> Tensor | None:
         """Where a kernel that makes the value again copies the elements to, [n]; None where that does not help."""
-        if self.rows is None or self.allows is not None or not isinstance(self.bits, Tensor):
+        if self.rows is None or self.allows is not None or self.bits is None:
             return None
         return self.rows.take(whole, self.bits.numel())[0]
 
@@ -124,9 +119,7 @@ class Sample:
         """Whether a remade value is certainly not the one that the sample was taken of."""
         if self.checksum is not None:
             return _checksum(whole) != self.checksum
-        if type(self.bits) is bytes:
-            return self.bits != self._bytes(whole)
-        assert isinstance(self.bits, Tensor)
+        assert self.bits is not None
         elements = self.elements(whole)
         if elements.shape != self.bits.shape or elements.dtype is not self.bits.dtype:
             return True
@@ -141,17 +134,6 @@ class Sample:
         count = whole.numel()
         number = min(ELEMENTS, max(0, -(-(count - self.begin) // self.step)))
         return whole.as_strided((number,), (self.step,), whole.storage_offset() + self.begin)
-
-    def _bytes(self, whole: Tensor) -> bytes | None:
-        """The bytes of the elements, which take a tenth of the time that a tensor of them takes; None if not on CPU."""
-        if compiled.functions is None or type(whole) not in PLAIN or not whole.is_cpu:
-            return None
-        found: bytes = compiled.functions.elements(whole, self.begin, self.step, ELEMENTS)
-        return found
-
-
-if compiled.functions is not None:
-    compiled.functions.configure(sample_of=Sample.of)
 
 
 def _checksum(whole: Tensor) -> int:

@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.masks.codec import Bitmask
+from backstash.interpreter import is_odd
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec
 from backstash.stash.accounts import Account
 from backstash.stash.buffers import Buffers
-from backstash.stash.compiled import functions, is_odd, laid_out, looks_like
 from backstash.stash.live import Live
 from backstash.stash.place import Place
 from backstash.stash.prefetch import Tag
@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 NO_ERRORS: frozenset[str] = frozenset()
 """The errors of an exact value: one object for all of them."""
 
-if functions is not None:
-    functions.configure(no_errors=NO_ERRORS)
 
-
-@laid_out
 class Form:
     """One encoding of a value: the planes' ticket and how to decode them. With a tag they are not on the device."""
 
@@ -51,7 +47,6 @@ class Form:
         self.store.drop(self.ticket)
 
 
-@laid_out
 class Value:
     """The data of one storage, owned by the saved tensors that view it and by the recipes that begin from it.
 
@@ -202,7 +197,6 @@ class Value:
             self.live.lose(nbytes=nbytes, remade_nbytes=remade)
 
 
-@laid_out
 class Saved:
     """The packed object: one tensor that autograd saved.
 
@@ -284,7 +278,7 @@ class Saved:
     def looks_like(self, spec: TensorSpec) -> bool:
         """Whether the dense tensor has that spec."""
         assert self.dense is not None
-        return looks_like(self.dense, spec)
+        return spec.describes(self.dense)
 
     def has_read(self) -> None:
         """Note that it has read what its value was decoded or remade to last."""
@@ -298,13 +292,6 @@ class Saved:
         if value is not None and self.round != value.round:
             value.unread -= 1
         self.live.lose(saved=1)
-
-
-FINALIZERS = Saved.__del__, Value.__del__, Form.__del__
-"""What is done when a saved tensor, a value or a form of one dies; compiled twins do it where there are any."""
-
-if functions is not None:
-    functions.finalize(Saved, Value, Form)
 
 
 def version_of(x: Tensor) -> Tensor:
