@@ -112,20 +112,20 @@ MUTANTS = (
     ),
     Mutant(
         "a change of a leaf is not followed by storing what leans on it",
-        "stash/leaning.py",
-        *_never("value is not None and value.recipe is not None"),
+        "remake/leaning.py",
+        *_never("value is not None and value.state.recipe is not None"),
         ("gradients/test_unseen_changes.py", "gradients/test_leaving.py", "gradients/test_recompute.py"),
     ),
     Mutant(
         "a recipe reads what its call read before it was changed",
-        "stash/contents.py",
+        "remake/contents.py",
         "        self._snapshots.pop(storage._cdata, None)\n        for held in",
         "        for held in () and",
         ("gradients/test_recompute.py", "gradients/test_unseen_changes.py", "gradients/test_any_producer.py"),
     ),
     Mutant(
         "a call that draws is repeated without its generator's state",
-        "stash/calls.py",
+        "remake/calls.py",
         "    if not producers.draws(function, args, kwargs):\n        return None\n    given",
         "    return None\n    given",
         ("gradients/test_recompute.py", "gradients/test_any_producer.py"),
@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     Mutant(
         "a gradient that somebody holds is written over",
-        "backward/exclusive.py",
+        "redeem/exclusive.py",
         "    if counts != _alone.get((call, len(counts) > 4)) or ",
         "    if ",
         ("gradients/test_seen_by_hooks.py", "gradients/test_claims.py", "gradients/test_consumers.py"),
@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "a product is put off although its slices have other bits",
-        "backward/accumulation.py",
+        "redeem/accumulation.py",
         "torch.equal(bits_of(whole[begin : begin + self.step]), bits_of(self.rows(begin)))",
         "True",
         ("gradients/test_accumulation.py",),

@@ -28,7 +28,7 @@ def place() -> Place:
 def decided_after(known: Place, held: int) -> tuple[int, int]:
     """How many functions after the save the value is decided on that the program holds for so many, and the looks."""
     ages: list[int] = []
-    pending = Pending(lambda value: ages.append(pending.clock - value.born))
+    pending = Pending(lambda value: ages.append(pending.clock - value.waiting.born))
     live = Live()
     x: torch.Tensor | None = torch.zeros(64)
     assert x is not None
@@ -41,7 +41,7 @@ def decided_after(known: Place, held: int) -> tuple[int, int]:
     looks = 0
     for _ in range(1000):
         pending.clock += 1
-        if pending.clock - value.born >= held:
+        if pending.clock - value.waiting.born >= held:
             x = None
         due = pending.due.pop(pending.clock, None)
         if due is not None:

@@ -11,9 +11,9 @@ from simulated_clock import Clock
 from torch import nn
 
 from backstash import Session, session
-from backstash.backward import table
 from backstash.capture import worth
 from backstash.planning.run.budgeted import Budgeted
+from backstash.redeem import table
 
 STEPS = 24
 """More than the comparison takes."""

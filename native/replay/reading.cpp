@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t SMALLEST = 1 << 18;  // as in buffers.py
 constexpr int MANY = 8;                // as in decode.py
-constexpr int64_t ROOM = 8;            // as in backward/table.py
+constexpr int64_t ROOM = 8;            // as in redeem/table.py
 
 using Clock = std::chrono::steady_clock;
 

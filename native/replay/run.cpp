@@ -272,7 +272,7 @@ void keep_copy(Run& run, const at::Tensor& x, at::Tensor copy) {
     run.snapshots[storage_of(x)].push_back({weak_storage(x), std::move(layout), version_of(x), std::move(copy)});
 }
 
-// Copies what the latest pass has copied by one operation: Note: [copied together] in stash/contents.py.
+// Copies what the latest pass has copied by one operation: Note: [copied together] in remake/contents.py.
 void copy_together(Run& run, const at::Tensor& wanted) {
     if (run.has_copied) return;
     run.has_copied = true;

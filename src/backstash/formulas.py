@@ -65,7 +65,7 @@ class Formula:
         effect: how a small error in the value changes the gradients, as far as the op alone tells.
         effect_rule: tells it where it depends on the node, or where more than the fastest dimension shares a scale.
         operators: what reads the tensor in a compiled graph: operators, and their names for the tensor.
-        claimed_as: the form of codecs.direct in which a kernel of ``backward/`` reads the value, or Tensor if it reads
+        claimed_as: the form of codecs.direct in which a kernel of ``redeem/`` reads the value, or Tensor if it reads
             the whole; None if there is no such kernel.
         factor: the name under which the node has saved the sizes [inner, columns] of the matrix that the tensor [rows,
             inner] was multiplied by, where backward reads the tensor for nothing but ``tensor.t() @ grad``.

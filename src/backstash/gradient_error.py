@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
@@ -28,7 +29,7 @@ from backstash.stash.ledger import GradientError
 from backstash.torch_internals import backward_engine, functorch_level, in_backward, replace_backward_engine
 
 if TYPE_CHECKING:
-    from backstash.stash.value import Saved
+    from backstash.stash.value import Saved, Value
 
 GraphRoot = Tensor | GradientEdge
 """A tensor, or an edge of the graph, that a backward pass begins with or ends in."""
@@ -53,6 +54,7 @@ class Monitor:
         name_of: returns a parameter's name, or None for a tensor that is no parameter.
 
     Attributes:
+        exact: the exact data of values that are stored with an error in a checked step.
         is_exact: whether backward must read exact values now.
         is_measuring: whether one of the Monitor's own backward passes runs. A reader that writes gets a copy then.
         found: the measured errors, one for each backward pass.
@@ -70,6 +72,7 @@ class Monitor:
         self.steps, self.limit, self.policy = steps, limit, policy
         self.packed_by, self.name_of = packed_by, name_of
         self.is_exact = self.is_measuring = False
+        self.exact: WeakKeyDictionary[Value, Tensor] = WeakKeyDictionary()
         self._thread: int | None = None  # which measures
         self.found: list[GradientError] = []
         self.step = 0
@@ -125,7 +128,7 @@ class Monitor:
         reason = obstacle(graph, packed, create_graph)
         if reason:
             self.found.append(GradientError(self.step, reason=reason))
-        elif not any(saved.value is not None and saved.value.exact is not None for saved in own):
+        elif not any(saved.value in self.exact for saved in own if saved.value is not None):
             self.found.append(GradientError(self.step, 0.0))
         elif leaves:
             unpacked = own[0].live.unpacked

@@ -2,7 +2,7 @@
 
 A saved tensor passes through it as the package's top level reads: it is *packed* when autograd saves it, *named* when
 the op that saved it has returned (capture/), *encoded* when nobody but autograd holds its memory any more, or forgotten
-and made again (stash/), and *unpacked* when backward asks for it (backward/). This module connects these rooms, and
+and made again (stash/), and *unpacked* when backward asks for it (redeem/). This module connects these rooms, and
 knows when a step begins.
 
 The unit that is encoded is a storage: however many saved tensors view it, it is encoded once, under the strongest of
@@ -31,8 +31,6 @@ from torch import Tensor, nn
 
 from backstash import policies
 from backstash.arguments import check_arguments, replanned
-from backstash.backward import accumulation, install, linear, table
-from backstash.backward.unpack import unpack
 from backstash.capture import hooks, learned, leaving
 from backstash.capture.forward import Forward
 from backstash.capture.names import Names
@@ -40,17 +38,20 @@ from backstash.capture.naming import packed_by
 from backstash.errors import SessionError
 from backstash.gradient_error import Monitor
 from backstash.policies.base import Policy
+from backstash.redeem import accumulation, install, linear, table
+from backstash.redeem.unpack import unpack
+from backstash.remake import making
+from backstash.remake.contents import Contents
+from backstash.remake.leaning import Leaning
+from backstash.remake.remaking import Remaking
 from backstash.replay import replaying
 from backstash.stash import held
 from backstash.stash.accounts import Step
-from backstash.stash.contents import Contents
 from backstash.stash.encode import Encoder
-from backstash.stash.leaning import Leaning
 from backstash.stash.ledger import PeakRow, Report
 from backstash.stash.live import Live
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.pending import Pending
-from backstash.stash.remaking import Remaking
 from backstash.stash.value import Value
 from backstash.stash.watcher import Watcher
 from backstash.stores import DeviceStore, HostStore, Store
@@ -144,6 +145,7 @@ class Session:
         self._pending = Pending(self._encode)
         full, noting = check == "full", self._names.noting
         self._remaking = Remaking(self.policy, self._live, self._leaning, full, self._pending, noting)
+        self._live.remake = making.remade_whole
         self._encoder = Encoder(self.policy, self.stores, self._live, self._remaking)
         rooms = self._contents, self._leaning, self._pending, self._encoder
         self._forward = Forward(self.policy, self._names, self._live, *rooms, self._before_save, self._pack)
@@ -479,7 +481,7 @@ class Session:
 
     def _encode(self, value: Value) -> None:
         """Encode a value that nobody but autograd holds."""
-        self._leaning.forget(value.cdata)  # nobody can change it any more
+        self._leaning.forget(value.waiting.cdata)  # nobody can change it any more
         self._encoder.encode(value)
 
     # -- unpack --------------------------------------------------------------------------------------------------

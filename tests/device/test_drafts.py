@@ -36,10 +36,10 @@ from backstash.codecs.sz.codec import KeptModel
 from backstash.codecs.szp import codec as szp
 from backstash.codecs.zvc import codec as zvc
 from backstash.errors import DamagedPlanesError, RecomputedDifferentlyError
+from backstash.remake.remaking import REPEAT
 from backstash.replay.replaying import PERIOD
 from backstash.saved import SavedTensor
 from backstash.stash import comparing, drafts
-from backstash.stash.remaking import REPEAT
 from tests.device import fake
 
 EXACT: dict[str, Codec] = {
@@ -443,7 +443,7 @@ def test_a_proof_that_is_repeated_does_not_wait_and_an_error_names_the_value(mon
     repeated = []
     check_again = comparing.check_again
     monkeypatch.setattr(
-        "backstash.stash.remaking.check_again", lambda *given: (repeated.append(given), check_again(*given))
+        "backstash.remake.remaking.check_again", lambda *given: (repeated.append(given), check_again(*given))
     )
     for _ in range(REPEAT + PERIOD):  # a replayed pass proves nothing, but one in a period is not replayed
         with fake.counting() as counts:

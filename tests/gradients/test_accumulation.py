@@ -13,8 +13,8 @@ from gradient_checks import differences
 from torch import Tensor, nn
 
 from backstash import Session
-from backstash.backward import accumulation
 from backstash.proofs import Proofs
+from backstash.redeem import accumulation
 from backstash.report.meter import CountedPeak
 
 

@@ -19,9 +19,9 @@ from backstash import Keep, Policy, Recompute, Session, policies
 from backstash.capture import observer
 from backstash.ops import backends
 from backstash.proofs import proofs
+from backstash.remake import fused, producers, repeating
+from backstash.remake.recipes import Recipe
 from backstash.saved import is_odd
-from backstash.stash import fused, producers, repeating
-from backstash.stash.recipes import Recipe
 from backstash.torch_internals import in_filled_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -200,7 +200,7 @@ class Counted(nn.Module):
 
 
 def test_a_chain_runs_once_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    from backstash.stash import repeating
+    from backstash.remake import repeating
 
     model, x = Counted(12), torch.randn(8, 16)
     session = Session(Remake(), min_nbytes=64)
@@ -212,7 +212,7 @@ def test_a_chain_runs_once_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -
         repeated.append(call.name)
         return original(call, function, tensors)
 
-    for module in ("backstash.stash.repeating", "backstash.stash.recipes"):
+    for module in ("backstash.remake.repeating", "backstash.remake.recipes"):
         monkeypatch.setattr(f"{module}.repeat", noted)
     trained(lambda: model, x, session, steps=1)
     assert repeated.count("linear") <= 12
@@ -544,7 +544,7 @@ def test_a_temporary_of_another_layout_than_the_result_is_not_written_over() -> 
 def test_a_recurrent_network_is_repeated_once_however_many_tensors_it_saves_inside(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backstash.stash import repeating
+    from backstash.remake import repeating
 
     repeated: list[str] = []
     original = repeating.repeat

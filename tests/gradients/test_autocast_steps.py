@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from backstash import Session, interpreter
 from backstash.capture.forward import Forward
-from backstash.stash.contents import Contents
+from backstash.remake.contents import Contents
 from backstash.torch_internals import autocast_of, under_autocast
 
 BF16, FP16 = torch.bfloat16, torch.float16

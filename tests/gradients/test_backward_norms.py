@@ -13,9 +13,9 @@ from gradient_checks import differences
 from torch import Tensor, nn
 
 from backstash import Session
-from backstash.backward import norms, table
 from backstash.ops import cpu
 from backstash.proofs import Proofs
+from backstash.redeem import norms, table
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="the native kernels are not built")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from backstash import Keep, Policy, Recompute, Session
 from backstash.policies import Action
+from backstash.remake.contents import Contents
 from backstash.saved import SavedTensor
-from backstash.stash.contents import Contents
 
 Branch = Callable[[int], bool]
 

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from backstash import Session
-from backstash.backward import claims, exclusive, table
-from backstash.backward.claims import Claim, Unstashed
+from backstash.redeem import claims, exclusive, table
+from backstash.redeem.claims import Claim, Unstashed
 from backstash.saved import TensorSpec
 
 
@@ -322,8 +322,8 @@ def contents(kept: Any) -> Tensor:
 def test_memory_that_somebody_keeps_is_not_written_over(name: str, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "LARGE", 0)
     monkeypatch.setattr(table, "CHEAP_CLAIM", 0)
-    monkeypatch.setattr("backstash.backward.norms._LARGE", 0)
-    monkeypatch.setattr("backstash.backward.norms._CHUNK", 256)
+    monkeypatch.setattr("backstash.redeem.norms._LARGE", 0)
+    monkeypatch.setattr("backstash.redeem.norms._CHUNK", 256)
 
     def run(session: Any) -> list[Tensor]:
         torch.manual_seed(0)
@@ -426,9 +426,9 @@ LOOKS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", LOOKS)
 @pytest.mark.parametrize("where", ["accumulate prehook", "accumulate hook", "transposition", "layer", "tensor"])
 def test_a_hook_meets_an_ordinary_gradient(where: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backstash.backward.accumulation.LARGE", 1 << 12)
-    monkeypatch.setattr("backstash.backward.accumulation.CHUNK", 1 << 12)
-    monkeypatch.setattr("backstash.backward.accumulation.ROWS", 8)
+    monkeypatch.setattr("backstash.redeem.accumulation.LARGE", 1 << 12)
+    monkeypatch.setattr("backstash.redeem.accumulation.CHUNK", 1 << 12)
+    monkeypatch.setattr("backstash.redeem.accumulation.ROWS", 8)
 
     def run(session: Any) -> list[Any]:
         torch.manual_seed(0)

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Session, policies
-from backstash.backward import accumulation, claims, exclusive, norms, pointwise, table
 from backstash.codecs import Binary
 from backstash.codecs.base import FLOATS
 from backstash.errors import NeedNotMetError
 from backstash.ops import cpu
 from backstash.ops.backends import serving
 from backstash.policies.base import Action, Outcome, Stash
+from backstash.redeem import accumulation, claims, exclusive, norms, pointwise, table
 from backstash.report.meter import CountedPeak
 from backstash.saved import Need, SavedTensor
 from backstash.stash.decode import StashedTensor

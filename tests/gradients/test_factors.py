@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from backstash import Session
-from backstash.backward import factors
-from backstash.backward.claims import Claim, Unstashed
 from backstash.codecs import Binary, FewBit
 from backstash.codecs.fewbit.codec import ACTIVATIONS, BITS
 from backstash.errors import DamagedPlanesError
@@ -28,6 +26,8 @@ from backstash.ops import cpu
 from backstash.ops.backends import serving
 from backstash.policies import Lossless
 from backstash.policies.base import Action, Outcome, Stash
+from backstash.redeem import factors
+from backstash.redeem.claims import Claim, Unstashed
 from backstash.report.meter import CountedPeak
 from backstash.saved import SavedTensor, TensorSpec
 

@@ -21,8 +21,8 @@ from backstash.capture import learned
 from backstash.capture.learned import LARGEST, LITTLE, LOOK_AGAIN, SMALLEST, SMALLEST_OF_LITTLE, Learned
 from backstash.capture.names import Names
 from backstash.errors import SavedTensorFreedError
-from backstash.stash import noting
-from backstash.stash.noting import Limit
+from backstash.remake import noting
+from backstash.remake.noting import Limit
 
 MIB = 1 << 20
 

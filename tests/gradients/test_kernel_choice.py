@@ -32,8 +32,8 @@ import backstash as bs
 from backstash import Session
 from backstash.capture import observer
 from backstash.proofs import proofs
-from backstash.stash import producers, repeating
-from backstash.stash.calls import Call
+from backstash.remake import producers, repeating
+from backstash.remake.calls import Call
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

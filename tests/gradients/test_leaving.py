@@ -21,7 +21,7 @@ import backstash
 from backstash import Session, interpreter
 from backstash.errors import SessionError
 from backstash.planning.run.budgeted import Budgeted
-from backstash.stash import repeating
+from backstash.remake import repeating
 from backstash.torch_internals import in_filled_memory, recording, under_autocast, without_gradients
 from tests.fuzz import interrupts
 from tests.fuzz.interrupts import Trial, left_behind, places_of, prepare

@@ -25,8 +25,8 @@ from session_checks import Always
 from torch import Tensor
 
 from backstash import Need, Policy, Session, Stash
-from backstash.backward import unpack as unpack_module
 from backstash.formulas import FORMULAS
+from backstash.redeem import unpack as unpack_module
 from backstash.saved import Mask, TensorSpec, Test
 from backstash.stash import decode
 from backstash.stash.ledger import Entry

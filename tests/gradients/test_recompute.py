@@ -18,9 +18,9 @@ from backstash.ops.backends import has_own_kernel, serving
 from backstash.ops.layout import Activation
 from backstash.policies import Lossless
 from backstash.policies.base import Keep, Recompute
+from backstash.remake.producers import CHEAP
 from backstash.saved import Need, SavedTensor
 from backstash.stash.ledger import Entry
-from backstash.stash.producers import CHEAP
 from backstash.testing import equal_bits
 from backstash.torch_internals import clamp_passes_bounds
 

@@ -12,8 +12,8 @@ from gradient_checks import Everything
 from torch import Tensor, nn
 
 from backstash import Session
-from backstash.backward import accumulation, table
 from backstash.policies.base import Policy
+from backstash.redeem import accumulation, table
 
 Seen = list[Any]
 

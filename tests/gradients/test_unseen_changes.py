@@ -17,11 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.dlpack import to_dlpack
 
 from backstash import Session
-from backstash import session as sessions
 from backstash.errors import BackstashError, RecomputedDifferentlyError
+from backstash.remake.remaking import REPEAT
 from backstash.stash import comparing
-from backstash.stash.encode import Encoder
-from backstash.stash.remaking import REPEAT
 from backstash.stash.sample import ELEMENTS, Sample
 
 LIBRARY = torch.library.Library("backstash_test_unseen", "FRAGMENT")
@@ -146,7 +144,6 @@ def test_the_tripwire_names_what_changed_where_no_observer_looks() -> None:
 
 def test_on_a_gpu_the_tripwire_is_looked_at_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "AT_ONCE", frozenset())
-    monkeypatch.setattr(sessions, "encode", Encoder.encode)  # whose twin takes them as well
     session = Session("lossless", min_nbytes=0)
     with pytest.raises(
         RecomputedDifferentlyError, match=r"/Addmm#0:mat1 .*do not use those of the backward pass .*stored"
@@ -159,7 +156,6 @@ def test_on_a_gpu_the_tripwire_is_looked_at_when_the_pass_ends(monkeypatch: pyte
 
 def test_passes_within_a_pass_and_passes_that_fail_are_looked_at_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "AT_ONCE", frozenset())
-    monkeypatch.setattr(sessions, "encode", Encoder.encode)  # whose twin takes them as well
     asked: list[int] = []
     compare = comparing._Pass.compare
     monkeypatch.setattr(comparing._Pass, "compare", lambda ours: (asked.append(len(ours.found)), compare(ours))[1])

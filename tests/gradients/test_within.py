@@ -17,8 +17,8 @@ from backstash.codecs import Szp
 from backstash.ops import backends
 from backstash.policies import Lossless, Rules
 from backstash.policies.base import Action, Outcome, Recompute, Stash
+from backstash.remake import proving
 from backstash.saved import Need, SavedTensor
-from backstash.stash import proving
 from backstash.stash.ledger import Entry
 
 BOUND = 0.05

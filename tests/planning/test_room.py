@@ -10,10 +10,10 @@ from step_problems import drawn_profile
 from torch import nn
 
 import backstash as bs
-from backstash.backward import claims
 from backstash.planning.measure.profiling import profile
 from backstash.planning.model.peak import PeakModel
 from backstash.planning.search.planner import Planner
+from backstash.redeem import claims
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash import Session
-from backstash.backward import exclusive, table
+from backstash import Session, session
 from backstash.capture import repeated
 from backstash.codecs import Minifloat
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.policies import Action, Keep, Policy, Stash
+from backstash.redeem import exclusive, table
+from backstash.remake.remaking import REPEAT
 from backstash.replay import replaying
 from backstash.saved import Need, SavedTensor
-from backstash.stash.remaking import REPEAT
 from tests.networks import families
 from tests.networks.resnet import resnet
 
@@ -105,6 +105,12 @@ def _copy(model: nn.Module) -> nn.Module:
     import copy
 
     return copy.deepcopy(model)
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran before in this process: where something was compiled no pass is replayed."""
+    monkeypatch.setattr(session, "has_compiled", lambda: False)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backstash.backward.table import LARGE
+from backstash.redeem.table import LARGE
 from studies import comet
 
 

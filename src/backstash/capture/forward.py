@@ -21,14 +21,14 @@ from backstash.capture.naming import find_saved, weight_copies
 from backstash.capture.side_effects import SideEffect, affected
 from backstash.interpreter import is_odd
 from backstash.policies.base import Policy, is_watching
+from backstash.remake.calls import CallPlace, Group
+from backstash.remake.contents import Contents, Inside
+from backstash.remake.leaning import Leaning
 from backstash.saved import PLAIN, Need, SavedTensor
 from backstash.stash import held, parameters, regions, wrapped
 from backstash.stash.accounts import Account, Step
-from backstash.stash.calls import CallPlace, Group
-from backstash.stash.contents import Contents, Inside
 from backstash.stash.decode import follow_original
 from backstash.stash.encode import Encoder
-from backstash.stash.leaning import Leaning
 from backstash.stash.live import Live
 from backstash.stash.pending import Pending
 from backstash.stash.place import Place
@@ -290,7 +290,7 @@ class Forward:
         outside = {x.untyped_storage()._cdata for x in plain}
         found = {}
         for number, saved in packed:
-            x = saved.dense if saved.builtin and saved.is_plain and number >= 0 else None
+            x = saved.dense if saved.node is not None and saved.is_plain and number >= 0 else None
             if x is not None and x.untyped_storage()._cdata not in outside:
                 found[number] = x
         return found
@@ -329,9 +329,9 @@ class Forward:
         So the value is queued once more, and decided on when nobody but autograd holds it.
         """
         storage = whole.untyped_storage()
-        if value.content is not None and value.cdata != storage._cdata:
+        if value.content is not None and value.waiting.cdata != storage._cdata:
             self._contents.move(value.content, whole)
-        value.storage, value.cdata, value.place = storage, storage._cdata, None
+        value.waiting.storage, value.waiting.cdata, value.place = storage, storage._cdata, None
         self._pending.add(value)
 
     def _pack_large(self, x: Tensor, inner: Tensor | None, row: tuple[regions.RegionCall, int] | None) -> Saved:
@@ -339,10 +339,10 @@ class Forward:
             if not self.step.accounts or self._live.saved == 0:  # else no step can begin
                 self._before_save()
             saved = Saved(x if inner is None else inner, self._live)
-            saved.pinned = parameters.is_pinned(x)
+            saved.origin.pinned = parameters.is_pinned(x)
             if inner is not None and inner is not x:
-                saved.wrapping = wrapped.Wrapping(x, inner)
-            elif saved.pinned and parameters.is_leaf_of_graph(x):
+                saved.origin.wrapping = wrapped.Wrapping(x, inner)
+            elif saved.origin.pinned and parameters.is_leaf_of_graph(x):
                 saved.dense = x
             self.unnamed.append(saved)
             if row is not None:
@@ -411,37 +411,41 @@ class Forward:
         places, is_known = self._names.places(node, found)
         builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
         for (role, saved), place in zip(found, places, strict=True):
-            original = saved.original() if saved.original is not None else None
+            original = saved.origin.tensor() if saved.origin.tensor is not None else None
             if original is not None and original.grad_fn is node:
-                saved.original = None  # autograd keeps an alias of a node's own result
+                saved.origin.tensor = None  # autograd keeps an alias of a node's own result
             del original
             if copies and role in ("weight", "mat2") and sorted(place.facts.spec.shape) in copies:
+                saved.view = place.facts.spec, 0
                 self.step.parameters[id(saved)] = place.facts.spec.nbytes
                 continue
             self.step.named += 1
             self.step.recognised += is_known
             dense = saved.dense if builtin and self._is_watched else None
-            self._take(saved, place, builtin)
+            self.take(saved, place, node._sequence_nr() if builtin else None)
             if dense is not None:
                 self._policy.watch(place.facts, node, dense.detach())
             del dense
-            if builtin:
-                saved.node, saved.claimable = node._sequence_nr(), place.claimable
 
     def _take_of_unknown(self, saved: Saved) -> None:
         """Take in what was saved by a node that was not found."""
         place, is_known = self._names.unknown_place(saved)
         self.step.named += 1
         self.step.recognised += is_known
-        self._take(saved, place, False)
+        self.take(saved, place, None)
 
-    def _take(self, saved: Saved, place: Place, builtin: bool) -> None:
-        """Account for a named tensor, and queue its storage for encoding unless backward reads nothing of it."""
+    def take(self, saved: Saved, place: Place, node: int | None) -> None:
+        """Account for a named tensor, and queue its storage for encoding unless backward reads nothing of it.
+
+        Args:
+            saved: the tensor.
+            place: where in the model it was saved.
+            node: the number of the node that has saved it; None where that is not one of torch's own.
+        """
         dense, facts = saved.dense, place.facts
         assert dense is not None
-        saved.place, saved.tensor = place, facts
-        saved.need, saved.mask, saved.builtin = facts.need, facts.mask, builtin
-        saved.offset = int(dense.storage_offset())
+        saved.place, saved.node = place, node
+        saved.view = facts.spec, int(dense.storage_offset())
         storage = dense.untyped_storage()
         cdata = storage._cdata
         value = self._pending.get(cdata)
@@ -453,7 +457,7 @@ class Forward:
                 account = self._account_of_shape(facts, storage)
                 if account is None:
                     self._shapes[cdata] = weakref.ref(storage), self.step.open(facts, storage.nbytes(), "shape")
-            saved.counter, saved.dense = version_of(dense), None
+            saved.origin.counter, saved.dense = version_of(dense), None
             self._encoder.only_keep = False
             return
         if value is None:
@@ -475,9 +479,9 @@ class Forward:
             value.account.share(facts)
         value.members.append(weakref.ref(saved))
         saved.value = value
-        if saved.pinned:
-            value.address, value.storage = StorageWeakRef(storage), None
-        if saved.wrapping is not None and saved.wrapping.was_changed:
+        if saved.origin.pinned:
+            value.waiting.address, value.waiting.storage = StorageWeakRef(storage), None
+        if saved.origin.wrapping is not None and saved.origin.wrapping.was_changed:
             value.content = None  # its content ended unseen (Note: [versions of a wrapper])
         elif self.recomputes:
             value.content = self._contents.of(dense)

@@ -30,8 +30,8 @@ from torch import nn
 
 from backstash.capture.repeated import Passes
 from backstash.capture.worth import Worth
+from backstash.remake.noting import Limit, Noting
 from backstash.stash.accounts import Step
-from backstash.stash.noting import Limit, Noting
 
 if TYPE_CHECKING:
     from backstash.capture.names import KnownNode

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from backstash import formulas
 from backstash.capture.learned import Learned
+from backstash.remake.calls import CallPlace
+from backstash.remake.noting import Noting
 from backstash.saved import SavedTensor, TensorSpec
-from backstash.stash.calls import CallPlace
-from backstash.stash.noting import Noting
 from backstash.stash.place import Place
 from backstash.stash.value import Saved
 
@@ -117,7 +117,7 @@ class Names:
 
     Args:
         model: the module that paths start from; None for whichever module is called outermost.
-        can_claim: whether a kernel of the package backward reads what nodes of an op save under a role.
+        can_claim: whether a kernel of the package redeem reads what nodes of an op save under a role.
         cycles: as in Policy.
 
     Attributes:
@@ -255,7 +255,7 @@ class Names:
     # -- saved tensors -------------------------------------------------------------------------------------------
 
     def places(self, node: Any, found: list[tuple[str, Saved]]) -> tuple[list[Place], bool]:
-        """The places at which a node has saved tensors; gives each of these its spec.
+        """The places at which a node has saved tensors.
 
         Args:
             node: the autograd node.
@@ -272,24 +272,22 @@ class Names:
         index = frame.label, type(node), number
         for known in self.learned.nodes.get(index, ()):
             if fits(known, node, found, scalar_of):
-                for spec, (_, saved) in zip(known.specs, found, strict=True):
-                    saved.spec = spec
                 return known.places, True
         specs = {}
         for role, saved in found:
             assert saved.dense is not None
-            specs[role] = saved.spec = TensorSpec.of(saved.dense)
+            specs[role] = TensorSpec.of(saved.dense)
         asked = _Asked(node)
         places = []
         builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
         for role, saved in found:
-            assert saved.spec is not None
-            reading = formulas.requirement_of(asked, role, saved.spec, specs, op) if builtin else formulas.VALUE
-            if saved.wrapping is not None:
-                reading = saved.wrapping.reading(reading)
-            claimable = builtin and saved.wrapping is None and self._can_claim(op, role, saved.spec)
-            places.append(Place(_facts(frame, op, number, role, saved.spec, reading), claimable))
-        if _is_comparable(tuple(asked._noted.values())) and all(saved.wrapping is None for _, saved in found):
+            spec, wrapping = specs[role], saved.origin.wrapping
+            reading = formulas.requirement_of(asked, role, spec, specs, op) if builtin else formulas.VALUE
+            if wrapping is not None:
+                reading = wrapping.reading(reading)
+            claimable = builtin and wrapping is None and self._can_claim(op, role, spec)
+            places.append(Place(_facts(frame, op, number, role, spec, reading), claimable))
+        if _is_comparable(tuple(asked._noted.values())) and all(saved.origin.wrapping is None for _, saved in found):
             roles = tuple([role for role, _ in found])
             self._remember(index, KnownNode(roles, places, tuple(asked._noted.items())))
         return places, False
@@ -301,13 +299,13 @@ class Names:
         self._is_fresh = False
         number = frame.counts.get("?", 0)
         frame.counts["?"] = number + 1
-        saved.spec = TensorSpec.of(saved.dense)
+        spec = TensorSpec.of(saved.dense)
         index = frame.label, type(None), number
         for known in self.learned.nodes.get(index, ()):
-            if known.places[0].facts.spec == saved.spec:
+            if known.places[0].facts.spec == spec:
                 return known.places[0], True
-        place = Place(_facts(frame, "?", number, "saved", saved.spec, formulas.VALUE))
-        if saved.wrapping is None:
+        place = Place(_facts(frame, "?", number, "saved", spec, formulas.VALUE))
+        if saved.origin.wrapping is None:
             self._remember(index, KnownNode(("saved",), [place], ()))
         return place, False
 

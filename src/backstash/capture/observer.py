@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from backstash.capture.side_effects import SideEffect, inplace_position, side_effect_of
-from backstash.stash import calls, producers
+from backstash.remake import calls, producers
 from backstash.stash.regions import Region
 from backstash.torch_internals import (
     TorchDispatchMode,

@@ -2,7 +2,7 @@
 
 There is one way to call a kernel: ``serving(device_type).name(...)``, which ``torch.ops.backstash.name(...)`` calls
 too. Codecs call the ops, so that torch.compile can trace them. What runs once per saved tensor and in eager mode alone
-(``backward/``, ``stash/``) calls ``serving`` itself: that takes 0.1 us, torch's dispatcher takes 2 us.
+(``redeem/``, ``stash/``) calls ``serving`` itself: that takes 0.1 us, torch's dispatcher takes 2 us.
 """
 
 from __future__ import annotations

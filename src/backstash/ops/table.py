@@ -5,7 +5,7 @@ A family of kernels is a package: ``reference.py`` defines them in plain torch, 
 A kernel enters the table where it is defined: the decorator :func:`backstash.ops.registration.kernel` on its reference
 writes its row, when the family is imported. A backend without such a function says why in the row, and the reference
 serves in its place. ``tests/ops/test_table.py`` holds every row to this. Families that serve a codec are in
-``codecs/``, beside the codec; those that serve ``backward/`` and ``stash/`` are in ``ops/``.
+``codecs/``, beside the codec; those that serve ``redeem/`` and ``stash/`` are in ``ops/``.
 
 Every kernel but those that return numbers to the host is also a ``torch.library`` op in the namespace ``backstash``.
 Inputs and outputs are flat (1-D, contiguous), because codecs flatten tensors in memory order; the few kernels that

@@ -78,7 +78,7 @@ class Recompute:
             The value is then made once in a backward pass, when it is needed first, and held until it was read for the
             last time, by autograd and by other values that are made from it. Chains may be of any length.
         exact_roots: whether the value is stored without an error, although ``otherwise`` allows one, if others can then
-            be remade from it, and all of them together take no more bytes (Note: [exact roots] in stash/roots.py).
+            be remade from it, and all of them together take no more bytes (Note: [exact roots] in remake/roots.py).
 
     Raises:
         ValueError: a number is below 1, or ``otherwise`` is neither a Keep nor a Stash.

@@ -29,7 +29,7 @@ class SaveKind(IntEnum):
 
 
 class ClaimWay(IntEnum):
-    """Whether a saved tensor is unpacked as a claim (backward/claims.py)."""
+    """Whether a saved tensor is unpacked as a claim (redeem/claims.py)."""
 
     NEVER = 0
     ALWAYS = 1
@@ -143,7 +143,7 @@ class CallTree:
 
 @dataclass(frozen=True, slots=True)
 class AffinePass:
-    """``activation(batch_norm(source) + residual)`` in one pass: see stash/fused.py.
+    """``activation(batch_norm(source) + residual)`` in one pass: see remake/fused.py.
 
     Attributes:
         norm: the number of the batch norm's call.
@@ -253,7 +253,7 @@ class SavingNode:
 
 @dataclass(frozen=True, slots=True)
 class NotedCall:
-    """What a call that makes a value again has to be like: see stash/patterns.py.
+    """What a call that makes a value again has to be like: see remake/patterns.py.
 
     Attributes:
         args, kwargs: the arguments, with a Slot in the place of each tensor.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.backward import accumulation, linear, table
 from backstash.capture.forward import Forward
 from backstash.capture.names import Names
 from backstash.codecs import base
@@ -20,6 +19,13 @@ from backstash.interpreter import is_odd, is_traced
 from backstash.ops import backends
 from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
 from backstash.ops.layout import Rounding, images
+from backstash.redeem import accumulation, linear, table
+from backstash.remake import calls, fused
+from backstash.remake.calls import INPUT, Content, Held, Leaf
+from backstash.remake.contents import Contents
+from backstash.remake.patterns import Pattern
+from backstash.remake.recipes import Recipe
+from backstash.remake.repeating import OVERWRITES
 from backstash.replay.program import (
     AffinePass,
     CallTree,
@@ -36,15 +42,10 @@ from backstash.replay.program import (
     ValueProgram,
 )
 from backstash.saved import PLAIN, Mask, Need, TensorSpec
-from backstash.stash import calls, fused, parameters
-from backstash.stash.calls import INPUT, Content, Held, Leaf
-from backstash.stash.contents import Contents
+from backstash.stash import parameters
 from backstash.stash.decode import decoded_dtype
 from backstash.stash.encode import strength
 from backstash.stash.looking import PERIOD, SPARED
-from backstash.stash.patterns import Pattern
-from backstash.stash.recipes import Recipe
-from backstash.stash.repeating import OVERWRITES
 from backstash.stash.value import Form, Saved
 from backstash.stash.value import Value as Stored
 from backstash.stores import DeviceStore
@@ -204,7 +205,7 @@ class Recorder:
         elif type(packed) is Saved:
             entry.saved = weakref.ref(packed)
             self._by_saved[id(packed)] = number
-            if packed.wrapping is not None:
+            if packed.origin.wrapping is not None:
                 self.refuse("a saved tensor is wrapped")
         elif type(packed) is tuple:
             entry.save.kind = SaveKind.SMALL
@@ -295,7 +296,7 @@ class Recorder:
         return ()
 
     def _note_linear(self, call: _Call, node: Any) -> None:
-        """Notes which of a linear layer's matrices may be claimed: see backward/linear.py."""
+        """Notes which of a linear layer's matrices may be claimed: see redeem/linear.py."""
         sizes = getattr(node, linear.INPUT_SIZES[type(node).__name__])
         large = math.prod(node._saved_mat2_sym_sizes) >= accumulation.LARGE // accumulation.WIDEST
         for entry in self.entries[call.first :]:
@@ -351,7 +352,7 @@ class _Writer:
         saved = entry.saved()
         if saved is None:  # its part of the graph was dropped: nobody knows what would have become of it
             return save
-        if saved.modified is not None:
+        if saved.origin.modified is not None:
             raise RefusedError("a saved tensor was changed")
         if saved.tensor is None or saved.place is None:
             save.kind = SaveKind.LOOSE
@@ -366,7 +367,7 @@ class _Writer:
         if save.call < 0 and facts.need not in (Need.VALUE, Need.INDEX):
             raise RefusedError("a tensor that is saved outside of any torch function is not read as a whole")
         if saved.value is None:
-            if saved.counter is None or save.call < 0:
+            if saved.origin.counter is None or save.call < 0:
                 raise RefusedError("a saved tensor follows another one's memory")
             save.kind = SaveKind.SHAPE
             return save
@@ -387,7 +388,7 @@ class _Writer:
             return
         op = saved.tensor.op if saved.tensor is not None else ""
         form = table.FORMS.get(op)
-        codec = None if stored.form is None else stored.form.codec
+        codec = None if stored.state.form is None else stored.state.form.codec
         is_direct = form is not None and codec is not None and base.direct(codec, form) is not None
         nbytes = save.spec.nbytes
         save.as_held = _claim(op, nbytes, False)
@@ -432,13 +433,13 @@ class _Writer:
             settled=place.settled,
             account=account,
         )
-        if stored.recipe is None and stored.form is None and place.declined is not None:
+        if stored.state.recipe is None and stored.state.form is None and place.declined is not None:
             value.spares = SPARED if whole.device.type == "cpu" else PERIOD
             value.spared = max(1, place.spared)
-        if stored.recipe is not None:
-            self._remake(value, stored, stored.recipe)
-        elif stored.form is not None:
-            self._encode(value, stored.form)
+        if stored.state.recipe is not None:
+            self._remake(value, stored, stored.state.recipe)
+        elif stored.state.form is not None:
+            self._encode(value, stored.state.form)
         return value
 
     def _encode(self, value: ValueProgram, form: Form) -> None:
@@ -473,7 +474,12 @@ class _Writer:
                 value.if_clear = scalar_bits(test.if_clear, math.copysign(1.0, test.if_clear), dtype)
 
     def _remake(self, value: ValueProgram, stored: Stored, recipe: Recipe) -> None:
-        if stored.form is not None or recipe.from_statistics or recipe.any_producer or recipe.first_use is not None:
+        if (
+            stored.state.form is not None
+            or recipe.from_statistics
+            or recipe.any_producer
+            or recipe.first_use is not None
+        ):
             raise RefusedError("a value is made again by costly calls, or within bounds")
         if recipe.references:
             raise RefusedError("a value is made again from a parameter where it is")

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from backstash import interpreter
-from backstash.backward import accumulation, claims, linear
 from backstash.capture import naming, observer
 from backstash.capture.forward import Forward
 from backstash.capture.names import scalar_of
@@ -43,15 +42,17 @@ from backstash.errors import CodecRefusedError, RecomputedDifferentlyError, Save
 from backstash.numerics import under
 from backstash.ops.cpu import library
 from backstash.policies.base import knows_room
+from backstash.redeem import accumulation, claims, linear
+from backstash.remake import calls, producers, repeating
+from backstash.remake.remaking import REPEAT
 from backstash.replay.program import Script, ValueFate
 from backstash.replay.recorder import Recorder, RecordingForward, RefusedError, Ways
 from backstash.saved import SavedTensor, TensorSpec
-from backstash.stash import calls, held, producers, repeating
+from backstash.stash import held
 from backstash.stash.accounts import Account, Step
 from backstash.stash.comparing import distrusted
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import check_memory
-from backstash.stash.remaking import REPEAT
 from backstash.stash.sample import Rows, Sample
 from backstash.stash.value import Saved, Value
 from backstash.torch_internals import no_torch_function, running_node
@@ -288,23 +289,20 @@ class Replaying:
         for packed, dense, original, number, version, node in members or ():
             save = script.saves[number]
             saved = _saved_of(dense, original, version, live)
-            saved.pinned = save.is_pinned
+            saved.origin.pinned = save.is_pinned
             native.delegate(packed, saved)
-            saved.spec = save.spec
-            forward._take(saved, save.place, save.is_builtin)
-            if save.is_builtin:
-                saved.node, saved.claimable = node, save.place.claimable
+            forward.take(saved, save.place, node if save.is_builtin else None)
             value = saved.value
         for packed, dense, original, number, version, _ in unnamed or ():
             saved = _saved_of(dense, original, version, live)
-            saved.pinned = script.saves[number].is_pinned
+            saved.origin.pinned = script.saves[number].is_pinned
             native.delegate(packed, saved)
             self._unnamed.append((packed, saved))
         if is_orphan and value is not None:
             number = script.saves[members[0][3]].value
             self._account_for(value, script.values[number].account)
             forward._pending.decide_if_orphaned(value)
-            if value.form is not None and script.values[number].program is ValueFate.HOLD:
+            if value.state.form is not None and script.values[number].program is ValueFate.HOLD:
                 self._is_stale = True  # a codec takes it now
 
     def _account_for(self, value: Value, account: Account) -> None:
@@ -373,14 +371,14 @@ def for_session(
 
 def _saved_of(dense: Tensor, original: Tensor | None, version: int, live: Any) -> Saved:
     saved = Saved(dense, live)
-    saved.original = None if original is None else weakref.ref(original)
-    saved.version = version
+    saved.origin.tensor = None if original is None else weakref.ref(original)
+    saved.origin.version = version
     saved.dense = dense  # which is nobody else's, or a leaf
     return saved
 
 
 class Replayed:
-    """A saved tensor that a script has packed, as the package backward sees it: see backward/claims.py."""
+    """A saved tensor that a script has packed, as the package redeem sees it: see redeem/claims.py."""
 
     __slots__ = ("__weakref__", "overwrites", "packed", "spec")
 

@@ -1,1 +1,1 @@
-"""Everything between pack and unpack: values, their contents and recipes, how they are encoded, remade and decoded."""
+"""Everything between pack and unpack: values, the state of their bytes, how they are encoded and decoded."""

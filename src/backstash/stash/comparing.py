@@ -30,8 +30,8 @@ from backstash.stash.sample import Sample
 from backstash.torch_internals import at_end_of_backward, graph_task
 
 if TYPE_CHECKING:
+    from backstash.remake.recipes import Recipe
     from backstash.stash.live import Live
-    from backstash.stash.recipes import Recipe
     from backstash.stash.value import Value
 
 AT_ONCE = frozenset({"cpu"})
@@ -182,10 +182,10 @@ def check_sample(value: Value, whole: Tensor) -> None:
     Raises:
         RecomputedDifferentlyError: it has other bits than it had (Note: [samples] in sample.py).
     """
-    sample, comparisons, recipe = value.sample, value.live.comparisons, value.recipe
-    if sample is None:
+    state, comparisons = value.state, value.live.comparisons
+    sample, recipe = state.sample, state.recipe
+    if sample is None or recipe is None:
         return
-    assert recipe is not None
     if comparisons.takes(sample, whole):
         comparisons.add(sample, whole, partial(distrusted, value.live, value.key, recipe.call.spec, None))
     elif sample.differs(whole):

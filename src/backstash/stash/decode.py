@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +16,11 @@ from backstash.codecs.numbers import deferring
 from backstash.errors import SavedTensorModifiedError
 from backstash.policies.base import Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
-from backstash.stash import fused
-from backstash.stash.buffers import SMALLEST, new_memory
-from backstash.stash.calls import Leaf, Memory
-from backstash.stash.comparing import COMPUTED, check_sample
+from backstash.stash.buffers import SMALLEST
+from backstash.stash.comparing import COMPUTED
 from backstash.stash.drafts import DraftedForm, make_certain
-from backstash.stash.leaves import guard_with
-from backstash.stash.value import Form, Saved, Value, version_of
+from backstash.stash.place import Place
+from backstash.stash.value import DENSE, Dense, Form, Saved, Value, guard_with, version_of
 from backstash.torch_internals import in_backward, without_gradients
 
 COPIES_BOOLS = frozenset({"cpu"})
@@ -31,7 +28,7 @@ COPIES_BOOLS = frozenset({"cpu"})
 
 
 class StashedTensor:
-    """A saved tensor as the package backward sees it."""
+    """A saved tensor as the package redeem sees it."""
 
     __slots__ = ("__weakref__", "overwrites", "saved", "spec", "value")
 
@@ -54,12 +51,12 @@ class StashedTensor:
         with saved.live.lock:
             if _exact(value) is not None:
                 return None
-            if value.bits is not None and value.bits[0] == saved.mask:
-                _, codec, encoded = value.bits
+            if value.reads.bits is not None and value.reads.bits[0] == saved.mask:
+                _, codec, encoded = value.reads.bits
                 read = base.direct(codec, form) if _same_layout(encoded.spec, self.spec) else None
                 found = None if read is None else read(encoded)
             else:
-                stored = value.form
+                stored = value.state.form
                 make_certain(stored)
                 if stored is None or stored.mask != saved.mask or not _same_layout(stored.spec, self.spec):
                     return None
@@ -103,47 +100,52 @@ def thaw(value: Value) -> None:
         there. Were the value held in another form as well, there would be more than plain PyTorch has. So what such a
         pass decodes or makes again is the value from then on, for all who read it.
     """
-    form, recipe = value.form, value.recipe
+    form, recipe = value.state.form, value.state.recipe
     make_certain(form)
     spec = None if form is None else form.spec
     is_whole = form is None or Need.VALUE in form.codec.preserves
-    whole, buffers = dense(value, False, False).detach(), value.buffers
-    assert buffers is not None
+    whole = dense(value, False, False).detach()
     value.hold(None)
-    buffers.part_with(whole)
+    value.live.buffers.part_with(whole)
     account = value.account
     value.live.add(-account.device_nbytes)
     account.stash_nbytes, account.store = whole.untyped_storage().nbytes(), "device"
     value.live.add(account.device_nbytes)
     account.codec, account.reason = "kept", "a backward pass that has a graph of its own holds it"
     hold_dense(value, whole)
-    if not is_whole or value.errors:
+    if not is_whole or value.state.errors:
         value.content = None
     if value.live.read_with_graph is None or (spec is not None and spec.dtype is not whole.dtype):
         return
-    if value.errors:  # its numbers must not be rounded again
+    if value.state.errors:  # its numbers must not be rounded again
         if recipe is not None or form is None or form.tag is not None or not base.repeats(form.codec):
             return
-        value.otherwise = Stash(form.codec)
+        assert isinstance(value.state, Dense)
+        value.state.otherwise = Stash(form.codec)
     value.live.read_with_graph(value, whole)
 
 
 def hold_dense(value: Value, whole: Tensor) -> None:
     """Has the saved tensors of a value hold its data, of which no other form is left."""
-    value.form = value.recipe = value.sample = value.bits = None
-    value.depth, value.shares = 0, False
-    value.round = value.unread = 0
+    if value.state.errors:
+        errors, value.state = value.state.errors, Dense()
+        value.state.errors = errors
+    else:
+        value.state = DENSE
+    reads = value.reads
+    reads.round, reads.unread, reads.bits = 0, 0, None
     for saved in value.saved():
         saved.round = 0
-        if saved.modified is None:  # else it raises when it is read
-            assert saved.spec is not None
+        if saved.origin.modified is None:  # else it raises when it is read
+            assert saved.view is not None
             # A view would hold `whole` as well, and the storage would have a use that is no saved tensor's.
-            saved.dense = whole.as_strided(saved.spec.shape, saved.spec.stride, saved.offset).detach()
-            saved.version, saved.original = saved.dense._version, None
-    if value.height:  # others are remade from it
+            spec, offset = saved.view
+            saved.dense = whole.as_strided(spec.shape, spec.stride, offset).detach()
+            saved.origin.version, saved.origin.tensor = saved.dense._version, None
+    if value.dependents.height:  # others are remade from it
         guard_with(value, whole)
-        assert value.guard is not None
-        value.guard.tensor = value.facts
+        assert value.dependents.guard is not None and value.facts is not None
+        value.dependents.guard.place = Place(value.facts)
 
 
 def _decode(saved: Saved, spec: TensorSpec, value: Value, borrows: bool) -> Tensor:
@@ -156,10 +158,9 @@ def _decode(saved: Saved, spec: TensorSpec, value: Value, borrows: bool) -> Tens
     value.let_go()
     if not saved.builtin:  # may write into it
         value.hold(None)
-        assert value.buffers is not None
-        value.buffers.forget(value if value.form is None else value.form)
+        value.live.buffers.forget(value.state)
         if value.live.monitor is None or not value.live.monitor.is_measuring:
-            value.written = [*(value.written or ()), (version_of(whole), whole._version)]
+            value.reads.written = [*(value.reads.written or ()), (version_of(whole), whole._version)]
     if whole.shape == spec.shape and whole.stride() == spec.stride:
         return whole.detach()
     return whole.as_strided(spec.shape, spec.stride, saved.offset)
@@ -169,15 +170,15 @@ def has_direct(value: Value, form: type[Direct] | None) -> bool:
     """Whether a value is stored by a codec whose planes a backward kernel can read in that form."""
     if form is None:
         return False
-    if value.bits is not None and base.direct(value.bits[1], form) is not None:
+    if value.reads.bits is not None and base.direct(value.reads.bits[1], form) is not None:
         return True
-    return value.form is not None and base.direct(value.form.codec, form) is not None
+    return value.state.form is not None and base.direct(value.state.form.codec, form) is not None
 
 
 def _exact(value: Value) -> Tensor | None:
     """The exact data of a value that is stored with an error, while the gradient's error is measured."""
     monitor = value.live.monitor
-    return value.exact if monitor is not None and monitor.is_exact else None
+    return monitor.exact.get(value) if monitor is not None and monitor.is_exact else None
 
 
 def dense(value: Value, ahead: bool, borrows: bool) -> Tensor:
@@ -190,39 +191,30 @@ def dense(value: Value, ahead: bool, borrows: bool) -> Tensor:
         for them as long as there is room in what backward has freed already; else it is made once more then. So a chain
         of recomputed values never takes more than storing would.
     """
-    buffers = value.buffers
-    assert buffers is not None
-    if value.shares:
-        return shared(value)
-    owner: Any = value if value.form is None else value.form
-    whole = value.remade if value.remade is not None else buffers.holding(owner)
-    return _made(value, owner, ahead, borrows) if whole is None else whole
+    state = value.state
+    if state.recipe is not None:
+        assert value.live.remake is not None
+        return value.live.remake(value, ahead)
+    whole = state.made if state.made is not None else value.live.buffers.holding(state)
+    if whole is not None:
+        return whole
+    assert isinstance(state, Form)
+    return _decoded(value, state, ahead, borrows)
 
 
-def _made(value: Value, owner: Any, ahead: bool, borrows: bool) -> Tensor:
-    """The whole of a value, of which nothing is there that was decoded or remade before; see :func:`dense`."""
-    form, buffers = value.form, value.buffers
-    assert buffers is not None
+def _decoded(value: Value, form: Form, ahead: bool, borrows: bool) -> Tensor:
+    """The whole of a value, of which nothing is there that was decoded before; see :func:`dense`."""
+    buffers, reads = value.live.buffers, value.reads
     make_certain(form)
     value.begin_round()
-    started = time.perf_counter()
-    if value.recipe is not None:
-        whole = remake(value)
-        if not ahead or value.live.may_hold(whole.untyped_storage().nbytes()):
-            value.hold(whole.detach())
-        for leaf in value.recipe.leaves:
-            if leaf.recipe is not None and leaf.remade is None:
-                buffers.shrink()  # there was no room for them
-                break
-    elif form is not None and borrows and (view := base.view(form.codec)) is not None:
+    if borrows and (view := base.view(form.codec)) is not None:
         encoded = planes(value, form)
         started = time.perf_counter()
         whole = view(encoded)
-        if form.tag is None or value.unread > 1:  # what has come from elsewhere is not held for longer than it is read
-            buffers.lend(owner, whole)
+        if form.tag is None or reads.unread > 1:  # what has come from elsewhere is held until it is read
+            buffers.lend(form, whole)
     else:
-        assert form is not None
-        whole = _take(value, form.spec, decoded_dtype(form.codec, form.spec))
+        whole = take_memory(value, form.spec, decoded_dtype(form.codec, form.spec))
         encoded = planes(value, form)
         started = time.perf_counter()  # what was waited for is counted apart
         if whole.is_cpu:
@@ -231,11 +223,11 @@ def _made(value: Value, owner: Any, ahead: bool, borrows: bool) -> Tensor:
             with deferring(partial(_damaged, value)):
                 form.codec.decode(encoded, whole)
         # What is in no pool of buffers is held for the other readers.
-        if (value.unread > 1 and whole.nbytes < SMALLEST) or (
-            ahead and value.unread and value.live.may_hold(2 * whole.nbytes)
+        if (reads.unread > 1 and whole.nbytes < SMALLEST) or (
+            ahead and reads.unread and value.live.may_hold(2 * whole.nbytes)
         ):
             value.hold(whole.detach())
-    buffers.filled(owner, whole)
+    buffers.filled(form, whole)
     value.account.decode_seconds += time.perf_counter() - started
     value.account.decodes += 1
     return whole
@@ -258,88 +250,9 @@ def decoded_dtype(codec: Codec, spec: TensorSpec) -> torch.dtype:
     return torch.bool if is_bool else spec.dtype
 
 
-def shared(value: Value) -> Tensor:
-    """A value that is made once for all who read it, after everything that it is made from.
-
-    Note: [made once]
-        What is made on the way is held for its own readers, and for other values that are yet to be made from it. So a
-        chain of costly calls runs once in a backward pass. It runs in a loop, because it may have any length.
-    """
-    if value.remade is not None:
-        return value.remade
-    waiting = [value]
-    whole: Tensor | None = None
-    while waiting:
-        latest = waiting[-1]
-        if latest.remade is not None and latest is not value:
-            waiting.pop()
-            continue
-        assert latest.recipe is not None
-        missing = [leaf for leaf in dict.fromkeys(latest.recipe.leaves) if leaf.shares and leaf.remade is None]
-        if missing:
-            waiting += missing
-            continue
-        started = time.perf_counter()
-        latest.begin_round()
-        assert latest.buffers is not None
-        latest.buffers.shrink(latest.buffers.nbytes)  # what nobody awaits: fresh memory is taken now, none of theirs
-        whole = remake(latest, fresh=True)
-        group = latest.recipe.call.group
-        made = [(latest, whole)]
-        if group is not None and group.made:  # Note: [saved inside] in repeating.py
-            wanted = group.wanted()
-            made += [(wanted[number], x) for number, x in group.made.items() if number in wanted]
-            group.made = {}
-        for each, x in made:
-            if each is not latest:
-                each.begin_round()
-                check_sample(each, x)
-            each.hold(x.detach())
-            assert each.recipe is not None
-            for leaf in each.recipe.leaves:
-                if leaf.shares:
-                    leaf.let_go()
-            each.account.decodes += 1
-        latest.account.decode_seconds += time.perf_counter() - started
-        waiting.pop()
-    assert whole is not None
-    return whole
-
-
-def remake(value: Value, fresh: bool = False) -> Tensor:
-    """Computes a value again, in a pooled buffer or in ``fresh`` memory.
-
-    Raises:
-        RecomputedDifferentlyError: it has other bits than it had (Note: [samples]).
-    """
-    recipe, form = value.recipe, value.form
-    assert recipe is not None
-    encoded = None if form is None else planes(value, form)
-    memory = partial(new_memory, recipe.call.spec) if fresh else memory_of(value)
-    whole = fused.made(recipe, fetch, memory, encoded)
-    if recipe.first_use is not None:
-        way = "plain" if value.sample is None or value.sample.differs(whole) else "fused"
-        recipe.first_use(way)
-        recipe.first_use = None
-        if way == "plain":
-            value.recipe = recipe = recipe.unfused()
-            del whole  # there may be no room for both
-            whole = fused.made(recipe, fetch, None, encoded)
-    check_sample(value, whole)
-    return whole
-
-
-def memory_of(value: Value) -> Memory:
-    """What makes memory in the pool of decode buffers for what a value's recipe makes."""
-    assert value.recipe is not None
-    spec = value.recipe.call.spec
-    return partial(_take, value, spec, spec.dtype)
-
-
-def _take(value: Value, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
+def take_memory(value: Value, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
     """Memory from the pool of decode buffers, laid out like ``spec``; its contents are undefined."""
-    assert value.buffers is not None
-    memory = value.buffers.take(spec, dtype)
+    memory = value.live.buffers.take(spec, dtype)
     if value.live.watcher is not None:
         value.live.watcher.taken(memory)
     return memory
@@ -347,17 +260,15 @@ def _take(value: Value, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
 
 def release(value: Value) -> None:
     """Frees the decoded or remade tensor. If the remaining readers only need its mask, keeps the mask."""
-    buffers = value.buffers
-    assert buffers is not None
-    if value.shares:
+    state, reads, buffers = value.state, value.reads, value.live.buffers
+    if state.shares:
         value.let_go()
         return
-    owner: Any = value if value.form is None else value.form
-    whole = value.remade if value.remade is not None else buffers.holding(owner)
-    if whole is not None and value.unread > 0:
-        if value.unread > MANY:
+    whole = state.made if state.made is not None else buffers.holding(state)
+    if whole is not None and reads.unread > 0:
+        if reads.unread > MANY:
             return
-        unread = [member for member in value.saved() if member.round != value.round]
+        unread = [member for member in value.saved() if member.round != reads.round]
         mask = unread[0].mask if unread else None
         if mask is None:
             return
@@ -367,19 +278,19 @@ def release(value: Value) -> None:
             or codec.accepts(TensorSpec.of(whole)) is not None
         ):
             return
-        stored = value.form is not None and value.form.mask == mask
-        if not stored and (value.bits is None or value.bits[0] != mask):
-            value.bits = mask, codec, codec.encode(whole)
-    if value.unread <= 0:
-        value.bits = None
+        stored = state.form is not None and state.form.mask == mask
+        if not stored and (reads.bits is None or reads.bits[0] != mask):
+            reads.bits = mask, codec, codec.encode(whole)
+    if reads.unread <= 0:
+        reads.bits = None
     del whole
     value.hold(None)
     if value.live.watcher is not None:
-        whole = buffers.holding(owner)
+        whole = buffers.holding(state)
         if whole is not None:
             value.live.watcher.released(whole)
         del whole
-    buffers.release(owner)
+    buffers.release(state)
 
 
 MANY = 8
@@ -398,51 +309,32 @@ def planes(value: Value, form: Form) -> Encoded:
     return form.cut(encoded) if type(form) is DraftedForm and form.cut is not None else encoded
 
 
-def fetch(leaf: Leaf) -> Tensor:
-    """What a recipe begins from."""
-    value: Value = leaf.value
-    if value.is_dense:
-        guard = value.guard
-        assert guard is not None
-        if guard.dense is None:
-            assert guard.modified is not None
-            raise SavedTensorModifiedError(modified_message(guard.spec, guard.tensor, guard.modified, guard.version))
-        check_version(guard)
-        whole = guard.dense
-    else:
-        whole = dense(value, True, True)
-    if whole.shape == leaf.spec.shape and whole.stride() == leaf.spec.stride and whole.storage_offset() == leaf.offset:
-        return whole.detach()  # and not the pool's own tensor, which does not tell it that the memory is in use
-    return whole.as_strided(leaf.spec.shape, leaf.spec.stride, leaf.offset)
-
-
 def _same_layout(spec: TensorSpec, other: TensorSpec) -> bool:
     return spec.shape == other.shape and spec.stride == other.stride
 
 
 def check_version(saved: Saved) -> None:
     """Raises plain PyTorch's error if a tensor that is held by reference was changed since it was saved."""
-    held = saved.dense if saved.dense is not None else saved.counter
-    if held is not None and held._version != saved.version:
+    held = saved.dense if saved.dense is not None else saved.origin.counter
+    if held is not None and held._version != saved.origin.version:
         spec = saved.spec or TensorSpec.of(held)
-        raise SavedTensorModifiedError(modified_message(spec, saved.tensor, held._version, saved.version))
-    for counter, version in (saved.value.written if saved.value is not None else None) or ():
+        raise SavedTensorModifiedError(modified_message(spec, saved.tensor, held._version, saved.origin.version))
+    for counter, version in (saved.value.reads.written if saved.value is not None else None) or ():
         if counter._version != version:  # plain PyTorch would have handed out the saved tensor itself
-            now = saved.version + counter._version - version
-            raise SavedTensorModifiedError(modified_message(saved.spec, saved.tensor, now, saved.version))
+            now = saved.origin.version + counter._version - version
+            raise SavedTensorModifiedError(modified_message(saved.spec, saved.tensor, now, saved.origin.version))
 
 
 def follow_original(saved: Saved) -> None:
     """Follow the program's own tensor where its ``.data`` was assigned: plain PyTorch has saved that very tensor."""
-    original = saved.original() if saved.original is not None else None
+    original = saved.origin.tensor() if saved.origin.tensor is not None else None
     dense = saved.dense
     if original is None or dense is None or original.layout is not torch.strided:
         return
     if original.untyped_storage()._cdata != dense.untyped_storage()._cdata:
         saved.dense = original.detach()  # it shares the version, which an assignment does not change
-        saved.spec, saved.offset = TensorSpec.of(saved.dense), int(saved.dense.storage_offset())
+        saved.view = TensorSpec.of(saved.dense), int(saved.dense.storage_offset())
         saved.value = None
-        saved.claimable = False
 
 
 def modified_message(spec: TensorSpec | None, saved: SavedTensor | None, version: int, expected: int) -> str:

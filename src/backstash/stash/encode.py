@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -20,19 +19,22 @@ from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash, knows_room
 from backstash.saved import Need, SavedTensor, TensorSpec
-from backstash.stash import looking, roots
+from backstash.stash import looking
 from backstash.stash.decode import follow_original
 from backstash.stash.drafts import Drafted, DraftedForm, Drafts
 from backstash.stash.live import Live
 from backstash.stash.looking import SPARED
 from backstash.stash.place import Place
-from backstash.stash.recipes import Recipe
-from backstash.stash.value import Form, Saved, Value
+from backstash.stash.value import Dense, Form, Remade, Saved, Value
 from backstash.stores import Store
 
 if TYPE_CHECKING:
+    from backstash.remake.recipes import Recipe
     from backstash.stash.looking import Looked
-    from backstash.stash.remaking import Remaking
+    from backstash.stash.producer import Producer
+
+
+NO_PRODUCER = "nothing makes values again here"
 
 
 class Encoder:
@@ -42,7 +44,7 @@ class Encoder:
         policy: decides.
         stores: stores by name.
         live: the running totals.
-        remaking: finds out how values can be made again.
+        producer: makes values again; None where nothing does.
 
     Attributes:
         is_fixed: whether the policy says the same of the same facts whenever it is asked.
@@ -55,7 +57,7 @@ class Encoder:
     __slots__ = (
         "_knows_room",
         "_live",
-        "_remaking",
+        "_producer",
         "drafts",
         "is_fixed",
         "is_looking",
@@ -65,11 +67,11 @@ class Encoder:
         "turns",
     )
 
-    def __init__(self, policy: Policy, stores: Mapping[str, Store], live: Live, remaking: Remaking) -> None:
+    def __init__(self, policy: Policy, stores: Mapping[str, Store], live: Live, producer: Producer | None) -> None:
         self.policy = policy
         self.stores = stores
         self._live = live
-        self._remaking = remaking
+        self._producer = producer
         self.is_fixed = policy.is_fixed
         self.turns = count()
         self.drafts = Drafts()
@@ -91,22 +93,22 @@ class Encoder:
         """Store a value of which these saved tensors are left, none of which was changed."""
         strongest = fresh[0] if len(fresh) == 1 else max(fresh, key=strength)
         facts = strongest.tensor
-        assert facts is not None and value.storage is not None
+        assert facts is not None and value.waiting.storage is not None
         if len(fresh) > 1:
             if facts.need is Need.SIGN and any(saved.mask != facts.mask for saved in fresh if saved.need is Need.SIGN):
                 facts = SavedTensor(facts.key, facts.op, facts.role, facts.fqn, facts.spec, Need.VALUE)
             if any(saved.spec.dtype is not facts.spec.dtype for saved in fresh if saved.spec):
                 self.keep(value, facts, "its storage is seen as different types")
                 return
-        whole = whole_of(strongest, value.storage)
+        whole = whole_of(strongest, value.waiting.storage)
         if whole is None:
             self.keep(value, facts, "its storage is seen as different types")
             return
         if value.key and self.policy.cycles is not None:
             facts = replace(facts, key=_next_life(facts.key, value.key))
-        value.key, value.facts = facts.key, facts
+        value.facts = facts
         if self._knows_room:
-            value.has_room = self.policy.has_room_for(facts.key)
+            value.reads.has_room = self.policy.has_room_for(facts.key)
             if not whole.is_cpu:
                 self._limit_drafts(facts.key)
         place = strongest.place
@@ -114,25 +116,24 @@ class Encoder:
             action = place.action
         else:
             action = self._action(value, strongest, facts, fresh)
-        if value.errors and value.otherwise is not None:  # it is stored once more (see decode.thaw)
-            action = value.otherwise
+        if isinstance(value.state, Dense) and value.state.otherwise is not None:  # it is stored once more (decode.thaw)
+            action = value.state.otherwise
         watcher = self._live.watcher
         if watcher is not None:
-            watcher.decided(value, whole, lambda: self._remaking.find(value, strongest))
+            watcher.decided(value, whole, lambda: self._find(value, strongest))
         if isinstance(action, Keep):
             self.keep(value, facts, action.reason)
             return
         self.only_keep = False
-        value.buffers = self._live.buffers
         started = time.perf_counter()
         why, exact_roots = "", False
         if isinstance(action, Recompute):
-            value.otherwise, exact_roots = action.otherwise, action.exact_roots
-            recipe = self._remaking.recipe(value, strongest, whole, action)
-            if isinstance(recipe, Recipe):
-                self._forget(value, fresh, facts, whole, recipe, started)
+            exact_roots = action.exact_roots
+            remade = NO_PRODUCER if self._producer is None else self._producer.forget(value, strongest, whole, action)
+            if isinstance(remade, Remade):
+                self._forget(value, fresh, facts, whole, remade, started)
                 return
-            action, why = action.otherwise, f"; not recomputed: {recipe}"
+            action, why = action.otherwise, f"; not recomputed: {remade}"
         self.store(value, strongest, fresh, facts, whole, action, why, exact_roots, started)
 
     def store(
@@ -151,8 +152,9 @@ class Encoder:
         if isinstance(action, Keep):
             self.keep(value, facts, action.reason + why)
             return
-        is_root = exact_roots and has_error(action) and roots.settle(value, whole.nbytes)
-        if (value.height or is_root) and has_error(action):  # proven recipes begin from exact numbers
+        producer = self._producer if exact_roots else None
+        is_root = producer is not None and has_error(action) and producer.is_stored_exactly(value, whole.nbytes)
+        if (value.dependents.height or is_root) and has_error(action):  # proven recipes begin from exact numbers
             action, why = without_error(action), f"{why}; exact, because others are made again of it"
         if isinstance(action, Slice) and (facts.op, facts.role) == ("Convolution", "input"):
             action = action.sliced()
@@ -170,19 +172,25 @@ class Encoder:
             value.account.encode_seconds += time.perf_counter() - started
             self.keep(value, facts, reason + why)
             return
-        value.form, value.guard = form, None
+        form.errors = value.state.errors
+        value.state, value.dependents.guard = form, None
         if form.codec.bound is not None:
-            value.errors = frozenset((facts.key,))
-            if self._live.keeps_exact_data:
-                value.exact = whole.detach()
-            if exact_roots:
-                roots.tell(value, strongest, form.ticket.nbytes)
+            form.errors = frozenset((facts.key,))
+            self._keep_exact(value, whole)
+            if producer is not None:
+                producer.stored(value, strongest, form.ticket.nbytes)
         if action.store != "device":
             self._live.prefetcher.put(form, facts.key)
         label = base.label(form.codec)
         self.release(value, fresh, facts, label, form.ticket.nbytes, why.removeprefix("; "), started, action.store)
         if type(form) is DraftedForm:
             self.drafts.add(value, form)
+
+    def _keep_exact(self, value: Value, whole: Tensor) -> None:
+        """Keeps the exact data of a value that has an error, if the error of the gradient is measured."""
+        monitor = self._live.monitor
+        if monitor is not None and monitor.is_due:
+            monitor.exact[value] = whole.detach()
 
     def _limit_drafts(self, key: str) -> None:
         """Holds no more for drafts than the policy has room for, from that value on."""
@@ -195,6 +203,12 @@ class Encoder:
         if looked is None or self._live.watcher is not None or not self.drafts.admits(x.untyped_storage().nbytes()):
             return None
         return looked.draft(number, codec, x, self.drafts.limit is not None)
+
+    def _find(self, value: Value, strongest: Saved) -> Recipe | str:
+        return NO_PRODUCER if self._producer is None else self._producer.find(value, strongest)
+
+    def _sources(self, value: Value, strongest: Saved) -> dict[str, Tensor] | None:
+        return None if self._producer is None else self._producer.sources(value, strongest)
 
     def releases_shape(self, place: Place) -> bool:
         """Whether the policy lets go of what was saved at that place, of which only the shape is read."""
@@ -215,7 +229,7 @@ class Encoder:
         readers = [saved.tensor for saved in fresh if saved.tensor is not None]
         place = strongest.place
         if self.policy.revision is None or place is None:
-            self.policy.trace(facts, readers, lambda: self._remaking.sources(value, strongest))
+            self.policy.trace(facts, readers, lambda: self._sources(value, strongest))
             return self.policy.decide_together(facts, readers)
         return self._answer(place, facts, readers)
 
@@ -230,31 +244,16 @@ class Encoder:
         return action
 
     def _forget(
-        self, value: Value, fresh: list[Saved], facts: SavedTensor, whole: Tensor, recipe: Recipe, started: float
+        self, value: Value, fresh: list[Saved], facts: SavedTensor, whole: Tensor, remade: Remade, started: float
     ) -> None:
         """Let go of a value that its recipe makes again."""
+        recipe = remade.recipe
         if recipe.from_statistics:
-            value.errors = frozenset().union(*(leaf.errors for leaf in recipe.leaves))
-            value.form = self._mask(whole, facts, fresh)
-        if value.errors and self._live.keeps_exact_data:
-            value.exact = whole.detach()
-        value.recipe, value.guard = recipe, None
-        value.shares = recipe.any_producer
-        if value.shares:
-            for leaf in set(recipe.leaves):
-                leaf.children = leaf.children or []
-                leaf.children.append(weakref.ref(value))
-            if recipe.call.group is not None:
-                recipe.call.group.values.append(weakref.ref(value))
-        else:
-            depth = 0
-            for leaf in recipe.leaves:
-                depth = max(depth, leaf.depth)
-            value.depth = 1 + depth
-        for leaf in recipe.leaves:
-            if leaf.height <= value.height:
-                leaf.raise_to(value.height + 1)
-        nbytes = 0 if value.form is None else value.form.ticket.nbytes
+            remade.form = self._mask(whole, facts, fresh)
+        if remade.errors:
+            self._keep_exact(value, whole)
+        value.state, value.dependents.guard = remade, None
+        nbytes = 0 if remade.form is None else remade.form.ticket.nbytes
         label = "recompute within" if recipe.from_statistics else "recompute"
         self.release(value, fresh, facts, label, nbytes, str(recipe), started)
 
@@ -276,7 +275,7 @@ class Encoder:
         before = account.device_nbytes
         account.stash_nbytes, account.codec, account.reason, account.store = nbytes, codec, note, store
         live.add(account.device_nbytes - before)
-        if facts.need is Need.VALUE and not value.shares:
+        if facts.need is Need.VALUE and not value.state.shares:
             live.will_need(account.saved_nbytes)
         account.encode_seconds += time.perf_counter() - started
         if not self.is_fixed:
@@ -394,10 +393,10 @@ def unchanged(value: Value) -> list[Saved]:
     for saved in value.saved():
         follow_original(saved)
         dense = saved.dense
-        if saved.value is not value and saved is not value.guard:  # it follows another tensor's memory now
+        if saved.value is not value and saved is not value.dependents.guard:  # it follows another tensor's memory now
             continue
-        if dense is not None and dense._version != saved.version:
-            saved.modified, saved.dense = dense._version, None
+        if dense is not None and dense._version != saved.origin.version:
+            saved.origin.modified, saved.dense = dense._version, None
         elif dense is not None:
             fresh.append(saved)
     return fresh

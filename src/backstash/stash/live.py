@@ -43,6 +43,8 @@ class Live:
         distrusted: keys of values whose recipes have failed after they had been proven, and these recipes as text; None
             for all recipes.
         comparisons: of samples, at the ends of backward passes.
+        remake: returns the whole of a value that was forgotten, and whether that is the beginning of something else is
+            told it; None where nothing is made again.
         read_with_graph: is told of a dense value that a backward pass with a graph has read, and of its data, as long
             as the Session is open; else None.
     """
@@ -62,6 +64,7 @@ class Live:
         "peak_nbytes",
         "prefetcher",
         "read_with_graph",
+        "remake",
         "stashed_nbytes",
         "unpacked",
         "watcher",
@@ -82,6 +85,7 @@ class Live:
         self.distrusted: set[tuple[str, str | None]] = set()
         self.comparisons = Comparisons()
         self.read_with_graph: Callable[[Value, Tensor], None] | None = None
+        self.remake: Callable[[Value, bool], Tensor] | None = None
         self._saved = self._nbytes = self._remade_nbytes = 0
         self._losses: deque[tuple[int, int, int]] = deque()
 
@@ -93,11 +97,6 @@ class Live:
                 self._saved -= saved
                 self._nbytes -= nbytes
                 self._remade_nbytes -= remade
-
-    @property
-    def keeps_exact_data(self) -> bool:
-        """Whether the step in progress keeps exact data for measuring the gradient's error."""
-        return self.monitor is not None and self.monitor.is_due
 
     @property
     def saved(self) -> int:

@@ -55,37 +55,37 @@ class Pending:
 
     def add(self, value: Value) -> None:
         """Queue a value that was saved just now."""
-        self._values[value.cdata] = reference = weakref.ref(value)
-        value.born = self.clock
+        self._values[value.waiting.cdata] = reference = weakref.ref(value)
+        value.waiting.born = self.clock
         self._look_again(self.clock + (1 if value.place is None else value.place.delay), reference)
 
     def look_at(self, due: list[weakref.ref[Value]]) -> None:
         """Decide about those of these values that nobody else holds; look at the others later."""
         for look in due:
             value = look()
-            if value is None or value.storage is None:  # its graph is gone, or it was decided on
+            if value is None or value.waiting.storage is None:  # its graph is gone, or it was decided on
                 continue
             if not self.decide_if_orphaned(value):
-                age = self.clock - value.born
+                age = self.clock - value.waiting.born
                 later = age + max(1, age // 4)
                 if value.place is not None:
                     later = value.place.still_held(age) or later
-                self._look_again(value.born + later, look)
+                self._look_again(value.waiting.born + later, look)
 
     def look_at_all(self) -> None:
         """Decide about every pending value that nobody else holds."""
         for reference in list(self._values.values()):
             value = reference()
-            if value is not None and value.storage is not None:
+            if value is not None and value.waiting.storage is not None:
                 self.decide_if_orphaned(value)
 
     def decide_if_orphaned(self, value: Value) -> bool:
         """Decide about a value if nobody else holds its storage; returns whether that was so."""
-        if value.cdata not in self._values or not is_orphaned(value, _OWN_REFERENCES):
+        if value.waiting.cdata not in self._values or not is_orphaned(value, _OWN_REFERENCES):
             return False
-        del self._values[value.cdata]  # so it is decided about once
+        del self._values[value.waiting.cdata]  # so it is decided about once
         if value.place is not None:
-            value.place.let_go(self.clock - value.born)
+            value.place.let_go(self.clock - value.waiting.born)
         if torch.is_grad_enabled():
             try:
                 set_grad_mode(False)
@@ -94,7 +94,7 @@ class Pending:
                 set_grad_mode(True)
         else:
             self._decide(value)
-        value.storage = None
+        value.waiting.storage = None
         return True
 
     def begin_step(self) -> None:
@@ -121,8 +121,8 @@ def is_orphaned(value: Value, own_references: int) -> bool:
         value: the value.
         own_references: how many references there are to its storage's Python object where nobody else holds it.
     """
-    assert value.storage is not None  # no variable of its own: it would count
-    count = storage_use_count(value.storage._cdata) - 1  # its Python object
+    assert value.waiting.storage is not None  # no variable of its own: it would count
+    count = storage_use_count(value.waiting.storage._cdata) - 1  # its Python object
     members = value.members
     if count > len(members):
         return False
@@ -135,7 +135,7 @@ def is_orphaned(value: Value, own_references: int) -> bool:
 
 def _references(value: Value) -> int:
     """How many references there are to the Python object of a value's storage."""
-    return sys.getrefcount(value.storage)
+    return sys.getrefcount(value.waiting.storage)
 
 
 def _references_of_nobody_else() -> int:

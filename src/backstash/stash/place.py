@@ -14,8 +14,8 @@ from backstash.saved import SavedTensor, TensorSpec
 
 if TYPE_CHECKING:
     from backstash.policies.base import Action
+    from backstash.remake.roots import Root
     from backstash.stash.looking import Looked
-    from backstash.stash.roots import Root
 
 
 SETTLED = 16
@@ -45,7 +45,7 @@ class Place:
 
     Attributes:
         facts: about the tensor.
-        claimable: whether a kernel of the package backward reads it.
+        claimable: whether a kernel of the package redeem reads it.
         is_dense: whether its elements lie in memory without gaps.
         action: what the policy said; None where it was not asked yet, or may say something else next time.
         answer: what a policy that is not fixed said, with its revision and the facts that it was asked about.

@@ -10,7 +10,7 @@ from torch import Tensor
 from backstash.codecs.base import Encoded
 
 if TYPE_CHECKING:
-    from backstash.stash.recipes import Recipe
+    from backstash.remake.recipes import Recipe
     from backstash.stash.value import Value
 
 

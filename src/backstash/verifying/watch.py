@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backstash.backward.install import prepare
 from backstash.capture import checkpoints, passes, transforms
 from backstash.capture.naming import saved_attributes, tensors_within
+from backstash.redeem.install import prepare
 from backstash.saved import is_tensor
 from backstash.session import Session
 from backstash.torch_internals import (

@@ -1,3 +1,3 @@
-"""Batch norm's forward and backward passes from saved statistics: kernels of ``backward/`` and ``stash/``."""
+"""Batch norm's forward and backward passes from saved statistics: kernels of ``redeem/`` and ``stash/``."""
 
 from backstash.ops.norms import reference as reference

@@ -21,7 +21,7 @@ class Layrub(Policy):
     If backward only reads a relu's mask, the mask is moved; Layrub's takes a byte per element, ours a bit. A tensor of
     which backward only reads the shape takes no memory here, and Layrub gives its memory to the next layer. The tensors
     that a loss saves stay. Layrub's other half, gradients in the memory of activations, is done under every policy
-    (``backward/exclusive.py``).
+    (``redeem/exclusive.py``).
 
     The policy learns in the first step which layers are the first and the last. That step moves their inputs too. An
     input that the program holds itself, such as the batch, is neither moved nor counted.

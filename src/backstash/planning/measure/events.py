@@ -41,10 +41,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from backstash.backward.accumulation import LINEAR
 from backstash.codecs.base import Encoded
 from backstash.planning.model.trace import Buffer, Decode, Op, Role, Trace
-from backstash.stash.recipes import Recipe
+from backstash.redeem.accumulation import LINEAR
+from backstash.remake.recipes import Recipe
 from backstash.stash.value import Value
 from backstash.torch_internals import (
     profiler_event,

@@ -36,9 +36,9 @@ from backstash.gradient_error import Engine, Graph, GraphRoot, Monitor, obstacle
 from backstash.planning.measure.survey import Births, Rounded, SurveyedValue
 from backstash.planning.model.problem import Choice
 from backstash.planning.model.rounding import codec_named
+from backstash.remake.recipes import Recipe
 from backstash.saved import Need
 from backstash.stash.encode import whole_of
-from backstash.stash.recipes import Recipe
 from backstash.stash.value import Saved, Value
 from backstash.torch_internals import no_torch_function
 
@@ -186,7 +186,7 @@ class Probe(Monitor):
             yield
         finally:
             for saved, dense, version, original in before:
-                saved.dense, saved.version, saved.original = dense, version, original
+                saved.dense, saved.origin.version, saved.origin.tensor = dense, version, original
 
 
 class _Values(Births):
@@ -273,9 +273,9 @@ def _round(value: Value, codec: Any) -> list[tuple[Saved, Tensor | None, int, An
         return []
     if rounded is None:
         return []
-    before = [(saved, saved.dense, saved.version, saved.original) for saved in members]
+    before = [(saved, saved.dense, saved.origin.version, saved.origin.tensor) for saved in members]
     for saved in members:
         assert saved.spec is not None
         saved.dense = rounded.as_strided(saved.spec.shape, saved.spec.stride, saved.offset)
-        saved.version, saved.original = saved.dense._version, None
+        saved.origin.version, saved.origin.tensor = saved.dense._version, None
     return before

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from backstash import accelerator
-from backstash.backward import table
 from backstash.codecs import Exponents, Upcast, base
 from backstash.codecs.base import Codec, Encoded, flat
 from backstash.codecs.shape import Shape
@@ -36,12 +35,13 @@ from backstash.planning.measure.events import note
 from backstash.planning.model.problem import Choice
 from backstash.planning.model.rounding import DENSE, candidates, codec_name, reason_of
 from backstash.policies import Action, Keep, Policy, Stash, get
+from backstash.redeem import table
+from backstash.remake.calls import Group
+from backstash.remake.fused import has_form
+from backstash.remake.proving import equals, fetch_unguarded
+from backstash.remake.recipes import Recipe
 from backstash.saved import Need, SavedTensor, TensorSpec
-from backstash.stash.calls import Group
 from backstash.stash.encode import misreads, without_error
-from backstash.stash.fused import has_form
-from backstash.stash.proving import equals, fetch_unguarded
-from backstash.stash.recipes import Recipe
 from backstash.stash.value import Value
 from backstash.telling import note_progress
 from backstash.torch_internals import no_torch_function

@@ -14,13 +14,13 @@ from backstash.ops import backends
 from backstash.ops.bits import bits_of
 from backstash.ops.layout import Activation, Rounding, images, per_channel
 from backstash.proofs import proofs
+from backstash.remake.calls import INPUT, Held, Leaf, Memory, View
 from backstash.saved import TensorSpec
-from backstash.stash.calls import INPUT, Held, Leaf, Memory, View
 from backstash.torch_internals import batch_norm_with_statistics, no_torch_function, without_gradients
 
 if TYPE_CHECKING:
-    from backstash.stash.calls import Call
-    from backstash.stash.recipes import Recipe
+    from backstash.remake.calls import Call
+    from backstash.remake.recipes import Recipe
 
 APPLIED = 1 << 17
 """Elements of a remade value that a mask is applied to at a time on CPU, a multiple of 8: 512 KiB of float32."""

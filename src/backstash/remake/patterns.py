@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from backstash.interpreter import is_odd
+from backstash.remake.calls import INPUT, tensors_in
 from backstash.saved import PLAIN, TensorSpec
-from backstash.stash.calls import INPUT, tensors_in
 
 if TYPE_CHECKING:
-    from backstash.stash.calls import Call
+    from backstash.remake.calls import Call
 
 _COMPARABLE = (
     type(None),

@@ -15,6 +15,7 @@ Note: [proven recipes]
 from __future__ import annotations
 
 import sys
+import weakref
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -23,21 +24,21 @@ from torch import Tensor
 
 from backstash.policies.base import MAX_DEPTH, Policy, Recompute
 from backstash.proofs import proofs
+from backstash.remake import fused, leaves, proving, roots
+from backstash.remake.calls import Leaf, View
+from backstash.remake.gains import gains
+from backstash.remake.leaning import Leaning
+from backstash.remake.noting import Noting
+from backstash.remake.recipes import Recipe, build
 from backstash.saved import TensorSpec
-from backstash.stash import fused, leaves, proving, roots
 from backstash.stash.accounts import Step
-from backstash.stash.calls import Leaf, View
 from backstash.stash.comparing import AT_ONCE, check_again
 from backstash.stash.encode import has_error
-from backstash.stash.gains import gains
-from backstash.stash.leaning import Leaning
 from backstash.stash.live import Live
-from backstash.stash.noting import Noting
 from backstash.stash.pending import Pending
 from backstash.stash.place import Place, Proven
-from backstash.stash.recipes import Recipe, build
 from backstash.stash.sample import Rows, Sample
-from backstash.stash.value import Saved, Value, holder
+from backstash.stash.value import Remade, Saved, Value, holder
 
 REPEAT = 256
 """A recipe is proven again at every so many of its uses, on the numbers of that step; each recipe at another step."""
@@ -81,17 +82,40 @@ class Remaking:
         """The accounts of the step that begins, and its number."""
         self._step, self._number = step, number
 
-    def recipe(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Recipe | str:
-        """How to make ``whole`` again; else the reason why it cannot be."""
+    def forget(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Remade | str:
+        """As Producer.forget. What the recipe begins from knows of it from now on."""
         recipe = self._recipe(value, strongest, whole, action)
-        if isinstance(recipe, Recipe):
-            self._noting().use(value.key, recipe)
-            return recipe
-        return self._noting().lack(value.key, recipe)
+        if not isinstance(recipe, Recipe):
+            return self._noting().lack(value.key, recipe)
+        self._noting().use(value.key, recipe)
+        remade = Remade(recipe, recipe.sample, action.otherwise)
+        if recipe.from_statistics:
+            remade.errors = frozenset().union(*(leaf.state.errors for leaf in recipe.leaves))
+        if remade.shares:
+            for leaf in set(recipe.leaves):
+                children = leaf.dependents.children = leaf.dependents.children or []
+                children.append(weakref.ref(value))
+            if recipe.call.group is not None:
+                recipe.call.group.values.append(weakref.ref(value))
+        else:
+            remade.depth = 1 + max((leaf.state.depth for leaf in recipe.leaves), default=0)
+        height = value.dependents.height
+        for leaf in recipe.leaves:
+            if leaf.dependents.height <= height:
+                leaf.raise_to(height + 1)
+        return remade
+
+    def is_stored_exactly(self, value: Value, nbytes: int) -> bool:
+        """As Producer.is_stored_exactly (Note: [exact roots] in roots.py)."""
+        return roots.settle(value, nbytes)
+
+    def stored(self, value: Value, strongest: Saved, nbytes: int) -> None:
+        """As Producer.stored."""
+        roots.tell(value, strongest, nbytes)
 
     def _recipe(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Recipe | str:
         content = value.content
-        if content is None or content.version != strongest.version:
+        if content is None or content.version != strongest.origin.version:
             return "what made it is not known"
         recipe = build(content, lambda view: self._find_leaf(view, value, action), action.any_producer)
         if isinstance(recipe, str):
@@ -104,8 +128,8 @@ class Remaking:
         assert strongest.tensor is not None
         bounded = False
         for leaf in begins_from:
-            bounded = bounded or bool(leaf.errors)
-        if bounded and value.height:
+            bounded = bounded or bool(leaf.state.errors)
+        if bounded and value.dependents.height:
             return "others, which were proven with its exact numbers, are made again of it"
         if bounded and not leaves.keeps_signs(recipe, value, whole):
             return "its sign is read in another way than a relu does"
@@ -114,7 +138,7 @@ class Remaking:
         if distrusted and not distrusted.isdisjoint((value.key, each) for each in (str(recipe), None)):
             return f"{recipe} has made other bits than the value had"
         first_use, is_known = None, True
-        if action.any_producer and (not bounded or any(leaf.recipe is not None for leaf in begins_from)):
+        if action.any_producer and (not bounded or any(leaf.state.recipe is not None for leaf in begins_from)):
             way, first_use, is_known = self._way_untried(place, recipe, whole, bounded)
         else:
             way = self._way(value, place, recipe, whole, bounded, repeats=not action.any_producer)
@@ -128,13 +152,13 @@ class Remaking:
         self._leaning.watch(value, begins_from, recipe.references)
         allows = partial(_allows, recipe, place, self._policy.revision) if bounded else None
         full = self._full or not is_known
-        value.sample = recipe.sample = Sample.of(whole, self._number, full, allows, self._rows)
+        recipe.sample = Sample.of(whole, self._number, full, allows, self._rows)
         return recipe
 
     def find(self, value: Value, strongest: Saved) -> Recipe | str:
         """How a value could be made again, whatever made it, before anything is done about it; or why it cannot be."""
         content = value.content
-        if content is None or content.version != strongest.version:
+        if content is None or content.version != strongest.origin.version:
             return "what made it is not known"
         action = Recompute(any_producer=True)
         recipe = build(content, lambda view: self._find_leaf(view, value, action), any_producer=True)
@@ -152,7 +176,7 @@ class Remaking:
         See :meth:`backstash.policies.Policy.trace`.
         """
         content = value.content
-        if content is None or content.version != strongest.version:
+        if content is None or content.version != strongest.origin.version:
             return None
         recipe = build(content, lambda view: leaves.find_leaf(view, value, MAX_DEPTH, None))
         found = gains(recipe) if isinstance(recipe, Recipe) else None
@@ -161,14 +185,14 @@ class Remaking:
     def _find_leaf(self, view: View, root: Value, action: Recompute) -> Leaf | str | None:
         """As :func:`leaves.find_leaf`, but nothing begins from a value that is yet to be stored with an error."""
         stored = view.content.value() if view.content.value is not None else None
-        if stored is not None and stored is not root and stored.storage is not None:
+        if stored is not None and stored is not root and stored.waiting.storage is not None:
             self._pending.decide_if_orphaned(stored)
         max_depth = sys.maxsize if action.any_producer else action.max_depth
         leaf = leaves.find_leaf(view, root, max_depth, action.within)
         if not isinstance(leaf, Leaf):
             return leaf
         value = leaf.value
-        is_settled = value.storage is None or value.height or roots.is_exact(value.place)
+        is_settled = value.waiting.storage is None or value.dependents.height or roots.is_exact(value.place)
         held = None if is_settled else holder(value)
         if held is not None and not action.any_producer and self._may_have_error(held):
             return "it would begin from a value that may be stored with an error"
@@ -233,7 +257,7 @@ class Remaking:
         again = known is not None and known[0] == facts
 
         def prove() -> str:
-            unheld = [leaf for leaf in recipe.leaves if leaf.remade is None]
+            unheld = [leaf for leaf in recipe.leaves if leaf.state.made is None]
             if again and known is not None and not bounded and whole.device.type not in AT_ONCE:
                 way = self._prove_later(value, recipe, known[1], whole)
             elif bounded:

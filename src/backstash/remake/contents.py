@@ -12,15 +12,15 @@ from torch import Tensor
 
 from backstash.interpreter import is_odd
 from backstash.numerics import settings
+from backstash.remake import calls, patterns, repeating
+from backstash.remake.calls import CHANGED, Call, CallPlace, Content, Group, Held, View
+from backstash.remake.patterns import Pattern, Slot
 from backstash.saved import TensorSpec
-from backstash.stash import calls, patterns, repeating
-from backstash.stash.calls import CHANGED, Call, CallPlace, Content, Group, Held, View
 from backstash.stash.parameters import ParameterStorages
-from backstash.stash.patterns import Pattern, Slot
 from backstash.torch_internals import autocast_of, without_gradients
 
 if TYPE_CHECKING:
-    from backstash.stash.noting import Noting
+    from backstash.remake.noting import Noting
 
 SNAPSHOT_NBYTES = 1 << 20
 """A parameter or buffer up to this size is copied for a recipe of cheap calls; a larger one has none."""

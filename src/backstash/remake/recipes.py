@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from backstash.numerics import settings, under
-from backstash.saved import TensorSpec
-from backstash.stash import fused
-from backstash.stash.calls import (
+from backstash.remake import fused
+from backstash.remake.calls import (
     INPUT,
     Call,
     Content,
@@ -25,7 +24,8 @@ from backstash.stash.calls import (
     Memory,
     View,
 )
-from backstash.stash.repeating import OVERWRITES, norm_from_statistics, repeat
+from backstash.remake.repeating import OVERWRITES, norm_from_statistics, repeat
+from backstash.saved import TensorSpec
 
 if TYPE_CHECKING:
     from backstash.stash.sample import Sample

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 # Importing these registers their kernels (claims.redeems).
-from backstash.backward import convolution, exclusive, factors, linear, norms, pointwise, pooling  # noqa: F401
-from backstash.backward.claims import Claim, Unstashed
+from backstash.redeem import convolution, exclusive, factors, linear, norms, pointwise, pooling  # noqa: F401
+from backstash.redeem.claims import Claim, Unstashed
 from backstash.saved import TensorSpec
 from backstash.torch_internals import no_torch_function, saved_tensor_hooks
 

@@ -17,8 +17,8 @@ import weakref
 
 from torch import Tensor
 
-from backstash.stash.calls import CallPlace
-from backstash.stash.recipes import Recipe
+from backstash.remake.calls import CallPlace
+from backstash.remake.recipes import Recipe
 
 PASSES = 2
 """In how many passes a call is noted at least before it is known that nothing is made by it."""

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from backstash.backward import exclusive
 from backstash.codecs.direct import Readable
+from backstash.redeem import exclusive
 from backstash.saved import TensorSpec
 from backstash.torch_internals import (
     asked_by_engine,

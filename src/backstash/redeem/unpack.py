@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backstash.backward import accumulation, claims, linear, table
 from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.shape import stand_in
 from backstash.errors import SavedTensorModifiedError
+from backstash.redeem import accumulation, claims, linear, table
 from backstash.stash import held
 from backstash.stash.decode import (
     StashedTensor,
@@ -36,7 +36,7 @@ def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
         SavedTensorModifiedError: the program has changed it in place since.
         SavedTensorFreedError: its memory was freed since.
     """
-    if type(packed) is Saved and packed.wrapping is None and packed.dense is None and live.watcher is None:
+    if type(packed) is Saved and packed.origin.wrapping is None and packed.dense is None and live.watcher is None:
         return _inner(packed, live)
     tensor = _unpacked(packed, live, min_nbytes)
     if live.watcher is not None:
@@ -60,7 +60,7 @@ def _unpacked(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
             packed.check_memory()
         return parameter
     assert isinstance(packed, Saved)
-    wrapping = packed.wrapping
+    wrapping = packed.origin.wrapping
     if wrapping is not None:
         wrapping.check_version()
     tensor = _inner(packed, live)
@@ -87,8 +87,10 @@ def _inner(saved: Saved, live: Live) -> Tensor:
         if live.monitor is not None and live.monitor.is_measuring and not saved.builtin:
             return saved.dense.clone()
         return saved.dense
-    if saved.modified is not None:
-        raise SavedTensorModifiedError(modified_message(saved.spec, saved.tensor, saved.modified, saved.version))
+    if saved.origin.modified is not None:
+        raise SavedTensorModifiedError(
+            modified_message(saved.spec, saved.tensor, saved.origin.modified, saved.origin.version)
+        )
     assert saved.spec is not None
     value = saved.value
     if value is None:
@@ -104,8 +106,8 @@ def _inner(saved: Saved, live: Live) -> Tensor:
 def _note_graph(saved: Saved, live: Live) -> None:
     """Notes that a backward pass with a graph reads a tensor that is held dense (Note: [backward with a graph])."""
     value = saved.value
-    is_decided = value is not None and value.storage is None and value.address is None
-    if value is not None and is_decided and value.is_dense and not value.errors and live.monitor is None:
+    is_decided = value is not None and value.waiting.storage is None and value.waiting.address is None
+    if value is not None and is_decided and value.is_dense and not value.state.errors and live.monitor is None:
         assert live.read_with_graph is not None and saved.dense is not None
         with live.lock:
             live.read_with_graph(value, saved.dense)
@@ -117,7 +119,7 @@ def _is_claimed(saved: Saved, nbytes: int, value: Value | None) -> bool:
     is_direct = value is not None and has_direct(value, table.FORMS.get(op))
     has_room = saved.live.has_room
     is_faster = op in table.FASTER and nbytes >= table.CHEAP_CLAIM
-    if saved.value is not None and saved.value.has_room and not is_direct and not is_faster:
+    if saved.value is not None and saved.value.reads.has_room and not is_direct and not is_faster:
         return accumulation.awaits_large_weight()
     if is_direct and not _is_mask(value):
         return True
@@ -126,11 +128,16 @@ def _is_claimed(saved: Saved, nbytes: int, value: Value | None) -> bool:
 
 def _is_mask(value: Value | None) -> bool:
     """Whether a value is stored as a mask that the package itself decodes: what others do for it is not known."""
-    return value is not None and value.bits is None and value.form is not None and type(value.form.codec) is Bitmask
+    return (
+        value is not None
+        and value.reads.bits is None
+        and value.state.form is not None
+        and type(value.state.form.codec) is Bitmask
+    )
 
 
 def _claim(saved: Saved) -> Tensor | None:
-    """A claim for a saved tensor, where a kernel of the package backward is going to read it."""
+    """A claim for a saved tensor, where a kernel of the package redeem is going to read it."""
     if torch.is_grad_enabled() or saved.node is None or saved.spec is None or saved.value is None:
         return None
     stashed = StashedTensor(saved, saved.spec, saved.value)

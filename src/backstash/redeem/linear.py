@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.backward import accumulation, claims, table
-from backstash.backward.claims import Claim, Stashed, Unstashed, redeems
+from backstash.redeem import accumulation, claims, table
+from backstash.redeem.claims import Claim, Stashed, Unstashed, redeems
 from backstash.saved import PLAIN, TensorSpec
 from backstash.torch_internals import running_node
 

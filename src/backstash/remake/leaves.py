@@ -12,16 +12,14 @@ Note: [what a recipe begins from]
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor
 
 from backstash.codecs.masks.codec import Bitmask
+from backstash.remake.calls import Leaf, View
+from backstash.remake.recipes import Recipe
 from backstash.saved import Need, TensorSpec, Test
-from backstash.stash.calls import Leaf, View
-from backstash.stash.recipes import Recipe
-from backstash.stash.value import Saved, Value, holder
+from backstash.stash.value import Value, guard_with, holder
 
 
 def find_leaf(view: View, root: Value, max_depth: int, within: frozenset[str] | None) -> Leaf | str | None:
@@ -35,16 +33,16 @@ def find_leaf(view: View, root: Value, max_depth: int, within: frozenset[str] | 
     if value is None or value is root or value.content is not view.content:
         return None
     dtype: torch.dtype | None = None
-    if within is not None and not value.errors <= within:
+    if within is not None and not value.state.errors <= within:
         return None
-    if value.recipe is not None:
-        if value.depth + root.height >= max_depth:
-            return f"it would begin from a chain of {value.depth} recomputed values"
-        dtype = value.recipe.call.spec.dtype
-    elif value.form is not None:
-        if Need.VALUE in value.form.codec.preserves:
-            dtype = value.form.spec.dtype
-    elif value.guard is None or value.guard.version == view.content.version:
+    if value.state.recipe is not None:
+        if value.state.depth + root.dependents.height >= max_depth:
+            return f"it would begin from a chain of {value.state.depth} recomputed values"
+        dtype = value.state.recipe.call.spec.dtype
+    elif value.state.form is not None:
+        if Need.VALUE in value.state.form.codec.preserves:
+            dtype = value.state.form.spec.dtype
+    elif value.dependents.guard is None or value.dependents.guard.origin.version == view.content.version:
         member = holder(value)
         if member is not None and member.dense is not None and member.dense._version == view.content.version:
             dtype = member.dense.dtype
@@ -55,20 +53,13 @@ def find_leaf(view: View, root: Value, max_depth: int, within: frozenset[str] | 
 
 def guard_leaf(value: Value) -> None:
     """Make sure that a value that is held dense stays as long as a recipe begins from it."""
-    if value.guard is not None or value.form is not None or value.recipe is not None:
+    if value.dependents.guard is not None or value.state.form is not None or value.state.recipe is not None:
         return
     member = holder(value)
     assert member is not None and member.dense is not None
     guard_with(value, member.dense)
-    assert value.guard is not None
-    value.guard.tensor, value.guard.place = member.tensor, member.place
-
-
-def guard_with(value: Value, dense: Tensor) -> None:
-    """Have that tensor hold the data of a dense value."""
-    value.guard = Saved(dense, value.live)
-    value.guard.spec, value.guard.offset = TensorSpec.of(dense), int(dense.storage_offset())
-    value.members.append(weakref.ref(value.guard))
+    assert value.dependents.guard is not None
+    value.dependents.guard.place = member.place
 
 
 def keeps_signs(recipe: Recipe, value: Value, whole: Tensor) -> bool:

@@ -42,8 +42,8 @@ from backstash import accelerator
 from backstash.codecs.base import flat
 from backstash.ops.bits import bits_of
 from backstash.proofs import Answer, proofs
+from backstash.remake.calls import INPUT, Call, Group
 from backstash.saved import TensorSpec
-from backstash.stash.calls import INPUT, Call, Group
 from backstash.torch_internals import (
     as_if_outermost,
     has_filling,

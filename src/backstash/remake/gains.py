@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from backstash.stash.calls import Held, Leaf
-from backstash.stash.fused import fills
+from backstash.remake.calls import Held, Leaf
+from backstash.remake.fused import fills
 
 if TYPE_CHECKING:
-    from backstash.stash.recipes import Recipe
+    from backstash.remake.recipes import Recipe
     from backstash.stash.value import Value
 
 

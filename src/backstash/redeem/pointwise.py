@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.backward.claims import Claim, redeems
 from backstash.codecs.base import flat, is_dense
 from backstash.codecs.direct import MaskBits
 from backstash.ops.backends import serving
+from backstash.redeem.claims import Claim, redeems
 
 _aten = torch.ops.aten
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.backward.claims import Claim, redeems
-from backstash.backward.pointwise import same_order, with_whole, written
 from backstash.codecs.base import flat
 from backstash.codecs.direct import Factors, Slopes
 from backstash.ops.backends import advise_huge, serving
+from backstash.redeem.claims import Claim, redeems
+from backstash.redeem.pointwise import same_order, with_whole, written
 from backstash.torch_internals import running_node
 
 _aten = torch.ops.aten

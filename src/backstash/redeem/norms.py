@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.backward.claims import Claim, Gradients, redeems
 from backstash.ops.backends import advise_huge, has_own_kernel, serving
 from backstash.ops.bits import bits_of
 from backstash.ops.layout import images, per_channel
 from backstash.proofs import proofs
+from backstash.redeem.claims import Claim, Gradients, redeems
 
 Aten = Callable[..., Gradients]
 

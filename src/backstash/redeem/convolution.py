@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.backward.claims import Claim, Gradients, redeems
 from backstash.codecs.direct import Slices
 from backstash.codecs.shape import stand_in
+from backstash.redeem.claims import Claim, Gradients, redeems
 
 
 @redeems(torch.ops.aten.convolution_backward.default)

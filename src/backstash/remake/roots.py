@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backstash.policies.base import MAX_DEPTH
-from backstash.stash import leaves
+from backstash.remake import leaves
+from backstash.remake.recipes import Recipe, build
 from backstash.stash.place import Place
-from backstash.stash.recipes import Recipe, build
 from backstash.stash.value import Saved, Value
 
 LEARNING = 3
@@ -80,7 +80,7 @@ def tell(value: Value, strongest: Saved, nbytes: int) -> None:
 def _above(value: Value, strongest: Saved) -> Place | None:
     """The place of the only rounded value that a value could be remade from, if that one were exact."""
     content = value.content
-    if content is None or content.version != strongest.version:
+    if content is None or content.version != strongest.origin.version:
         return None
     recipe = build(content, lambda view: leaves.find_leaf(view, value, MAX_DEPTH, None))
     if not isinstance(recipe, Recipe):

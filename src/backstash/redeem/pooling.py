@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.backward.claims import Claim, redeems
-from backstash.backward.pointwise import same_order
 from backstash.codecs.base import flat
 from backstash.codecs.direct import WindowOffsets
 from backstash.ops.backends import advise_huge, serving
+from backstash.redeem.claims import Claim, redeems
+from backstash.redeem.pointwise import same_order
 
 SCATTERED = (torch.float32, torch.float64)
 """The dtypes in which the stored offsets give ATen's bits: in others ATen adds in float32 for some layouts."""

@@ -26,13 +26,13 @@ from backstash import accelerator
 from backstash.errors import SavedTensorModifiedError
 from backstash.interpreter import is_odd
 from backstash.numerics import Settings, settings
+from backstash.remake import producers
 from backstash.saved import PLAIN, TensorSpec
-from backstash.stash import producers
 from backstash.stash.parameters import check_memory
 from backstash.torch_internals import autocast_of
 
 if TYPE_CHECKING:
-    from backstash.stash.patterns import Pattern, Slot
+    from backstash.remake.patterns import Pattern, Slot
     from backstash.stash.value import Value
 
 Memory = Callable[[], Tensor]
@@ -142,8 +142,13 @@ class Group:
         found = {}
         for reference in self.values:
             value = reference()
-            if value is not None and value.recipe is not None and value.remade is None and value.round == 0:
-                number = value.recipe.call.saved
+            if (
+                value is not None
+                and value.state.recipe is not None
+                and value.state.made is None
+                and not value.reads.round
+            ):
+                number = value.state.recipe.call.saved
                 if number is not None:
                     found[number] = value
         return found

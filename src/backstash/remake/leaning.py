@@ -13,11 +13,12 @@ from functools import partial
 
 from backstash.codecs import base
 from backstash.policies.base import Stash
-from backstash.stash.calls import Held
-from backstash.stash.decode import hold_dense, remake
+from backstash.remake.calls import Held
+from backstash.remake.making import remake
+from backstash.stash.decode import hold_dense
 from backstash.stash.encode import Encoder, without_error
 from backstash.stash.pending import Pending
-from backstash.stash.value import Form, Value
+from backstash.stash.value import Form, Remade, Value
 from backstash.torch_internals import without_gradients
 
 
@@ -38,8 +39,8 @@ class Leaning:
     def watch(self, value: Value, leaves: Iterable[Value], references: Iterable[Held]) -> None:
         """Note which leaves of a value's recipe the program may still change, and the other tensors that it reads."""
         for leaf in leaves:
-            if (leaf.storage is not None or leaf.address is not None) and leaf.is_dense:
-                self._values.setdefault(leaf.cdata, []).append(weakref.ref(value))
+            if (leaf.waiting.storage is not None or leaf.waiting.address is not None) and leaf.is_dense:
+                self._values.setdefault(leaf.waiting.cdata, []).append(weakref.ref(value))
         for held in references:
             self._values.setdefault(held.tensor.untyped_storage()._cdata, []).append(weakref.ref(value))
 
@@ -59,11 +60,11 @@ class Leaning:
         """Store what is to be remade from the storage at that address: it may change from now on."""
         for reference in self._values.pop(cdata, ()):
             value = reference()
-            if value is not None and value.recipe is not None:
+            if value is not None and value.state.recipe is not None:
                 without_gradients(partial(_store_instead, value, encoder))
         leaf = pending.get(cdata)
         if leaf is not None and not leaf.key:  # else others lean on it, from when it was held in another form
-            leaf.guard = None
+            leaf.dependents.guard = None
 
     def store_all(self, encoder: Encoder, pending: Pending, *, costly: bool = False) -> None:
         """The same for the storage of every leaf, because nobody watches from now on.
@@ -74,28 +75,29 @@ class Leaning:
         """
         for cdata in list(self._values):
             values = [value for reference in self._values[cdata] if (value := reference()) is not None]
-            if costly or not all(value.shares or value.recipe is None for value in values):
+            if costly or not all(value.state.shares or value.state.recipe is None for value in values):
                 self.store(cdata, encoder, pending)
 
 
 def _store_instead(value: Value, encoder: Encoder) -> None:
     """Remake a value now and hold it in another form."""
-    recipe, facts, otherwise = value.recipe, value.facts, value.otherwise
-    assert recipe is not None and facts is not None and otherwise is not None and value.buffers is not None
+    state, facts = value.state, value.facts
+    assert isinstance(state, Remade) and facts is not None
+    otherwise = state.otherwise
     started = time.perf_counter()
     whole = remake(value, fresh=True)
-    readers = [saved for saved in value.saved() if saved.modified is None]  # the others raise when they are read
+    readers = [saved for saved in value.saved() if saved.origin.modified is None]  # the others raise when they are read
     form: Form | None = None
     reason = "the policy says so"
     if isinstance(otherwise, Stash):
-        if value.height:  # others are remade from it
+        if value.dependents.height:  # others are remade from it
             otherwise = without_error(otherwise)
         form, reason = encoder.form(whole, facts, otherwise, readers)
     value.hold(None)
-    value.buffers.forget(value if value.form is None else value.form)
     live = value.live
+    live.buffers.forget(state)
     if form is not None:
-        value.recipe, value.sample, value.form, value.depth, value.shares = None, None, form, 0, False
+        form.errors, value.state = state.errors, form
         store = otherwise.store if isinstance(otherwise, Stash) else "device"
         if store != "device":
             live.prefetcher.put(form, facts.key)

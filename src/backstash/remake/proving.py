@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from backstash.ops.bits import bits_of
+from backstash.remake.calls import Leaf
+from backstash.remake.gains import gains
+from backstash.remake.making import fetch
+from backstash.remake.recipes import Recipe
 from backstash.saved import TensorSpec
-from backstash.stash.calls import Leaf
-from backstash.stash.decode import fetch
-from backstash.stash.gains import gains
-from backstash.stash.recipes import Recipe
 from backstash.stash.value import holder
 from backstash.torch_internals import in_filled_memory
 
@@ -90,10 +90,10 @@ def off_by(recipe: Recipe) -> Tensor | None:
     total = torch.zeros(1, device=recipe.call.spec.device)
     for leaf, gain in found.items():
         off: Tensor | None
-        if leaf.recipe is not None and leaf.recipe.from_statistics:
-            off = off_by(leaf.recipe)
+        if leaf.state.recipe is not None and leaf.state.recipe.from_statistics:
+            off = off_by(leaf.state.recipe)
         else:
-            bound = leaf.form.codec.bound if leaf.form is not None and leaf.recipe is None else None
+            bound = leaf.state.form.codec.bound if leaf.state.form is not None and leaf.state.recipe is None else None
             off = torch.zeros(1, device=total.device)
             if bound is not None:
                 off = None if bound.abs is None else off + bound.abs
@@ -106,7 +106,7 @@ def off_by(recipe: Recipe) -> Tensor | None:
 def fetch_unguarded(leaf: Leaf) -> Tensor:
     """As :func:`decode.fetch`, at a time when nothing guards the leaf yet."""
     value = leaf.value
-    if not value.is_dense or value.guard is not None:
+    if not value.is_dense or value.dependents.guard is not None:
         return fetch(leaf)
     member = holder(value)
     assert member is not None and member.dense is not None
