@@ -109,6 +109,12 @@ void Buffers::clear() {
     std::erase_if(buffers_, [](const Buffer& each) { return each.is_free(); });
 }
 
+int64_t Buffers::nbytes() const {
+    int64_t all = 0;
+    for (const Buffer& each : buffers_) all += each.nbytes();
+    return all;
+}
+
 void Session::add(int64_t more) {
     nbytes += more;
     if (more > 0) peak_nbytes = std::max(peak_nbytes, nbytes + others_nbytes);

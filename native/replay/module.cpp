@@ -165,7 +165,7 @@ PyObject* replayer_begin(PyObject* self, PyObject* const* args, Py_ssize_t numbe
     run->values.resize(run->script->values.size());
     run->registers.resize(run->script->registers);
     run->inputs.resize(run->script->calls.size());
-    replayer.session->is_unpacked = false;
+    replayer.session->is_unpacked = replayer.session->stops = false;
     replayer.session->stashed_nbytes = replayer.session->needed_nbytes = 0;
     run->taken->resize(run->values.size());
     replayer.taken = run->taken;
@@ -186,6 +186,12 @@ PyObject* replayer_stop(PyObject* self, PyObject*) {
     if (replayer_of(self).run != nullptr) break_run(replayer_of(self));
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
+}
+
+// The policy says something else from now on: the pass goes on the long way when it saves something again.
+PyObject* replayer_stop_soon(PyObject* self, PyObject*) {
+    replayer_of(self).session->stops = true;
+    Py_RETURN_NONE;
 }
 
 PyObject* replayer_begin_backward(PyObject* self, PyObject* others) {
@@ -240,6 +246,7 @@ PyMethodDef replayer_methods[] = {
     {"watch", replayer_watch, METH_O, "Takes what watches functions where no pass is in progress."},
     {"end", replayer_end, METH_O, "It has ended."},
     {"stop", replayer_stop, METH_NOARGS, "It goes on the long way."},
+    {"stop_soon", replayer_stop_soon, METH_NOARGS, "It does when it saves something again."},
     {"begin_backward", replayer_begin_backward, METH_O, "A backward pass begins."},
     {"counts", replayer_counts, METH_NOARGS, "What each value of the latest pass has taken."},
     {nullptr, nullptr, 0, nullptr},

@@ -154,6 +154,7 @@ Value value_of(PyObject* object) {
     value.is_whole = read.flag("is_whole");
     value.reads_value = read.flag("reads_value");
     value.is_exact_form = read.flag("is_exact_form");
+    value.shares = read.flag("shares");
     value.whole = layout_at(read, "whole", nullptr);
     value.decoded = layout_at(read, "decoded", nullptr);
     value.key = read.object("key");
@@ -216,6 +217,8 @@ Noted noted_of(PyObject* object) {
     if (!noted.is_all) noted.chosen = read.numbers("chosen");
     noted.registers = read.numbers("registers");
     noted.shared = read.numbers("shared");
+    noted.referenced = read.numbers("referenced");
+    noted.needs_grad = read.numbers("needs_grad");
     noted.makes = read.number("makes");
     noted.mean = read.number("mean");
     noted.invstd = read.number("invstd");

@@ -118,6 +118,7 @@ struct Value {
     int members, strongest, contents;  // how many saves, which is the strongest, and the register of what it holds
     int64_t nbytes;
     bool is_whole, reads_value, is_exact_form;
+    bool shares;                       // what is made again is held for all who read it
     Layout whole, decoded;             // the whole storage, and as it is decoded
     Object key, codec, mask, ways;     // ways: what Python knows of the codec
     int mask_test, mask_element;
@@ -156,6 +157,8 @@ struct Noted {
     bool is_all = true;                 // whether all tensors among the arguments are read
     std::vector<int> chosen, registers;  // which of these are read, and what each holds; -1 for a copy
     std::vector<int> shared;            // whether it is a parameter of the model, whose copies calls share
+    std::vector<int> referenced;        // whether it is a parameter that is read where it is
+    std::vector<int> needs_grad;        // whether autograd followed it; empty where that makes no difference
     int makes = -1;                    // a register
     int mean = -1, invstd = -1;        // saves, from the first one of the call
     bool has_autocast = false;

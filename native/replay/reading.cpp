@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
@@ -19,6 +20,9 @@ using Clock = std::chrono::steady_clock;
 double since(Clock::time_point started) { return std::chrono::duration<double>(Clock::now() - started).count(); }
 
 Object wrapped(const at::Tensor& x) { return Object::taken(THPVariable_Wrap(x)); }
+
+Object number_of(double number) { return Object::taken(PyFloat_FromDouble(number)); }
+Object number_of(int64_t number) { return Object::taken(PyLong_FromLongLong(number)); }
 
 int64_t storage_nbytes(const at::Tensor& x) { return static_cast<int64_t>(x.storage().nbytes()); }
 
@@ -81,11 +85,18 @@ const std::shared_ptr<const Inputs>& inputs_of(const Slot& slot, int number) {
 }
 
 at::Tensor memory_for(Slot& slot, const Layout& layout, bool is_own) {
-    return is_own ? slot.session->buffers.take(layout, layout.dtype) : empty(layout);
+    const bool is_pooled = is_own && !slot.value.shares;
+    return is_pooled ? slot.session->buffers.take(layout, layout.dtype) : empty(layout);
 }
 
-Object number_of(double number) { return Object::taken(PyFloat_FromDouble(number)); }
-Object number_of(int64_t number) { return Object::taken(PyLong_FromLongLong(number)); }
+// What a call has read: a copy, or a parameter where it is, which must not have been changed.
+at::Tensor input_at(const Slot& slot, const Inputs& inputs, int number) {
+    const at::Tensor& x = inputs.tensors[number];
+    const int64_t version = inputs.versions[number];
+    if (version >= 0 && (static_cast<int64_t>(x._version()) != version || x.storage().nbytes() == 0))
+        call(slot.session->check_reference.get(), wrapped(x).get(), number_of(version).get());
+    return x;
+}
 
 // See fused.affine: undefined where the kernel does not take what the leaves are now.
 at::Tensor run_affine(Slot& slot, const Affine& affine, const Layout& whole, bool is_own) {
@@ -101,12 +112,12 @@ at::Tensor run_affine(Slot& slot, const Affine& affine, const Layout& whole, boo
     const at::Tensor x = fetch(slot, affine.source);
     if (x.scalar_type() != at::kFloat || !whole.has_shape(x)) return {};
     const Inputs& inputs = *inputs_of(slot, affine.norm);
-    const auto vector = [&](int number) { return number < 0 ? at::Tensor() : inputs.tensors[number]; };
+    const auto vector = [&](int number) { return number < 0 ? at::Tensor() : input_at(slot, inputs, number); };
     const at::Tensor weight = vector(affine.weight), bias = vector(affine.bias);
     if (!affine.kernel.is_none()) {
         const auto object = [](const at::Tensor& t) { return t.defined() ? wrapped(t) : Object(Py_None); };
         const auto packed = [&](const Inputs& of, int of_weight, int of_bias) {
-            const auto own = [&](int number) { return number < 0 ? at::Tensor() : of.tensors[number]; };
+            const auto own = [&](int number) { return number < 0 ? at::Tensor() : input_at(slot, of, number); };
             return Object::taken(PyTuple_Pack(4, wrapped(of.mean).get(), wrapped(of.invstd).get(),
                                               object(own(of_weight)).get(), object(own(of_bias)).get()));
         };
@@ -281,7 +292,58 @@ PyObject* unpack_held(Packed* packed) {
 
 bool is_in_backward() { return torch::autograd::get_current_node() != nullptr; }
 
+namespace {
+
+// Whether a saved tensor has yet to read what was made, or a value that has yet to be made from it.
+bool is_awaited(const Slot& slot) {
+    if (slot.unread > 0) return true;
+    return std::any_of(slot.children.begin(), slot.children.end(), [](const auto& each) {
+        const auto child = each.lock();
+        return child != nullptr && child->state == State::remade && child->round == 0;
+    });
+}
+
+// Holds what was made no longer, unless somebody waits for it.
+void let_go_of_made(Slot& slot) {
+    const bool is_held = slot.state == State::remade && slot.value.shares ? is_awaited(slot) : slot.unread > 0;
+    if (!is_held) hold_made(slot, {});
+}
+
+// See making.shared: it runs in a loop, because the chain may have any length.
+at::Tensor shared(const std::shared_ptr<Slot>& slot) {
+    if (slot->made.defined()) return slot->made;
+    Session& session = *slot->session;
+    std::vector<std::shared_ptr<Slot>> waiting{slot};
+    at::Tensor whole;
+    while (!waiting.empty()) {
+        const std::shared_ptr<Slot> latest = waiting.back();
+        if (latest->made.defined() && latest != slot) {
+            waiting.pop_back();
+            continue;
+        }
+        const size_t before = waiting.size();
+        for (const auto& leaf : latest->leaves)
+            if (leaf->state == State::remade && leaf->value.shares && !leaf->made.defined()) waiting.push_back(leaf);
+        if (waiting.size() != before) continue;
+        const auto started = Clock::now();
+        begin_round(*latest);
+        session.buffers.shrink(session.buffers.nbytes());  // of what nobody awaits: fresh memory is taken now
+        whole = make_again(*latest);
+        check_sample(*latest, whole);
+        hold_made(*latest, whole.detach());
+        for (const auto& leaf : latest->leaves)
+            if (leaf->state == State::remade && leaf->value.shares) let_go_of_made(*leaf);
+        latest->taken().decode_seconds += since(started);
+        ++latest->taken().decodes;
+        waiting.pop_back();
+    }
+    return whole;
+}
+
+}  // namespace
+
 at::Tensor whole_of(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows) {
+    if (slot->state == State::remade && slot->value.shares) return shared(slot);
     if (slot->made.defined()) return slot->made;
     at::Tensor there = slot->session->buffers.holding(*slot);
     return there.defined() ? there : made(slot, ahead);
@@ -314,7 +376,7 @@ at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own) {
         const Given& given = tree.given[index];
         at::Tensor x;
         switch (given.from) {
-            case Given::From::copy: x = inputs.tensors[given.number]; break;
+            case Given::From::copy: x = input_at(slot, inputs, given.number); break;
             case Given::From::value: x = fetch(slot, given); break;
             case Given::From::call:
                 x = run_tree(slot, tree.inner[given.number], false);
@@ -366,7 +428,7 @@ PyObject* read_whole(Packed* packed) {
     const Layout& layout = packed->save->layout;
     at::Tensor whole = whole_of(slot, false, packed->save->is_builtin && is_in_backward());
     has_read(packed, *slot);
-    if (slot->unread <= 0) hold_made(*slot, {});
+    let_go_of_made(*slot);
     if (!packed->save->is_builtin) {  // may write into it
         hold_made(*slot, {});
         slot->session->buffers.forget(*slot);
@@ -379,6 +441,7 @@ PyObject* read_whole(Packed* packed) {
 
 void release(const std::shared_ptr<Slot>& slot) {
     Session& session = *slot->session;
+    if (slot->state == State::remade && slot->value.shares) return let_go_of_made(*slot);
     if (slot->unread > 0) {
         const at::Tensor whole = slot->made.defined() ? slot->made : session.buffers.holding(*slot);
         if (whole.defined()) {

@@ -339,12 +339,18 @@ void note(Run& run, int number, PyObject* args, PyObject* kwargs, PyObject* resu
     if (settings_now() != run.script->settings || !has_autocast_of(noted)) return fail();
     auto inputs = std::make_shared<Inputs>();
     for (size_t index = 0; index < read.size(); ++index) {
-        const bool is_before = noted.in_place && index == 0;
-        if (noted.registers[index] < 0) {
-            inputs->tensors.push_back(copy_of(run, read[index], noted.shared[index] != 0));
+        const at::Tensor& x = read[index];
+        if (!noted.needs_grad.empty() && x.requires_grad() != (noted.needs_grad[index] != 0)) return fail();
+        const bool is_before = noted.in_place && index == 0, is_reference = noted.referenced[index] != 0;
+        inputs->versions.push_back(is_reference ? version_of(x) : -1);
+        if (is_reference) {
+            inputs->tensors.push_back(x.detach());
+            run.referenced[storage_of(x)].push_back(inputs);
+        } else if (noted.registers[index] < 0) {
+            inputs->tensors.push_back(copy_of(run, x, noted.shared[index] != 0));
             if (!inputs->tensors.back().defined()) return fail();
         } else {
-            meet(run, noted.registers[index], read[index], version_of(read[index]) - is_before);
+            meet(run, noted.registers[index], x, version_of(x) - is_before);
             inputs->tensors.emplace_back();
         }
     }
@@ -379,7 +385,7 @@ void let_go(Slot& slot, int64_t nbytes) {
     }
     slot.session->add(nbytes - slot.held_nbytes);
     slot.held_nbytes = nbytes;
-    if (slot.value.reads_value) slot.session->will_need(slot.value.nbytes);
+    if (slot.value.reads_value && !slot.value.shares) slot.session->will_need(slot.value.nbytes);
 }
 
 bool encode(Slot& slot, const at::Tensor& whole) {
@@ -436,7 +442,9 @@ bool lean(Run& run, Slot& slot, const Given& given) {
 
 bool lean_on_call(Run& run, Slot& slot, int call) {
     const auto& inputs = run.inputs[call];
-    if (inputs == nullptr) return false;
+    if (inputs == nullptr || inputs->is_stale) return false;
+    for (size_t index = 0; index < inputs->tensors.size(); ++index)
+        if (inputs->versions[index] >= 0 && version_of(inputs->tensors[index]) != inputs->versions[index]) return false;
     slot.inputs.emplace_back(call, inputs);
     const Noted& noted = run.script->calls[call].noted;
     if (run.registers[noted.makes].is_bad) return false;
@@ -482,6 +490,12 @@ bool remake(Run& run, Slot& slot, const at::Tensor& whole) {
     for (const auto& leaf : slot.leaves)
         if (leaf->state == State::held && leaf->is_pending)
             run.leaning[leaf->storage].push_back(slot.weak_from_this());
+    for (const auto& [number, inputs] : slot.inputs)
+        for (size_t index = 0; index < inputs->tensors.size(); ++index)
+            if (inputs->versions[index] >= 0)
+                run.leaning[storage_of(inputs->tensors[index])].push_back(slot.weak_from_this());
+    if (slot.value.shares)
+        for (const auto& leaf : slot.leaves) leaf->children.push_back(slot.weak_from_this());
     slot.state = State::remade;
     slot.guard = at::Tensor();
     let_go(slot, 0);
@@ -571,6 +585,12 @@ void touch(Run& run, const at::Tensor& x, bool is_unseen) {
     if (!x.has_storage()) return;
     const void* storage = storage_of(x);
     run.snapshots.erase(storage);
+    const auto referenced = run.referenced.find(storage);
+    if (referenced != run.referenced.end()) {
+        for (const auto& each : referenced->second)
+            if (const auto inputs = each.lock()) inputs->is_stale = true;
+        run.referenced.erase(referenced);
+    }
     const auto leaning = run.leaning.find(storage);
     if (leaning != run.leaning.end()) {
         const auto values = std::move(leaning->second);
@@ -719,6 +739,7 @@ void end_run(Replayer& replayer, bool is_left) {
                 for (const auto& each : values) {
                     const auto slot = each.lock();
                     if (slot == nullptr || slot->state != State::remade || slot->members.empty()) continue;
+                    if (slot->value.shares) continue;  // see Leaning.store_all
                     const bool leans = std::any_of(slot->leaves.begin(), slot->leaves.end(), [&](const auto& leaf) {
                         if (leaf->state == State::held && leaf->is_pending) decide(*run, leaf->number);
                         return leaf->state == State::held && leaf->is_pending;
@@ -736,6 +757,10 @@ PyObject* pack(Replayer& replayer, PyObject* object) {
     if (replayer.run == nullptr || is_in_backward() || has_transform())
         return call(replayer.session->take_in.get(), object).release();
     const std::shared_ptr<Run> run = replayer.run;
+    if (run->session->stops) {
+        break_run(replayer);
+        return call(replayer.session->take_in.get(), object).release();
+    }
     const bool is_followed = is_plain(object) && c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
                              run->next_save < run->script->saves.size();
     const at::Tensor* x = is_followed ? &THPVariable_Unpack(object) : nullptr;

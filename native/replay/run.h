@@ -38,6 +38,8 @@ inline bool is_packed(PyObject* object) { return Py_TYPE(object) == &packed_type
 // What the calls of a tree have read, each by itself.
 struct Inputs {
     std::vector<at::Tensor> tensors;  // copies, in the order of what the call reads; others are undefined
+    std::vector<int64_t> versions;    // of those that are parameters where they are; -1 for copies
+    bool is_stale = false;            // one of these was changed since
     at::Tensor mean, invstd;
     Object random_state;
 };
@@ -74,6 +76,7 @@ struct Slot : std::enable_shared_from_this<Slot> {
     at::Tensor bits;                      // the mask of what was decoded, for those who read no more
     const Save* bits_of = nullptr;
     std::vector<std::shared_ptr<Slot>> leaves;             // by the number of their value
+    std::vector<std::weak_ptr<Slot>> children;             // values that are made from it, which share
     std::vector<std::pair<int, std::shared_ptr<const Inputs>>> inputs;  // by the number of the call
     std::string sample;
     Object device_sample;
@@ -108,6 +111,7 @@ public:
     void shrink(int64_t keeps = 0);
     void clear();
     bool is_empty() const { return buffers_.empty(); }
+    int64_t nbytes() const;
 
 private:
     std::vector<Buffer> buffers_;
@@ -118,7 +122,8 @@ private:
 #define BACKSTASH_CALLBACKS(X) \
     X(take_in) X(read) X(begin_backward) X(claim) X(claim_weight) X(claim_input) X(modified) X(freed) X(assigned) X(stand_in) \
     X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(distrust) X(repeat) X(enter_settings) X(leave_settings) \
-    X(take_back) X(name) X(random_state) X(number_of) X(sample) X(check_sample) X(rare) X(before_end) X(affine) X(others)
+    X(take_back) X(name) X(random_state) X(number_of) X(sample) X(check_sample) X(rare) X(before_end) X(affine) X(others) \
+    X(check_reference)
 
 // What forward passes of one Session share, and what outlives it.
 struct Session {
@@ -128,7 +133,7 @@ struct Session {
     Object lock;
     int64_t nbytes = 0, remade_nbytes = 0, peak_nbytes = 0, stashed_nbytes = 0, needed_nbytes = 0, others_nbytes = 0;
     int64_t alive = 0;
-    bool is_unpacked = false;
+    bool is_unpacked = false, stops = false;  // the policy says something else from now on
     Buffers buffers;
 
     void add(int64_t more);
@@ -163,12 +168,12 @@ struct Run {
     std::shared_ptr<std::vector<Taken>> taken = std::make_shared<std::vector<Taken>>();
     std::vector<Register> registers;
     std::vector<std::shared_ptr<const Inputs>> inputs;
-    std::vector<bool> is_value_good;
     std::map<long, std::vector<int>> due;
     std::vector<Object> current;  // packed in the call in progress
     std::unordered_map<const void*, int> pending;
     std::unordered_map<const void*, std::vector<Snapshot>> snapshots;
     std::unordered_map<const void*, std::vector<std::weak_ptr<Slot>>> leaning;
+    std::unordered_map<const void*, std::vector<std::weak_ptr<Inputs>>> referenced;
     std::unordered_set<const void*> escaped;
     std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> kept;  // so that no address of `escaped` is given away
 };

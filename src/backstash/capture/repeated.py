@@ -20,9 +20,22 @@ class Passes:
         since: how many passes have run the script since one went the long way.
         runs, misses: how many passes have begun with a script, and how many of these were given back.
         step: the accounts of the pass that was written down.
+        revision: of the policy then.
     """
 
-    __slots__ = ("counted", "equal", "misses", "needed", "read", "refusal", "runs", "script", "since", "step")
+    __slots__ = (
+        "counted",
+        "equal",
+        "misses",
+        "needed",
+        "read",
+        "refusal",
+        "revision",
+        "runs",
+        "script",
+        "since",
+        "step",
+    )
 
     def __init__(self) -> None:
         self.script: Any = None
@@ -31,6 +44,7 @@ class Passes:
         self.equal, self.needed, self.since, self.misses, self.runs = 0, EQUAL, 0, 0, 0
         self.refusal = ""
         self.step: Any = None
+        self.revision: object | None = None
 
     def forget(self) -> None:
         """The passes differ: it takes twice as many equal ones until the next is written down."""

@@ -54,6 +54,7 @@ class Contents:
 
     Attributes:
         remakes_anything: whether calls of costly functions are noted too, and proven (Note: [proven calls]).
+        describes: whether costly calls are described as patterns, so that later ones can be compared with them.
         copied: called with the address of a storage whose memory was copied, and whose changes have to be told.
         noting: returns what is known of the calls of the model; None where nothing is remembered from step to step.
     """
@@ -65,6 +66,7 @@ class Contents:
         "_references",
         "_snapshots",
         "copied",
+        "describes",
         "min_nbytes",
         "noting",
         "parameters",
@@ -75,7 +77,7 @@ class Contents:
         self.copied: Callable[[int], object] = lambda cdata: None
         self.min_nbytes = min_nbytes
         self.parameters = parameters
-        self.remakes_anything = False
+        self.remakes_anything = self.describes = False
         self._contents: dict[int, Content] = {}
         self.noting: Callable[[], Noting] | None = None
         self._snapshots: dict[int, dict[_Index, tuple[weakref.ref[torch.UntypedStorage], Held]]] = {}
@@ -140,6 +142,8 @@ class Contents:
             return
         call, tensors = known
         call.place = place
+        if self.describes and self.remakes_anything:
+            call.pattern = patterns.pattern_of(args, kwargs, tensors, call)
         if not self.remakes_anything:
             content.call = call
             if place is not None:

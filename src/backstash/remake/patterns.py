@@ -92,7 +92,7 @@ def pattern_of(args: tuple[Any, ...], kwargs: dict[str, Any], read: list[Tensor]
         read: the tensors that the call reads when it is repeated, in order.
         call: what was noted.
     """
-    if call.random_state is not None or call.group is not None:
+    if call.random_state is not None:
         return None
     if not all(map(_is_comparable, (*args, *kwargs.values()))):
         return None

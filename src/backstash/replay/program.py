@@ -185,6 +185,7 @@ class ValueProgram:
         is_whole: whether the strongest save shows all of it, in its own layout.
         reads_value: whether all of it is read.
         is_exact_form: whether its form has every bit.
+        shares: whether what is made again is held for all who read it.
         whole, decoded: the spec of all of it, and that of what it is decoded to.
         key: under which it is reported.
         codec, mask, ways: of a value that is encoded.
@@ -208,6 +209,7 @@ class ValueProgram:
     key: str
     text: str
     is_exact_form: bool = False
+    shares: bool = False
     codec: Any = None
     mask: Mask | None = None
     ways: Any = None
@@ -264,6 +266,8 @@ class NotedCall:
         chosen: which of the tensors among the arguments are read; None for all.
         registers: what each of these holds; -1 for one that is copied.
         shared: which of them are parameters of the model, whose copies calls share.
+        referenced: which of them are parameters that are read where they are.
+        needs_grad: for each whether autograd followed it; empty where that makes no difference.
         makes: the register of the result.
         mean, invstd: the numbers of the saves that are a batch norm's statistics; -1 for none.
         autocast: the dtype of autocast; None where that was off.
@@ -278,6 +282,8 @@ class NotedCall:
     chosen: tuple[int, ...] | None
     registers: tuple[int, ...]
     shared: tuple[bool, ...]
+    referenced: tuple[bool, ...]
+    needs_grad: tuple[bool, ...]
     makes: int
     mean: int
     invstd: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from backstash.interpreter import is_odd, is_traced
 from backstash.ops import backends
 from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
 from backstash.ops.layout import Rounding, images
+from backstash.policies.base import Policy, knows_room
 from backstash.redeem import accumulation, linear, table
 from backstash.remake import calls, fused
 from backstash.remake.calls import INPUT, Content, Held, Leaf
@@ -41,7 +42,7 @@ from backstash.replay.program import (
     ValueFate,
     ValueProgram,
 )
-from backstash.saved import PLAIN, Mask, Need, TensorSpec
+from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec
 from backstash.stash import parameters
 from backstash.stash.decode import decoded_dtype
 from backstash.stash.encode import strength
@@ -64,11 +65,13 @@ class Ways:
         codec: the codec.
         mask: the mask whose outcome is stored; None where values are.
         spec: of what is encoded.
+        facts: about the value.
     """
 
     codec: base.Codec
     mask: Mask | None
     spec: TensorSpec
+    facts: SavedTensor
 
 
 @dataclass(slots=True)
@@ -102,7 +105,7 @@ class _Call:
 class RecordingForward(Forward):
     """A Forward that tells its recorder of everything.
 
-    A Session's own becomes one for a pass. No compiled twin takes it for a Forward then.
+    A Session's own becomes one for a pass.
     """
 
     __slots__ = ()
@@ -307,22 +310,23 @@ class Recorder:
 
     # -- what is written -----------------------------------------------------------------------------------------
 
-    def script(self, min_nbytes: int, stores: Any) -> Script:
-        """The script of the pass, whose values have become what they become.
+    def script(self, min_nbytes: int, stores: Any, policy: Policy) -> Script:
+        """The script of the pass, whose values have become what they become under a policy.
 
         Raises:
             RefusedError: it cannot be replayed.
         """
         if self.refusal:
             raise RefusedError(self.refusal)
-        return _Writer(self, min_nbytes, stores).script()
+        return _Writer(self, min_nbytes, stores, policy).script()
 
 
 class _Writer:
     """Makes a script of what was recorded."""
 
-    def __init__(self, recorder: Recorder, min_nbytes: int, stores: Any) -> None:
+    def __init__(self, recorder: Recorder, min_nbytes: int, stores: Any, policy: Policy) -> None:
         self._recorder, self._min_nbytes, self._stores = recorder, min_nbytes, stores
+        self._policy = policy
         self._entries = recorder.entries
         self._values: dict[int, int] = {}  # by the id of what is stored
         self._stored: list[Stored] = []
@@ -340,10 +344,19 @@ class _Writer:
         values = [self._value(number) for number in range(len(self._stored))]
         for leaf in self._leaves:  # what others are made from stays as it is
             values[leaf].spares = 0
+        self._check(values)
         written = [self._call(number, call) for number, call in enumerate(self._recorder.calls)]
         counted = len(saves), sum(save.spec.nbytes for save in saves)
         copied = [x for reference in self._recorder.copied() if (x := reference()) is not None]
         return Script(saves, values, written, len(self._registers), self._min_nbytes, self._settings, counted, copied)
+
+    def _check(self, values: list[ValueProgram]) -> None:
+        """Refuses values that go the long way alone where a policy has counted what a pass holds."""
+        asked = [number for number, value in enumerate(values) if value.program is ValueFate.ASK]
+        if any(number in self._leaves for number in asked) and self._policy.remakes_anything:
+            raise RefusedError("a value is made again from one that is decided on anew in each pass")
+        if any(values[number].whole.device.type != "cpu" for number in asked) and knows_room(self._policy):
+            raise RefusedError("a plan has counted what is held until the host knows that a value is whole")
 
     def _save(self, number: int, entry: _Entry) -> Save:
         save = entry.save
@@ -387,14 +400,16 @@ class _Writer:
             save.may_claim_input = False
             return
         op = saved.tensor.op if saved.tensor is not None else ""
-        form = table.FORMS.get(op)
+        form, has_room = table.FORMS.get(op), stored.reads.has_room
         codec = None if stored.state.form is None else stored.state.form.codec
         is_direct = form is not None and codec is not None and base.direct(codec, form) is not None
         nbytes = save.spec.nbytes
-        save.as_held = _claim(op, nbytes, False)
-        save.as_stored = ClaimWay.ALWAYS if is_direct and type(codec) is not Bitmask else _claim(op, nbytes, is_direct)
+        whole = _claim(op, nbytes, False, has_room)
+        is_other = is_direct and type(codec) is not Bitmask
+        save.as_held = whole
+        save.as_stored = ClaimWay.ALWAYS if is_other else _claim(op, nbytes, is_direct, has_room)
         has_bits = form is not None and save.mask is not None and base.direct(Bitmask(save.mask), form) is not None
-        save.as_bits = ClaimWay.ALWAYS if has_bits else _claim(op, nbytes, False)
+        save.as_bits = ClaimWay.ALWAYS if has_bits else whole
 
     def _register(self, content: Content | None) -> int:
         if content is None:
@@ -439,10 +454,10 @@ class _Writer:
         if stored.state.recipe is not None:
             self._remake(value, stored, stored.state.recipe)
         elif stored.state.form is not None:
-            self._encode(value, stored.state.form)
+            self._encode(value, stored, stored.state.form)
         return value
 
-    def _encode(self, value: ValueProgram, form: Form) -> None:
+    def _encode(self, value: ValueProgram, stored: Stored, form: Form) -> None:
         if form.tag is not None:
             raise RefusedError("a value is moved")
         store, codec, spec = self._stores["device"], form.codec, form.spec
@@ -458,7 +473,8 @@ class _Writer:
         value.program, value.codec, value.text = ValueFate.ENCODE, codec, base.label(codec)
         value.is_exact_form = Need.VALUE in codec.preserves
         value.mask = None if form.mask is None else self._masks.setdefault(form.mask, form.mask)
-        value.ways = Ways(codec, value.mask, spec)
+        assert stored.facts is not None
+        value.ways = Ways(codec, value.mask, spec, stored.facts)
         dtype = decoded_dtype(codec, spec)
         value.decoded = TensorSpec(spec.shape, spec.stride, dtype, spec.device, spec.numel * dtype.itemsize)
         is_here = spec.device.type == "cpu" and spec.dtype in FLOATS and backends.name("cpu") == "native"
@@ -474,15 +490,11 @@ class _Writer:
                 value.if_clear = scalar_bits(test.if_clear, math.copysign(1.0, test.if_clear), dtype)
 
     def _remake(self, value: ValueProgram, stored: Stored, recipe: Recipe) -> None:
-        if (
-            stored.state.form is not None
-            or recipe.from_statistics
-            or recipe.any_producer
-            or recipe.first_use is not None
-        ):
-            raise RefusedError("a value is made again by costly calls, or within bounds")
-        if recipe.references:
-            raise RefusedError("a value is made again from a parameter where it is")
+        if stored.state.form is not None or recipe.from_statistics:
+            raise RefusedError("a value is made again within bounds")
+        if recipe.first_use is not None:
+            raise RefusedError("it is not known yet how a value is made again")
+        value.shares = recipe.any_producer
         value.program, value.text = ValueFate.REMAKE, str(recipe)
         value.tree = self._tree(recipe)
 
@@ -491,8 +503,8 @@ class _Writer:
         number = self._numbers.get(id(call))
         if number is None or self._recorder.calls[number].pattern is None:
             raise RefusedError(f"{call.name} was not noted in a way that can be compared")
-        if call.group is not None or call.needs_grad or call.output is not None or not call.is_cheap:
-            raise RefusedError(f"{call.name} is a costly call")
+        if call.saved is not None or call.output is not None:
+            raise RefusedError(f"what {call.name} has saved inside, or one of its results, is made again")
         if self._settings is not None and call.settings is not self._settings:
             raise RefusedError("calls were made under different settings")
         self._settings = call.settings
@@ -516,9 +528,7 @@ class _Writer:
         is_temporary = is_first and isinstance(first, tuple) and first[1].spec == call.spec
         function = OVERWRITES.get(call.name, call.function) if is_temporary else call.function
         affine = self._affine(recipe, tuple(inner)) if recipe.fused else None
-        return CallTree(
-            number, function, call.without_inputs(), tuple(given), tuple(inner), call.spec, call.name, affine
-        )
+        return CallTree(number, function, _alone(call), tuple(given), tuple(inner), call.spec, call.name, affine)
 
     def _affine(self, recipe: Recipe, inner: tuple[CallTree, ...]) -> AffinePass | None:
         parts = fused.parts_of(recipe)
@@ -585,22 +595,20 @@ class _Writer:
         mean = invstd = -1
         if noted.statistics is not None:
             mean, invstd = self._statistics(call)
+        held = [given if isinstance(given, Held) else None for given in noted.inputs]
         registers = tuple([-1 if isinstance(given, Held) else self._register(given.content) for given in noted.inputs])
         written.noted = NotedCall(
             pattern.args,
             pattern.kwargs,
-            noted.without_inputs(),
+            _alone(noted),
             noted.spec,
             noted.in_place,
             call.draws,
             pattern.chosen,
             registers,
-            tuple(
-                [
-                    isinstance(given, Held) and is_shared
-                    for given, is_shared in zip(noted.inputs, call.shared, strict=True)
-                ]
-            ),
+            tuple([each is not None and is_shared for each, is_shared in zip(held, call.shared, strict=True)]),
+            tuple([each is not None and each.is_reference for each in held]),
+            noted.needs_grad,
             self._register(call.content),
             mean,
             invstd,
@@ -624,6 +632,11 @@ class _Writer:
         return numbers[0], numbers[1]
 
 
+def _alone(call: calls.Call) -> calls.Call:
+    """A call that is made for its result: of what it saves inside nothing is wanted."""
+    return replace(call.without_inputs(), group=None)
+
+
 def _tensor_of(entry: _Entry) -> Any:
     if isinstance(entry.packed, tuple):
         return entry.packed[0]
@@ -631,8 +644,11 @@ def _tensor_of(entry: _Entry) -> Any:
     return None if saved is None else saved.dense
 
 
-def _claim(op: str, nbytes: int, is_direct: bool) -> ClaimWay:
-    """As table.is_worth_a_claim, of what is known beforehand."""
+def _claim(op: str, nbytes: int, is_direct: bool, has_room: bool) -> ClaimWay:
+    """As unpack decides, of what is known beforehand."""
+    is_faster = op in table.FASTER and nbytes >= table.CHEAP_CLAIM
+    if has_room and not is_direct and not is_faster:
+        return ClaimWay.NEVER
     if is_direct:
         if op not in table.MASKED or nbytes >= table.LARGE:
             return ClaimWay.ALWAYS

@@ -41,7 +41,7 @@ from backstash.codecs.shape import stand_in
 from backstash.errors import CodecRefusedError, RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.numerics import under
 from backstash.ops.cpu import library
-from backstash.policies.base import knows_room
+from backstash.policies.base import Outcome
 from backstash.redeem import accumulation, claims, linear
 from backstash.remake import calls, producers, repeating
 from backstash.remake.remaking import REPEAT
@@ -90,6 +90,7 @@ class Replaying:
         self._unnamed: list[tuple[Any, Saved]] = []
         self._rows = Rows()
         self._is_stale = False  # what the script says of a value is no longer so
+        self._policy = session.policy
         self._learned = Passes()
         me = weakref.ref(self)
 
@@ -102,7 +103,7 @@ class Replaying:
             return asked
 
         passes = ["take_back", "name", "before_end", "begin_backward", "rare"]
-        asked = [*passes, "distrust", "sample", "check_sample", "others"]
+        asked = [*passes, "distrust", "sample", "check_sample", "others", "encode"]
         own = {name: ask(f"_{name}") for name in asked}
         own["claim"] = partial(_claim, forward._live.overwrites)
         self._native = native.Replayer(
@@ -163,7 +164,8 @@ class Replaying:
         self.abandon()
         self._learned = learned
         if learned.read is not None:
-            if learned.since < PERIOD and not self._is_stale:
+            is_same = learned.revision is self._policy.revision
+            if learned.since < PERIOD and not self._is_stale and is_same:
                 learned.since += 1
                 learned.runs += 1
                 self._running = learned.script
@@ -183,7 +185,7 @@ class Replaying:
         self._recorder = Recorder(session._names, native.type_of_node)
         self._forward.__class__ = RecordingForward
         self._forward.recorder = self._recorder
-        self._forward.is_timing = True  # so that no compiled twin watches
+        self._forward._contents.describes = True
 
     def abandon(self) -> None:
         """Nothing is written down, or run, of the pass in progress."""
@@ -195,7 +197,7 @@ class Replaying:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             self._forward.__class__, self._forward.recorder = Forward, None
-            self._forward.is_timing = False
+            self._forward._contents.describes = False
         return recorder
 
     def end(self, is_left: bool) -> None:
@@ -218,12 +220,12 @@ class Replaying:
         if lowers_little(step.freed_nbytes, step.saved_nbytes):
             recorder.refuse("it lowers little of what the pass saves")
         try:
-            learned.script = recorder.script(session.min_nbytes, session.stores)
+            learned.script = recorder.script(session.min_nbytes, session.stores, self._policy)
             learned.read = native.script(learned.script)
             learned.script.copied.clear()
             learned.refusal = ""
             learned.since = 0
-            learned.step = step
+            learned.step, learned.revision = step, self._policy.revision
         except RefusedError as refused:
             learned.forget()
             learned.refusal = str(refused)
@@ -342,6 +344,20 @@ class Replaying:
         elif sample.differs(whole):
             self._distrust(key, spec, recipe)
 
+    def _encode(self, ways: Ways, x: Tensor) -> Encoded | None:
+        if ways.codec.declines(x) is not None:
+            return None
+        try:
+            encoded = base.adopt(ways.codec, x)
+        except CodecRefusedError:
+            return None
+        policy = self._policy
+        if not policy.is_fixed:
+            policy.observe(Outcome(ways.facts, base.label(ways.codec), encoded.nbytes))
+            if policy.revision is not self._learned.revision:
+                self._native.stop_soon()
+        return encoded
+
     def _distrust(self, key: str, spec: TensorSpec, recipe: str) -> None:
         self._learned.forget()
         raise RecomputedDifferentlyError(distrusted(self._forward._live, key, spec, recipe))
@@ -363,7 +379,7 @@ def for_session(
 ) -> Replaying | None:
     """What replays the passes of a Session; None where its policy may say something else in each step."""
     policy = session.policy
-    is_steady = policy.is_fixed and not policy.remakes_anything and policy.cycles is None and not knows_room(policy)
+    is_steady = (policy.is_fixed or policy.revision is not None) and policy.cycles in (None, 1)
     if native is None or not is_steady or session.check:
         return None
     return Replaying(session, forward, take_in, read)
@@ -442,15 +458,6 @@ def _assigned(dense: Tensor, original: Tensor) -> Tensor:
     return held.read((dense, dense._version, weakref.ref(original)))
 
 
-def _encode(ways: Ways, x: Tensor) -> Encoded | None:
-    if ways.codec.declines(x) is not None:
-        return None
-    try:
-        return base.adopt(ways.codec, x)
-    except CodecRefusedError:
-        return None
-
-
 def _decode(ways: Ways, encoded: Encoded, out: Tensor) -> None:
     ways.codec.decode(encoded, out)
 
@@ -522,7 +529,7 @@ _CALLBACKS: dict[str, Callable[..., Any]] = {
     "freed": _freed,
     "assigned": _assigned,
     "stand_in": stand_in,
-    "encode": _encode,
+    "check_reference": lambda x, version: calls.Held(x, version, True).get(),
     "decode": _decode,
     "planes_nbytes": lambda encoded: encoded.nbytes,
     "encode_bits": _encode_bits,
