@@ -500,11 +500,11 @@ class _Writer:
 
     def _tree(self, recipe: Recipe) -> CallTree:
         call = recipe.call
+        if call.saved is not None or call.output is not None:
+            raise RefusedError(f"what {call.name} has saved inside, or one of its results, is made again")
         number = self._numbers.get(id(call))
         if number is None or self._recorder.calls[number].pattern is None:
             raise RefusedError(f"{call.name} was not noted in a way that can be compared")
-        if call.saved is not None or call.output is not None:
-            raise RefusedError(f"what {call.name} has saved inside, or one of its results, is made again")
         if self._settings is not None and call.settings is not self._settings:
             raise RefusedError("calls were made under different settings")
         self._settings = call.settings

@@ -168,6 +168,7 @@ class Replaying:
             if learned.since < PERIOD and not self._is_stale and is_same:
                 learned.since += 1
                 learned.runs += 1
+                learned.step.begin_again()
                 self._running = learned.script
                 self._native.begin(learned.read, number, others_nbytes)
                 return True

@@ -123,6 +123,10 @@ class Step:
         self.accounts.append(account)
         return account
 
+    def begin_again(self) -> None:
+        """Another pass has the same accounts, in which nothing was proven yet."""
+        self.counts = Counts()
+
     @property
     def small_nbytes(self) -> int:
         """Bytes of storages that were too small to be looked at."""
