@@ -378,7 +378,7 @@ def _count_uses(learned: Passes) -> None:
 def for_session(
     session: Session, forward: Forward, take_in: Callable[[Tensor], Any], read: Callable[[Any], Tensor]
 ) -> Replaying | None:
-    """What replays the passes of a Session; None where its policy may say something else in each step."""
+    """What replays the passes of a Session; None where nobody would know that its policy says something else."""
     policy = session.policy
     is_steady = (policy.is_fixed or policy.revision is not None) and policy.cycles in (None, 1)
     if native is None or not is_steady or session.check:
