@@ -645,3 +645,26 @@ def test_a_plan_and_its_guard_are_replayed() -> None:
             twin.step(images(8, 32))
         assert twin.session._is_replayed, twin.passes.refusal
         assert twin.session._live.peak_nbytes <= plan.plain_peak_nbytes
+
+
+class Watching(Revised):
+    """Wants to know what nodes save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched = 0
+
+    def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
+        """Counts it."""
+        self.watched += 1
+
+
+def test_a_policy_that_watches_is_told_in_every_step() -> None:
+    policy = Watching()
+    twin = deep(policy)
+    counts = []
+    for _ in range(2 * STEPS):
+        twin.step(rows())
+        counts.append(policy.watched)
+    steps = [after - before for before, after in zip(counts, counts[1:], strict=False)]
+    assert min(steps) > 0 and steps[-1] == steps[-2]

@@ -41,7 +41,7 @@ from backstash.codecs.shape import stand_in
 from backstash.errors import CodecRefusedError, RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.numerics import under
 from backstash.ops.cpu import library
-from backstash.policies.base import Outcome
+from backstash.policies.base import Outcome, is_watching
 from backstash.redeem import accumulation, claims, linear
 from backstash.remake import calls, producers, repeating
 from backstash.remake.remaking import REPEAT
@@ -220,6 +220,8 @@ class Replaying:
         learned = self._learned
         if lowers_little(step.freed_nbytes, step.saved_nbytes):
             recorder.refuse("it lowers little of what the pass saves")
+        if not self._policy.is_fixed and self._policy.revision is None:
+            recorder.refuse("the policy may say something else in each pass")
         try:
             learned.script = recorder.script(session.min_nbytes, session.stores, self._policy)
             learned.read = native.script(learned.script)
@@ -381,6 +383,7 @@ def for_session(
     """What replays the passes of a Session; None where nobody would know that its policy says something else."""
     policy = session.policy
     is_steady = (policy.is_fixed or policy.revision is not None) and policy.cycles in (None, 1)
+    is_steady = is_steady and not is_watching(policy)  # which is told what nodes save, in every step
     if native is None or not is_steady or session.check:
         return None
     return Replaying(session, forward, take_in, read)
