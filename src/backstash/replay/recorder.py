@@ -66,12 +66,14 @@ class Ways:
         mask: the mask whose outcome is stored; None where values are.
         spec: of what is encoded.
         facts: about the value.
+        nbytes: of its planes, as the policy was told last.
     """
 
     codec: base.Codec
     mask: Mask | None
     spec: TensorSpec
     facts: SavedTensor
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -474,7 +476,7 @@ class _Writer:
         value.is_exact_form = Need.VALUE in codec.preserves
         value.mask = None if form.mask is None else self._masks.setdefault(form.mask, form.mask)
         assert stored.facts is not None
-        value.ways = Ways(codec, value.mask, spec, stored.facts)
+        value.ways = Ways(codec, value.mask, spec, stored.facts, form.ticket.nbytes)
         dtype = decoded_dtype(codec, spec)
         value.decoded = TensorSpec(spec.shape, spec.stride, dtype, spec.device, spec.numel * dtype.itemsize)
         is_here = spec.device.type == "cpu" and spec.dtype in FLOATS and backends.name("cpu") == "native"

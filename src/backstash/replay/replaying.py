@@ -355,7 +355,8 @@ class Replaying:
         except CodecRefusedError:
             return None
         policy = self._policy
-        if not policy.is_fixed:
+        if not policy.is_fixed and policy.observes_changes and encoded.nbytes != ways.nbytes:
+            ways.nbytes = encoded.nbytes
             policy.observe(Outcome(ways.facts, base.label(ways.codec), encoded.nbytes))
             if policy.revision is not self._learned.revision:
                 self._native.stop_soon()
