@@ -364,7 +364,8 @@ class Session:
             (self._hooks.stop_observing if may_idle else self._hooks.observe)()
         if not self._forward.is_idle:
             self._names.enter_root(module)
-            self._contents.parameters.enter(module)
+            if not self._is_replayed:  # else nobody asks, and what goes the long way alone may read no parameter again
+                self._contents.parameters.enter(module)
 
     def _may_idle(self) -> bool:
         """Whether there is nothing to do (Note: [idle Sessions])."""
