@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from backstash import Session
 from backstash.errors import RewriteError
 from backstash.report.meter import CountedPeak
-from backstash.rewrites import chunked_loss
-from backstash.rewrites.chunked_loss import _CrossEntropy
+from backstash.rewrites import chunked_loss, chunked_rows
+from backstash.rewrites.cross_entropy import ChunkedCrossEntropy
 
 
 class Words(nn.Module):
@@ -47,18 +47,20 @@ def step(model: nn.Module, loss: Callable[[Tensor], Tensor], ids: Tensor) -> lis
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of each loss that was computed in chunks."""
     seen: list[int] = []
-    original = _CrossEntropy.apply
+    original = ChunkedCrossEntropy.apply
 
     def apply(hidden: Tensor, *rest: object) -> Tensor:
         seen.append(hidden.shape[0])
         return original(hidden, *rest)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(_CrossEntropy, "apply", apply)
+    monkeypatch.setattr(ChunkedCrossEntropy, "apply", apply)
     return seen
 
 
 IDS = words()
 LABELS = torch.where(words() % 7 == 0, -100, words())
+
+SHIFT = torch.linspace(-1, 1, 101).unsqueeze(0)
 
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "flat": lambda logits: F.cross_entropy(logits.view(-1, logits.size(-1)), LABELS.view(-1)),
@@ -76,6 +78,14 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
         F.cross_entropy(logits.view(-1, 101), IDS.view(-1), label_smoothing=1.0, reduction="sum") / 9
     ),
     "one sequence": lambda logits: F.cross_entropy(logits[1], IDS[1]),
+    "scaled": lambda logits: F.cross_entropy((0.5 * logits * 3).view(-1, 101), LABELS.view(-1)),
+    "divided": lambda logits: F.cross_entropy(torch.div(logits, 3).view(-1, 101), LABELS.view(-1), label_smoothing=0.1),
+    "capped": lambda logits: F.cross_entropy(3.0 * torch.tanh(logits.float() / 3.0).view(-1, 101), LABELS.view(-1)),
+    "capped at the end": lambda logits: F.cross_entropy(logits.view(-1, 101).mul(2).tanh(), LABELS.view(-1)),
+    "of the first classes": lambda logits: F.cross_entropy(
+        logits[..., :90].view(-1, 90), torch.where(LABELS < 90, LABELS, -100).view(-1)
+    ),
+    "moved": lambda logits: F.cross_entropy((logits + SHIFT.to(logits.dtype)).view(-1, 101), LABELS.view(-1)),
 }
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "weighted": lambda logits: F.cross_entropy(logits.view(-1, 101), IDS.view(-1), weight=torch.ones(101)),
@@ -84,6 +94,8 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "some classes": lambda logits: logits[..., :50].square().sum(),
     "by hand": lambda logits: -logits.log_softmax(-1).gather(-1, IDS.unsqueeze(-1)).mean(),
     "in numbers": lambda logits: (2 * logits + 1).mean() + logits.view(-1)[3],
+    "scaled by a tensor": lambda logits: (logits * SHIFT).sum() + (logits + logits).square().mean(),
+    "another operator": lambda logits: (1.0 / (logits + 10.0)).sum() + torch.add(logits, SHIFT, alpha=2).tanh().sum(),
     "flattened whole": lambda logits: logits.flatten().square().mean(),
     "probabilities": lambda logits: F.cross_entropy(logits.view(-1, 101), torch.full((60, 101), 1 / 101)),
 }
@@ -95,7 +107,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_the_same_sum(name: str, kind: dict[str, bool], chunk_nbytes: int, chunks: list[int]) -> None:
     model = Words(**kind).double()
     model_in_float = Words(**kind)
-    for one, close in ((model, 1e-13 if "float" not in name and name != "to" else 1e-6), (model_in_float, 1e-5)):
+    for one, close in ((model, 1e-13 if name not in ("in float32", "to", "capped") else 1e-6), (model_in_float, 1e-5)):
         expected = step(one, LOSSES[name], IDS)
         with chunked_loss(one, chunk_nbytes=chunk_nbytes):
             got = step(one, LOSSES[name], IDS)
@@ -174,6 +186,128 @@ def test_a_frozen_head() -> None:
     assert len(expected) == len(got)
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(b, a)
+
+
+def test_whoever_looks_without_gradients_does_not_take_them_away() -> None:
+    model = Words()
+    expected = step(model, LOSSES["flat"], IDS)
+    with chunked_loss(model):
+        model.zero_grad()
+        logits = model(IDS)
+        with torch.no_grad():
+            logits.argmax(-1)
+        LOSSES["flat"](logits).backward()
+    for a, b in zip(expected[1:], [p.grad for p in model.parameters() if p.grad is not None], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("read", [lambda logits: logits.argmax(-1), LOSSES["flat"], chunked_rows])
+def test_logits_of_weights_that_have_changed_since_are_refused(read: Callable[[Tensor], object]) -> None:
+    model = Words()
+    with chunked_loss(model):
+        logits = model(IDS)
+        with torch.no_grad():
+            model.lm_head.weight.add_(1.0)
+        with pytest.raises(RewriteError, match="were changed in place since the head was called"):
+            read(logits)
+
+
+def test_an_evaluation_has_no_logits_either() -> None:
+    model = Words(words=2000)
+    ids = words((8, 64), 2000)
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids).view(-1, 2000), ids.view(-1))
+        with chunked_loss(model, evaluation=True, chunk_nbytes=1 << 18) as rewrite, CountedPeak() as counter:
+            loss = F.cross_entropy(model(ids).view(-1, 2000), ids.view(-1))
+            best = model(ids[:1, :2]).argmax(-1)
+    torch.testing.assert_close(loss, expected)
+    assert counter.peak_nbytes < 8 * 64 * 2000 * 4 and not loss.requires_grad
+    assert (rewrite.losses, rewrite.whole) == (1, ("argmax",)) and best.shape == (1, 2)
+
+
+def test_hundreds_of_parts_of_a_gradient_in_bfloat16_lose_nothing() -> None:
+    model = Words(words=33, width=8).bfloat16()
+    ids = words((1, 1500), 33)
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.view(-1, 33), ids.view(-1), reduction="sum")
+
+    exact = Words(words=33, width=8).double()
+    exact.load_state_dict(model.state_dict())
+    expected, plain = (step(each, loss, ids)[-1].double() for each in (exact, model))
+    with chunked_loss(model, chunk_nbytes=1):
+        found = step(model, loss, ids)[-1].double()
+    assert (found - expected).norm() <= 1.05 * (plain - expected).norm() < 0.01 * expected.norm()
+
+
+def test_a_step_proves_it() -> None:
+    model = Words(tied=True)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+
+    def once() -> Tensor:
+        loss = LOSSES["capped"](model(IDS))
+        loss.backward()
+        return loss.detach()
+
+    with chunked_loss(model, step=once) as rewrite:
+        assert rewrite.losses == 1 and 0.0 < rewrite.distance < 1e-5 and "gradient" in rewrite.where
+        assert str(rewrite).startswith(
+            "the logits of 'lm_head' in chunks, sums in another order; the numbers of a step"
+        )
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_step_that_would_gain_nothing_is_refused() -> None:
+    model = Words()
+    with pytest.raises(RewriteError, match=r"no loss of 'lm_head' was computed in chunks: square reads all logits"):
+        chunked_loss(model, step=lambda: model(IDS).square().mean().backward())
+    with pytest.raises(RewriteError, match=r"is \d\S* of its length away then, where 1e-12 is allowed"):
+        chunked_loss(model, step=lambda: LOSSES["flat"](model(IDS)).backward(), tolerance=1e-12)
+    with pytest.raises(RewriteError, match="tolerance=-1, but it is the largest relative distance"):
+        chunked_loss(model, step=lambda: None, tolerance=-1)
+    assert "forward" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 4}),
+        ("Gemma2ForCausalLM", {"head_dim": 8, "final_logit_softcapping": 2.0}),
+        ("CohereForCausalLM", {"logit_scale": 0.25}),
+        ("GraniteForCausalLM", {"logits_scaling": 4.0}),
+        ("GPTNeoXForCausalLM", {}),
+        (
+            "T5ForConditionalGeneration",
+            {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0},
+        ),
+        ("BartForConditionalGeneration", {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}),
+        ("BertForMaskedLM", {}),
+        ("EsmForMaskedLM", {"mask_token_id": 1}),
+        ("MambaForCausalLM", {"state_size": 4}),
+    ],
+)
+def test_heads_of_transformers_families(name: str, more: dict[str, float]) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    sizes = {"vocab_size": 97, "pad_token_id": 0}
+    if name not in ("T5ForConditionalGeneration", "BartForConditionalGeneration", "GPT2LMHeadModel"):
+        sizes |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**sizes, **more)).double().eval()
+    if "final_logits_bias" in dict(model.named_buffers()):
+        model.final_logits_bias.uniform_(-1.0, 1.0)
+    ids = torch.randint(3, 97, (2, 9))
+    labels = ids.masked_fill(ids % 5 == 0, -100)
+
+    def once() -> Tensor:
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    with chunked_loss(model, step=once, chunk_nbytes=97 * 8 * 3) as rewrite:
+        assert rewrite.losses == 1 and not rewrite.whole and rewrite.distance < 1e-6
 
 
 def test_under_a_session_and_undone() -> None:

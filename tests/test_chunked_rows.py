@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import RewriteError
 from backstash.report.meter import CountedPeak
-from backstash.rewrites import LogitRows, chunked_rows
+from backstash.rewrites import LogitRows, chunked_loss, chunked_rows
 
 
 def plain_rows(
@@ -112,6 +113,84 @@ def test_numbers_and_gradients_are_those_of_the_logits(seed: int, name: str) -> 
             torch.testing.assert_close(found, known, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_are_those_of_differences(seed: int) -> None:
+    _, hidden, head, target, teacher, temperature, ignored = problem(seed)
+    options = {"temperature": temperature, "ignore_index": ignored, "chunk_nbytes": 600}
+    head.requires_grad_()
+    small = (hidden.detach() / hidden.detach().abs().max()).requires_grad_()
+
+    def numbers(hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return tuple(vars(chunked_rows(hidden, head, target, teacher=teacher, **options)).values())  # type: ignore[arg-type]
+
+    assert torch.autograd.gradcheck(numbers, (small, *head.parameters()))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_logits_of_a_rewritten_model_are_taken_as_they_are(name: str) -> None:
+    """With what the model does to them, and with those of a teacher that has another head."""
+    _, hidden, head, target, (others, other), _, ignored = problem(5)
+    head = nn.Linear(head.weight.shape[1], head.weight.shape[0], bias=False).double()
+    shift = torch.linspace(-1, 1, head.weight.shape[0], dtype=torch.float64)
+
+    def numbers(of: Callable[..., LogitRows], with_heads: bool) -> list[Tensor]:
+        hidden.grad = head.weight.grad = None
+        logits = (head(hidden) + shift).div(2.0).tanh() * 3.0
+        with torch.no_grad():
+            teacher = other(others) * 0.5
+        if with_heads:
+            same, unit = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+            same.weight, unit.weight = (
+                nn.Parameter(torch.eye(each.shape[-1], dtype=torch.float64)) for each in (logits, teacher)
+            )
+            rows = of(logits, same, target, teacher=(teacher, unit), ignore_index=ignored)
+        else:
+            rows = of(logits, target=target, teacher=teacher, ignore_index=ignored, chunk_nbytes=700)
+        LOSSES[name](rows).backward()
+        assert hidden.grad is not None and head.weight.grad is not None
+        return [*(x for x in vars(rows).values() if x is not None), hidden.grad, head.weight.grad]
+
+    expected = numbers(plain_rows, with_heads=True)
+    with chunked_loss(head, "", evaluation=True), chunked_loss(other, "", evaluation=True):
+        found = numbers(chunked_rows, with_heads=False)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_in_bfloat16_it_is_no_further_off_than_plain(name: str) -> None:
+    torch.manual_seed(0)
+    head, other = nn.Linear(16, 50).bfloat16(), nn.Linear(8, 50).bfloat16()
+    hidden, others = torch.randn(4, 30, 16).bfloat16(), torch.randn(4, 30, 8).bfloat16()
+    words = torch.randint(50, (4, 30))
+
+    def gradient(of: Callable[..., LogitRows], dtype: torch.dtype, **options: int) -> Tensor:
+        heads = nn.Linear(16, 50, dtype=dtype), nn.Linear(8, 50, dtype=dtype)
+        for each, like in zip(heads, (head, other), strict=True):
+            each.load_state_dict(like.state_dict())
+        rows = of(hidden.to(dtype), heads[0], words, teacher=(others.to(dtype), heads[1]), **options)
+        LOSSES[name](rows).backward()
+        assert heads[0].weight.grad is not None
+        return heads[0].weight.grad.double()
+
+    exact = gradient(plain_rows, torch.float64)
+    plain = (gradient(plain_rows, torch.bfloat16) - exact).norm()
+    assert (gradient(chunked_rows, torch.bfloat16, chunk_nbytes=1) - exact).norm() <= 1.05 * plain + 0.01 * exact.norm()
+
+
+def test_hidden_is_left_to_the_hooks_of_autograd() -> None:
+    """What backward reads is saved where a Session sees it, and held in no other place."""
+    head, hidden, words = nn.Linear(8, 5), torch.randn(6, 8, requires_grad=True), torch.arange(6) % 5
+    middle = hidden * 2
+    storage = StorageWeakRef(middle.untyped_storage())
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        rows = chunked_rows(middle, head, words, teacher=(middle.detach(), head))
+    del middle
+    assert storage.expired()
+    log_probs(rows).sum().backward()
+    assert hidden.grad is not None
+
+
 def test_the_teacher_gets_no_gradient_and_unasked_numbers_are_none() -> None:
     _, hidden, head, _, teacher, _, _ = problem(1)
     rows = chunked_rows(hidden, head, teacher=teacher)
@@ -179,6 +258,13 @@ def test_a_real_step_of_a_model_of_transformers(name: str) -> None:
 def test_a_target_that_is_no_class_is_refused() -> None:
     with pytest.raises(IndexError, match=r"Target 5 is out of bounds\."):
         chunked_rows(torch.ones(2, 3), nn.Linear(3, 5), torch.tensor([5, 0]))
+
+
+def test_logits_that_are_there_already_are_refused() -> None:
+    with pytest.raises(
+        RewriteError, match=r"hidden without a head, but it is no result of a head under chunked_loss\."
+    ):
+        chunked_rows(torch.ones(2, 3))
 
 
 def test_a_teacher_of_other_classes_is_refused() -> None:

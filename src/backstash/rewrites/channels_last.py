@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from backstash.arguments import check_model, check_session, check_step
 from backstash.errors import RewriteError
-from backstash.rewrites.differences import largest_distance
+from backstash.rewrites.differences import largest_distance, rounding_limit
 from backstash.rewrites.trials import Trials
 from backstash.session import Session
 
@@ -133,7 +133,7 @@ def channels_last(
     try:
         trials.establish()
         trials.repeat()
-        limit = _rounding(trials.plain.values()) if tolerance is None else tolerance
+        limit = rounding_limit(trials.plain.values()) if tolerance is None else tolerance
         plain, trials.plain = trials.plain, {}
         for weight in weights:
             weight.change()
@@ -168,16 +168,6 @@ def _attempt(trials: Trials) -> dict[str, Tensor | None]:
             f"{type(error).__name__} then: {str(error).partition(chr(10))[0]}. Use reshape instead of view in the "
             f"model, or keep the layout."
         ) from error
-
-
-def _rounding(numbers: object) -> float:
-    """The distance that rounding explains: the square root of the coarsest ``eps`` among the tensors."""
-    epsilons = [
-        torch.finfo(x.dtype).eps
-        for x in numbers  # type: ignore[attr-defined]
-        if isinstance(x, Tensor) and x.is_floating_point()
-    ]
-    return math.sqrt(max(epsilons))
 
 
 def _can_change(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -85,6 +85,12 @@ def largest_distance(plain: StepNumbers, other: StepNumbers) -> tuple[float, str
         if not far <= worst:  # also where it is no number
             worst, where = (far, name) if far == far else (math.inf, name)
     return worst, where
+
+
+def rounding_limit(numbers: Iterable[Tensor | None]) -> float:
+    """Returns the distance that rounding explains: the square root of the coarsest ``eps`` among the tensors."""
+    floats = (x.dtype for x in numbers if x is not None and x.is_floating_point())
+    return math.sqrt(max(torch.finfo(dtype).eps for dtype in floats))
 
 
 def _how_far(a: Tensor, b: Tensor) -> str:
