@@ -154,6 +154,7 @@ ALLOWED: dict[str, set[str]] = {
         "gradient_error",
         "ops.cpu.library",
         "session",
+        "rewrites.chunked_loss",
         "rewrites.state",
         "telling",
     },

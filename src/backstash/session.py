@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Literal
@@ -160,6 +160,9 @@ class Session:
         self._is_bound = False  # to what was learned of the model
         self._hooks: hooks.Hooks | None = None
         self._entry: leaving.Entrance | None = None
+        rewriting = self.policy.rewriting
+        self._rewriting = None if rewriting is None else rewriting(model)
+        self._rewritten: AbstractContextManager[object] | None = None
         self._peak: tuple[PeakRow, ...] = ()
         given = {"model": model, "stores": stores, "check": check, "overwrite_gradients": overwrite_gradients}
         self._replanned = replanned(self.policy, replan, min_nbytes=self.min_nbytes, check_limit=check_limit, **given)
@@ -191,6 +194,8 @@ class Session:
             self._elsewhere = False
             self._live.read_with_graph = self._forward.read_with_graph
             self._names.enter_session()
+            if self._rewriting is not None:
+                self._rewritten = self._rewriting()
             self._forward.is_idle = self._may_idle()
             if self._forward.is_idle:
                 self._hooks = hooks.Hooks(self._hold, self._read)
@@ -227,6 +232,9 @@ class Session:
             return
         if self._hooks is not None:
             self._hooks.remove(entry.is_here)
+        if self._rewritten is not None:
+            self._rewritten.__exit__(None, None, None)
+            self._rewritten = None
         try:
             leaving.to_the_end(self._finish)
             self._learn()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -39,6 +40,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "cycles": (None, 2, 0),
     "fetches": (None, {"a": ("b",)}),
     "stores": (None, {"disk": object}),
+    "rewriting": (None, nullcontext),
 }
 """For each member that is no method, values that a policy may have."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from backstash.policies.actions import Action, Outcome
-from backstash.policies.base import Policy, Sources
+from backstash.policies.base import Policy, Rewriting, Sources
 from backstash.saved import SavedTensor
 
 
@@ -94,6 +94,12 @@ class Adapted(Policy):
         """The object's, or the default."""
         stores: Mapping[str, Callable[[], Any]] | None = self._own("stores", Policy.stores)
         return stores
+
+    @property
+    def rewriting(self) -> Rewriting | None:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        found: Rewriting | None = self._own("rewriting", Policy.rewriting)
+        return found
 
     def decide(self, saved: SavedTensor) -> Action:
         """The object's."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from backstash.formulas import op_of
 from backstash.policies.actions import MAX_DEPTH, Action, Keep, Outcome, Recompute, Slice, Stash
@@ -30,6 +31,7 @@ __all__ = [
     "Outcome",
     "Policy",
     "Recompute",
+    "Rewriting",
     "Slice",
     "Sources",
     "Stash",
@@ -40,6 +42,9 @@ __all__ = [
 
 Sources = Callable[[], dict[str, Tensor] | None]
 """The argument of that name of :meth:`Policy.trace`."""
+
+Rewriting = Callable[[nn.Module | None], Callable[[], AbstractContextManager[object]]]
+"""As :attr:`Policy.rewriting` has it."""
 
 
 class Policy(ABC):
@@ -82,6 +87,8 @@ class Policy(ABC):
             those that are asked for when backward reads it first. None to learn the order in the first step.
         stores: functions that open a store, by the store's name. A Session calls them, unless it is given a store of
             that name.
+        rewriting: None, or a function of the model that a Session was given, if any. It returns what begins a rewrite
+            of the model; a Session does that when it is entered, and leaves the rewrite when it is left.
 
     Example:
         >>> class KeepConvolutions(Policy):
@@ -100,6 +107,7 @@ class Policy(ABC):
     cycles: int | None = None
     fetches: Mapping[str, tuple[str, ...]] | None = None
     stores: Mapping[str, Callable[[], Any]] | None = None
+    rewriting: Rewriting | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -253,6 +261,11 @@ class Wrapper(Policy):
     def stores(self) -> Mapping[str, Callable[[], Any]] | None:  # type: ignore[override]  # read-only here
         """As ``inner``."""
         return self.inner.stores
+
+    @property
+    def rewriting(self) -> Rewriting | None:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.rewriting
 
     def decide(self, saved: SavedTensor) -> Action:
         """As ``inner``."""

@@ -37,6 +37,7 @@ from backstash.planning.model.budget import ALLOW, families
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.policies import Policy
+from backstash.rewrites.chunked_loss import chunked_loss
 from backstash.rewrites.state import State, StepState
 from backstash.saved import cycle_of
 from backstash.session import MIN_NBYTES, Session
@@ -163,7 +164,17 @@ def profile(
         wanted = (*tries, *more)
         return profile(step, model, allow=wanted, min_nbytes=min_nbytes, device=device, offload_to=offload_to)
 
-    ways = {"rehearse": rehearse, "clock": clock, "off_by": off_by, "tries_more": tries_more}
+    def reorders(chunk_nbytes: int) -> tuple[str, StepProfile]:
+        with chunked_loss(models[0], step=step, chunk_nbytes=chunk_nbytes) as rewrite:
+            head = rewrite.head
+
+        def in_chunks() -> object:
+            with chunked_loss(models[0], head, chunk_nbytes=chunk_nbytes):
+                return step()
+
+        return head, profile(in_chunks, model, allow=tries, min_nbytes=min_nbytes, device=device, offload_to=offload_to)
+
+    ways = {"rehearse": rehearse, "clock": clock, "off_by": off_by, "tries_more": tries_more, "reorders": reorders}
     for name, way in ways.items():  # no fields: a profile is data, and these are the ways to more of it
         object.__setattr__(found, name, way)
     return found

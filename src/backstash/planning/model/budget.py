@@ -16,6 +16,9 @@ from backstash.planning.model.sealed import LARGEST
 ALLOW = ("lossless", "recompute", "offload", "bounded")
 """Words for whole families of choices: exact codecs, values that are remade, other memory, and codecs with an error."""
 
+REORDERED = "reordered"
+"""A word for sums in another order, which a whole step has and not a value: a loss of a head's logits in chunks."""
+
 ERROR_LIMIT = 0.01
 """How far the gradients of a bounded plan may be off, relative to their length, if nobody says otherwise."""
 

@@ -54,6 +54,10 @@ class Explained(Protocol):
     def is_empty(self) -> bool:
         """Whether everything is kept."""
 
+    @property
+    def reordered(self) -> str:
+        """Path of the head whose sums are taken in another order; empty for none."""
+
 
 def size(nbytes: int) -> str:
     """Returns a number of bytes in the unit that suits it."""
@@ -85,6 +89,8 @@ def plan_summary(plan: Explained) -> str:
     )
     if plan.error:
         text += f"; gradients off by {plan.error:.2%} of their length (limit {plan.error_limit:.2%})"
+    if plan.reordered:
+        return f"{text}; the loss of {plan.reordered!r} in chunks, with sums in another order."
     return f"{text}. The plain step fits, so nothing is done." if plan.is_empty else f"{text}."
 
 

@@ -7,9 +7,12 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
+
+from torch import nn
 
 from backstash.errors import PlanError
 from backstash.planning.model.decision import LOSSLESS, Decision, action_of, fetches_of, serves_decision
@@ -17,7 +20,9 @@ from backstash.planning.model.explain import diff, explain, html, plan_summary
 from backstash.planning.model.rounding import codec_named, word_has_error
 from backstash.planning.model.sealed import plain, restore, seal, shown, unseal
 from backstash.policies import Action, Keep, Policy
+from backstash.policies.base import Rewriting
 from backstash.proofs import environment, proofs
+from backstash.rewrites.chunked_loss import chunked_loss
 from backstash.saved import Need, SavedTensor
 from backstash.stores import DiskStore, HostStore, Store
 
@@ -66,6 +71,9 @@ class Plan(Policy):
             (Note: [reserve] in problem.py). A step with the profiled numbers takes so much less.
         in_flight_nbytes: how many bytes of ``peak_nbytes`` are there for values that an accelerator holds beside their
             planes (Note: [drafts] in stash/drafts.py).
+        reordered: path of the head whose loss is computed in chunks while a Session is open, with sums in another
+            order; empty for none.
+        chunk_nbytes: bytes of logits that exist at a time then.
     """
 
     budget: int
@@ -86,6 +94,8 @@ class Plan(Policy):
     directory: str = ""
     reserve_nbytes: int = 0
     in_flight_nbytes: int = 0
+    reordered: str = ""
+    chunk_nbytes: int = 0
     _by_key: dict[str, Decision] = field(init=False, compare=False)
     _others: frozenset[str] = field(init=False, compare=False)
     _met: set[str] = field(init=False, compare=False, default_factory=set)
@@ -209,8 +219,27 @@ class Plan(Policy):
             return action_of(decision, saved, self.store, False)
         return LOSSLESS.decide(saved)
 
+    @property
+    def rewriting(self) -> Rewriting | None:  # type: ignore[override]  # read-only here
+        """What has the loss of a head computed in chunks, if the plan says so."""
+        return self._in_chunks if self.reordered else None
+
+    def _in_chunks(self, model: nn.Module | None) -> Callable[[], AbstractContextManager[object]]:
+        if model is None:
+            raise PlanError(
+                f"the plan {self.fingerprint} was asked for without a model, but it has the loss of {self.reordered!r} "
+                f"computed in chunks. Pass the model: Session(plan, model=model)."
+            )
+        return partial(chunked_loss, model, self.reordered, chunk_nbytes=self.chunk_nbytes)
+
     def replanning(self, **options: Any) -> Any:
         """Returns what keeps this plan's budget, beginning with this plan."""
+        if self.reordered:
+            raise PlanError(
+                f"the plan {self.fingerprint} was asked to be followed by others, but it takes sums in another order, "
+                f"which is proven for one step. Make it without 'reordered', and rewrite the model yourself: "
+                f"backstash.rewrites.chunked_loss(model)."
+            )
         known: dict[str, Any] = {"plan": self, "device": self.device, "offload_to": self.directory or None}
         make = KEEPERS["budgeted"]
         return make(self.budget, self.allow, error_limit=self.error_limit or None, **known, **options)

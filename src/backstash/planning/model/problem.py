@@ -190,6 +190,8 @@ class StepProfile:
         directory: folder of that store's file, if it is a disk store.
         tries_more: takes the profile of the step once more with more families of choices, and returns it; None for a
             profile that was read from a file. It is no part of the data.
+        reorders: proves that the loss of the model's head may be computed in chunks of so many bytes of logits, and
+            returns the head's path and the profile of the step with that; None for a profile that was read from a file.
         off_by: runs the step under a policy, undoes it, and returns by how much the gradients are off, relative to
             their length; None where that cannot be measured, and for a profile that was read from a file.
         rehearse: runs the step under a policy, undoes it, and returns the most bytes that were alive at each position;
@@ -227,6 +229,7 @@ class StepProfile:
     clock: ClassVar[Callable[..., float] | None] = None
     off_by: ClassVar[Callable[[Any], float | None] | None] = None
     tries_more: ClassVar[Callable[..., StepProfile] | None] = None
+    reorders: ClassVar[Callable[[int], tuple[str, StepProfile]] | None] = None
 
     def __post_init__(self) -> None:
         flaw = self._flaw()

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from backstash.arguments import are_words
 from backstash.codecs.base import drafting
 from backstash.errors import BudgetError, PlanError
-from backstash.planning.model.budget import limit_of_errors, parse_budget, restrict, with_choices
+from backstash.planning.model.budget import REORDERED, limit_of_errors, parse_budget, restrict, with_choices
 from backstash.planning.model.decision import Decision
 from backstash.planning.model.explain import size
 from backstash.planning.model.peak import Bytes, PeakModel, own_seconds
@@ -34,6 +35,7 @@ from backstash.planning.search.greedy import Frontier
 from backstash.planning.search.spare import spare_ways
 from backstash.planning.search.timings import Timings
 from backstash.planning.search.usual import like_lossless
+from backstash.rewrites.chunked_loss import CHUNK_NBYTES
 from backstash.telling import note_progress
 
 TIGHTENINGS = 3
@@ -54,6 +56,10 @@ REHEARSALS = 4
 
 WORTH = 0.005
 """By what share of a plain step another solution must be faster to be tried when one that keeps the budget is known."""
+
+
+CHUNKS = 16
+"""Logits of a loss in chunks take at most this part of a budget at a time, one in so many."""
 
 
 class Planner:
@@ -372,7 +378,9 @@ def plan(
         budget: how many bytes the counted peak may have above what is held before the step, or a text such as
             ``"2GiB"``, ``"512 MiB"`` or ``"60%"``, which is of the plain step's peak.
         allow: what may be done with values: ``"lossless"`` (all exact codecs), ``"recompute"``, ``"offload"``,
-            ``"bounded"`` (codecs with an error), and names of codecs.
+            ``"bounded"`` (codecs with an error), and names of codecs. ``"reordered"`` also allows that the loss of a
+            language model's head is computed in chunks, which is proven on the step: sums in another order, so that
+            gradients have other last bits (see rewrites/chunked_loss.py).
         error_limit: how far all gradients together may be off, as a share of their length, where a codec with an error
             is allowed; 0.01 by default. Without one, gradients are exact.
         solver: ``"greedy"`` needs nothing but NumPy. ``"exact"`` looks for the best plan there is for this budget,
@@ -382,7 +390,48 @@ def plan(
         BudgetError: no plan fits. The error names the smallest budget, and has the plan for it.
         PlanError: an argument means nothing.
     """
+    if are_words(allow) and REORDERED in ((allow,) if isinstance(allow, str) else allow):
+        others = [word for word in ((allow,) if isinstance(allow, str) else allow) if word != REORDERED]
+        return _reordered(profile, budget, others, error_limit, solver)
     return Planner(profile, allow, error_limit).plan(budget, solver)
+
+
+def _reordered(
+    profile: StepProfile, budget: int | str, allow: Sequence[str], error_limit: float | None, solver: Any
+) -> Plan:
+    """Returns the fastest plan within a budget with sums in their order, or with those of a loss in another one."""
+    nbytes = parse_budget(budget, profile.plain_peak_nbytes)
+    try:
+        plain = Planner(profile, allow, error_limit).plan(nbytes, solver)
+        failure = None
+    except BudgetError as error:
+        plain, failure = None, error
+    if plain is not None and plain.is_empty:
+        return plain
+    reorders = profile.reorders  # type: ignore[misc]  # no method
+    if reorders is None:
+        raise PlanError(
+            f"a plan was asked for with {REORDERED!r}, but the profile comes from a file, so that nobody can prove on "
+            f"its step that a loss in another order is the same. Take it with bs.profile(step), or leave that out."
+        )
+    chunk_nbytes = max(1, min(CHUNK_NBYTES, nbytes // CHUNKS))
+    head, other = reorders(chunk_nbytes)  # type: ignore[call-arg]
+    try:
+        found = Planner(other, allow, error_limit).plan(nbytes, solver)
+    except BudgetError as error:
+        lower = error if failure is None or error.smallest_nbytes < failure.smallest_nbytes else failure
+        if plain is None:
+            raise lower from None
+        return plain
+    if plain is not None and plain.seconds <= found.seconds:
+        return plain
+    return replace(
+        found,
+        reordered=head,
+        chunk_nbytes=chunk_nbytes,
+        plain_peak_nbytes=profile.plain_peak_nbytes,
+        plain_seconds=profile.seconds,
+    )
 
 
 @dataclass(frozen=True, slots=True)
