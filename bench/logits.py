@@ -1,8 +1,8 @@
 """Peak and time of a language model's head and loss: ``python -m bench.logits --rows 8192 --words 152064``.
 
 Each way runs in a process of its own: plain, ``chunked_loss``, ``chunked_rows`` (log-probabilities, entropy and
-normaliser), and ``liger``, the fused loss of liger-kernel, where that is installed and there is a GPU. A line of JSON says the
-counted peak above what was held before the step, the bytes of all logits, and the shortest time of the rounds.
+normaliser), and ``liger``, the fused loss of liger-kernel, where that is installed and there is a GPU. A line of JSON
+says the counted peak above what was held before the step, the bytes of all logits, and the shortest time.
 """
 
 from __future__ import annotations

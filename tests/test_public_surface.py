@@ -24,6 +24,7 @@ PUBLIC = [
     "codecs",
     "compile_backend",
     "compile_options",
+    "fit_batch",
     "measure",
     "plan",
     "policies",

@@ -10,6 +10,7 @@ from backstash.errors import BackstashError
 from backstash.integrations.loop import unwrap, wrap
 from backstash.planning.measure.profiling import profile
 from backstash.planning.model.plan import Plan
+from backstash.planning.run.batches import fit_batch
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.search.planner import plan
 from backstash.policies.base import Keep, Policy, Recompute, Stash
@@ -36,6 +37,7 @@ __all__ = [
     "codecs",
     "compile_backend",
     "compile_options",
+    "fit_batch",
     "measure",
     "plan",
     "policies",

@@ -20,7 +20,8 @@ from backstash.cli.commands import app
 from backstash.demos import demonstrations, picture, reaching
 from backstash.demos.demonstrations import DEMONSTRATIONS, Demonstration, Way
 from backstash.demos.networks import Llama, LoraLayer, Spiking, UNet, add_lora, resnet
-from backstash.demos.reaching import Largest, largest, reach
+from backstash.demos.reaching import Largest, reach
+from backstash.planning.search.largest import largest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 

@@ -16,13 +16,11 @@ from backstash.bits import equal_bits
 from backstash.demos.demonstrations import Demonstration, Training, Way
 from backstash.errors import BudgetError
 from backstash.planning.measure.profiling import profile
+from backstash.planning.search.largest import largest
 from backstash.planning.search.planner import Planner
 from backstash.report.meter import measure
 from backstash.session import Session
 from backstash.stash.buffers import release_buffers
-
-MOST_SIZES = 6
-"""Sizes that are tried of one way of training."""
 
 Told = Callable[[str], None]
 """A function that is called with what is being done, such as ``"a plan: 24 images"``."""
@@ -76,49 +74,6 @@ def reach(demonstration: Demonstration, nbytes: int | None = None, told: Told = 
         found = trials[size] if size else first
         work = size**demonstration.power
         yield Largest(way.label, size, found.peak_nbytes, found.seconds, work, is_equal)
-
-
-def largest(least: Callable[[int], int], limit: int, start: int, grain: int, power: int, second: int = 0) -> int:
-    """Returns the largest size whose least peak is at most ``limit`` bytes, or 0 if that of ``start`` is not.
-
-    Peaks are taken to grow with the size to the power ``power``, which only says which sizes to ask for: the size that
-    is returned was asked for, and so was the next one, unless there were MOST_SIZES.
-
-    Args:
-        least: returns the bytes of a size.
-        limit: bytes.
-        start: the smallest size; all others are ``start`` and a multiple of ``grain``.
-        grain: the steps between sizes.
-        power: 1 for batches and tokens, 3 for the edge of a volume.
-        second: the size to ask for after the first; 0 for one whose peak is about twice as large.
-
-    Example:
-        >>> asked = []
-        >>> largest(lambda size: asked.append(size) or 10 + 3 * size, limit=100, start=2, grain=2, power=1), asked
-        (30, [2, 4, 30, 32])
-    """
-    known = {start: least(start)}
-    if known[start] > limit:
-        return 0
-    while len(known) < MOST_SIZES:
-        low = max(size for size in known if known[size] <= limit)
-        high = min((size for size in known if known[size] > limit), default=None)
-        if high is not None and high - low <= grain:
-            break
-        size = _guess(known, limit, power) if len(known) > 1 else second or round(start * 2 ** (1 / power))
-        size = min(size, 8 * low if high is None else high - grain)
-        size = max(low + grain, start + (size - start) // grain * grain)
-        known[size] = least(size)
-    return max(size for size in known if known[size] <= limit)
-
-
-def _guess(known: dict[int, int], limit: int, power: int) -> int:
-    """The size at which the line through the two known points nearest to the limit meets it."""
-    first, second = sorted(known, key=lambda size: abs(known[size] - limit))[:2]
-    rise = (known[second] - known[first]) / (second**power - first**power)
-    if rise <= 0:
-        return 2 * max(known)
-    return int(max(0.0, first**power + (limit - known[first]) / rise) ** (1 / power))
 
 
 @dataclass(frozen=True)
