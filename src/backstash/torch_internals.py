@@ -948,3 +948,10 @@ def checkpointed_arguments() -> list[tuple[str, Any]]:
 
 is_seeded_tag: Any = torch.Tag.nondeterministic_seeded
 """The tag of operators that draw random numbers."""
+
+
+def default_group_store() -> Any:
+    """Returns the store of keys and values that the default process group was made with."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()

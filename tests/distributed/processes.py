@@ -37,18 +37,19 @@ Make = Callable[[], tuple[nn.Module, Callable[[int], Tensor]]]
 """Builds a model and the forward pass of a step, which returns the loss."""
 
 
-def run_together(folder: Path, program: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs ``program(*args)`` in ``WORLD`` processes with a gloo group, and returns what each returned, by rank.
+def run_together(folder: Path, program: Callable[..., Any], *args: Any, world: int = WORLD) -> list[Any]:
+    """Runs ``program(*args)`` in ``world`` processes with a gloo group, and returns what each returned, by rank.
 
     Args:
         folder: an empty folder of the test, in which the processes find each other.
         program: a function of a module's top level; it fails by raising.
         args: its arguments.
+        world: how many processes.
     """
     processes, ends = [], []
-    for rank in range(WORLD):
+    for rank in range(world):
         end, child = _context.Pipe(duplex=False)
-        process = _context.Process(target=_member, args=(child, str(folder / "rendezvous"), rank, program, args))
+        process = _context.Process(target=_member, args=(child, str(folder / "rendezvous"), rank, world, program, args))
         process.start()
         child.close()
         processes.append(process)
@@ -76,7 +77,9 @@ def _answer(end: Connection, deadline: float) -> tuple[bool, Any]:
         return False, "the process ended without an answer"
 
 
-def _member(end: Connection, rendezvous: str, rank: int, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _member(
+    end: Connection, rendezvous: str, rank: int, world: int, program: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
@@ -84,7 +87,7 @@ def _member(end: Connection, rendezvous: str, rank: int, program: Callable[..., 
             "gloo",
             init_method=f"file://{rendezvous}",
             rank=rank,
-            world_size=WORLD,
+            world_size=world,
             timeout=timedelta(seconds=LIMIT / 2),
         )
         answer = True, program(*args)

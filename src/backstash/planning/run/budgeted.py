@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -34,12 +35,13 @@ from backstash.planning.measure.survey import KeepForSurvey
 from backstash.planning.model.budget import families, limit_of_errors, parse_budget
 from backstash.planning.model.plan import KEEPERS, Plan
 from backstash.planning.model.problem import StepProfile
+from backstash.planning.run.agreement import Agreement
 from backstash.planning.run.buckets import Alike, Bucket, Buckets, Signature, signature_of, size_ratio
 from backstash.planning.run.course import Course
 from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES
 from backstash.planning.run.following import Following, Witness
 from backstash.planning.run.guard import Guard, in_front_of
-from backstash.planning.run.retry import Before, advise, is_out_of_memory
+from backstash.planning.run.retry import Before, advise, is_of_collective, is_out_of_memory
 from backstash.planning.run.unhooked import Unhooked
 from backstash.planning.run.within import Within
 from backstash.policies import Policy, get
@@ -78,6 +80,9 @@ class Budgeted(Following):
         device: type of the device whose memory counts; by default the accelerator where there is one.
         folder: a folder in which plans are kept, so that a later run of the same training need not profile.
         offload_to: a folder on a local disk, to which values may be moved on CPU (see link.folder).
+        agree: whether all ranks of the process group keep the budget together: they take one plan where their steps are
+            alike, and where no plan fits one of them, all raise its error (Note: [ranks that agree] in agreement.py).
+            Each rank makes it in the same order, after the process group.
         options: further arguments of :class:`backstash.Session`. A store of the name ``"spill"`` among its ``stores``
             takes what is above the plan; on a GPU the host does, where there is none.
 
@@ -86,10 +91,12 @@ class Budgeted(Following):
         is_hurried: whether steps may take as long as they want, because as few of them as possible are to be measured.
         spared: returns bytes that a plain step takes beside what was counted of it, because something else spares them,
             as treated graphs do.
+        agreement: what ranks tell each other; None if each keeps the budget for itself.
 
     Raises:
         PlanError: the budget or another argument means nothing.
-        BudgetError: later, from a backward pass, if no plan fits the first steps.
+        BudgetError: later, from a backward pass, if no plan fits the first steps; if ranks agree, from an optimizer's
+            step.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -102,6 +109,8 @@ class Budgeted(Following):
         True
     """
 
+    agreement: Agreement | None = None
+
     def __init__(
         self,
         budget: int | str,
@@ -113,6 +122,7 @@ class Budgeted(Following):
         device: str | None = None,
         folder: str | Path | None = None,
         offload_to: str | os.PathLike[str] | None = None,
+        agree: bool = False,
         **options: Any,
     ) -> None:
         parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
@@ -131,7 +141,7 @@ class Budgeted(Following):
         limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory
         self.buckets = Buckets(folder, (*limits, self.allow, min_nbytes, self.device))
         self._arguments = {**options, "error_limit": error_limit, "plan": plan, "min_nbytes": min_nbytes}
-        self._arguments |= {"device": device, "folder": folder, "offload_to": offload_to}
+        self._arguments |= {"device": device, "folder": folder, "offload_to": offload_to, "agree": agree}
         self._options = options | ({} if min_nbytes is None else {"min_nbytes": min_nbytes})
         self.given = plan
         self._steps = 0  # of Sessions that are not used any more
@@ -146,6 +156,8 @@ class Budgeted(Following):
         self._guards: list[Guard] = []
         self._before: weakref.WeakKeyDictionary[nn.Module, Before] = weakref.WeakKeyDictionary()
         self.spared: Callable[[], int] = lambda: 0
+        self.agreement = Agreement(self._planned, self._take) if agree else None
+        self.hears_all = agree
         self.has_planned = False
         self.is_hurried = False
 
@@ -239,10 +251,12 @@ class Budgeted(Following):
                     return function(*args, **kwargs)
             except RuntimeError as error:  # torch.OutOfMemoryError is one
                 if not is_out_of_memory(error):
+                    self._tell_ranks(error)
                     raise
                 alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
                 if not alone or not before.restore() or not self._escalate():
                     advise(error, str(self.budget), " and the step cannot be repeated in less memory")
+                    self._tell_ranks(error)
                     raise
                 error.__traceback__ = None  # which holds what the forward pass has made
             self._retried += 1
@@ -261,6 +275,51 @@ class Budgeted(Following):
     def step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Calls a model for training: as :meth:`call`, with the model itself as the function."""
         return self.call(model, model, *args, **kwargs)
+
+    def close(self) -> None:
+        """Stops what is being measured, and meets no other rank; training goes on under the plans that there are."""
+        super().close()
+        if self.agreement is not None:
+            self.agreement.close()
+
+    def fail_backward(self) -> None:
+        """A backward pass has raised."""
+        super().fail_backward()
+        error = sys.exception()
+        if error is not None:
+            self._tell_ranks(error)
+
+    def _tell_ranks(self, error: BaseException) -> None:
+        """Tells other ranks of an allocation that failed, or raises what has failed in another one.
+
+        Raises:
+            RuntimeError: the failed allocation of another rank, in the place of the collective's error.
+        """
+        if self.agreement is None:
+            return
+        if is_out_of_memory(error):
+            self.agreement.fail(error)
+        elif is_of_collective(error):
+            reason = self.agreement.reason()
+            if reason is not None:
+                raise reason from error
+
+    def _planned(self) -> tuple[bool, Plan | None]:
+        """Returns whether steps like the last one are done with, and their plan."""
+        bucket = self.last
+        is_done = bucket is not None and bucket.is_done and self._course is None and not self._is_ordering
+        return is_done, None if bucket is None else bucket.plan
+
+    def _take(self, plan: Plan | None) -> None:
+        """Takes the plan of all ranks."""
+        bucket = self.last
+        if plan is None or bucket is None or bucket.plan is None or bucket.plan.fingerprint == plan.fingerprint:
+            return
+        budget = bucket.found.budget_nbytes or plan.budget
+        policy = self.guarded(bucket, plan, max(budget, plan.peak_nbytes))
+        bucket.plan = plan
+        bucket.found = replace(bucket.found, plan=plan, planned_nbytes=plan.peak_nbytes)
+        self.use(bucket, policy)
 
     def __del__(self) -> None:
         if hasattr(self, "_before"):

@@ -66,6 +66,7 @@ from backstash.planning.measure.survey import (
 from backstash.planning.measure.timeline import Timeline
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
+from backstash.planning.run.agreement import Agreement
 from backstash.planning.run.buckets import Bucket, Buckets, size_ratio
 from backstash.planning.run.cycles import Order
 from backstash.planning.search.planner import Planner
@@ -191,7 +192,7 @@ class MeasuredLoop(Protocol):
 
     Attributes:
         adds_up, may_add_up, cycles, forwards, last, order, passed, period, recording: as in Following.
-        allow, budget, device, error_limit, is_hurried, spared: as in Budgeted.
+        agreement, allow, budget, device, error_limit, is_hurried, spared: as in Budgeted.
         buckets: the kinds of steps.
         given: the plan that the user gave; None where there is none.
         has_planned: whether a plan was made.
@@ -208,6 +209,7 @@ class MeasuredLoop(Protocol):
     order: Order
     passed: dict[str, str]
     recording: Recording
+    agreement: Agreement | None
     allow: tuple[str, ...]
     budget: int | str
     buckets: Buckets
@@ -554,7 +556,10 @@ class Course:
                     bucket.found = replace(bucket.found, trouble="")
                     continue
                 if is_first:
-                    raise
+                    if owner.agreement is None:
+                        raise
+                    owner.agreement.refuse(error)  # all ranks raise it together
+                    return
                 plan = planner.at_most(0)
                 bucket.found = replace(
                     bucket.found, trouble=f"no plan fits {bucket.signature}: the leanest one is used"

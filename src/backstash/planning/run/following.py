@@ -64,7 +64,10 @@ class Following:
         cycles: backward passes of steps so far; a step begins where they are a multiple of the period.
         passed: the values of the last backward pass that was watched, by their keys with their specs.
         order: the kinds of passes (Note: [longer periods] in cycles.py).
+        hears_all: whether every backward pass is followed, also where nothing is measured any more.
     """
+
+    hears_all = False
 
     def __init__(self, session: Session) -> None:
         self.recording = Recording()
@@ -154,7 +157,7 @@ class Following:
 
     def _unlisten(self) -> None:
         is_between = self.period <= 1 or (self._is_new and not self.phase)  # else passes would not be counted
-        if self._course is None and not self._is_inside and is_between:
+        if self._course is None and not self._is_inside and is_between and not self.hears_all:
             passes.unlisten(self)
 
     def _resume(self) -> None:

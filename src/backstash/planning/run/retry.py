@@ -21,6 +21,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
+def is_of_collective(error: BaseException) -> bool:
+    """Whether an error may say that another process is gone, or that a collective has failed."""
+    if torch.distributed.is_available() and isinstance(error, torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in str(error)  # whose errors have no class of their own
+
+
 def advise(error: BaseException, budget: str, did: str) -> None:
     """Adds to an error what was asked for, what became of it, and what to do.
 

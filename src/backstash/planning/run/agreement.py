@@ -1,0 +1,175 @@
+"""Ranks that keep one budget together: a plan for all of them, and one error where one of them has none.
+
+Note: [ranks that agree]
+    Ranks meet where an optimizer's step has ended. Each gets there without waiting for what another one does in its
+    next step, whatever the parallelism: with DDP, FSDP2 and tensor parallelism, and in pipelines, where forward and
+    backward passes of ranks wait for each other. They meet after each step until all of them have a plan, and then no
+    more: a settled step exchanges nothing. What they tell each other goes through the store of keys and values that the
+    process group was made with, and not through collectives, so it cannot come between those of the program.
+
+    A rank for which no plan fits says so there, instead of raising an error in its backward pass while the others go
+    on. Then all raise the same error. An allocation that fails does so in the middle of a step, where the others wait
+    for this rank in a collective, which nobody can call off. So the error is left in the store before it is raised;
+    when this rank's process ends, the collectives of the others fail, and they raise that error in place of theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from backstash.errors import BudgetError, PlanError
+from backstash.planning.model.plan import Plan
+from backstash.torch_internals import default_group_store
+
+SECONDS = 600.0
+"""How long a rank waits for the others after a step."""
+
+LATEST = 2.0
+"""How long it waits for the reason why a collective has failed, which is written before the connection ends."""
+
+_numbers = count()
+"""Of the budgets of this process: each rank makes them in the same order."""
+
+
+class Agreement:
+    """What the ranks of a training tell each other (Note: [ranks that agree]).
+
+    Args:
+        own: a method that returns whether this rank is done with planning, and its plan, None if there is none.
+        agreed: a method that is called with the plan of all ranks when all are done; None if their steps differ.
+
+    Attributes:
+        rank: this process's number.
+        meetings: how many times ranks have met.
+        is_settled: whether all ranks are done.
+
+    Raises:
+        PlanError: there is no process group.
+    """
+
+    def __init__(self, own: Callable[[], tuple[bool, Plan | None]], agreed: Callable[[Plan | None], None]) -> None:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise PlanError(
+                "training within a budget was asked for with agree=True, but there is no process group. Call "
+                "torch.distributed.init_process_group() first, or leave agree= out."
+            )
+        from torch.distributed import PrefixStore
+
+        self.rank, self._count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._store = PrefixStore(f"backstash/budget{next(_numbers)}", default_group_store())
+        self._own, self._agreed = WeakMethod(own), WeakMethod(agreed)  # torch holds this object by its hook
+        self._refused: BudgetError | None = None
+        self._is_inside = False
+        self.meetings = 0
+        self.is_settled = self._count == 1
+        self._hook = None if self.is_settled else register_optimizer_step_post_hook(self._after_step)
+
+    def close(self) -> None:
+        """Meets no more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def refuse(self, error: BudgetError) -> None:
+        """No plan fits this rank's steps: all ranks raise that error when they meet.
+
+        Raises:
+            BudgetError: the error itself, where they meet no more.
+        """
+        if self._hook is None:
+            raise error
+        self._refused = error
+
+    # -- meetings ------------------------------------------------------------------------------------------------------
+
+    def _after_step(self, optimizer: object, args: object, kwargs: object) -> None:
+        if self._hook is not None and not self._is_inside:  # an optimizer may hold another one
+            self._is_inside = True
+            try:
+                self._meet()
+            finally:
+                self._is_inside = False
+
+    def _meet(self) -> None:
+        """Tells the others how far this rank is, and hears how far they are.
+
+        Raises:
+            BudgetError: for one of the ranks no plan fits.
+        """
+        own = self._own()
+        if own is None:  # whoever kept the budget is gone
+            self.close()
+            return
+        (is_done, plan), error = own(), self._refused
+        mine: dict[str, Any] = {"done": is_done, "plan": plan.to_json() if is_done and plan is not None else None}
+        if error is not None:
+            smallest = error.plan.to_json() if isinstance(error.plan, Plan) else None
+            mine = {"error": str(error), "nbytes": error.smallest_nbytes, "seconds": error.seconds, "plan": smallest}
+        said = self._exchange(mine)
+        failed = [(rank, each) for rank, each in enumerate(said) if "error" in each]
+        if failed:
+            self.close()
+            rank, worst = max(failed, key=lambda pair: (pair[1]["nbytes"], -pair[0]))
+            smallest_plan = None if worst["plan"] is None else Plan.from_json(worst["plan"])
+            raise BudgetError(
+                f"of {self._count} ranks, {len(failed)} can not keep the budget. Rank {rank} asks for the most: "
+                f"{worst['error']}",
+                worst["nbytes"],
+                worst["seconds"],
+                smallest_plan,
+            )
+        if all(each["done"] for each in said):
+            self.close()
+            self.is_settled = True
+            plans = [Plan.from_json(each["plan"]) for each in said if each["plan"] is not None]
+            agreed = self._agreed()
+            if agreed is not None:
+                agreed(_common(plans) if len(plans) == self._count else None)
+
+    def _exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns what each rank has said in this meeting."""
+        number, self.meetings = self.meetings, self.meetings + 1
+        self._store.set(f"{number}/{self.rank}", json.dumps(mine))
+        said = []
+        for rank in range(self._count):
+            key = f"{number}/{rank}"
+            self._store.wait([key], timedelta(seconds=SECONDS))
+            said.append(json.loads(self._store.get(key)))
+        if number:  # all are here, so all have read what was said in the meeting before
+            self._store.delete_key(f"{number - 1}/{self.rank}")
+        return said
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """An allocation has failed in this rank's step: whoever waits for it finds out why."""
+        kind = "gpu" if isinstance(error, torch.OutOfMemoryError) else "cpu"
+        text = f"rank {self.rank} of {self._count}: {error}"
+        self._store.set("failed", json.dumps({"kind": kind, "text": text, "rank": self.rank}))
+
+    def reason(self) -> BaseException | None:
+        """Returns another rank's failure, which is why a collective of this one has failed; None for no such reason."""
+        try:
+            self._store.wait(["failed"], timedelta(seconds=LATEST))
+            found = json.loads(self._store.get("failed"))
+        except RuntimeError:  # nobody has left one, or whoever kept the store is gone
+            return None
+        if found["rank"] == self.rank:
+            return None
+        return torch.OutOfMemoryError(found["text"]) if found["kind"] == "gpu" else RuntimeError(found["text"])
+
+
+def _common(plans: list[Plan]) -> Plan | None:
+    """Returns the plan that all ranks take, the one with the largest peak; None if they have other values each."""
+    values = [sorted((each.key, each.spec) for each in plan.decisions) for plan in plans]
+    if any(each != values[0] for each in values):
+        return None
+    return max(plans, key=lambda plan: (plan.peak_nbytes, plan.fingerprint))

@@ -1,0 +1,147 @@
+"""Ranks that keep one budget together: one plan, one error, and no exchange once all is settled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.processes import Block, batch, local, loss_of, network, run_together
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from backstash import Budgeted
+from backstash.bits import equal_bits
+from backstash.errors import BudgetError, PlanError
+from backstash.planning.run import course
+
+ROWS = 8
+"""So many times as many rows as in the other tests: the stash is more than gloo's buffers."""
+MOST_STEPS = 90
+BUDGET = 900_000
+"""Between what a step of ROWS takes and what one of eight times as many rows takes under any plan."""
+
+
+def sharded(model: nn.Sequential) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        if isinstance(block, Block):
+            fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+PARALLEL: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "DDP": DistributedDataParallel,
+    "FSDP2": sharded,
+    "each its own": lambda model: model[dist.get_rank() % 2 :],  # as stages of a pipeline have
+}
+
+
+def train(model: nn.Module, budget: Budgeted | None, steps: int, times: int = ROWS) -> list[Tensor]:
+    """Trains until the ranks have agreed, and three steps more; returns losses and weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses: list[Tensor] = []
+    for step in range(steps):
+        x = batch(step, dist.get_rank()).repeat(times, 1)
+        loss = loss_of(model(x) if budget is None else budget.step(model, x))
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(local(parameter) for parameter in model.parameters())]
+
+
+def agreeing(name: str) -> dict[str, Any]:
+    course.LEAST = math.inf  # this process is no one else's: whatever there is to compute is computed between two steps
+    budget = Budgeted("80%", min_nbytes=0, agree=True)
+    assert budget.agreement is not None
+    model = PARALLEL[name](network())
+    steps = 0
+    while not budget.agreement.is_settled and steps < MOST_STEPS:
+        train(model, budget, 1)
+        steps += 1
+    met, plan = budget.agreement.meetings, budget.found.plan
+    train(model, budget, 3)
+    expected, found = PARALLEL[name](network()), PARALLEL[name](network())
+    again = Budgeted("80%", min_nbytes=0, plan=plan)
+    same = [equal_bits(*pair) for pair in zip(train(expected, None, 4), train(found, again, 4), strict=True)]
+    return {
+        "settled": budget.agreement.is_settled,
+        "met": (met, budget.agreement.meetings),
+        "steps": steps,
+        "plan": None if plan is None else plan.fingerprint,
+        "equal": all(same),
+    }
+
+
+def refusing(name: str, heavy: int) -> tuple[int, str, int]:
+    course.LEAST = math.inf
+    budget = Budgeted(BUDGET, min_nbytes=0, agree=True)
+    model = PARALLEL[name](network())
+    times = 8 * ROWS if dist.get_rank() == heavy else ROWS
+    for step in range(MOST_STEPS):
+        try:
+            train(model, budget, 1, times)
+        except BudgetError as error:
+            return step, str(error), error.smallest_nbytes
+    return -1, str(budget.found), 0
+
+
+def running_out(failing: int) -> tuple[str, str]:
+    budget = Budgeted("80%", min_nbytes=0, agree=True)
+    model = DistributedDataParallel(network())
+    if dist.get_rank() == failing:
+
+        def fail(module: nn.Module, args: Any) -> None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+
+        train(model, budget, 2)
+        next(iter(model.module)).register_forward_pre_hook(fail)
+    else:
+        train(model, budget, 2)
+    try:
+        train(model, budget, 1)
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world"), [("DDP", 2), ("FSDP2", 2), ("each its own", 2), ("DDP", 4)])
+def test_ranks_take_one_plan_and_then_exchange_nothing(tmp_path: Path, name: str, world: int) -> None:
+    found = run_together(tmp_path, agreeing, name, world=world)
+    assert all(each["settled"] and each["equal"] and each["plan"] for each in found), found
+    assert all(each["met"] == (each["steps"], each["steps"]) for each in found), found
+    assert len({each["steps"] for each in found}) == 1
+    assert len({each["plan"] for each in found}) == (1 if name in ("DDP", "FSDP2") else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world"), [("DDP", 2), ("FSDP2", 2), ("each its own", 4)])
+def test_a_budget_that_one_rank_cannot_keep_is_an_error_on_all_in_one_step(
+    tmp_path: Path, name: str, world: int
+) -> None:
+    found = run_together(tmp_path, refusing, name, 1, world=world)
+    assert len(set(found)) == 1 and found[0][0] >= 0, found
+    assert f"of {world} ranks, 1 can not keep the budget. Rank 1 asks for the most: a plan was asked for" in found[0][1]
+    assert found[0][2] > BUDGET
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_allocation_that_fails_on_one_rank_is_what_all_are_told(tmp_path: Path, world: int) -> None:
+    found = run_together(tmp_path, running_out, 1, world=world)
+    text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes."
+    assert found[1] == ("RuntimeError", text)
+    assert {each for rank, each in enumerate(found) if rank != 1} == {("RuntimeError", f"rank 1 of {world}: {text}")}
+
+
+def test_without_a_process_group_there_is_nobody_to_agree_with() -> None:
+    with pytest.raises(PlanError, match=r"agree=True, but there is no process group\. Call torch\.distributed"):
+        Budgeted("80%", agree=True)
