@@ -141,7 +141,15 @@ class Agreement:
         said = []
         for rank in range(self._count):
             key = f"{number}/{rank}"
-            self._store.wait([key], timedelta(seconds=SECONDS))
+            try:
+                self._store.wait([key], timedelta(seconds=SECONDS))
+            except RuntimeError as error:
+                self.close()
+                raise PlanError(
+                    f"rank {self.rank} of {self._count} was asked to agree on a plan after a step, but rank {rank} has "
+                    f"said nothing for {SECONDS:.0f} s: {error}. Step the optimizers of all ranks equally often, or "
+                    f"leave agree= out."
+                ) from error
             said.append(json.loads(self._store.get(key)))
         if number:  # all are here, so all have read what was said in the meeting before
             self._store.delete_key(f"{number - 1}/{self.rank}")
