@@ -14,6 +14,7 @@ from backstash.ops import backends
 from backstash.ops.bits import bits_of
 from backstash.ops.layout import Activation, Rounding, images, per_channel
 from backstash.proofs import proofs
+from backstash.remake import onepass
 from backstash.remake.calls import INPUT, Held, Leaf, Memory, View
 from backstash.saved import TensorSpec
 from backstash.torch_internals import batch_norm_with_statistics, no_torch_function, without_gradients
@@ -139,8 +140,8 @@ def _matching(device: torch.device, is_channels_last: bool) -> str:
 
 
 def has_form(recipe: Recipe) -> bool:
-    """Whether a recipe is of the form that :func:`affine` makes; its tensors may still have other layouts."""
-    return parts_of(recipe) is not None
+    """Whether a recipe is of a form that is made in one pass; its tensors may still have other layouts."""
+    return parts_of(recipe) is not None or onepass.find(recipe) is not None
 
 
 def parts_of(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tuple[Recipe, View] | None] | None:
@@ -155,7 +156,8 @@ def parts_of(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | t
     norm, residual = _norm_and_residual(inner)
     spec = recipe.call.spec
     if (
-        norm.call.statistics is None
+        norm.call.name != "batch_norm"
+        or norm.call.statistics is None
         or isinstance(residual, Held)
         or not backends.has_own_kernel("affine", spec.device.type)
     ):
