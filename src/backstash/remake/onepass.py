@@ -148,7 +148,7 @@ def _layer_norm(recipe: Recipe) -> OnePass | None:
     order = order_of(x.spec.device)
     if not order:
         return None
-    return _row_norm(x, call, held, NormOrder[order], call.spec.dtype)
+    return _row_norm(x, call, held, NormOrder[order])
 
 
 def _width(call: Call) -> int | None:
@@ -158,9 +158,7 @@ def _width(call: Call) -> int | None:
     return math.prod(shape) if isinstance(shape, (list, tuple, torch.Size)) else None
 
 
-def _row_norm(
-    x: Leaf, call: Call, held: tuple[PassInput | None, PassInput | None], order: NormOrder, dtype: torch.dtype
-) -> OnePass:
+def _row_norm(x: Leaf, call: Call, held: tuple[PassInput | None, PassInput | None], order: NormOrder) -> OnePass:
     assert call.statistics is not None
     mean, rstd = (PassInput(each, call, place) for each, place in zip(call.statistics, (MEAN, RSTD), strict=True))
     operands, has = _listed(PassInput(x, call, 0), mean, rstd, *held)
@@ -174,7 +172,7 @@ def _row_norm(
             bias = torch.zeros(values.numel() // rstd.numel(), dtype=torch.float32, device=values.device)
             if weight is not None:
                 weight = weight.float()
-        kernel(values, None, mean, rstd, weight, bias, order, nan_of(dtype), out)
+        kernel(values, None, mean, rstd, weight, bias, order, nan_of(spec), out)
         return True
 
     return OnePass(operands, make)
@@ -246,13 +244,13 @@ def _times_rows(product: Recipe, spec: TensorSpec, weight: PassInput | None) -> 
     if vector is not None and (vector.shape != (width,) or vector.dtype is not spec.dtype):
         return None
     operands, has = _listed(PassInput(x, call, place), PassInput(scale, call, 1 - place), weight)
-    kernel, wide, dtype = backends.serving(x.spec.device.type).row_norm, x.spec, spec.dtype
+    kernel, wide = backends.serving(x.spec.device.type).row_norm, x.spec
 
     def make(tensors: Sequence[Tensor], out: Tensor) -> bool:
         values, rstd, vector = _spread(tensors, has)
         if not _fits(values, wide) or not rstd.is_contiguous():
             return False
-        kernel(values, None, None, rstd, vector, None, NormOrder.ROUNDED, nan_of(dtype), out)
+        kernel(values, None, None, rstd, vector, None, NormOrder.ROUNDED, nan_of(spec), out)
         return True
 
     return OnePass(operands, make)
@@ -295,7 +293,7 @@ def _grouped(recipe: Recipe, curve: Recipe | None) -> OnePass | None:
         if table is None:
             return False
         given = values, mean, rstd, weight, bias, groups, Curve.NONE
-        kernel(*given, table.whole, table.tail, table.chunk, table.step, nan_of(spec.dtype), out, None)
+        kernel(*given, table.whole, table.tail, table.chunk, table.step, nan_of(spec), out, None)
         return True
 
     return OnePass(operands, make)  # type: ignore[arg-type]  # of `held`, None is none
@@ -344,9 +342,7 @@ def _curve(recipe: Recipe) -> OnePass | None:
         table = table_of(chain, values.numel()) if _fits(values, spec) else None
         if table is None:
             return False
-        kernel(
-            flat(values), Curve.NONE, table.whole, table.tail, table.chunk, table.step, nan_of(spec.dtype), flat(out)
-        )
+        kernel(flat(values), Curve.NONE, table.whole, table.tail, table.chunk, table.step, nan_of(spec), flat(out))
         return True
 
     return OnePass((_reader(recipe, leaf),), make)
@@ -367,20 +363,22 @@ def _gated(recipe: Recipe, inner: Recipe, other: Leaf, place: int) -> OnePass | 
             return False
         whole, tail = table.whole, table.whole if table.tail is None else table.tail
         chunk, step = chunk_of(gate)
-        given = flat(gate), flat(up), whole, tail, chunk, step, nan_of(spec.dtype), TAIL_NAN[spec.dtype], flat(out)
+        given = flat(gate), flat(up), whole, tail, chunk, step, nan_of(spec), nan_of(spec, in_tail=True), flat(out)
         kernel(*given, None)
         return True
 
     return OnePass(operands, make)
 
 
-TAIL_NAN = {torch.bfloat16: 0x7FC0, torch.float16: 0, torch.float32: 0}
-"""Bits of a NaN that ATen rounds outside of vectors."""
-
-
-def nan_of(dtype: torch.dtype) -> int:
-    """Bits of a NaN that ATen rounds in vectors on x86."""
-    return 0xFFFF if dtype is torch.bfloat16 else 0
+def nan_of(spec: TensorSpec, in_tail: bool = False) -> int:
+    """Bits of a NaN that is rounded to 16 bits: by NVIDIA's instruction, or by ATen's vectors on x86 or outside of them."""
+    if spec.dtype is torch.float32:
+        return 0
+    if spec.device.type == "cuda":
+        return 0x7FFF
+    if spec.dtype is torch.float16:
+        return 0
+    return 0x7FC0 if in_tail else 0xFFFF
 
 
 def table_of(chain: Chain, numel: int) -> CurveTable | None:

@@ -23,13 +23,13 @@ from backstash.errors import DamagedPlanesError
 from backstash.ops.layout import Curve, NormOrder, bytes_for, images
 from backstash.ops.norms.reference import fused
 from backstash.ops.registration import kernel
+from backstash.ops.table import IN_CUDA
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODES = 1 << 16
 """The values of a function of 16-bit numbers."""
 
 _FALLBACK = "repeats torch's calls one by one: the same bits in more passes"
-_WITHOUT = {"triton": "what serves on CUDA is compiled from the same header as on a CPU: native/onepass/kernels.cu"}
 
 
 def _check(name: str, arguments: Sequence[Any]) -> None:
@@ -133,7 +133,7 @@ def _wide(x: Tensor) -> Tensor:
     "(Tensor x, Tensor? residual, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, int order, int nan, "
     "Tensor(a!) out) -> ()",
     check=_check,
-    without=_WITHOUT,
+    without=IN_CUDA,
     fallback=_FALLBACK,
 )
 def row_norm(
@@ -185,7 +185,7 @@ def row_norm(
     "(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, int groups, int curve, Tensor? whole, "
     "Tensor? tail, int chunk, int step, int nan, Tensor(a!) out, Tensor(b!)? normed) -> ()",
     check=_check,
-    without=_WITHOUT,
+    without=IN_CUDA,
 )
 def grouped_norm(
     x: Tensor,
@@ -239,7 +239,7 @@ def grouped_norm(
     "(Tensor gate, Tensor up, Tensor? whole, Tensor? tail, int chunk, int step, int nan, int tail_nan, "
     "Tensor(a!) out, Tensor(b!)? inner) -> ()",
     check=_check,
-    without=_WITHOUT,
+    without=IN_CUDA,
 )
 def gated(
     gate: Tensor,
@@ -280,7 +280,7 @@ def gated(
 @kernel(
     "(Tensor x, int curve, Tensor? whole, Tensor? tail, int chunk, int step, int nan, Tensor(a!) out) -> ()",
     check=_check,
-    without=_WITHOUT,
+    without=IN_CUDA,
 )
 def curve(
     x: Tensor, curve: int, whole: Tensor | None, tail: Tensor | None, chunk: int, step: int, nan: int, out: Tensor
@@ -300,7 +300,7 @@ def curve(
         out.copy_(rounded(curved(_wide(x), curve), out.dtype, nan))
 
 
-@kernel("(Tensor x, Tensor mask, float scale, int nan, Tensor(a!) out) -> ()", check=_check, without=_WITHOUT)
+@kernel("(Tensor x, Tensor mask, float scale, int nan, Tensor(a!) out) -> ()", check=_check, without=IN_CUDA)
 def dropout_bits(x: Tensor, mask: Tensor, scale: float, nan: int, out: Tensor) -> None:
     """Fills ``out`` with x times ``scale`` where a bit is set, and times zero elsewhere.
 
