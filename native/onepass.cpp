@@ -45,6 +45,17 @@ struct GroupJob {
     void *out, *normed;  // normed or null: the norm's own result
 };
 
+struct ChannelJob {
+    const void *x, *residual;  // residual or null
+    Float type;                // of both, and of the result
+    int64_t channels, inner;
+    const float *scale, *shift;  // per channel
+    int activation;
+    float lo, hi;
+    uint16_t nan;
+    void* out;
+};
+
 struct GatedJob {
     const void *gate, *up;
     Float type;
@@ -103,6 +114,18 @@ BS_EXPORT void bs_group_norm(const void* x, int type, const float* mean, const f
     BS_PICK(group_lines)(job, 0, images);
     const auto some = BS_PICK(group_rows);
     const int64_t rows = images * (inner == 1 ? pixels : channels), length = inner == 1 ? channels : inner;
+    bs::for_blocks(rows, bs::rows_of(length), threads, [&](int64_t begin, int64_t end) { some(job, begin, end); });
+}
+
+// `lines` is room for 2 * channels floats; x, residual and out are [outer, channels, inner] in memory order.
+BS_EXPORT void bs_channel_norm(const void* x, const void* residual, int type, const float* mean, const float* invstd,
+                               const float* weight, const float* bias, int64_t outer, int64_t channels, int64_t inner,
+                               int activation, double lo, double hi, int nan, float* lines, void* out, int threads) {
+    const bs::ChannelJob job{x,          residual,  bs::Float(type), channels,      inner, lines, lines + channels,
+                             activation, float(lo), float(hi),       uint16_t(nan), out};
+    BS_PICK(channel_lines)(mean, invstd, weight, bias, channels, lines, lines + channels);
+    const auto some = BS_PICK(channel_rows);
+    const int64_t rows = inner == 1 ? outer : outer * channels, length = inner == 1 ? channels : inner;
     bs::for_blocks(rows, bs::rows_of(length), threads, [&](int64_t begin, int64_t end) { some(job, begin, end); });
 }
 

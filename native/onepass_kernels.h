@@ -181,6 +181,44 @@ void group_rows(const GroupJob& job, int64_t begin, int64_t end) {
     }
 }
 
+// As group_rows, of a batch norm, a sum and an activation, each of which is rounded.
+void channel_rows(const ChannelJob& job, int64_t begin, int64_t end) {
+    const bool is_last = job.inner == 1;
+    const int64_t length = is_last ? job.channels : job.inner;
+    float x[kPiece], room[kPiece];
+    for (int64_t row = begin; row < end; ++row) {
+        const int64_t line = is_last ? 0 : row % job.channels;
+        const float *scale = job.scale + line, *shift = job.shift + line;
+        for (int64_t first = 0; first < length; first += kPiece) {
+            const int64_t n = std::min(kPiece, length - first), at = row * length + first;
+            const float* __restrict from = wide(job.x, job.type, at, n, room);
+            if (is_last) {
+                for (int64_t i = 0; i < n; ++i) x[i] = on_line(from[i], {scale[first + i], shift[first + i]});
+            } else {
+                for (int64_t i = 0; i < n; ++i) x[i] = on_line(from[i], {*scale, *shift});
+            }
+            if (job.residual != nullptr) {
+                round_to(x, job.type, n, job.nan);
+                const float* __restrict added = wide(job.residual, job.type, at, n, room);
+                for (int64_t i = 0; i < n; ++i) x[i] += added[i];
+            }
+            if (job.activation != 0) {
+                round_to(x, job.type, n, job.nan);
+                for (int64_t i = 0; i < n; ++i) x[i] = activated(x[i], job.activation, job.lo, job.hi);
+            }
+            store(x, job.type, n, job.nan, job.out, at);
+        }
+    }
+}
+
+void channel_lines(const float* mean, const float* invstd, const float* weight, const float* bias, int64_t channels,
+                   float* scale, float* shift) {
+    for (int64_t c = 0; c < channels; ++c) {
+        const Line line = line_of(mean[c], invstd[c], weight ? weight[c] : 1.0f, bias ? bias[c] : 0.0f);
+        scale[c] = line.scale, shift[c] = line.shift;
+    }
+}
+
 // Elements begin to end: out = silu(gate) * up, each result rounded.
 void gated_elements(const GatedJob& job, int64_t begin, int64_t end) {
     float x[kPiece], room[kPiece], others[kPiece];

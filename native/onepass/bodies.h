@@ -70,6 +70,30 @@ BS_BODY Line line_of(float mean, float rstd, float weight, float bias) {
 }
 BS_BODY float on_line(float x, Line line) { return fmaf(x, line.scale, line.shift); }
 
+// A batch norm's element in the orders of layout.Rounding, of which 0 is Scaled.
+BS_BODY float batch_normed(float x, float mean, float invstd, float weight, float bias, int rounding) {
+    switch (rounding) {
+        case 0: return on_line(x, line_of(mean, invstd, weight, bias));
+        case 1: return fmaf(weight * (x - mean), invstd, bias);
+        case 2: return fmaf((x - mean) * invstd, weight, bias);
+        default: return fmaf(x - mean, invstd * weight, bias);
+    }
+}
+
+// Activations whose bits depend on no library. Of two zeros, and of NaN, the value stays and the bound does not.
+BS_BODY float clamped(float x, float lo, float hi) {
+    x = x < lo ? lo : x;
+    return x > hi ? hi : x;
+}
+BS_BODY float leaked(float x, float slope) { return x > 0.0f ? x : x * slope; }
+// By a code of layout.Activation.
+BS_BODY float activated(float x, int activation, float lo, float hi) {
+    return activation == 1 ? clamped(x, lo, hi) : activation == 2 ? leaked(x, lo) : x;
+}
+
+// What is known of a relu's result by a bit: zero, or no less than the smallest normal number. NaN stays.
+BS_BODY float as_masked(float x, bool is_set) { return is_set ? (x < 0x1p-126f ? 0x1p-126f : x) : 0.0f; }
+
 // exp(x) within one unit in the last place. The steps are those of SLEEF's expf_u10 (Boost license), which ATen calls on
 // x86, so the bits are too; they are the same on every device.
 BS_BODY float exponential(float x) {

@@ -133,6 +133,72 @@ __device__ void grouped_norm(const T* x, const float* mean, const float* rstd, c
     store(values, nan, n, out + at);
 }
 
+// Batch norms of one pack's channels.
+struct Channels {
+    const float *mean, *invstd, *weight, *bias;  // weight and bias or null
+    __device__ float normed(float x, int64_t c, int rounding) const {
+        return batch_normed(x, mean[c], invstd[c], weight ? weight[c] : 1.0f, bias ? bias[c] : 0.0f, rounding);
+    }
+};
+
+// What becomes of a sample of the result, `picks` elements at even distances in memory: it is copied to `picked`, or
+// compared with `known`, and then a difference sets the flag.
+template <class T>
+struct Sampled {
+    T* picked;
+    const T* known;
+    int* flag;
+    int64_t begin, step, picks;
+
+    __device__ void look(const T* numbers, int64_t at, int64_t n) const {
+        if (picked == nullptr && known == nullptr) return;
+        int64_t pick = at <= begin ? 0 : quotient(at - begin + step - 1, step);
+        for (; pick < picks && begin + pick * step < at + n; ++pick) {
+            const T number = numbers[begin + pick * step - at];
+            if (picked != nullptr) picked[pick] = number;
+            if (known != nullptr && memcmp_of(number, known[pick])) *flag = 1;
+        }
+    }
+    __device__ static bool memcmp_of(const T& a, const T& b) {
+        uint32_t x = 0, y = 0;
+        memcpy(&x, &a, sizeof a);
+        memcpy(&y, &b, sizeof b);
+        return x != y;
+    }
+};
+
+// activation(batch_norm(x) [+ residual, or its batch norm]), and the mask of what is above zero, or NaN, in `plane`.
+template <class T>
+__device__ void affine(const T* x, Channels own, const T* residual, Channels of_residual, const uint8_t* mask, T* out,
+                       uint8_t* plane, Sampled<T> sample, int64_t total, int64_t channels, int64_t inner, float lo,
+                       float hi, int activation, int rounding, uint16_t nan) {
+    const int64_t at = first_of_pack(), n = total - at < kPack ? total - at : kPack;
+    if (n <= 0) return;
+    float values[kPack], added[kPack];
+    load(x + at, n, values);
+    if (residual != nullptr) load(residual + at, n, added);
+    const uint32_t known = mask != nullptr ? mask[at / kPack] : 0;
+    uint32_t bits = 0;
+    T numbers[kPack];
+    for (int i = 0; i < kPack && i < n; ++i) {
+        const int64_t row = quotient(at + i, inner), c = row - quotient(row, channels) * channels;
+        float value = rounded_as<T>(own.normed(values[i], c, rounding), nan);
+        if (residual != nullptr) {
+            float other = added[i];
+            if (of_residual.mean != nullptr) other = rounded_as<T>(of_residual.normed(other, c, rounding), nan);
+            value = rounded_as<T>(value + other, nan);
+        }
+        value = activated(value, activation, lo, hi);
+        if (mask != nullptr) value = as_masked(value, known >> i & 1);
+        narrow(value, nan, numbers[i]);
+        values[i] = value;
+        bits |= uint32_t(!(value <= 0.0f)) << i;
+    }
+    store(values, nan, n, out + at);
+    if (plane != nullptr) plane[at / kPack] = uint8_t(bits);
+    sample.look(numbers, at, n);
+}
+
 template <class T>
 __device__ float looked_up(float x, const uint16_t* table) {
     T number;
@@ -218,6 +284,20 @@ BS_GROUPED_NORM(bf16_f32, BFloat16, float)
 BS_GROUPED_NORM(bf16_bf16, BFloat16, BFloat16)
 BS_GROUPED_NORM(f16_f32, Half, float)
 BS_GROUPED_NORM(f16_f16, Half, Half)
+
+#define BS_AFFINE(name, T)                                                                                               \
+    extern "C" __global__ void bs_affine_##name(                                                                         \
+        const T* x, const float* mean, const float* invstd, const float* weight, const float* bias, const T* residual,   \
+        const float* mean2, const float* invstd2, const float* weight2, const float* bias2, const uint8_t* mask, T* out, \
+        uint8_t* plane, T* picked, const T* known, int* flag, int64_t total, int64_t channels, int64_t inner,            \
+        int64_t begin, int64_t step, int64_t picks, float lo, float hi, int activation, int rounding, int nan) {         \
+        bs::affine<T>(x, {mean, invstd, weight, bias}, residual, {mean2, invstd2, weight2, bias2}, mask, out, plane,     \
+                      {picked, known, flag, begin, step, picks}, total, channels, inner, lo, hi, activation, rounding,   \
+                      uint16_t(nan));                                                                                    \
+    }
+BS_AFFINE(f32, float)
+BS_AFFINE(bf16, BFloat16)
+BS_AFFINE(f16, Half)
 
 #define BS_POINTWISE(name, T)                                                                                            \
     extern "C" __global__ void bs_gated_##name(const T* gate, const T* up, const uint16_t* table, T* out, T* inner,      \

@@ -72,6 +72,19 @@ class Images(nn.Module):
         return x + self.convolution(F.silu(self.norm(x)))
 
 
+class Residual(nn.Module):
+    """A convolution, a batch norm, a sum and an activation, as in a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64)
+        self.inner, self.second = nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu6(self.second(self.inner(x)))
+        return F.relu(x + self.norm(self.convolution(h)))
+
+
 def tokens() -> Tensor:
     return torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1))
 
@@ -117,16 +130,16 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts[name] += 1
         kernel(*args)
 
-    for name in ("row_norm", "grouped_norm", "gated", "curve"):
+    for name in ("row_norm", "grouped_norm", "channel_norm", "gated", "curve"):
         monkeypatch.setattr(served, name, partial(counted, name, getattr(served, name)))
     return counts
 
 
 @needs_kernels
 @pytest.mark.parametrize("mode", ["float32", "autocast", "mixed", "bfloat16"])
-@pytest.mark.parametrize("layer", [Gated, OwnGelu, RootMeanSquare, Images])
+@pytest.mark.parametrize("layer", [Gated, OwnGelu, RootMeanSquare, Images, Residual])
 def test_gradients_are_those_of_torch(layer: type[nn.Module], mode: str, passes: Counter[str]) -> None:
-    x = images() if layer is Images else tokens()
+    x = images() if layer in (Images, Residual) else tokens()
     expected = gradients(layer, x, mode, 1, is_stashed=False)
     passes.clear()
     assert equal(gradients(layer, x, mode, 8, is_stashed=True), expected)
@@ -139,6 +152,7 @@ def test_gradients_are_those_of_torch(layer: type[nn.Module], mode: str, passes:
         (OwnGelu, "autocast"): {"curve"},
         (OwnGelu, "bfloat16"): {"curve"},
         (RootMeanSquare, "bfloat16"): {"row_norm", "curve"},
+        (Residual, "mixed"): {"channel_norm"},
         (Images, "float32"): {"grouped_norm"},
         (Images, "mixed"): {"grouped_norm", "curve"},
     }.get((layer, mode), set())

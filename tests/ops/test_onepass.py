@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backstash.codecs.base import flat
 from backstash.errors import DamagedPlanesError
-from backstash.ops.layout import Curve, NormOrder
+from backstash.ops.layout import Activation, Curve, NormOrder, images
 from backstash.ops.onepass.reference import CODES, error_function, exponential
 
 NAN = {torch.float32: 0, torch.float16: 0, torch.bfloat16: 0xFFFF}
@@ -34,12 +34,36 @@ def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     """Arguments of this family's kernels for ``n`` elements; there are none of float64."""
     dtype = torch.float32 if dtype is torch.float64 else dtype
     x, vector = numbers(n, dtype=dtype), numbers(4).abs()
-    rows, images = x.view(-1, 4), x.view(-1, 4, 1, 1)
+    rows, pictures = x.view(-1, 4), x.view(-1, 4, 1, 1)
     statistic = numbers(n // 4).abs()
+    channels = (pictures, vector, vector, vector)
     no_table = (None, None, 0, 0, NAN[dtype])
     return {
         "row_norm": (rows, None, statistic, statistic, vector, vector, 0, NAN[dtype], torch.empty_like(rows)),
-        "grouped_norm": (images, statistic, statistic, vector, vector, 1, 1, *no_table, torch.empty_like(images), None),
+        "grouped_norm": (
+            pictures,
+            statistic,
+            statistic,
+            vector,
+            vector,
+            1,
+            1,
+            *no_table,
+            torch.empty_like(pictures),
+            None,
+        ),
+        "channel_norm": (
+            *channels,
+            None,
+            pictures.clone(),
+            1,
+            0.0,
+            6.0,
+            n // 4,
+            1,
+            NAN[dtype],
+            torch.empty_like(pictures),
+        ),
         "gated": (x, x.clone(), *no_table, 0, torch.empty_like(x), None),
         "curve": (x, 1, *no_table, torch.empty_like(x)),
         "dropout_bits": (x, torch.full((-(-n // 8),), 0x5A, dtype=torch.uint8), 2.0, NAN[dtype], torch.empty_like(x)),
@@ -148,6 +172,23 @@ def test_norms_of_groups(isa: str, curve: Curve, dtype: torch.dtype) -> None:
                 cpu.grouped_norm(*given, *made[:2])
                 reference.grouped_norm(*given, *made[2:])
                 assert same(flat(made[0]), flat(made[2])) and same(flat(made[1]), flat(made[3])), shape
+
+
+@native_test
+@pytest.mark.parametrize("dtype", SMALL_FLOATS)
+@pytest.mark.parametrize(("isa", "activation"), isas_and(Activation), indirect=["isa"])
+def test_norms_of_channels(isa: str, activation: Activation, dtype: torch.dtype) -> None:
+    for shape in ((2, 4, 3, 5), (1, 6, 1, 1), (3, 2, 33, 32), (2, 1030, 2, 1)):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x, residual = (numbers(*shape, seed=i, dtype=dtype).contiguous(memory_format=layout) for i in (0, 1))
+            mean, invstd, weight, bias = (numbers(shape[1], seed=i) for i in range(2, 6))
+            sizes = images(x)
+            assert sizes is not None
+            for given in ((weight, bias, residual), (None, None, None)):
+                made, expected = torch.empty_like(x), torch.empty_like(x)
+                for ops, out in ((cpu, made), (reference, expected)):
+                    ops.channel_norm(x, mean, invstd.abs(), *given, activation, 0.1, 2.0, *sizes, NAN[dtype], out)
+                assert same(flat(made), flat(expected)), shape
 
 
 @native_test

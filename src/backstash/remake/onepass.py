@@ -26,8 +26,9 @@ from backstash.codecs.base import flat
 from backstash.numerics import settings
 from backstash.ops import backends
 from backstash.ops.bits import bits_of
-from backstash.ops.layout import Curve, NormOrder, images
+from backstash.ops.layout import Activation, Curve, NormOrder, images, per_channel
 from backstash.proofs import proofs
+from backstash.remake import fused
 from backstash.remake.calls import INPUT, Held, Leaf, Memory
 from backstash.remake.repeating import repeat
 from backstash.saved import TensorSpec
@@ -128,6 +129,11 @@ def find(recipe: Recipe) -> OnePass | None:
     if search is None or not backends.has_own_kernel("row_norm", device):
         return None
     return search(recipe)
+
+
+def has_form(recipe: Recipe) -> bool:
+    """Whether a recipe is of a form that is made in one pass; its tensors may still have other layouts."""
+    return fused.parts_of(recipe) is not None or find(recipe) is not None
 
 
 # -- norms of rows -----------------------------------------------------------------------------------------------------
@@ -299,6 +305,59 @@ def _grouped(recipe: Recipe, curve: Recipe | None) -> OnePass | None:
     return OnePass(operands, make)  # type: ignore[arg-type]  # of `held`, None is none
 
 
+# -- norms of channels -------------------------------------------------------------------------------------------------
+
+
+def _channel_norm(recipe: Recipe) -> OnePass | None:
+    """A batch norm of 16-bit images from the statistics that it has saved, perhaps with a sum and an activation."""
+    spec = recipe.call.spec
+    parts = fused.parts_of_any(recipe) if spec.dtype in SHORT else None
+    if parts is None:
+        return None
+    activation, norm, x, residual = parts
+    if norm.call.spec != spec or x.spec != spec or isinstance(residual, tuple):
+        return None
+    sizes = images(torch.empty_strided(spec.shape, spec.stride, device="meta"))
+    if sizes is None or (residual is not None and residual.spec != spec):
+        return None
+    if (spec.shape[1] if sizes[1] == 1 else sizes[1]) % LINE:
+        return None
+    call = norm.call
+    assert call.statistics is not None
+    weight, bias = (_named(call, name) for name in ("weight", "bias"))
+    mean, invstd = (PassInput(each, call, place) for each, place in zip(call.statistics, (MEAN, RSTD), strict=True))
+    added = None if residual is None else _reader_of(recipe, residual)
+    operands, has = _listed(_reader_of(norm, x), mean, invstd, weight, bias, added)
+    kernel = backends.serving(spec.device.type).channel_norm
+    numbers = activation or (Activation.NONE, 0.0, 0.0)
+
+    def make(tensors: Sequence[Tensor], out: Tensor) -> bool:
+        values, mean, invstd, weight, bias, added = _spread(tensors, has)
+        fits = _fits(values, spec) and (added is None or _fits(added, spec))
+        if not fits or not per_channel(spec.shape[1], mean, invstd, weight, bias):
+            return False
+        kernel(values, mean, invstd, weight, bias, added, *numbers, *sizes, nan_of(spec), out)
+        return True
+
+    return OnePass(operands, make)
+
+
+def _named(call: Call, name: str) -> PassInput | None:
+    given = call.named_input(name)
+    if not isinstance(given, Held):
+        return None
+    return PassInput(given, call, next(place for place, each in enumerate(call.inputs) if each is given))
+
+
+def _reader_of(recipe: Recipe, leaf: Leaf) -> PassInput:
+    """A leaf as what a recipe's calls read first."""
+    for place, given in enumerate(recipe.inputs):
+        if given is leaf:
+            return PassInput(leaf, recipe.call, place)
+    inner = [given[0] for given in recipe.inputs if isinstance(given, tuple)]
+    return _reader_of(inner[0], leaf)
+
+
 # -- functions of one number -------------------------------------------------------------------------------------------
 
 
@@ -371,7 +430,7 @@ def _gated(recipe: Recipe, inner: Recipe, other: Leaf, place: int) -> OnePass | 
 
 
 def nan_of(spec: TensorSpec, in_tail: bool = False) -> int:
-    """Bits of a NaN that is rounded to 16 bits: by NVIDIA's instruction, or by ATen's vectors on x86 or outside of them."""
+    """Bits of a NaN that is rounded to 16 bits: by NVIDIA's instruction, or on x86 by ATen, in vectors or not."""
     if spec.dtype is torch.float32:
         return 0
     if spec.device.type == "cuda":
@@ -580,7 +639,9 @@ def _spread(tensors: Sequence[Tensor], has: tuple[bool, ...]) -> list[Any]:
 FORMS: dict[str, Callable[[Recipe], OnePass | None]] = {
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
-    "add": _curve,
+    "add": lambda recipe: _channel_norm(recipe) or _curve(recipe),
+    "batch_norm": _channel_norm,
+    **dict.fromkeys(fused.NUMBERS, _channel_norm),
     "mul": _product,
     **dict.fromkeys(CASTS, _rounded_rms_norm),
     **dict.fromkeys(CURVES, _curve),

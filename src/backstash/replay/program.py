@@ -149,7 +149,7 @@ class ReplayedInput:
 
     Attributes:
         call: the number of the call.
-        place: which of its copies; MEAN or RSTD of stash/onepass.py for a statistic that it has saved.
+        place: which of its copies; MEAN or RSTD of remake/onepass.py for a statistic that it has saved.
         value: an input that is a value; otherwise one that nobody reads.
     """
 
@@ -160,7 +160,7 @@ class ReplayedInput:
 
 @dataclass(frozen=True, slots=True)
 class OnePassTree:
-    """A value that is made in one pass: see stash/onepass.py.
+    """A value that is made in one pass: see remake/onepass.py.
 
     Attributes:
         operands: what is read.

@@ -13,6 +13,7 @@ from backstash.ops.cpu.planes import SMALL_FLOATS, check_plane, threads_for
 from backstash.ops.layout import bytes_for, images
 from backstash.ops.onepass import reference as reference
 
+_ENDS = [c_void_p, c_void_p, c_int]
 _TABLE = [c_void_p] * 2 + [c_int64] * 2
 
 _lib: Any = library.functions(
@@ -24,6 +25,10 @@ _lib: Any = library.functions(
         "bs_group_norm": (
             None,
             [c_void_p, c_int, *[c_void_p] * 4, c_int, *[c_int64] * 5, c_int, *_TABLE, c_int, *[c_void_p] * 3, c_int],
+        ),
+        "bs_channel_norm": (
+            None,
+            [c_void_p, c_void_p, c_int, *[c_void_p] * 4, *[c_int64] * 3, c_int, *[c_double] * 2, c_int, *_ENDS],
         ),
         "bs_gated": (
             None,
@@ -120,6 +125,44 @@ def grouped_norm(
         lines.data_ptr(),
         out.data_ptr(),
         _pointer(normed),
+        threads_for(x.nbytes),
+    )
+
+
+def channel_norm(
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    lo: float,
+    hi: float,
+    outer: int,
+    inner: int,
+    nan: int,
+    out: Tensor,
+) -> None:
+    """See :func:`backstash.ops.onepass.reference.channel_norm`."""
+    lines = torch.empty(2 * x.shape[1], dtype=torch.float32, device="cpu")
+    _lib.bs_channel_norm(
+        x.data_ptr(),
+        _pointer(residual),
+        _code(x),
+        mean.data_ptr(),
+        invstd.data_ptr(),
+        _pointer(weight),
+        _pointer(bias),
+        outer,
+        x.shape[1],
+        inner,
+        int(activation),
+        lo,
+        hi,
+        nan,
+        lines.data_ptr(),
+        out.data_ptr(),
         threads_for(x.nbytes),
     )
 

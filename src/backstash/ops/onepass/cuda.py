@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backstash.ops.cuda import launcher
-from backstash.ops.layout import images
+from backstash.ops.layout import Rounding, images
 
 PACK, THREADS = 8, 256
 """Elements of a thread, and threads of a block."""
@@ -28,6 +28,7 @@ GROUPED_NORMS = ("f32_f32", "bf16_f32", "bf16_bf16", "f16_f32", "f16_f16")
 KERNELS = {
     **{f"bs_row_norm_{types}": "pppppppllii" for types in ROW_NORMS},
     **{f"bs_grouped_norm_{types}": "pppppppplllllii" for types in GROUPED_NORMS},
+    **{f"bs_affine_{type_}": "ppppppppppppppppllllllffiii" for type_ in NAMES.values()},
     **{f"bs_gated_{type_}": "pppppli" for type_ in NAMES.values()},
     **{f"bs_curve_{type_}": "ppplii" for type_ in NAMES.values()},
     **{f"bs_dropout_{type_}": "ppplfi" for type_ in NAMES.values()},
@@ -93,6 +94,28 @@ def grouped_norm(
     _launch(f"bs_grouped_norm_{'_'.join(types)}", x, *given, int(curve), nan)
 
 
+def channel_norm(
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    lo: float,
+    hi: float,
+    outer: int,
+    inner: int,
+    nan: int,
+    out: Tensor,
+) -> None:
+    """See :func:`backstash.ops.onepass.reference.channel_norm`."""
+    given = x, mean, invstd, weight, bias, residual, None, None, None, None, None, out, None, None, None, None
+    sizes = x.numel(), x.shape[1], inner, 0, 1, 0
+    numbers = float(lo), float(hi), int(activation), int(Rounding.SCALED), nan
+    _launch(f"bs_affine_{NAMES[x.dtype]}", x, *given, *sizes, *numbers)
+
+
 def gated(
     gate: Tensor,
     up: Tensor,
@@ -123,7 +146,7 @@ def dropout_bits(x: Tensor, mask: Tensor, scale: float, nan: int, out: Tensor) -
 
 @cache
 def available() -> bool:
-    """Whether these kernels may serve: they are there for this GPU, and a first launch of one has given the right bits."""
+    """Whether these kernels may serve: they are there for this GPU, and a first launch has given the right bits."""
     if not torch.cuda.is_available() or not launcher.FATBIN.exists() or launcher.open_launcher() is None:
         return False
     major, minor = torch.cuda.get_device_capability()

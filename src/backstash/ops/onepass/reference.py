@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops.layout import Curve, NormOrder, bytes_for, images
+from backstash.ops.layout import Activation, Curve, NormOrder, bytes_for, images
 from backstash.ops.norms.reference import fused
 from backstash.ops.registration import kernel
 from backstash.ops.table import IN_CUDA
@@ -298,6 +298,55 @@ def curve(
         out.copy_(_looked_up(x, whole, tail, chunk, step))
     else:
         out.copy_(rounded(curved(_wide(x), curve), out.dtype, nan))
+
+
+@kernel(
+    "(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, Tensor? residual, int activation, "
+    "float lo, float hi, int outer, int inner, int nan, Tensor(a!) out) -> ()",
+    check=_check,
+    without=IN_CUDA,
+)
+def channel_norm(
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    lo: float,
+    hi: float,
+    outer: int,
+    inner: int,
+    nan: int,
+    out: Tensor,
+) -> None:
+    """Fills ``out`` with ``activation(batch_norm(x) [+ residual])``, each of which is rounded to x's dtype.
+
+    The batch norm is that of :func:`backstash.ops.norms.reference.affine` in the order SCALED.
+
+    Bytes: those of x, residual and out; statistics, weight and bias come from a cache.
+
+    Args:
+        x: [N, C, ...], contiguous or in channels last; ``residual`` and ``out`` are of its dtype and laid out like it.
+        mean, invstd, weight, bias: float32 [C].
+        activation, lo, hi: as for ``affine``.
+        outer, inner: what :func:`backstash.ops.layout.images` says of ``x``.
+        nan: as for :func:`row_norm`.
+    """
+    across = (1, x.shape[1], *[1] * (x.dim() - 2))
+    scale = invstd if weight is None else invstd * weight
+    shift = fused(-mean, scale, torch.zeros_like(mean) if bias is None else bias)
+    y = fused(*torch.broadcast_tensors(_wide(x), scale.view(across), shift.view(across)))
+    if residual is not None:
+        y = _wide(rounded(y.contiguous(), x.dtype, nan)) + _wide(residual)
+    y = _wide(rounded(y.contiguous(), x.dtype, nan))
+    if activation == Activation.CLAMP:
+        y = torch.where(y < lo, lo, y)
+        y = torch.where(y > hi, hi, y)
+    if activation == Activation.LEAKY_RELU:
+        y = torch.where(y > 0, y, y * lo)
+    out.copy_(rounded(y, x.dtype, nan))
 
 
 @kernel("(Tensor x, Tensor mask, float scale, int nan, Tensor(a!) out) -> ()", check=_check, without=IN_CUDA)
