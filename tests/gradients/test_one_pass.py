@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import backstash
 from backstash.ops import backends
-from backstash.stash import onepass
+from backstash.remake import onepass
 
 needs_kernels = pytest.mark.skipif(
     not backends.has_own_kernel("row_norm", "cpu"), reason="the native kernels are not built"
