@@ -33,7 +33,7 @@ from backstash.codecs.minifloat.formats import FORMATS, SCALED
 from backstash.ops import backends
 from backstash.ops.backends import Kernels
 from backstash.ops.cpu import library
-from backstash.ops.layout import Activation, Curve, NormOrder
+from backstash.ops.layout import Activation, ComputedCurve, NormOrder
 from backstash.saved import Test
 from bench.results import Results
 from bench.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
@@ -244,14 +244,14 @@ def _one_pass_tasks(ops: Kernels, x: Tensor, out: Tensor) -> dict[str, Task]:
         "row_norm, RMS norm": Task(norm(NormOrder.ROUNDED, None), moved + statistic.nbytes),
         "gated": Task(partial(ops.gated, source, other, *table, 0, result, None), moved * 3 // 2),
         "gated, both results": Task(partial(ops.gated, source, other, *table, 0, result, second), moved * 2),
-        "curve, gelu": Task(partial(ops.curve, source, Curve.GELU, *table, result), moved),
+        "curve, gelu": Task(partial(ops.curve, source, ComputedCurve.GELU, *table, result), moved),
         "dropout_bits": Task(partial(ops.dropout_bits, source, mask, 2.0, 0, result), moved + mask.nbytes),
     }
     groups = torch.ones(1, 8, device=x.device)
     for name, laid_out in layouts.items():
         pictures = laid_out(source), laid_out(result)
         sizes = (n // width, 1) if name == "channels_last" else (1, n // width)
-        given = pictures[0], groups, groups, vector, vector, 8, Curve.SILU, *table
+        given = pictures[0], groups, groups, vector, vector, 8, ComputedCurve.SILU, *table
         tasks[f"grouped_norm, silu, {name}"] = Task(partial(ops.grouped_norm, *given, pictures[1], None), moved)
         held = pictures[0], vector, vector, vector, vector, laid_out(other), Activation.CLAMP, 0.0, 6.0
         tasks[f"channel_norm, {name}"] = Task(partial(ops.channel_norm, *held, *sizes, 0, pictures[1]), moved * 3 // 2)

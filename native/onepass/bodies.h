@@ -12,7 +12,7 @@ enum class Order : int {
     Rounded = 3,     // as Separate; (x - mean) * rstd is rounded to the result's type before it is multiplied
 };
 
-// Functions of one number; their codes are those of layout.Curve.
+// Functions of one number; their codes are those of layout.ComputedCurve.
 enum class Curve : int { None = 0, Silu = 1, Gelu = 2 };
 
 BS_BODY uint32_t float_bits(float x) {

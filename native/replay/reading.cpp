@@ -145,7 +145,7 @@ at::Tensor run_affine(Slot& slot, const Affine& affine, const Layout& whole, boo
     return out;
 }
 
-// See onepass.made: undefined where the kernel does not take what the operands are now.
+// See onepass.make_in_one_pass: undefined where the kernel does not take what the operands are now.
 at::Tensor run_one_pass(Slot& slot, const OnePass& pass, const Layout& whole, bool is_own) {
     const Object tensors = Object::taken(PyList_New(0));
     for (const auto& operand : pass.operands) {

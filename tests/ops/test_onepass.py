@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backstash.codecs.base import flat
 from backstash.errors import DamagedPlanesError
-from backstash.ops.layout import Activation, Curve, NormOrder, images
+from backstash.ops.layout import Activation, ComputedCurve, NormOrder, images
 from backstash.ops.onepass.reference import CODES, error_function, exponential
 
 NAN = {torch.float32: 0, torch.float16: 0, torch.bfloat16: 0xFFFF}
@@ -150,7 +150,7 @@ def test_a_group_norm_has_the_bits_of_torch(layout: torch.memory_format) -> None
         if mean.dtype is torch.float32:
             out, normed = torch.empty_like(x), torch.empty_like(x)
             table = silu_table(dtype) if dtype is torch.bfloat16 else None
-            given = (x, mean, rstd, weight, bias, 2, Curve.SILU, table, None, 0, 0, NAN[dtype])
+            given = (x, mean, rstd, weight, bias, 2, ComputedCurve.SILU, table, None, 0, 0, NAN[dtype])
             cpu.grouped_norm(*given, out, normed)
             assert same(flat(normed), flat(expected.contiguous(memory_format=layout)))
             if table is not None:
@@ -159,8 +159,8 @@ def test_a_group_norm_has_the_bits_of_torch(layout: torch.memory_format) -> None
 
 @native_test
 @pytest.mark.parametrize("dtype", SMALL_FLOATS)
-@pytest.mark.parametrize(("isa", "curve"), isas_and(Curve), indirect=["isa"])
-def test_norms_of_groups(isa: str, curve: Curve, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("isa", "curve"), isas_and(ComputedCurve), indirect=["isa"])
+def test_norms_of_groups(isa: str, curve: ComputedCurve, dtype: torch.dtype) -> None:
     for shape in ((2, 4, 3, 5), (1, 6, 1, 1), (3, 2, 33, 32), (2, 1030, 2, 1)):
         for layout in (torch.contiguous_format, torch.channels_last):
             x = numbers(*shape, dtype=dtype).contiguous(memory_format=layout)
@@ -198,7 +198,7 @@ def test_curves_gates_and_dropout_at_every_length(isa: str, dtype: torch.dtype) 
     tables = None if dtype is torch.float32 else silu_table(dtype)
     for n in LENGTHS:
         x, up = numbers(n, dtype=dtype), numbers(n, seed=1, dtype=dtype)
-        both("curve", x, Curve(n % len(Curve)), None, None, 0, 0, NAN[dtype], numel=n, dtype=dtype)
+        both("curve", x, ComputedCurve(n % len(ComputedCurve)), None, None, 0, 0, NAN[dtype], numel=n, dtype=dtype)
         both("gated", x, up, None, None, 0, 0, NAN[dtype], 0, outs=2, numel=n, dtype=dtype)
         if tables is not None:
             chunk, step = ((n, 16), (-(-n // 3), 32), (n, 0))[n % 3]
@@ -225,7 +225,7 @@ def test_dropout_is_a_product_with_the_mask() -> None:
 def test_computed_curves_are_the_same_at_special_numbers() -> None:
     x = contents(4096, torch.float32, density=0.9)
     x = torch.cat([x, torch.linspace(-110, 110, 3001), torch.linspace(-8, 8, 3001)])
-    for curve in Curve:
+    for curve in ComputedCurve:
         made, expected = torch.empty_like(x), torch.empty_like(x)
         cpu.curve(x, curve, None, None, 0, 0, 0, made)
         reference.curve(x, curve, None, None, 0, 0, 0, expected)

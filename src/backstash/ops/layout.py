@@ -57,7 +57,7 @@ class NormOrder(IntEnum):
     """As SEPARATE, but ``(x - mean) * rstd`` is rounded to the result's dtype: RMS norms of transformers."""
 
 
-class Curve(IntEnum):
+class ComputedCurve(IntEnum):
     """Functions of one number that are computed, by the codes of ``native/onepass/bodies.h``."""
 
     NONE = 0

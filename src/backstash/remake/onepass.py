@@ -26,7 +26,7 @@ from backstash.codecs.base import flat
 from backstash.numerics import settings
 from backstash.ops import backends
 from backstash.ops.bits import bits_of
-from backstash.ops.layout import Activation, Curve, NormOrder, images, per_channel
+from backstash.ops.layout import Activation, ComputedCurve, NormOrder, images, per_channel
 from backstash.proofs import proofs
 from backstash.remake import fused
 from backstash.remake.calls import INPUT, Held, Leaf, Memory
@@ -100,7 +100,7 @@ class OnePass:
     make: Callable[[Sequence[Tensor], Tensor], bool]
 
 
-def made(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) -> Tensor | None:
+def make_in_one_pass(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) -> Tensor | None:
     """Makes a value in one pass; None where the recipe has no such form, or no kernel takes what it reads.
 
     Args:
@@ -108,7 +108,7 @@ def made(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) ->
         fetch: returns the tensor that a leaf stands for.
         out: makes memory for the result.
     """
-    found = find(recipe)
+    found = one_pass_of(recipe)
     if found is None:
         return None
     tensors = [
@@ -122,7 +122,7 @@ def made(recipe: Recipe, fetch: Callable[[Leaf], Tensor], out: Memory | None) ->
     return result if found.make(tensors, result) else None
 
 
-def find(recipe: Recipe) -> OnePass | None:
+def one_pass_of(recipe: Recipe) -> OnePass | None:
     """How a recipe's value is made in one pass; None where it is not."""
     search = FORMS.get(recipe.call.name)
     device = recipe.call.spec.device.type
@@ -133,7 +133,7 @@ def find(recipe: Recipe) -> OnePass | None:
 
 def has_form(recipe: Recipe) -> bool:
     """Whether a recipe is of a form that is made in one pass; its tensors may still have other layouts."""
-    return fused.parts_of(recipe) is not None or find(recipe) is not None
+    return fused.parts_of(recipe) is not None or one_pass_of(recipe) is not None
 
 
 # -- norms of rows -----------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def _grouped(recipe: Recipe, curve: Recipe | None) -> OnePass | None:
         table = no_table if chain is None else table_of(chain, values.numel())
         if table is None:
             return False
-        given = values, mean, rstd, weight, bias, groups, Curve.NONE
+        given = values, mean, rstd, weight, bias, groups, ComputedCurve.NONE
         kernel(*given, table.whole, table.tail, table.chunk, table.step, nan_of(spec), out, None)
         return True
 
@@ -401,7 +401,9 @@ def _curve(recipe: Recipe) -> OnePass | None:
         table = table_of(chain, values.numel()) if _fits(values, spec) else None
         if table is None:
             return False
-        kernel(flat(values), Curve.NONE, table.whole, table.tail, table.chunk, table.step, nan_of(spec), flat(out))
+        kernel(
+            flat(values), ComputedCurve.NONE, table.whole, table.tail, table.chunk, table.step, nan_of(spec), flat(out)
+        )
         return True
 
     return OnePass((_reader(recipe, leaf),), make)

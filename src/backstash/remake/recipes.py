@@ -148,7 +148,7 @@ class Recipe:
         if self.fused:
             result = fused.affine(self, fetch, out)
             if result is None:
-                result = onepass.made(self, fetch, out)
+                result = onepass.make_in_one_pass(self, fetch, out)
             if result is not None:
                 return result
         tensors = [self._input(index, fetch, out) for index in range(len(self.inputs))]

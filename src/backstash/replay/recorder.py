@@ -538,7 +538,7 @@ class _Writer:
         )
 
     def _one_pass(self, recipe: Recipe) -> OnePassTree | None:
-        found = onepass.find(recipe)
+        found = onepass.one_pass_of(recipe)
         if found is None:
             return None
         operands: list[ReplayedInput] = []

@@ -132,4 +132,4 @@ def ptx_kinds(ptx: str, name: str) -> list[str]:
 
 def stream_of(device: int) -> int:
     """Returns the stream that torch launches on now, as the driver knows it."""
-    return int(torch._C._cuda_getCurrentRawStream(device))
+    return int(torch.cuda.current_stream(device).cuda_stream)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops.layout import Activation, Curve, NormOrder, bytes_for, images
+from backstash.ops.layout import Activation, ComputedCurve, NormOrder, bytes_for, images
 from backstash.ops.norms.reference import fused
 from backstash.ops.registration import kernel
 from backstash.ops.table import IN_CUDA
@@ -102,10 +102,10 @@ def error_function(x: Tensor) -> Tensor:
 
 
 def curved(x: Tensor, curve: int) -> Tensor:
-    """Returns a :class:`backstash.ops.layout.Curve` of float32 numbers."""
-    if curve == Curve.SILU:
+    """Returns a :class:`backstash.ops.layout.ComputedCurve` of float32 numbers."""
+    if curve == ComputedCurve.SILU:
         return x / (1 + exponential(-x))
-    if curve == Curve.GELU:
+    if curve == ComputedCurve.GELU:
         return x * 0.5 * (1 + error_function(x * torch.tensor(0.5**0.5)))
     return x
 
@@ -214,7 +214,7 @@ def grouped_norm(
         mean, rstd: float32 [N, groups].
         weight, bias: [C], float32 or of x's dtype.
         groups: how many.
-        curve: code of a :class:`backstash.ops.layout.Curve`, where there is no table.
+        curve: code of a :class:`backstash.ops.layout.ComputedCurve`, where there is no table.
         whole, tail, chunk, step: the curve as int16 [65536] (Note: [tails of curves]); step 0 where there are no tails.
         nan: as for :func:`row_norm`.
     """
@@ -265,7 +265,7 @@ def gated(
     if whole is not None:
         found = _looked_up(gate, whole, tail, chunk, step)
     else:
-        found = rounded(curved(_wide(gate), Curve.SILU), gate.dtype, nan)
+        found = rounded(curved(_wide(gate), ComputedCurve.SILU), gate.dtype, nan)
     if inner is not None:
         inner.copy_(found)
     product = _wide(found) * _wide(up)
@@ -291,7 +291,7 @@ def curve(
 
     Args:
         x, out: [n], of one dtype.
-        curve: code of a :class:`backstash.ops.layout.Curve`, where there is no table.
+        curve: code of a :class:`backstash.ops.layout.ComputedCurve`, where there is no table.
         whole, tail, chunk, step, nan: as for :func:`grouped_norm`.
     """
     if whole is not None:
