@@ -146,10 +146,11 @@ def _layer_norm(recipe: Recipe) -> OnePass | None:
         return None
     width = _width(call)
     held = _held(call, ("weight", 2), ("bias", 3))
-    is_rows = width is not None and _is_contiguous(x.spec) and x.spec == call.spec
-    if held is None or not is_rows or not _takes_vectors(held, width, x.spec.dtype):
+    if width is None or not _is_contiguous(x.spec) or x.spec != call.spec:
         return None
-    if x.spec.dtype in SHORT and width % LINE:  # type: ignore[operator]
+    if held is None or not _takes_vectors(held, width, x.spec.dtype):
+        return None
+    if x.spec.dtype in SHORT and width % LINE:
         return None
     order = order_of(x.spec.device)
     if not order:

@@ -70,12 +70,12 @@ def exponential(x: Tensor) -> Tensor:
     whole = (x * 1.4426950408889634).clamp(-1000, 1000).nan_to_num(1000).round()
     power = whole.int()
 
-    def step(total: Tensor | float, factor: Tensor, addend: Tensor | float) -> Tensor:
+    def step(total: Tensor | float, factor: Tensor | float, addend: Tensor | float) -> Tensor:
         return fused(*torch.broadcast_tensors(*(torch.as_tensor(each, dtype=x.dtype, device=x.device)
                                                 for each in (total, factor, addend))))  # fmt: skip
 
-    rest = step(whole, torch.as_tensor(-0.693145751953125), x)
-    rest = step(whole, torch.as_tensor(-1.428606765330187045e-06), rest)
+    rest = step(whole, -0.693145751953125, x)
+    rest = step(whole, -1.428606765330187045e-06, rest)
     total: Tensor | float = 0.000198527617612853646278381
     for term in (0.00139304355252534151077271, 0.00833336077630519866943359, 0.0416664853692054748535156,
                  0.166666671633720397949219, 0.5):  # fmt: skip
