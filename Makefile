@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard native/* native/replay/*) setup.py pyproject.toml constraints.txt
+SOURCES := $(wildcard native/* native/replay/* native/onepass/* native/launch/*) setup.py pyproject.toml constraints.txt
 
 COMPILING := Installing backstash: its C++ kernels are compiled, which takes a minute or two on two processors.
 

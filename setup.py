@@ -4,6 +4,11 @@ And native/replay/*.cpp to src/backstash/interpreter/_replay.*.so, a module of P
 torch's own objects, so it fits one Python and one torch, and is only built where that torch is there: without build
 isolation.
 
+And native/launch/*.cpp to src/backstash/ops/_launch.abi3.so, a module that launches CUDA kernels, in the limited API of
+Python 3.11, so that it fits every later Python too. And native/onepass/kernels.cu to
+src/backstash/ops/cuda/kernels.fatbin, for GPUs of compute capability 8.0 to 12.0: only where nvcc is, and not for an
+editable install.
+
 The step is optional. If there is no C++ compiler, or if it fails, the install goes on without what it could not compile
 and prints a notice; backstash then uses its references in Python. To compile in place, for development:
 python setup.py build_native
@@ -33,7 +38,10 @@ ROOT = Path(__file__).parent
 NATIVE = ROOT / "native"
 LIBRARY = "backstash/ops/cpu/libbackstash_native.so"
 REPLAY = f"backstash/interpreter/_replay{sysconfig.get_config_var('EXT_SUFFIX')}"
-FILES = (LIBRARY, REPLAY)
+LAUNCHER = "backstash/ops/_launch.abi3.so"
+FATBIN = "backstash/ops/cuda/kernels.fatbin"
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # as in ops/cuda/launcher.py
+FILES = (LIBRARY, REPLAY, LAUNCHER, FATBIN)
 # Nobody reads the flags that a division by zero sets: without them GCC makes vector code of more loops, as clang does.
 # A product and a sum are rounded one by one, as torch does: without the flag GCC would fuse them where it can.
 FLAGS = ("-O3", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-fPIC")
@@ -110,6 +118,43 @@ def compile_native(target: Path) -> str | None:
     return problem
 
 
+def compile_launcher(target: Path) -> str | None:
+    """Compiles the launcher of CUDA kernels to ``target``. Returns None, or why there is none now."""
+    problem = "no C++ compiler was found (CXX, g++, clang++)"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []  # Python itself has the symbols
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
+        fresh = Path(scratch) / target.name
+        for compiler in compilers():
+            command = [*compiler, *FLAGS, "-fvisibility=hidden", f"-I{sysconfig.get_path('include')}", "-shared"]
+            sources = map(str, sorted((NATIVE / "launch").glob("*.cpp")))
+            failure = run([*command, *undefined, *sources, "-o", str(fresh)])
+            if failure is None:
+                os.replace(fresh, target)
+                return None
+            problem = failure
+    target.unlink(missing_ok=True)
+    return problem
+
+
+def compile_fatbin(target: Path) -> str | None:
+    """Compiles the CUDA kernels to ``target``. Returns None, or why there are none now."""
+    target.unlink(missing_ok=True)
+    compiler = shutil.which(os.environ.get("NVCC", "nvcc"))
+    if compiler is None:
+        return "there is no nvcc"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
+        fresh = Path(scratch) / target.name
+        code = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in ARCHITECTURES]
+        flags = ["-O3", "-std=c++17", "-fmad=false", f"--threads={jobs()}", "-Xfatbin=-compress-all"]
+        say(f"compiling the CUDA kernels for {', '.join(map(str, ARCHITECTURES))}; this takes a minute")
+        failure = run([compiler, "-fatbin", *flags, *code, str(NATIVE / "onepass" / "kernels.cu"), "-o", str(fresh)])
+        if failure is None:
+            os.replace(fresh, target)
+    return failure
+
+
 def torch_flags() -> list[str] | None:
     """Where torch's headers and libraries are; None where there is no torch."""
     found = importlib.util.find_spec("torch")
@@ -172,6 +217,13 @@ class BuildNative(Command):
         if problem is not None:
             say(f"NOTICE: installing without the native CPU kernels, because {problem}")
             say("It works without them, on slow reference kernels. Install g++ and install again to get them.")
+        problem = compile_launcher(self.target(LAUNCHER))
+        if problem is not None:
+            say(f"NOTICE: installing without the launcher of CUDA kernels, because {problem}")
+        if not self.editable_mode:  # a developer's install is not kept waiting: python setup.py build_native has it
+            problem = compile_fatbin(self.target(FATBIN))
+            if problem is not None:
+                say(f"installing without the CUDA kernels, because {problem}; Triton's serve on GPUs")
         problem = compile_replay(self.target(REPLAY))
         if problem is not None:
             say(f"NOTICE: installing without what reads torch's own objects, because {problem}")
@@ -180,7 +232,9 @@ class BuildNative(Command):
             )
 
     def get_source_files(self) -> list[str]:
-        return [str(path.relative_to(ROOT)) for path in sorted(NATIVE.rglob("*")) if path.suffix in (".cpp", ".h")]
+        return [
+            str(path.relative_to(ROOT)) for path in sorted(NATIVE.rglob("*")) if path.suffix in (".cpp", ".cu", ".h")
+        ]
 
     def get_outputs(self) -> list[str]:
         return [str(Path(self.build_lib) / file) for file in FILES if self.target(file).exists()]

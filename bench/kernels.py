@@ -33,6 +33,7 @@ from backstash.codecs.minifloat.formats import FORMATS, SCALED
 from backstash.ops import backends
 from backstash.ops.backends import Kernels
 from backstash.ops.cpu import library
+from backstash.ops.layout import Activation, ComputedCurve, NormOrder
 from backstash.saved import Test
 from bench.results import Results
 from bench.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
@@ -155,6 +156,8 @@ def float_tasks(dtype: torch.dtype, nbytes: int, zeros: float, device: str) -> d
         tasks[f"fewbit_decode, {bits} bits"] = Task(partial(ops.fewbit_decode, codes, stand_ins, bits, out), coded)
     tasks |= _minifloat_tasks(ops, x, out)
     tasks |= _bounded_tasks(ops, x, out)
+    if ops.has("row_norm"):
+        tasks |= _one_pass_tasks(ops, x, out)
     if ops.backend == "native":
         tasks["zvc_encode, warm planes"] = Task(_warm_zvc_encode(x, mask, offsets, values), stashed)
     return tasks
@@ -208,6 +211,50 @@ def _bounded_tasks(ops: Kernels, x: Tensor, out: Tensor) -> dict[str, Task]:
     total = images.nbytes + sum(plane.nbytes for plane in coded)
     tasks["dct_encode, optL"] = Task(partial(ops.dct_encode, images, *sizes), total)
     tasks["dct_decode, optL"] = Task(partial(ops.dct_decode, *coded, *sizes, out[: images.numel()]), total)
+    return tasks
+
+
+def _one_pass_tasks(ops: Kernels, x: Tensor, out: Tensor) -> dict[str, Task]:
+    """Norms, curves and dropout; ``out`` is written to. What the bytes are is said in the rows of the table."""
+    width = 64
+    n = x.numel() // width * width
+    source, result = x[:n], out[:n]
+    other, second = torch.ones_like(source), torch.empty_like(source)
+    rows = n // width, width
+    statistic = torch.ones(n // width, device=x.device)
+    vector = torch.ones(width, device=x.device)
+    whole = None
+    if x.element_size() == 2:
+        whole = torch.arange(1 << 16, dtype=torch.int32, device=x.device).to(torch.int16)
+    table = whole, None, 0, 0, 0
+    mask = torch.full((-(-n // 8),), 0x5A, dtype=torch.uint8, device=x.device)
+    a_row, moved = (source.view(rows), result.view(rows)), 2 * source.nbytes
+
+    def norm(order: NormOrder, residual: Tensor | None) -> Callable[[], object]:
+        mean = None if order is NormOrder.ROUNDED else statistic
+        return partial(ops.row_norm, a_row[0], residual, mean, statistic, vector, vector, order, 0, a_row[1])
+
+    layouts: dict[str, Callable[[Tensor], Tensor]] = {
+        "contiguous": lambda flat: flat.view(1, width, 1, n // width),
+        "channels_last": lambda flat: flat.view(1, 1, n // width, width).permute(0, 3, 1, 2),
+    }
+    tasks = {
+        "row_norm, layer norm": Task(norm(NormOrder.NORMALIZED, None), moved + statistic.nbytes * 2),
+        "row_norm, residual": Task(norm(NormOrder.NORMALIZED, other.view(rows)), moved * 3 // 2 + statistic.nbytes * 2),
+        "row_norm, RMS norm": Task(norm(NormOrder.ROUNDED, None), moved + statistic.nbytes),
+        "gated": Task(partial(ops.gated, source, other, *table, 0, result, None), moved * 3 // 2),
+        "gated, both results": Task(partial(ops.gated, source, other, *table, 0, result, second), moved * 2),
+        "curve, gelu": Task(partial(ops.curve, source, ComputedCurve.GELU, *table, result), moved),
+        "dropout_bits": Task(partial(ops.dropout_bits, source, mask, 2.0, 0, result), moved + mask.nbytes),
+    }
+    groups = torch.ones(1, 8, device=x.device)
+    for name, laid_out in layouts.items():
+        pictures = laid_out(source), laid_out(result)
+        sizes = (n // width, 1) if name == "channels_last" else (1, n // width)
+        given = pictures[0], groups, groups, vector, vector, 8, ComputedCurve.SILU, *table
+        tasks[f"grouped_norm, silu, {name}"] = Task(partial(ops.grouped_norm, *given, pictures[1], None), moved)
+        held = pictures[0], vector, vector, vector, vector, laid_out(other), Activation.CLAMP, 0.0, 6.0
+        tasks[f"channel_norm, {name}"] = Task(partial(ops.channel_norm, *held, *sizes, 0, pictures[1]), moved * 3 // 2)
     return tasks
 
 

@@ -1,7 +1,9 @@
 // Batch norm's forward pass again, from the statistics that its first one saved, with what often follows in one pass.
 // Activations are rounded as ATen rounds; their codes are those of ops/layout.py.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "elements.h"
 #include "isa.h"

@@ -1,20 +1,19 @@
-// x * alpha + beta per channel. Compiled once per instruction set by foreach_isa.h, whose flags vectorise these loops.
+// x * alpha + beta per channel: loops over what onepass/bodies.h says of an element. Compiled once per instruction set by foreach_isa.h, whose flags vectorise these loops.
+#define BS_BODY inline __attribute__((always_inline))
+#include "onepass/bodies.h"
+#undef BS_BODY
 
 void coefficients(const float* mean, const float* invstd, const float* weight, const float* bias, int64_t channels,
                   float* alpha, float* beta) {
     for (int64_t c = 0; c < channels; ++c) {
-        alpha[c] = weight != nullptr ? invstd[c] * weight[c] : invstd[c];
-        beta[c] = __builtin_fmaf(-mean[c], alpha[c], bias != nullptr ? bias[c] : 0.0f);
+        const Line line = line_of(mean[c], invstd[c], weight ? weight[c] : 1.0f, bias ? bias[c] : 0.0f);
+        alpha[c] = line.scale, beta[c] = line.shift;
     }
 }
 
-// Of two zeros, and of NaN, the value stays and the bound does not, as in ATen.
 struct Clamp {
     float lo, hi;
-    float operator()(float v) const {
-        v = v < lo ? lo : v;
-        return v > hi ? hi : v;
-    }
+    float operator()(float v) const { return clamped(v, lo, hi); }
 };
 
 struct Rectify {
@@ -23,7 +22,7 @@ struct Rectify {
 
 struct LeakyRelu {
     float slope;
-    float operator()(float v) const { return v > 0.0f ? v : v * slope; }
+    float operator()(float v) const { return leaked(v, slope); }
 };
 
 struct Identity {
@@ -34,7 +33,7 @@ template <bool add, class F>
 inline void affine_row(const float* __restrict x, const float* __restrict residual, float alpha, float beta, int64_t n,
                        F activation, float* __restrict out) {
     for (int64_t i = 0; i < n; ++i) {
-        float v = __builtin_fmaf(x[i], alpha, beta);
+        float v = on_line(x[i], {alpha, beta});
         if (add) v += residual[i];
         out[i] = activation(v);
     }
@@ -44,7 +43,7 @@ template <bool add, class F>
 inline void affine_channels(const float* __restrict x, const float* __restrict residual, const float* __restrict alpha,
                             const float* __restrict beta, int64_t n, F activation, float* __restrict out) {
     for (int64_t i = 0; i < n; ++i) {
-        float v = __builtin_fmaf(x[i], alpha[i], beta[i]);
+        float v = on_line(x[i], {alpha[i], beta[i]});
         if (add) v += residual[i];
         out[i] = activation(v);
     }
@@ -83,18 +82,16 @@ void affine_rows(const AffineJob& job, int64_t begin, int64_t end) {
 
 // Zero where a bit of the mask is clear; elsewhere no less than the smallest normal number. NaN stays.
 void keep_masked(const uint8_t* mask, int64_t n, float* out) {
-    constexpr float least = 0x1p-126f;
     int64_t i = 0;
 #if defined(BS_AVX512)
     for (; i + 16 <= n; i += 16) {
         uint16_t bits;
         __builtin_memcpy(&bits, mask + i / 8, sizeof bits);
-        const __m512 kept = _mm512_maskz_max_ps(bits, _mm512_set1_ps(least), _mm512_loadu_ps(out + i));
+        const __m512 kept = _mm512_maskz_max_ps(bits, _mm512_set1_ps(0x1p-126f), _mm512_loadu_ps(out + i));
         _mm512_storeu_ps(out + i, kept);
     }
 #endif
     for (; i < n; ++i) {
-        const float value = out[i] < least ? least : out[i];
-        out[i] = mask[i / 8] >> (i % 8) & 1 ? value : 0.0f;
+        out[i] = as_masked(out[i], mask[i / 8] >> (i % 8) & 1);
     }
 }

@@ -80,6 +80,20 @@ Given given_of(PyObject* object) {
 
 std::shared_ptr<const Affine> affine_of(PyObject* object);
 
+std::shared_ptr<const OnePass> one_pass_of(PyObject* object) {
+    if (object == Py_None) return nullptr;
+    const Reader read(object);
+    auto found = std::make_shared<OnePass>();
+    found->make = read.object("make");
+    read.each("operands", [&](PyObject* item) {
+        const Reader operand(item);
+        const Object value = operand.object("value");
+        found->operands.push_back({operand.number("call"), operand.number("place"), {}});
+        if (!value.is_none()) found->operands.back().value = given_of(value.get());
+    });
+    return found;
+}
+
 Tree tree_of(PyObject* object) {
     const Reader read(object);
     Tree tree;
@@ -88,6 +102,7 @@ Tree tree_of(PyObject* object) {
     tree.as_called = read.object("as_called");
     tree.result = layout_at(read, "spec", nullptr);
     tree.affine = affine_of(read.object("affine").get());
+    tree.one_pass = one_pass_of(read.object("one_pass").get());
     read.each("given", [&](PyObject* item) { tree.given.push_back(given_of(item)); });
     read.each("inner", [&](PyObject* item) { tree.inner.push_back(tree_of(item)); });
     return tree;

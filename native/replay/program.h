@@ -87,6 +87,7 @@ struct Given {
 };
 
 struct Affine;
+struct OnePass;
 
 // A call that is repeated, and its inputs.
 struct Tree {
@@ -96,6 +97,17 @@ struct Tree {
     Object function, as_called;  // what is called, and its Call
     Layout result;
     std::shared_ptr<const Affine> affine;  // how it is made in one pass; null where it is not
+    std::shared_ptr<const OnePass> one_pass;
+};
+
+// Another value that Python has a kernel for: what it reads, and what fills the result.
+struct OnePass {
+    struct Operand {
+        int call, place;  // -1 for a value; a place of -1 is the call's mean, and of -2 its inverse deviation
+        Given value;
+    };
+    std::vector<Operand> operands;
+    Object make;
 };
 
 // activation(batch_norm(source) + residual) as one kernel makes it.

@@ -145,6 +145,27 @@ at::Tensor run_affine(Slot& slot, const Affine& affine, const Layout& whole, boo
     return out;
 }
 
+// See onepass.make_in_one_pass: undefined where the kernel does not take what the operands are now.
+at::Tensor run_one_pass(Slot& slot, const OnePass& pass, const Layout& whole, bool is_own) {
+    const Object tensors = Object::taken(PyList_New(0));
+    for (const auto& operand : pass.operands) {
+        at::Tensor x;
+        if (operand.call < 0) {
+            x = fetch(slot, operand.value);
+        } else {
+            const Inputs& inputs = *inputs_of(slot, operand.call);
+            x = operand.place >= 0 ? inputs.tensors[operand.place] : operand.place == -1 ? inputs.mean : inputs.invstd;
+        }
+        if (!x.defined() || PyList_Append(tensors.get(), wrapped(x).get()) != 0) {
+            if (PyErr_Occurred()) throw python_error();
+            return {};
+        }
+    }
+    const at::Tensor out = memory_for(slot, whole, is_own);
+    const Object is_filled = call(pass.make.get(), tensors.get(), wrapped(out).get());
+    return is_filled.get() == Py_True ? out : at::Tensor();
+}
+
 at::Tensor make_again(Slot& slot) {
     const Value& value = slot.value;
     if (settings_now() == slot.script->settings) return run_tree(slot, value.tree, true);
@@ -368,6 +389,10 @@ at::Tensor fetch(const Slot& reader, const Given& given) {
 at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own) {
     if (tree.affine != nullptr) {
         at::Tensor made = run_affine(slot, *tree.affine, tree.result, is_own);
+        if (made.defined()) return made;
+    }
+    if (tree.one_pass != nullptr) {
+        at::Tensor made = run_one_pass(slot, *tree.one_pass, tree.result, is_own);
         if (made.defined()) return made;
     }
     const Inputs& inputs = *inputs_of(slot, tree.call);

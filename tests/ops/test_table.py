@@ -62,7 +62,7 @@ def test_a_backend_has_the_kernel_or_the_row_says_why_not(backend: str, kernel: 
         function = getattr(kernels(backend), kernel)
         assert function.__module__ == f"{row.package}.{FILES[backend]}"
         assert list(inspect.signature(function).parameters) == list(inspect.signature(row.reference).parameters)
-    elif built(backend):
+    elif built(backend) and not kernels(backend).has(kernel):
         assert getattr(kernels(backend), kernel) is row.reference
 
 

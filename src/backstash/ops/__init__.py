@@ -5,6 +5,7 @@ What is named in ``__all__`` here, in ``ops.cpu.library``, ``ops.cpu.planes``, `
 """
 
 from backstash.ops import norms as norms
+from backstash.ops import onepass as onepass
 from backstash.ops import samples as samples
 from backstash.ops.bits import (
     bits_of,

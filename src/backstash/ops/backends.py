@@ -17,7 +17,7 @@ from torch import Tensor
 
 from backstash.ops import triton
 from backstash.ops.cpu import library
-from backstash.ops.table import TABLE, Kernel
+from backstash.ops.table import IN_CUDA, TABLE, Kernel
 
 CHOICES = ("auto", "reference")
 FILES = {"reference": "reference", "native": "cpu", "triton": "triton"}
@@ -47,13 +47,24 @@ class Kernels:
 
     def has(self, name: str) -> bool:
         """Returns whether the backend itself has the kernel of that name."""
-        return self.backend not in TABLE[name].without
+        row = TABLE[name]
+        return self.backend not in row.without or self._in_cuda(row) is not None
 
     def function(self, row: Kernel) -> Any:
         """Returns the function that serves as the kernel of that row."""
         if not self.has(row.name):
             return row.reference
+        in_cuda = self._in_cuda(row)
+        if in_cuda is not None:
+            return getattr(in_cuda, row.name)
         return getattr(importlib.import_module(f"{row.package}.{FILES[self.backend]}"), row.name)
+
+    def _in_cuda(self, row: Kernel) -> Any | None:
+        """The module of a family that is written in CUDA C++, where it was built and this GPU runs it; else None."""
+        if self.backend != "triton" or row.without.get("triton") != IN_CUDA["triton"]:
+            return None
+        module = importlib.import_module(f"{row.package}.cuda")
+        return module if module.available() else None
 
 
 @cache

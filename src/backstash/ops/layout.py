@@ -44,6 +44,28 @@ class Rounding(IntEnum):
     """``fma(x - mean, invstd * weight, bias)``."""
 
 
+class NormOrder(IntEnum):
+    """In which order a norm of rows computes, by the codes of ``native/onepass/bodies.h``."""
+
+    NORMALIZED = 0
+    """``fma((x - mean) * rstd, weight, bias)``: ATen's layer norm on x86."""
+    SEPARATE = 1
+    """``(x - mean) * rstd * weight + bias``, each rounded: torch's RMS norm where it is several calls."""
+    SCALED = 2
+    """``fma(x, rstd * weight, fma(-mean, rstd * weight, bias))``: ATen's group norm on x86."""
+    ROUNDED = 3
+    """As SEPARATE, but ``(x - mean) * rstd`` is rounded to the result's dtype: RMS norms of transformers."""
+
+
+class ComputedCurve(IntEnum):
+    """Functions of one number that are computed, by the codes of ``native/onepass/bodies.h``."""
+
+    NONE = 0
+    SILU = 1
+    GELU = 2
+    """By the error function, without ``approximate``."""
+
+
 def bytes_for(numel: int, bits: int) -> int:
     """Returns the bytes that ``numel`` fields of ``bits`` bits take when they are packed without gaps."""
     return (numel * bits + 7) // 8

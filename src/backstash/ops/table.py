@@ -68,6 +68,12 @@ ON_DEVICES: Mapping[str, str] = {
 """Why kernels that fill planes of a given size have no C++ implementation (``without`` of :func:`kernel`)."""
 
 
+IN_CUDA: Mapping[str, str] = {
+    "triton": "it is written in CUDA C++: the family's cuda.py launches it where it was built"
+}
+"""Why kernels of which nvcc and g++ compile the same source have no Triton one (``without`` of :func:`kernel`)."""
+
+
 def dynamic_size() -> Any:
     """Returns the size of an output that depends on the data, for a fake."""
     return torch.library.get_ctx().new_dynamic_size()

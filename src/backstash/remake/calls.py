@@ -185,7 +185,7 @@ class Call:
         autocast: device type, dtype and cache setting where autocast was on.
         settings: of the process, under which it ran (Note: [settings] in numerics.py).
         random_state: of the device's generator before the call, where the function draws from it.
-        statistics: batch norm's saved mean and inverse standard deviation, [C] each.
+        statistics: a norm's saved means and inverse standard deviations: of a batch norm [C] each.
         output: which of several results it is; None where the function returns a single tensor.
         group: what the same call has saved inside of the function; None where nothing was saved there.
         saved: which of the tensors that were saved inside it is, by their order; None for a result.
@@ -309,6 +309,8 @@ def call_of(
         args, kwargs = _batch_norm(args, kwargs)
         statistics = statistics_of(kwargs, result)
         tensors = tensors_in(args, kwargs)
+    elif name in ROW_NORMS:
+        statistics = row_statistics_of(result)
     inputs: list[View | Held] = []
     for x in tensors:
         given = view(x, storage, None)
@@ -416,6 +418,24 @@ def statistics_of(kwargs: Mapping[str, Any], result: Tensor) -> tuple[Held, Held
         return None
     mean, scale = (_statistic(getattr(node, f"_raw_saved_{role}").data) for role in ("result1", "result2"))
     return None if mean is None or scale is None else (mean, scale)
+
+
+ROW_NORMS = frozenset({"layer_norm", "group_norm"})
+"""Norms whose statistics are one pair for each row or group."""
+
+
+def row_statistics_of(result: Tensor) -> tuple[Held, Held] | None:
+    """The means and the inverse standard deviations that a norm of :data:`ROW_NORMS` has saved, if they are float32.
+
+    Of 16-bit inputs and weights a CPU saves statistics of 16 bits, which are not those that it has used.
+    """
+    node = result.grad_fn
+    if type(node).__name__ not in ("NativeLayerNormBackward0", "NativeGroupNormBackward0"):
+        return None
+    mean, scale = (_statistic(getattr(node, f"_raw_saved_{role}").data) for role in ("result1", "result2"))
+    if mean is None or scale is None or scale.tensor.dtype is not torch.float32:
+        return None
+    return mean, scale
 
 
 def _statistic(packed: Any) -> Held | None:

@@ -186,7 +186,11 @@ class Contents:
                 return None
             inputs.append(given)
         like = pattern.call
-        statistics = calls.statistics_of(like.kwargs, result) if like.name == "batch_norm" else None
+        statistics = None
+        if like.name == "batch_norm":
+            statistics = calls.statistics_of(like.kwargs, result)
+        elif like.name in calls.ROW_NORMS:
+            statistics = calls.row_statistics_of(result)
         return like.again(tuple(inputs), statistics, place)
 
     def move(self, content: Content, x: Tensor) -> None:

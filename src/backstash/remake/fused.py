@@ -138,13 +138,22 @@ def _matching(device: torch.device, is_channels_last: bool) -> str:
     return ""
 
 
-def has_form(recipe: Recipe) -> bool:
-    """Whether a recipe is of the form that :func:`affine` makes; its tensors may still have other layouts."""
-    return parts_of(recipe) is not None
+Parts = tuple["_Activation | None", "Recipe", Leaf, "Leaf | tuple[Recipe, View] | None"]
+"""The activation, batch norm, its input and what is added."""
 
 
-def parts_of(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | tuple[Recipe, View] | None] | None:
-    """The activation, batch norm, its input and what is added; None where the recipe has another form."""
+def parts_of(recipe: Recipe) -> Parts | None:
+    """The parts of a recipe that :func:`affine` may run; None where it has another form."""
+    if not backends.has_own_kernel("affine", recipe.call.spec.device.type):
+        return None
+    found = parts_of_any(recipe)
+    if found is None or recipe.call.spec.dtype is not torch.float32:
+        return None
+    return found if found[1].call.autocast is None and recipe.call.autocast is None else None
+
+
+def parts_of_any(recipe: Recipe) -> Parts | None:
+    """As :func:`parts_of`, of any dtype and under autocast."""
     name = recipe.call.name
     if name not in NUMBERS and name not in ("add", "batch_norm"):
         return None
@@ -153,17 +162,10 @@ def parts_of(recipe: Recipe) -> tuple[_Activation | None, Recipe, Leaf, Leaf | t
     if inner is None:
         return None
     norm, residual = _norm_and_residual(inner)
-    spec = recipe.call.spec
-    if (
-        norm.call.statistics is None
-        or isinstance(residual, Held)
-        or not backends.has_own_kernel("affine", spec.device.type)
-    ):
+    if norm.call.name != "batch_norm" or norm.call.statistics is None or isinstance(residual, Held):
         return None
     source = norm.inputs[0]
     if any(each.call.settings is not recipe.call.settings for each in (inner, norm)):
-        return None
-    if spec.dtype is not torch.float32 or norm.call.autocast is not None or recipe.call.autocast is not None:
         return None
     return (numbers, norm, source, residual) if isinstance(source, Leaf) else None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from backstash.numerics import settings, under
-from backstash.remake import fused
+from backstash.remake import fused, onepass
 from backstash.remake.calls import (
     INPUT,
     Call,
@@ -48,7 +48,7 @@ class Recipe:
         call: the last call.
         inputs: for each tensor argument, in the order of ``call.inputs``: a Leaf, something Held, or the recipe of
             what the argument is a view of, with that view.
-        fused: whether batch norm, add and relu may run as one kernel.
+        fused: whether several calls, or a norm from its saved statistics, may run as one kernel of our own.
         from_statistics: whether batch norm uses the statistics that it has saved, and not those of its present input.
         leaves: the stored values that it begins from, each as often as it is read.
         references: the program's own tensors that it reads where they are.
@@ -147,6 +147,8 @@ class Recipe:
     def _run(self, fetch: Callable[[Leaf], Tensor], out: Memory | None) -> Tensor:
         if self.fused:
             result = fused.affine(self, fetch, out)
+            if result is None:
+                result = onepass.make_in_one_pass(self, fetch, out)
             if result is not None:
                 return result
         tensors = [self._input(index, fetch, out) for index in range(len(self.inputs))]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from backstash.policies.base import MAX_DEPTH, Policy, Recompute
 from backstash.proofs import proofs
-from backstash.remake import fused, leaves, proving, roots
+from backstash.remake import leaves, onepass, proving, roots
 from backstash.remake.calls import Leaf, View
 from backstash.remake.gains import gains
 from backstash.remake.leaning import Leaning
@@ -218,7 +218,7 @@ class Remaking:
             How it is run this time; what has to be told how it has made the value's bits, None if nothing has to; and
             whether it has made a value in this place before.
         """
-        if bounded or not fused.has_form(recipe):
+        if bounded or not onepass.has_form(recipe):
             known, place.proof = place.proof, place.proof or ((), "plain")
             return "plain", None, known is not None
         spec, device = TensorSpec.of(whole), whole.device.type

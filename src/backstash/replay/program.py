@@ -118,7 +118,8 @@ class CallTree:
         inner: the calls that make some of them.
         spec: of the result.
         name: of the function.
-        affine: how it is made in one pass; None where it is not.
+        affine: how a batch norm is made in one pass; None where it is not.
+        one_pass: how another value is; None where it is not.
     """
 
     call: int
@@ -129,6 +130,7 @@ class CallTree:
     spec: TensorSpec
     name: str
     affine: AffinePass | None = None
+    one_pass: OnePassTree | None = None
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(self._inputs())})"
@@ -139,6 +141,34 @@ class CallTree:
                 yield str(self.inner[each.number])
             else:
                 yield f"v{each.number}" if each.source is InputSource.VALUE else "copy"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedInput:
+    """What a pass reads: a value, if ``call`` is -1, or else what that call has read, or saved of its input.
+
+    Attributes:
+        call: the number of the call.
+        place: which of its copies; MEAN or RSTD of remake/onepass.py for a statistic that it has saved.
+        value: an input that is a value; otherwise one that nobody reads.
+    """
+
+    call: int
+    place: int
+    value: GivenInput | None
+
+
+@dataclass(frozen=True, slots=True)
+class OnePassTree:
+    """A value that is made in one pass: see remake/onepass.py.
+
+    Attributes:
+        operands: what is read.
+        make: fills the result, given their tensors.
+    """
+
+    operands: tuple[ReplayedInput, ...]
+    make: Any
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
 from backstash.ops.layout import Rounding, images
 from backstash.policies.base import Policy, knows_room
 from backstash.redeem import accumulation, linear, table
-from backstash.remake import calls, fused
+from backstash.remake import calls, fused, onepass
 from backstash.remake.calls import INPUT, Content, Held, Leaf
 from backstash.remake.contents import Contents
 from backstash.remake.patterns import Pattern
@@ -35,6 +35,8 @@ from backstash.replay.program import (
     InputSource,
     KnownCall,
     NotedCall,
+    OnePassTree,
+    ReplayedInput,
     Save,
     SaveKind,
     SavingNode,
@@ -530,7 +532,27 @@ class _Writer:
         is_temporary = is_first and isinstance(first, tuple) and first[1].spec == call.spec
         function = OVERWRITES.get(call.name, call.function) if is_temporary else call.function
         affine = self._affine(recipe, tuple(inner)) if recipe.fused else None
-        return CallTree(number, function, _alone(call), tuple(given), tuple(inner), call.spec, call.name, affine)
+        one_pass = self._one_pass(recipe) if recipe.fused and affine is None else None
+        return CallTree(
+            number, function, _alone(call), tuple(given), tuple(inner), call.spec, call.name, affine, one_pass
+        )
+
+    def _one_pass(self, recipe: Recipe) -> OnePassTree | None:
+        found = onepass.one_pass_of(recipe)
+        if found is None:
+            return None
+        operands: list[ReplayedInput] = []
+        for each in found.operands:
+            if isinstance(each.given, Leaf):
+                leaf = self._values[id(each.given.value)]
+                given = GivenInput(InputSource.VALUE, leaf, each.given.spec, each.given.offset)
+                operands.append(ReplayedInput(-1, each.place, given))
+                continue
+            number = self._numbers[id(each.call)]  # those of the whole tree are known by now
+            if each.place < 0 and -1 in self._statistics_of(self._recorder.calls[number]):
+                return None
+            operands.append(ReplayedInput(number, each.place, None))
+        return OnePassTree(tuple(operands), found.make)
 
     def _affine(self, recipe: Recipe, inner: tuple[CallTree, ...]) -> AffinePass | None:
         parts = fused.parts_of(recipe)
@@ -596,7 +618,7 @@ class _Writer:
             return written
         mean = invstd = -1
         if noted.statistics is not None:
-            mean, invstd = self._statistics(call)
+            mean, invstd = self._statistics_of(call)
         held = [given if isinstance(given, Held) else None for given in noted.inputs]
         registers = tuple([-1 if isinstance(given, Held) else self._register(given.content) for given in noted.inputs])
         written.noted = NotedCall(
@@ -618,8 +640,8 @@ class _Writer:
         )
         return written
 
-    def _statistics(self, call: _Call) -> tuple[int, int]:
-        """The numbers of the saves that hold a batch norm's statistics."""
+    def _statistics_of(self, call: _Call) -> tuple[int, int]:
+        """The numbers of the saves that hold a norm's statistics; -1 for those of rows that are stored otherwise."""
         assert call.call is not None and call.call.statistics is not None
         numbers = []
         for held in call.call.statistics:
@@ -628,6 +650,8 @@ class _Writer:
                 for index, entry in enumerate(self._entries[call.first : call.first + call.saves])
                 if _tensor_of(entry) is not None and _tensor_of(entry).data_ptr() == held.tensor.data_ptr()
             ]
+            if len(found) != 1 and call.call.name in calls.ROW_NORMS:
+                return -1, -1
             if len(found) != 1:
                 raise RefusedError("a batch norm's statistics are not among what it saves")
             numbers.append(found[0])

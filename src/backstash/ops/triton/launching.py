@@ -12,6 +12,8 @@ from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
 from backstash.ops.bits import bits_of
+from backstash.ops.cuda import launcher
+from backstash.ops.triton import relaunching
 
 BLOCK_BYTES = 256
 """Bytes of a bit plane that one program writes or reads: 2048 mask bits, 16 elements for each of its 128 threads."""
@@ -37,7 +39,10 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
 
 
 def _run(kernel: Any, programs: int, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    kernel[(programs,)](*args, **constants)
+    if relaunching.is_asked_for() and args[0].is_cuda:
+        relaunching.run(kernel, programs, args, constants, launcher.DRIVER)
+    else:
+        kernel[(programs,)](*args, **constants)
 
 
 def number_bits(value: float, dtype: torch.dtype, wide: torch.dtype | None = None) -> int:

@@ -37,7 +37,7 @@ from backstash.planning.model.rounding import DENSE, candidates, codec_name, rea
 from backstash.policies import Action, Keep, Policy, Stash, get
 from backstash.redeem import table
 from backstash.remake.calls import Group
-from backstash.remake.fused import has_form
+from backstash.remake.onepass import has_form
 from backstash.remake.proving import equals, fetch_unguarded
 from backstash.remake.recipes import Recipe
 from backstash.saved import Need, SavedTensor, TensorSpec
