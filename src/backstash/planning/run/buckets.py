@@ -195,11 +195,8 @@ class Buckets:
             min_nbytes: values of fewer bytes are kept.
             error_limit: as for the planners of the other shapes.
         """
-        for each in self:
-            if each.planner is not None and not each.is_predicted:
-                self._measured.setdefault(each.signature, each.planner)
         kind = _kind_of(signature)
-        known = {shape: planner for shape, planner in self._measured.items() if _kind_of(shape) == kind}
+        known = {shape: planner for shape, planner in self._note_measured().items() if _kind_of(shape) == kind}
         if len(known) < LEAST_MEASURED:
             return None
         planners = list(known.values())
@@ -209,14 +206,21 @@ class Buckets:
         profile = self._family[1].profile(_sizes_of(signature), min_nbytes)
         return None if profile is None else Planner(profile, planners[0].allow, error_limit, planners)
 
+    def _note_measured(self) -> Mapping[Signature, Planner]:
+        """The planners of all shapes that were profiled, also of those that are forgotten as buckets."""
+        for each in self:
+            if each.planner is not None and not each.is_predicted:
+                self._measured[each.signature] = each.planner
+        return self._measured
+
     def helps(self, bucket: Bucket) -> bool:
         """Returns whether the profiles of other shapes may follow once this shape was profiled as well."""
-        largest = self.largest()
-        if largest is None or bucket.planner is not None or len(self._measured) >= MOST_MEASURED:
+        largest, measured = self.largest(), self._note_measured()
+        if largest is None or bucket.planner is not None or len(measured) >= MOST_MEASURED:
             return False
         if self._family is not None and not self._family[1].wanted:
             return False
-        ratios = [size_ratio(shape, bucket.signature) for shape in (largest.signature, *self._measured)]
+        ratios = [size_ratio(shape, bucket.signature) for shape in (largest.signature, *measured)]
         is_own_kind = _kind_of(bucket.signature) == _kind_of(largest.signature)
         return is_own_kind and ratios[0] <= 1 and all(abs(math.log(ratio)) > NEAR for ratio in ratios)
 

@@ -504,7 +504,8 @@ class Budgeted(Following):
 
     def guarded(self, bucket: Bucket, plan: Plan, budget: int) -> Policy:
         """The policy for a plan of that bucket: the plan itself where nothing is left to be held in less."""
-        self._guards = [guard for guard in self._guards if guard.plan is not bucket.plan]
+        others = {id(each.plan) for each in self.buckets if each is not bucket}
+        self._guards = [guard for guard in self._guards if id(guard.plan) in others]
         policy = in_front_of(plan, budget, "spill" if "spill" in (self._options.get("stores") or {}) else None)
         if isinstance(policy, Guard):
             self._guards.append(policy)
