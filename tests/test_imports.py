@@ -204,6 +204,7 @@ ALLOWED: dict[str, set[str]] = {
         "testing",
         "verifying",
         "integrations",
+        "planning.model.allocator",
         "planning.model.trace",
         "planning.search.schedule",
         "planning.model.problem",

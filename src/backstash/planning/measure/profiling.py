@@ -433,10 +433,10 @@ def profile_of(
     for planned in values:
         held[planned.born] += planned.nbytes
         held[planned.reads[-1] + 1] -= planned.nbytes
-    base, now = [], 0
+    moments, now = [], 0
     for number, position in enumerate(line.positions):
         now += held[number]
-        base.append(position.most_nbytes - now)
+        moments.append(tuple(nbytes - now for nbytes in position.moments))
     module_of = {read: value.module for value in values for read in value.reads}
     positions = tuple(
         Position(each.name or "let go", module_of.get(number, ""), each.is_backward, times[number])
@@ -445,7 +445,7 @@ def profile_of(
     resident = sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for m in models for p in m.parameters())
     return StepProfile(
         positions,
-        tuple(base),
+        tuple(max(each) for each in moments),
         tuple(values),
         peak_nbytes,
         resident,
@@ -455,6 +455,7 @@ def profile_of(
         tries=tuple(word for word in ALLOW if word in {*survey.tries, "lossless", "recompute"}),
         store="host" if link is None else link.store,
         directory="" if link is None else link.directory,
+        moments=tuple(moments),
     )
 
 

@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backstash.planning.measure.events import NODE, PREFIX, walk
+from backstash.planning.model.allocator import Change
 from backstash.torch_internals import profiler_event
+
+MOST_MOMENTS = 16
+"""Of a position with more moments, the most bytes alone are kept."""
 
 
 @dataclass
@@ -26,12 +30,36 @@ class At:
         is_backward: whether it is an autograd node.
         seconds: its time under the profiler.
         most_nbytes: the most bytes alive in it.
+        moments: the bytes alive each time when they had risen and were about to fall, in their order, at least one; of
+            more than MOST_MOMENTS the most alone.
     """
 
     name: str
     is_backward: bool
     seconds: float
     most_nbytes: int
+    moments: list[int] = field(default_factory=list)
+    _last: int = 0
+    _is_rising: bool = True
+    _has_many: bool = False
+
+    def __post_init__(self) -> None:
+        self.moments = [self.most_nbytes]
+        self._last = self.most_nbytes
+
+    def note(self, nbytes: int) -> None:
+        """From now on, so many bytes are alive."""
+        self.most_nbytes = max(self.most_nbytes, nbytes)
+        is_rising = nbytes > self._last
+        if self._has_many:
+            self.moments[0] = self.most_nbytes
+        elif is_rising and self._is_rising:
+            self.moments[-1] = nbytes
+        elif is_rising:
+            self.moments.append(nbytes)
+            if len(self.moments) > MOST_MOMENTS:
+                self.moments, self._has_many = [self.most_nbytes], True
+        self._last, self._is_rising = nbytes, is_rising
 
 
 @dataclass
@@ -117,6 +145,7 @@ class Timeline:
         born: by the key of a value, the position from which on only autograd holds it.
         reads: by the key of a value, the positions that read it.
         trials: by their numbers, what the trials of a survey have allocated.
+        changes: the allocations and releases of the step, in their order, for a model of an allocator.
 
     Note: [where a step begins]
         The profiler does not report that memory is freed which was allocated before it was started. In a program's own
@@ -135,6 +164,7 @@ class Timeline:
     born: dict[str, int] = field(default_factory=dict)
     reads: dict[str, list[int]] = field(default_factory=dict)
     trials: dict[int, Trial] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for _ in self.read(self.events):
@@ -160,11 +190,12 @@ class Timeline:
                 if facts.device.type != self.device or not facts.alloc_size:
                     continue
                 alive.change(facts, self.positions[-1].is_backward)
+                if trial is None:
+                    self.changes.append(Change(facts.ptr, max(0, facts.alloc_size)))
                 if trial is not None:
                     trial.most = max(trial.most, alive.nbytes)
                 else:
-                    latest = self.positions[-1]
-                    latest.most_nbytes = max(latest.most_nbytes, alive.nbytes)
+                    self.positions[-1].note(alive.nbytes)
             elif event.name.startswith(PREFIX):
                 kind, _, text = event.name.removeprefix(PREFIX).partition(" ")
                 noted = json.loads(text)
@@ -198,3 +229,4 @@ class Timeline:
         self.born.clear()
         self.reads.clear()
         self.trials.clear()
+        self.changes.clear()

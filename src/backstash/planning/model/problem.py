@@ -188,6 +188,8 @@ class StepProfile:
         tries: the families of choices that were tried on the values (see budget.py).
         store: name of the store that a value is moved to.
         directory: folder of that store's file, if it is a disk store.
+        moments: for each position the bytes of ``base_nbytes`` each time when they had risen and were about to fall;
+            empty where they were not noted. From those of several shapes the base of another one follows (shapes.py).
         tries_more: takes the profile of the step once more with more families of choices, and returns it; None for a
             profile that was read from a file. It is no part of the data.
         reorders: proves that the loss of the model's head may be computed in chunks of so many bytes of logits, and
@@ -225,6 +227,7 @@ class StepProfile:
     tries: tuple[str, ...] = ("lossless", "recompute", "offload", "bounded")
     store: str = "host"
     directory: str = ""
+    moments: tuple[tuple[int, ...], ...] = ()
     rehearse: ClassVar[Callable[[Any], tuple[int, ...]] | None] = None
     clock: ClassVar[Callable[..., float] | None] = None
     off_by: ClassVar[Callable[[Any], float | None] | None] = None
@@ -267,6 +270,8 @@ class StepProfile:
         count = len(self.positions)
         if not count or len(self.base_nbytes) != count:
             return f"there are {len(self.base_nbytes)} base_nbytes, or no position at all"
+        if self.moments and tuple(max(each, default=None) for each in self.moments) != self.base_nbytes:
+            return "the most bytes of each position's moments are not its base_nbytes"
         if self.plain_peak_nbytes < 0 or self.held_nbytes < 0:
             return "plain_peak_nbytes or held_nbytes is negative"
         if max(map(abs, (self.plain_peak_nbytes, self.held_nbytes, *self.base_nbytes))) > LARGEST:

@@ -5,6 +5,12 @@ Note: [new shapes]
     profiled: if it is no larger, by that shape's plan, whose peak it cannot pass; if it is larger, by the plan for a
     budget that is smaller by as much. Steps grow in proportion to their batch, and no faster than with the square of a
     sequence's length. A larger shape is never run with everything kept, so no step takes more than the first ones.
+
+    When some shapes were profiled, three where one number varies, the profiles of others follow from theirs
+    (model/shapes.py), and with them a plan before the first step, whose peak is known then. So no further shape is
+    profiled, be it smaller or larger, unless its step turns out to be another one. Where every step has a shape of its
+    own, none comes back to be timed and tried at leisure. So of the second shape and the third one step is recorded, in
+    which everything is tried at once.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +29,7 @@ from torch import Tensor
 
 from backstash import accelerator
 from backstash.planning.model.plan import Plan
+from backstash.planning.model.shapes import Family
 from backstash.planning.run.plan_files import PlanFiles
 from backstash.planning.run.within import Within
 from backstash.planning.search.planner import Planner
@@ -34,6 +41,15 @@ from backstash.session import Session
 
 MOST_BUCKETS = 32
 """How many shapes have a plan at the same time. The one that was not met for the longest time is forgotten first."""
+
+LEAST_MEASURED = 3
+"""How many shapes are profiled at least until those of others follow from them."""
+
+MOST_MEASURED = 12
+"""How many shapes are profiled at most for the sake of others."""
+
+NEAR = 0.05
+"""The logarithm of the ratio of two shapes that tell nothing more about others than one of them."""
 
 MOST_TENSORS = 64
 """How many tensors of a step's inputs are looked at."""
@@ -95,6 +111,7 @@ class Bucket:
         is_done: whether nothing remains to be measured.
         surveys: how often it was profiled.
         met: how many of its steps have begun.
+        is_predicted: whether its profile follows from those of other shapes.
         plain_nbytes: the counted peak of its plain step; 0 if it was not profiled.
     """
 
@@ -108,6 +125,12 @@ class Bucket:
     is_done: bool = False
     surveys: int = 0
     met: int = 0
+    is_predicted: bool = False
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it was profiled."""
+        return self.planner is not None and not self.is_predicted
 
     @property
     def plain_nbytes(self) -> int:
@@ -122,6 +145,9 @@ class Buckets:
         folder: where plans are kept from run to run; None for nowhere.
         settings: what a plan depends on beside the step.
 
+    Attributes:
+        recorded_share: the time of a plain step, as a share of that of a recorded one.
+
     Raises:
         PlanError: there is no such folder.
     """
@@ -131,6 +157,9 @@ class Buckets:
         self._settings = [str(each) for each in settings]
         self._by_signature: OrderedDict[Signature, Bucket] = OrderedDict()
         self._plans: OrderedDict[str, Plan] = OrderedDict()
+        self._measured: OrderedDict[Signature, Planner] = OrderedDict()
+        self._family: tuple[Sequence[Planner], Family] | None = None
+        self.recorded_share = 1.0
 
     def __len__(self) -> int:
         return len(self._by_signature)
@@ -151,14 +180,55 @@ class Buckets:
 
     def largest(self) -> Bucket | None:
         """The profiled bucket whose plain step takes the most."""
-        return max(
-            (each for each in self if each.planner is not None), key=lambda each: each.plain_nbytes, default=None
-        )
+        return max((each for each in self if each.is_measured), key=lambda each: each.plain_nbytes, default=None)
+
+    @property
+    def planners(self) -> list[Planner]:
+        """The planners of the shapes that were profiled."""
+        return [each.planner for each in self if each.planner is not None and not each.is_predicted]
+
+    def predicted(self, signature: Signature, min_nbytes: int, error_limit: float | None) -> Planner | None:
+        """Returns a planner of a shape whose profile follows from those of other shapes; None where it does not.
+
+        Args:
+            signature: of its inputs.
+            min_nbytes: values of fewer bytes are kept.
+            error_limit: as for the planners of the other shapes.
+        """
+        kind = _kind_of(signature)
+        known = {shape: planner for shape, planner in self._note_measured().items() if _kind_of(shape) == kind}
+        if len(known) < LEAST_MEASURED:
+            return None
+        planners = list(known.values())
+        if self._family is None or self._family[0] != planners:
+            sizes = [_sizes_of(shape) for shape in known]
+            self._family = planners, Family(sizes, [planner.profile for planner in planners])
+        profile = self._family[1].profile(_sizes_of(signature), min_nbytes)
+        return None if profile is None else Planner(profile, planners[0].allow, error_limit, planners)
+
+    def _note_measured(self) -> Mapping[Signature, Planner]:
+        """The planners of all shapes that were profiled, also of those that are forgotten as buckets."""
+        for each in self:
+            if each.planner is not None and not each.is_predicted:
+                self._measured[each.signature] = each.planner
+        return self._measured
+
+    def helps(self, bucket: Bucket) -> bool:
+        """Returns whether the profiles of other shapes may follow once this shape was profiled as well."""
+        largest, measured = self.largest(), self._note_measured()
+        if largest is None or bucket.planner is not None or len(measured) >= MOST_MEASURED:
+            return False
+        if self._family is not None and not self._family[1].wanted:
+            return False
+        ratios = [size_ratio(shape, bucket.signature) for shape in (largest.signature, *measured)]
+        is_own_kind = _kind_of(bucket.signature) == _kind_of(largest.signature)
+        return is_own_kind and ratios[0] <= 1 and all(abs(math.log(ratio)) > NEAR for ratio in ratios)
 
     def clear(self) -> None:
         """Forgets all of them, and the plans that are kept in no folder."""
         self._by_signature.clear()
         self._plans.clear()
+        self._measured.clear()
 
     # -- plans by fingerprint ------------------------------------------------------------------------------------
 
@@ -183,6 +253,15 @@ class Buckets:
             self._plans.popitem(last=False)
         if self.files is not None:
             self.files.write(fingerprint, plan)
+
+
+def _kind_of(signature: Signature) -> tuple[tuple[int, str], ...]:
+    """What inputs have in common that differ in their sizes alone."""
+    return tuple((len(shape), dtype) for shape, dtype in signature)
+
+
+def _sizes_of(signature: Signature) -> tuple[int, ...]:
+    return tuple(size for shape, _ in signature for size in shape)
 
 
 class Alike(Wrapper):

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import nn
@@ -83,6 +83,10 @@ class Budgeted(Following):
         agree: whether all ranks of the process group keep the budget together: they take one plan where their steps are
             alike, and where no plan fits one of them, all raise its error (Note: [ranks that agree] in agreement.py).
             Each rank makes it in the same order, after the process group.
+        of: which bytes the budget is of: ``"allocated"``, those of tensors, or ``"reserved"``, those that CUDA's
+            allocator takes of the device for them (model/allocator.py), its fragmentation included. A plan whose
+            counted step would reserve more than the budget is replaced by a leaner one. On CPU that tells what a GPU
+            would take.
         options: further arguments of :class:`backstash.Session`. A store of the name ``"spill"`` among its ``stores``
             takes what is above the plan; on a GPU the host does, where there is none.
 
@@ -123,8 +127,15 @@ class Budgeted(Following):
         folder: str | Path | None = None,
         offload_to: str | os.PathLike[str] | None = None,
         agree: bool = False,
+        of: Literal["allocated", "reserved"] = "allocated",
         **options: Any,
     ) -> None:
+        if of not in ("allocated", "reserved"):
+            raise PlanError(
+                f"training within a budget was asked for with of={of!r:.80}, but a budget is one of 'allocated' or of "
+                f"'reserved' memory. Pass one of these words."
+            )
+        self.of = of
         parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
         self.tries = families(allow)
         if device is not None and not accelerator.is_here(device):
@@ -138,10 +149,10 @@ class Budgeted(Following):
         self.error_limit = error_limit
         self.device = device or accelerator.kind() or "cpu"
         self.link = measured(self.device, offload_to) if "offload" in self.tries else None
-        limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory
+        limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory, of
         self.buckets = Buckets(folder, (*limits, self.allow, min_nbytes, self.device))
         self._arguments = {**options, "error_limit": error_limit, "plan": plan, "min_nbytes": min_nbytes}
-        self._arguments |= {"device": device, "folder": folder, "offload_to": offload_to, "agree": agree}
+        self._arguments |= {"device": device, "folder": folder, "offload_to": offload_to, "agree": agree, "of": of}
         self._options = options | ({} if min_nbytes is None else {"min_nbytes": min_nbytes})
         self.given = plan
         self._steps = 0  # of Sessions that are not used any more
@@ -345,6 +356,8 @@ class Budgeted(Following):
             found = planned[-1].found
         escalated = sum(guard.escalated for guard in self._guards)
         trouble = found.trouble or (MIXED if self.order.is_mixed else "")
+        predicted = sum(each.is_predicted for each in planned)
+        found = replace(found, predicted=predicted)
         return replace(found, shapes=len(planned), escalated=escalated, retried=self._retried, trouble=trouble)
 
     def report(self) -> Report:
@@ -412,9 +425,12 @@ class Budgeted(Following):
         if self._course is not None and self._course.is_over(bucket):
             self.abandon()
         may_start = self._course is None and not self.phase and not bucket.is_done
-        if may_start and (bucket.met > 1 or self.buckets.largest() is None):
+        if may_start and self._may_predict and self.buckets.helps(bucket):
+            self._start(Course(self, bucket, is_for_others=True))
+        elif may_start and (bucket.met > 1 or self.buckets.largest() is None):
             self._start(Course(self, bucket))
-        self._session = bucket.session
+        borrowed = None if self._course is None else self._course.session_for(bucket)
+        self._session = bucket.session if borrowed is None else borrowed
         if isinstance(self._session, Unhooked):
             self._session.begin_step()
         self._attach()
@@ -433,8 +449,44 @@ class Budgeted(Following):
                 bucket.is_done = False
                 guard.most_excess = 0
 
+    @property
+    def _may_predict(self) -> bool:
+        """Whether steps of other shapes are alike but for their sizes: single passes, whose values are not rounded."""
+        return self.period <= 1 and not self.order.is_mixed and "bounded" not in self.tries
+
+    def _predicted(self, bucket: Bucket) -> Policy | None:
+        """The plan of a shape whose profile follows from those of others; None where it does not."""
+        largest = self.buckets.largest()
+        if largest is None or not self._may_predict or self.given is not None:
+            return None
+        smallest = self._options.get("min_nbytes", 0)
+        planner = self.buckets.predicted(bucket.signature, smallest, self.error_limit)
+        if planner is None:
+            return None
+        budget = self.nbytes_of(largest.plain_nbytes)
+        nbytes = max(1, budget - largest.margin)
+        while not planner.has_found(nbytes) and next(planner.search(), self) is not self:
+            pass  # a step that is larger than those before may need what none of these did
+        plan = planner.plan_so_far(nbytes)
+        bucket.planner, bucket.is_predicted, bucket.margin = planner, True, largest.margin
+        bucket.found = Within(
+            budget_nbytes=budget,
+            plain_nbytes=planner.profile.plain_peak_nbytes,
+            planned_nbytes=plan.peak_nbytes,
+            plain_seconds=planner.profile.seconds,
+            plans=1,
+            plan=plan,
+            trouble="" if plan.peak_nbytes <= budget else f"no plan fits {bucket.signature}: the leanest one is used",
+        )
+        policy = self.guarded(bucket, plan, max(budget, plan.budget))
+        bucket.plan = plan
+        return policy
+
     def _derived(self, bucket: Bucket) -> Policy:
         """The policy for the first steps of a bucket (Note: [new shapes])."""
+        predicted = self._predicted(bucket)
+        if predicted is not None:
+            return predicted
         known = self.buckets.largest()
         if known is None or known.planner is None:
             if self.given is None:
@@ -511,7 +563,8 @@ class Budgeted(Following):
 
     def guarded(self, bucket: Bucket, plan: Plan, budget: int) -> Policy:
         """The policy for a plan of that bucket: the plan itself where nothing is left to be held in less."""
-        self._guards = [guard for guard in self._guards if guard.plan is not bucket.plan]
+        others = {id(each.plan) for each in self.buckets if each is not bucket}
+        self._guards = [guard for guard in self._guards if id(guard.plan) in others]
         policy = in_front_of(plan, budget, "spill" if "spill" in (self._options.get("stores") or {}) else None)
         if isinstance(policy, Guard):
             self._guards.append(policy)

@@ -64,6 +64,7 @@ from backstash.planning.measure.survey import (
     Survey,
 )
 from backstash.planning.measure.timeline import Timeline
+from backstash.planning.model.allocator import reserved_by
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.agreement import Agreement
@@ -192,7 +193,7 @@ class MeasuredLoop(Protocol):
 
     Attributes:
         adds_up, may_add_up, cycles, forwards, last, order, passed, period, recording: as in Following.
-        agreement, allow, budget, device, error_limit, is_hurried, spared: as in Budgeted.
+        agreement, allow, budget, device, error_limit, is_hurried, of, spared: as in Budgeted.
         buckets: the kinds of steps.
         given: the plan that the user gave; None where there is none.
         has_planned: whether a plan was made.
@@ -219,6 +220,7 @@ class MeasuredLoop(Protocol):
     has_planned: bool
     is_hurried: bool
     link: Link | None
+    of: Literal["allocated", "reserved"]
     spared: Callable[[], int]
     tries: tuple[str, ...]
 
@@ -248,6 +250,9 @@ class MeasuredLoop(Protocol):
     def go_back(self, bucket: Bucket, session: Session) -> None:
         """As Budgeted.go_back."""
 
+    def session_with(self, policy: Policy) -> Session:
+        """As Budgeted.session_with."""
+
     def guarded(self, bucket: Bucket, plan: Plan, budget: int) -> Policy:
         """As Budgeted.guarded."""
 
@@ -270,10 +275,13 @@ class Course:
     Args:
         owner: the loop, which opens the Sessions.
         bucket: the kind of steps.
+        is_for_others: whether a single step is recorded of it, or of another kind of which that helps as much.
     """
 
-    def __init__(self, owner: MeasuredLoop, bucket: Bucket) -> None:
+    def __init__(self, owner: MeasuredLoop, bucket: Bucket, is_for_others: bool = False) -> None:
         self._owner: MeasuredLoop = weakref.proxy(owner)  # which holds this object
+        self._is_for_others = is_for_others
+        self._keeping: tuple[KeepForSurvey, Session] | None = None  # for that step
         self._bucket = bucket
         self._seconds = 0.0  # of a plain step
         self._plain: list[float] = []  # times of plain steps
@@ -284,11 +292,19 @@ class Course:
 
     def is_over(self, bucket: Bucket) -> bool:
         """Is told of each forward pass. Returns whether this course waits in vain, because other shapes come."""
-        self._passed = 0 if bucket is self._bucket else self._passed + 1
+        is_own = bucket is self._bucket or (self._is_for_others and self._owner.buckets.helps(bucket))
+        self._passed = 0 if is_own else self._passed + 1
         return self._passed > PATIENCE and self._owner.buckets.largest() is not None
+
+    def session_for(self, bucket: Bucket) -> Session | None:
+        """Returns the Session that the next step of a kind borrows; None where it has its own."""
+        return None if self._keeping is None or not self._owner.buckets.helps(bucket) else self._keeping[1]
 
     def run(self) -> Waiting:
         """Measures. Yields what it waits for."""
+        if self._is_for_others:
+            yield from self._record_for_others()
+            return
         bucket, owner = self._bucket, self._owner
         if bucket.planner is not None and (bucket.plan is None or not bucket.plan.unknown):
             yield from self._plan_within()  # the profile is known, and its plan needs more room or was not counted
@@ -447,22 +463,65 @@ class Course:
         bucket = self._bucket
         line = yield from self._read(lines[0])
         kept = max(position.most_nbytes for position in line.positions)
-        self._seconds = self._seconds or sum(position.seconds for position in line.positions)
+        recorded = sum(position.seconds for position in line.positions)
+        self._seconds = self._seconds or recorded
+        owner.buckets.recorded_share = self._seconds / recorded if recorded else 1.0
         squares: dict[str, float] = {}
         if "bounded" in owner.tries:
             yield from self._probe(surveys[-1], squares)
             self._wait_under(None if is_first else before)
         profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
-        planned = {value.key for value in profile.values}
         skipped = {key for survey in surveys for key in survey.found} - surveys[-1].found.keys()  # of other branches
-        asked = keeping[-1].asked
-        of_others = owner.order.values - {without_cycle(key) for key in planned}
-        skipped |= {key for key in asked if without_cycle(key) in of_others}
-        others_asked = tuple(key for key in asked if key not in planned and key not in skipped)
-        profile = replace(profile, others=others_asked, cycles=owner.forwards)
+        profile = self._asked(profile, keeping[-1], skipped)
         bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=self._seconds)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
+        bucket.is_predicted = False
+
+    def _asked(self, profile: StepProfile, keeping: KeepForSurvey, skipped: set[str]) -> StepProfile:
+        """The profile, with what a plan will be asked about beside its values."""
+        owner = self._owner
+        planned = {value.key for value in profile.values}
+        of_others = owner.order.values - {without_cycle(key) for key in planned}
+        skipped |= {key for key in keeping.asked if without_cycle(key) in of_others}
+        others = tuple(key for key in keeping.asked if key not in planned and key not in skipped)
+        return replace(profile, others=others, cycles=owner.forwards)
+
+    def _record_for_others(self) -> Waiting:
+        """Records one step of a shape from which the profiles of others may follow (Note: [new shapes] in buckets.py).
+
+        Everything is tried in it, so it takes as long as some dozens of plain steps.
+        """
+        owner = self._owner
+        keeping = KeepForSurvey(cycles=owner.forwards)
+        lines: list[list[Event]] = []
+        surveys: list[Survey] = []
+
+        def watcher() -> Births:
+            surveys.append(Survey(owner.tries, Stopwatch(), KindMeasurements()))
+            return surveys[-1]
+
+        def keep() -> None:
+            self._keeping = keeping, owner.session_with(keeping)
+
+        def stop() -> None:
+            assert owner.last is not None
+            self._bucket, self._keeping = owner.last, None
+
+        yield from self._record(watcher, lines, True, keep, stop)
+        self._keeping = None
+        if not lines:
+            return
+        bucket = self._bucket
+        line = yield from self._read(lines[0])
+        kept = max(position.most_nbytes for position in line.positions)
+        seconds = owner.buckets.recorded_share * sum(position.seconds for position in line.positions)
+        profile = profile_of(line, surveys[-1], kept, seconds, [], owner.device, owner.link)
+        profile = self._asked(profile, keeping, set())
+        bucket.surveys += 1
+        bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=seconds)
+        owner.profiled(profile)
+        bucket.planner = Planner(profile, owner.allow, owner.error_limit, owner.buckets.planners)
 
     def _try_choices(self, survey: Callable[[float], Survey], is_any: bool) -> Waiting:
         """Tries the choices of values in as many steps as that takes, a share in each of them.
@@ -623,8 +682,11 @@ class Course:
         self._times = []
         if lines:
             line = yield from self._read(lines[0])
-            reached = max(position.most_nbytes for position in line.positions)
-            bucket.found = replace(bucket.found, reached_nbytes=reached)
+            reached, fragmented = max(position.most_nbytes for position in line.positions), 0
+            if self._owner.of == "reserved":
+                taken = reserved_by(line.changes)
+                reached, fragmented = taken.reserved_nbytes, taken.fragmented_nbytes
+            bucket.found = replace(bucket.found, reached_nbytes=reached, fragmented_nbytes=fragmented)
 
     def _improve(self) -> Waiting:
         """Goes on with the search while steps run under the first plan that was found, and takes a faster one."""
@@ -708,6 +770,8 @@ class Course:
                 yield "cycle"
             owner.watch(None)
             is_own = owner.last is self._bucket or (is_any and (tried >= MOST_SMALLER or self._is_as_large(owner.last)))
+            if self._is_for_others:
+                is_own = owner.last is not None and owner.buckets.helps(owner.last)
             is_full = owner.adds_up or not owner.may_add_up or period > 1  # Note: [accumulated gradients]
             alone += is_own and not is_full
             if is_own and (is_full or alone > MOST_ALONE):

@@ -17,6 +17,7 @@ class Within:
         plain_nbytes: the counted peak of a plain step.
         planned_nbytes: the peak that the plan predicts.
         reached_nbytes: the counted peak of a step under the plan.
+        fragmented_nbytes: how many of them could not be used, where the budget is of reserved memory.
         plain_seconds: time of a plain step.
         seconds: usual time of a step under the plan; 0.0 if none was timed.
         measured_passes: how many backward passes ran until all was measured and planned, or so far.
@@ -24,6 +25,7 @@ class Within:
         plans: how many plans were made.
         plan: the last one.
         shapes: how many kinds of steps, by the shapes of their inputs, have a plan of their own.
+        predicted: of how many of them the plan was there before their first step, because it followed from others.
         escalated: how many values were held in less than planned, because more than planned was held before them.
         retried: how many forward passes ran once more after an allocation had failed.
         trouble: why there is no plan, or why the budget may not be kept, or why a plan does less than is allowed; empty
@@ -34,6 +36,7 @@ class Within:
     plain_nbytes: int = 0
     planned_nbytes: int = 0
     reached_nbytes: int = 0
+    fragmented_nbytes: int = 0
     plain_seconds: float = 0.0
     seconds: float = 0.0
     measured_passes: int = 0
@@ -41,6 +44,7 @@ class Within:
     plans: int = 0
     plan: Plan | None = None
     shapes: int = 0
+    predicted: int = 0
     escalated: int = 0
     retried: int = 0
     trouble: str = ""
@@ -56,7 +60,8 @@ class Within:
         parts.append(f"planned {amount(self.planned_nbytes)}")
         if self.reached_nbytes:
             over = " (above the budget)" if self.reached_nbytes > self.budget_nbytes else ""
-            parts.append(f"reached {amount(self.reached_nbytes)}{over}")
+            holes = f", {amount(self.fragmented_nbytes)} of it fragmented" if self.fragmented_nbytes else ""
+            parts.append(f"reached {amount(self.reached_nbytes)}{over}{holes}")
         if self.plan.error:
             parts.append(f"gradients predicted to be off by {self.plan.error:.2%} of their length")
         if self.seconds and self.plain_seconds:
@@ -64,7 +69,8 @@ class Within:
         if self.measured_seconds:
             parts.append(f"measured and planned in {self.measured_passes} passes and {self.measured_seconds:.2f} s")
         if self.shapes > 1:
-            parts.append(f"{self.shapes} shapes of input")
+            before = f", {self.predicted} of them planned before their first step" if self.predicted else ""
+            parts.append(f"{self.shapes} shapes of input{before}")
         if self.escalated:
             parts.append(f"{self.escalated} values held in less than planned")
         if self.retried:

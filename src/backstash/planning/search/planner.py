@@ -31,7 +31,7 @@ from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import Choice, StepProfile
 from backstash.planning.model.rounding import codec_named
 from backstash.planning.search.exact import Solution, exact, solution
-from backstash.planning.search.greedy import Frontier
+from backstash.planning.search.greedy import Frontier, best
 from backstash.planning.search.spare import spare_ways
 from backstash.planning.search.timings import Timings
 from backstash.planning.search.usual import like_lossless
@@ -69,6 +69,7 @@ class Planner:
 
     Args:
         profile, allow, error_limit: as for :func:`plan`.
+        others: planners of other shapes of the same program. What they have found is tried here before any search.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Planner:
         profile: StepProfile,
         allow: str | Sequence[str] = ("lossless", "recompute"),
         error_limit: float | None = None,
+        others: Sequence[Planner] = (),
     ) -> None:
         if not isinstance(profile, StepProfile):
             raise PlanError(
@@ -100,6 +102,30 @@ class Planner:
         self._alive: dict[Solution, Bytes] = {}  # bytes that were alive at each position, with what is reserved
         self._measured: dict[Solution, float] = {}
         self._timings = Timings(profile)
+        self._of_others = self._translated(others)
+
+    def _translated(self, others: Sequence[Planner]) -> list[Solution]:
+        """What other planners have found so far, as solutions of this step: what it does not know is kept."""
+        index = [{choice.name: at for at, choice in enumerate(value.choices)} for value in self._allowed.values]
+        found: dict[tuple[int, ...], None] = {}
+        for other in others:
+            keys = [value.key for value in other._allowed.values]
+            for each in other.known_solutions:
+                choices = zip(other._allowed.values, each.choices, strict=True)
+                names = dict(zip(keys, (value.choices[at].name for value, at in choices), strict=True))
+                here = zip(self._allowed.values, index, strict=True)
+                found[tuple(known.get(names.get(value.key, "keep"), 0) for value, known in here)] = None
+        sound = [each for each in found if any(each) and not self._model.remakes_what_has_an_error(each)]
+        solved = [solution(self._model, each) for each in sound]
+        return [each for each in solved if not self._limit or each.error <= self._limit]
+
+    @property
+    def known_solutions(self) -> tuple[Solution, ...]:
+        """The best ways to hold the values that are known so far, in the order of their peaks."""
+        if self._solutions:
+            return self._solutions
+        found = [] if self._frontier is None else self._frontier.solutions()
+        return self._below_plain(best([*found, *self._of_others]))
 
     @property
     def solutions(self) -> tuple[Solution, ...]:
@@ -125,7 +151,7 @@ class Planner:
             for tried, _ in enumerate(self._searching):  # no "yield from", which would end the search with who left it
                 note_progress("searching for plans", tried)
                 yield
-            self._solutions = self._below_plain(self._frontier.solutions())
+            self._solutions = self._below_plain(best([*self._frontier.solutions(), *self._of_others]))
 
     def _search_anew(self) -> None:
         self._frontier, self._solutions = None, ()
@@ -137,18 +163,19 @@ class Planner:
     def has_found(self, nbytes: int) -> bool:
         """Whether a solution within so many bytes is known already."""
         lowest = None if self._frontier is None else self._frontier.lowest_nbytes
-        return self._everything.peak_nbytes <= nbytes or (lowest is not None and lowest <= nbytes)
+        is_known = any(each.peak_nbytes <= nbytes for each in (self._everything, *self._of_others))
+        return is_known or (lowest is not None and lowest <= nbytes)
 
     def plan_so_far(self, nbytes: int) -> Plan:
-        """Returns the fastest plan of those that were found so far within so many bytes, of which there is one.
+        """Returns the fastest plan of those found so far within so many bytes, or else that of the least peak.
 
-        What it predicts is right, but nothing faster was searched for.
+        What it predicts is right, but nothing faster or smaller was searched for.
         """
-        if self._everything.peak_nbytes <= nbytes or self._frontier is None:
+        if self._everything.peak_nbytes <= nbytes:
             return self._plan(nbytes, self._everything)
-        known = self._below_plain(self._frontier.solutions())
-        found = next(found for found in reversed(known) if found.peak_nbytes <= nbytes)
-        return self._with_drafts(self._plan(nbytes, found, known), found)
+        known = self.known_solutions
+        found = next((found for found in reversed(known) if found.peak_nbytes <= nbytes), known[0])
+        return self._with_drafts(self._plan(max(nbytes, found.peak_nbytes), found, known), found)
 
     def plan(self, budget: int | str, solver: Literal["greedy", "exact"] = "greedy") -> Plan:
         """Returns the plan for a budget. See :func:`plan`."""
@@ -273,8 +300,8 @@ class Planner:
         """Returns the fastest solution within a budget, rehearsed if that is possible; None if there is none."""
         chosen = next((found for found in reversed(self.solutions) if found.peak_nbytes <= nbytes), None)
         if solver == "exact":
-            best = exact(self._model, nbytes, self._limit)
-            chosen = best if best is not None and (chosen is None or best.seconds < chosen.seconds) else chosen
+            solved = exact(self._model, nbytes, self._limit)
+            chosen = solved if solved is not None and (chosen is None or solved.seconds < chosen.seconds) else chosen
         if self.profile.rehearse is not None:
             chosen = self._rehearse(nbytes, chosen)
         return chosen

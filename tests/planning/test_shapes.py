@@ -1,0 +1,191 @@
+"""Profiles of shapes that were never run follow from those of a few others, and so do their plans."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from backstash.planning.model.peak import PeakModel
+from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.planning.model.shapes import Family
+from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.search.planner import Planner
+
+LENGTHS = (64, 96, 160)
+
+
+def transformer(batch: int, length: int, layers: int = 3, smallest: int = 0, extra: bool = False) -> StepProfile:
+    """A step of layers with an attention, as bytes and seconds that are known for every batch and length.
+
+    Args:
+        batch, length: its sizes.
+        layers: how many.
+        smallest: values of fewer bytes are part of the base.
+        extra: whether a kernel in the middle takes memory in a second way.
+    """
+    hidden, scores = 4 * batch * length * 32, 4 * batch * 2 * length * length
+    names: list[tuple[str, bool]] = []
+    moments: list[tuple[int, ...]] = []
+    facts: list[tuple[str, int, list[int], int]] = []
+    for layer in range(layers):
+        for name, shape, nbytes in (
+            ("linear", [batch, length, 32], hidden),
+            ("softmax", [batch, 2, length, length], scores),
+        ):
+            names.append((name, False))
+            moments.append((hidden + scores, 2 * scores) if name == "softmax" else (3 * hidden,))
+            if nbytes >= smallest:
+                names.append(("let go", False))
+                moments.append((hidden,))
+            facts.append((f"{layer}/{name}", nbytes, shape, len(names) - 1))
+    reads = {}
+    for key, nbytes, _, _ in reversed(facts):
+        reads[key] = len(names)
+        names.append((f"{key[2:]}Backward0", True))
+        moments.append((nbytes + 4096,) * (2 if extra and key == "1/softmax" else 1))
+    held = [(key, nbytes, shape, born) for key, nbytes, shape, born in facts if nbytes >= smallest]
+    for key, nbytes, _, born in facts:
+        if nbytes < smallest:
+            for at in range(born, reads[key] + 1):
+                moments[at] = tuple(each + nbytes for each in moments[at])
+    index = {key: number for number, (key, _, _, _) in enumerate(held)}
+    values = []
+    for key, nbytes, shape, born in held:
+        mask = Choice("bitmask", "encode", nbytes // 32, encode_nbytes=nbytes, encode_seconds=1e-9 * nbytes)
+        parents = (index[f"{key[0]}/linear"],) if key.endswith("softmax") and f"{key[0]}/linear" in index else ()
+        remade = Choice("recompute", "recompute", 0, parents=parents, workspace_nbytes=hidden, seconds=2e-9 * nbytes)
+        choices = Choice.keep(nbytes), mask, remade
+        values.append(PlannedValue(key, key, key[2:], f"float32 {shape}", nbytes, born, (reads[key],), choices))
+    seconds = 1e-3 + 1e-6 * batch * length
+    positions = tuple(Position(name, "", is_backward, seconds) for name, is_backward in names)
+    base = tuple(max(each) for each in moments)
+    found = StepProfile(positions, base, tuple(values), 0, moments=tuple(moments))
+    return replace(found, plain_peak_nbytes=PeakModel(found).evaluate([0] * len(values)).peak_nbytes)
+
+
+def family(**options: Any) -> Family:
+    return Family([(4, length) for length in LENGTHS], [transformer(4, length, **options) for length in LENGTHS])
+
+
+@pytest.mark.parametrize("length", [32, 65, 100, 159, 161, 250])
+def test_a_length_that_was_never_run_has_its_own_profile(length: int) -> None:
+    found, expected = family().profile((4, length)), transformer(4, length)
+    assert found is not None
+    assert found.base_nbytes == expected.base_nbytes and found.plain_peak_nbytes == expected.plain_peak_nbytes
+    for value, other in zip(found.values, expected.values, strict=True):
+        assert (value.spec, value.nbytes, value.born, value.reads) == (
+            other.spec,
+            other.nbytes,
+            other.born,
+            other.reads,
+        )
+        for choice, known in zip(value.choices, other.choices, strict=True):
+            assert choice.name == known.name and choice.parents == known.parents
+            assert (
+                abs(choice.held_nbytes - known.held_nbytes) <= 1 and choice.workspace_nbytes == known.workspace_nbytes
+            )
+            assert choice.encode_seconds == pytest.approx(known.encode_seconds)
+    assert found.seconds == pytest.approx(expected.seconds)
+
+
+def test_a_length_takes_three_profiles_and_two_sizes_take_six() -> None:
+    two = Family([(4, each) for each in LENGTHS[:2]], [transformer(4, each) for each in LENGTHS[:2]])
+    assert (two.wanted, two.is_complete, two.profile((4, 100))) == (3, False, None)
+    sizes = [(batch, length) for batch in (2, 5) for length in LENGTHS]
+    both = Family(sizes, [transformer(*each) for each in sizes])
+    assert [variable.degree for variable in both.variables] == [1, 2] and both.wanted == 6
+    found = both.profile((3, 100))
+    assert found is not None and found.base_nbytes == transformer(3, 100).base_nbytes
+    assert found.values[1].spec == "float32 [3, 2, 100, 100]"
+
+
+def test_sizes_that_stay_in_proportion_are_one_variable() -> None:
+    known = Family([(4, each, 4, 2 * each) for each in LENGTHS], [transformer(4, each) for each in LENGTHS])
+    assert len(known.variables) == 1 and known.profile((4, 100, 4, 200)) is not None
+    assert known.profile((4, 100, 4, 201)) is None and known.profile((5, 100, 5, 200)) is None
+    assert known.profile((4, 100)) is None
+
+
+def test_no_profile_is_made_up_for_what_is_no_polynomial_or_far_away() -> None:
+    assert family().profile((4, 10_000)) is None
+    halves = [
+        replace(p, values=tuple(replace(v, spec=f"float32 [{length // 60}, 7]") for v in p.values))
+        for length in (*LENGTHS, 200, 224)
+        for p in [transformer(4, length)]
+    ]
+    assert Family([(4, each) for each in (*LENGTHS, 200, 224)], halves).wanted == 0
+    others = [transformer(4, 64), transformer(4, 96, layers=2), transformer(4, 160)]
+    assert Family([(4, each) for each in LENGTHS], others).wanted == 0
+
+
+def test_values_that_are_small_at_one_shape_are_kept_at_all() -> None:
+    """At the smallest length the hidden values are part of the base."""
+    profiles = [transformer(4, length, smallest=4 * 4 * 65 * 32) for length in LENGTHS]
+    assert [len(profile.values) for profile in profiles] == [3, 6, 6]
+    known = Family([(4, length) for length in LENGTHS], profiles)
+    found, expected = known.profile((4, 128)), transformer(4, 128)
+    assert found is not None and [value.key for value in found.values] == ["0/softmax", "1/softmax", "2/softmax"]
+    assert set(found.others) == {"0/linear", "1/linear", "2/linear"}
+    assert found.plain_peak_nbytes == expected.plain_peak_nbytes  # the same bytes, of which fewer are planned
+
+
+def test_what_a_kernel_takes_in_another_way_is_bounded() -> None:
+    ways = [transformer(4, length, extra=length == 96) for length in LENGTHS]
+    known = Family([(4, length) for length in LENGTHS], ways)
+    for length in (70, 128, 240):
+        found, expected = known.profile((4, length)), transformer(4, length)
+        assert found is not None
+        assert all(a >= b for a, b in zip(found.base_nbytes, expected.base_nbytes, strict=True))
+
+
+def test_no_prediction_is_below_the_step_and_plans_are_those_of_a_profile_of_its_own() -> None:
+    """Choices that were made for a predicted profile are evaluated in the real one, at 200 lengths."""
+    known = family()
+    planners = [Planner(transformer(4, length), "lossless") for length in LENGTHS]
+    for planner in planners:
+        assert planner.solutions
+    draw = random.Random(0)
+    for _ in range(200):
+        length = draw.randint(48, 240)
+        predicted, expected = known.profile((4, length)), transformer(4, length)
+        assert predicted is not None
+        planner = Planner(predicted, "lossless", others=planners)
+        budget = int(draw.uniform(0.5, 1.0) * expected.plain_peak_nbytes)
+        plan = planner.plan_so_far(budget)
+        ways = {each.key: each.choice for each in plan.decisions}
+        names = [[choice.name for choice in value.choices] for value in expected.values]
+        chosen = [names[at].index(ways[value.key]) for at, value in enumerate(expected.values)]
+        reached = PeakModel(expected).evaluate(chosen)
+        assert reached.peak_nbytes <= plan.peak_nbytes <= max(budget, planner.known_solutions[0].peak_nbytes)
+        own = Planner(expected, "lossless").at_most(max(budget, plan.peak_nbytes))
+        assert reached.seconds <= 1.03 * own.seconds
+
+
+def test_a_loop_plans_for_lengths_before_their_first_step() -> None:
+    """Three lengths are profiled; from then on each new one has a plan of its own at once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    session = Budgeted("80%", min_nbytes=0)
+    session.is_hurried = True
+    lengths = [96] * 14 + [48, 64, 80] * 5 + [50, 60, 70, 98]
+
+    def step(length: int) -> None:
+        with session:
+            loss = model(torch.randn(8, length, 16)).square().mean()
+        loss.backward()
+
+    for length in lengths[:-4]:
+        step(length)
+    for length in lengths[-4:]:
+        step(length)
+        assert session.last is not None and session.last.is_predicted
+        found = session.last.found
+        assert found.plan is not None and not found.plan.unknown
+        assert 0 < found.planned_nbytes <= found.budget_nbytes
+    assert "of them planned before their first step" in str(session.found)
+    session.close()
