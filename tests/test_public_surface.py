@@ -24,6 +24,7 @@ PUBLIC = [
     "codecs",
     "compile_backend",
     "compile_options",
+    "graphed",
     "measure",
     "plan",
     "policies",

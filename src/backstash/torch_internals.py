@@ -284,6 +284,12 @@ is_traceable_wrapper_subclass: Callable[[object], bool] = find("utils._python_di
 tree_map_only: Callable[..., Any] = find("utils._pytree.tree_map_only")
 """``tree_map_only(type, function, tree)``: nested lists and dicts with ``function`` applied to the leaves of a type."""
 
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = find("utils._pytree.tree_flatten")
+"""The leaves of nested lists and dicts, and their structure."""
+
+tree_unflatten: Callable[[Any, Any], Any] = find("utils._pytree.tree_unflatten")
+"""``tree_unflatten(leaves, structure)``: what has these leaves."""
+
 operator: Any = find("_ops.OpOverload")
 """The class of an operator such as ``torch.ops.aten.add.Tensor``."""
 
