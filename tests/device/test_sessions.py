@@ -169,17 +169,18 @@ def _store_without(line: str) -> Any:
 
 
 def _moves(store: Any) -> bool:
-    """Whether values come back from a store as they went. Two streams read them; the host waits at the end alone."""
-    found, current, side = [], torch.accelerator.current_stream(), torch.Stream()
+    """Whether values come back from a store as they went. One stream makes them, two read them, the host waits last."""
+    found, current, side, source = [], torch.accelerator.current_stream(), torch.Stream(), torch.Stream()
     for number in range(3):
         tickets = []
         for at in range(6):
-            x = torch.zeros(1 << 14, device="fake")
-            for _ in range(3):
-                x += number + at
-            tickets.append((store.put(Raw().encode(x)), 3.0 * (number + at)))
-            del x
-            torch.full((1 << 14,), -1.0, device="fake") * 2
+            with source:
+                x = torch.zeros(1 << 14, device="fake")
+                for _ in range(3):
+                    x += number + at
+                tickets.append((store.put(Raw().encode(x)), 3.0 * (number + at)))
+                del x
+                torch.full((1 << 14,), -1.0, device="fake") * 2
         for ticket, expected in reversed(tickets):
             torch.full((1 << 14,), -3.0, device="fake") * 2
             store.prefetch(ticket)
