@@ -146,7 +146,7 @@ def test_replays_have_the_bits_of_eager_steps(network: str, way: str) -> None:
     buffers, others = ([x.cpu() for x in each.model.buffers()] for each in (training, eager))
     assert same_bits(buffers, others)
     fast.check()
-    assert (fast.graphs, fast.replays) == (1, 3)
+    assert fast.graphs == 1 and fast.replays >= 3
     with fake.counting() as counts:
         fast(training.batch)
     assert (counts.waits, counts.names["operations", "graph"]) == (0, 1)

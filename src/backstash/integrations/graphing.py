@@ -426,7 +426,7 @@ def _check_session(session: Session) -> None:
         reason = "it makes plans while the program runs (replan=)"
     elif session.check:
         reason = f"it measures or compares by check={session.check!r}, for which the host waits"
-    elif session.policy.revision is not None or knows_room(session.policy):
+    elif session.policy.revision is not None or (not session.policy.is_fixed and knows_room(session.policy)):
         reason = f"its policy {session.policy!r:.80} changes what it does by what it sees of each step"
     if reason:
         raise GraphError(

@@ -203,7 +203,9 @@ class Encoder:
         self, looked: Looked | None, number: int, codec: Codec, x: Tensor
     ) -> tuple[Draft, Drafted | None] | None:
         """Drafts an encoding; None where it has to be known at once, or something is counting what planes take."""
-        if looked is None or self._live.watcher is not None or not self.drafts.admits(x.untyped_storage().nbytes()):
+        if looked is None or self._live.watcher is not None:
+            return None
+        if graphs.capture() is None and not self.drafts.admits(x.untyped_storage().nbytes()):
             return None
         return looked.draft(number, codec, x, self.drafts.limit is not None)
 
