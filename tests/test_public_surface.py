@@ -25,6 +25,7 @@ PUBLIC = [
     "compile_backend",
     "compile_options",
     "fit_batch",
+    "graphed",
     "measure",
     "plan",
     "policies",

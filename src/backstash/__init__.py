@@ -7,6 +7,7 @@ from backstash import papers as papers  # whose policies have names from now on
 from backstash.codecs import Codec, Encoded, register_codec
 from backstash.compile import compile_backend, compile_options
 from backstash.errors import BackstashError
+from backstash.integrations.graphing import graphed
 from backstash.integrations.loop import unwrap, wrap
 from backstash.planning.measure.profiling import profile
 from backstash.planning.model.plan import Plan
@@ -38,6 +39,7 @@ __all__ = [
     "compile_backend",
     "compile_options",
     "fit_batch",
+    "graphed",
     "measure",
     "plan",
     "policies",

@@ -65,6 +65,25 @@ def set_rng_state(state: Tensor, device: torch.device) -> None:
         _module(device.type).set_rng_state(state, device)
 
 
+def graph_type(device_type: str) -> Any:
+    """Returns the class of a device's graphs, such as ``torch.cuda.CUDAGraph``; None where torch knows none."""
+    if device_type == "cpu":
+        return None
+    module = _module(device_type)
+    return next((getattr(module, name) for name in ("CUDAGraph", "XPUGraph", "Graph") if hasattr(module, name)), None)
+
+
+def begin_graph(graph: Any, pool: Any) -> None:
+    """Begins to capture on the current stream. Other threads, such as loaders of data, may do what they like.
+
+    Args:
+        graph: made by :func:`graph_type`.
+        pool: of another graph, whose memory it may use as well; None for a pool of its own.
+    """
+    options = {"capture_error_mode": "thread_local"} if hasattr(graph, "register_generator_state") else {}
+    graph.capture_begin(*(() if pool is None else (pool,)), **options)
+
+
 def noted_generators() -> Callable[[], None]:
     """Notes the states of the default generators of the CPU and of all devices in use. Returns what restores them."""
     state, found = torch.get_rng_state(), kind_in_use()

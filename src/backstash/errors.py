@@ -46,6 +46,10 @@ class SessionError(BackstashError, RuntimeError):
     """A Session was nested, re-entered, or opened where it would switch other hooks off."""
 
 
+class GraphError(BackstashError, RuntimeError):
+    """A step cannot be captured in a graph, or a replay of one could not do what the captured step did."""
+
+
 class IntegrationError(BackstashError, ValueError):
     """A model or a framework was to be connected with a Session in a way that cannot work."""
 

@@ -466,6 +466,7 @@ def _products() -> Iterator[Formula]:
     yield linear("Softmax", "result", *_aten("_softmax_backward_data", "output"), claimed_as=Tensor)
     yield linear("SafeSoftmax", "result")
     yield Formula("LogSoftmax", "result", claimed_as=Tensor)
+    yield Formula("NativeDropout", "result1", claimed_as=MaskBits)
     yield Formula("Mul", "self", effect_rule=_factor, claimed_as=Factors)
     yield Formula("Mul", "other", effect_rule=_factor, claimed_as=Factors)
     yield Formula("Div", "self", effect_rule=_factor)

@@ -35,7 +35,7 @@ from typing import TypeVar
 
 import torch
 
-from backstash import accelerator
+from backstash import accelerator, graphs
 from backstash.numerics import settings
 from backstash.version import __version__
 
@@ -121,7 +121,8 @@ class Proofs:
             counts: counts what this caller proves, beside the process-wide ``Proofs.counts``.
 
         Returns:
-            What ``prove`` returned last for this question.
+            What ``prove`` returned last for this question. While a step is captured nothing is proven: what is not
+            known is answered by False then, and asked again later.
         """
         key = (operation, facts, device_type, settings(device_type))
         with self._lock:
@@ -136,6 +137,8 @@ class Proofs:
             if known is None and believed is not None:
                 self._keep(key, believed)
                 return believed  # type: ignore[return-value]
+        if graphs.capture() is not None:  # a proof would make the host wait
+            return known.answer if known is not None else False  # type: ignore[return-value]
         answer = prove()
         with self._lock:
             for each in (self.counts, counts) if counts is not None else (self.counts,):

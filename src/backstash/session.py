@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from backstash import policies
+from backstash import graphs, policies
 from backstash.arguments import check_arguments, replanned
 from backstash.capture import hooks, learned, leaving
 from backstash.capture.forward import Forward
@@ -270,6 +270,16 @@ class Session:
         return self._contents.min_nbytes
 
     @property
+    def model(self) -> nn.Module | None:
+        """The module that was passed as ``model``."""
+        return self._names.model
+
+    @property
+    def is_replanned(self) -> bool:
+        """Whether it makes plans while the program runs."""
+        return self._replanned is not None
+
+    @property
     def recomputes(self) -> bool:
         """Whether it is noted how values are made, so that they can be made again."""
         return bool(self.policy.recomputes) if self._replanned is not None else self._forward.recomputes
@@ -444,6 +454,9 @@ class Session:
         """A pass begins, which may be one that is known (Note: [settled passes] in replay/replaying.py)."""
         self._is_replayed = False
         if self._replaying is None or self._live.watcher is not None or self._live.monitor is not None:
+            return
+        if graphs.capture() is not None:
+            self._replaying.abandon()
             return
         # A pass that begins inside a function, with what that has saved, is known too late.
         if not self._forward.is_idle and not self._forward.depth and not has_compiled():

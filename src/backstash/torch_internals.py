@@ -284,6 +284,12 @@ is_traceable_wrapper_subclass: Callable[[object], bool] = find("utils._python_di
 tree_map_only: Callable[..., Any] = find("utils._pytree.tree_map_only")
 """``tree_map_only(type, function, tree)``: nested lists and dicts with ``function`` applied to the leaves of a type."""
 
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = find("utils._pytree.tree_flatten")
+"""The leaves of nested lists and dicts, and their structure."""
+
+tree_unflatten: Callable[[Any, Any], Any] = find("utils._pytree.tree_unflatten")
+"""``tree_unflatten(leaves, structure)``: what has these leaves."""
+
 operator: Any = find("_ops.OpOverload")
 """The class of an operator such as ``torch.ops.aten.add.Tensor``."""
 
@@ -313,11 +319,14 @@ _RUNS_ENGINE = find("autograd.graph._engine_run_backward").__code__
 
 
 def asked_by_engine() -> bool:
-    """Whether the engine itself has called this package, and not a hook of the program that the engine has called."""
+    """Whether the engine itself has called this package, and not a hook of the program that the engine has called.
+
+    On its threads for accelerators nothing of Python is below.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("backstash."):
         frame = frame.f_back
-    return frame is not None and frame.f_code is _RUNS_ENGINE
+    return frame is None or frame.f_code is _RUNS_ENGINE
 
 
 def has_hooks(node: Any) -> bool:

@@ -9,6 +9,9 @@ would punish. Its kernels are the CPU's, so its bits are the CPU's. Times on it 
   program that lacks a wait, or a reference to memory that another stream reads, gets wrong bits.
 * :func:`idle` allocates outputs and computes nothing, so that a profiler counts the host's instructions alone.
 * :func:`capturing` raises where a captured graph would not allow what the program does.
+* :class:`Graph` captures a step and replays it, as ``torch.cuda.CUDAGraph`` does. To capture computes nothing that
+lasts:
+  at its end all memory is as it was before, and the graph's own memory is spoiled.
 * :func:`limited` sets the device's memory.
 
 Importing this module builds the device (``fake_device.cpp``; about 20 s, once) and registers it with torch. A process
@@ -38,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -102,8 +106,10 @@ _device: Any = _load()
 device = torch.device("fake", 0)
 
 # Importing backstash runs a backward pass, with which autograd starts its threads: the device has to be there.
+from backstash.codecs.minifloat.formats import FORMATS  # noqa: E402
 from backstash.ops import backends  # noqa: E402
 from backstash.ops.backends import Kernels  # noqa: E402
+from backstash.ops.bits import unpack_fields  # noqa: E402
 from backstash.ops.table import TABLE, Kernel  # noqa: E402
 
 
@@ -138,6 +144,34 @@ def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
     _device.set_rng_state(state.numpy().tobytes())
 
 
+class Graph:
+    """A graph of the device: what was launched between ``capture_begin`` and ``capture_end``, whatever launched it."""
+
+    def __init__(self) -> None:
+        self._graph: Any = None
+
+    def capture_begin(self, pool: int | None = None, capture_error_mode: str = "global") -> None:
+        """Begins to capture; raises RuntimeError from now on for what a graph cannot hold (see :func:`capturing`)."""
+        torch.accelerator.synchronize()
+        self._graph = _device.begin_graph(pool)
+
+    def capture_end(self) -> None:
+        """Ends it."""
+        _device.end_graph()
+
+    def replay(self) -> None:
+        """Runs what was captured: one operation."""
+        _device.replay(self._graph)
+
+    def pool(self) -> int:
+        """Returns the pool that the graph's memory comes from. Graphs with one pool use each other's free memory."""
+        return int(self._graph.pool)
+
+    def reset(self) -> None:
+        """Forgets what was captured."""
+        self._graph = None
+
+
 def _module() -> types.ModuleType:
     accelerator = torch.accelerator
     module = types.ModuleType("torch.fake")
@@ -154,6 +188,7 @@ def _module() -> types.ModuleType:
         current_stream=accelerator.current_stream,
         Stream=torch.Stream,
         Event=torch.Event,
+        Graph=Graph,
         memory_allocated=accelerator.memory_allocated,
         max_memory_allocated=accelerator.max_memory_allocated,
         reset_peak_memory_stats=accelerator.reset_peak_memory_stats,
@@ -318,9 +353,29 @@ def as_kernel(name: str, function: Callable[..., Any], waits: int = 0) -> Callab
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         with kernel(name, waits):
-            return function(*args, **options)
+            result = function(*args, **options)
+        if _device.records():
+            _record(function, args, options, result)
+        return result
 
     return call
+
+
+def _record(function: Callable[..., Any], args: Any, options: Any, result: Any) -> None:
+    """Has a captured graph call a kernel in each replay, which writes into the memory of its first results."""
+    args, options, first = tree_map_only(torch.Tensor, _unowned, (args, options, result))
+
+    def again() -> None:
+        results = function(*args, **options)
+        for old, new in zip(tree_leaves(first), tree_leaves(results), strict=True):
+            if isinstance(old, torch.Tensor):
+                old.copy_(new)
+
+    _device.record(again)
+
+
+def _unowned(tensor: torch.Tensor) -> Any:
+    return _device.unowned(tensor.detach()) if tensor.device.type == "fake" else tensor.clone()
 
 
 def pending() -> int:
@@ -340,8 +395,41 @@ class _CountedKernels(Kernels):
     def function(self, row: Kernel) -> Any:
         if not self.has(row.name):
             return row.reference
-        body = row.reference if row.schema is None else _or_outputs_alone(row.reference, row.fake)
+        body = with_room_to_spare(row.name, row.reference) if row.name in ANNOUNCED else row.reference
+        body = body if row.schema is None else _or_outputs_alone(body, row.fake)
         return as_kernel(row.name, body, _waits_of_launcher(row))
+
+
+def _bits(mask: torch.Tensor, out: torch.Tensor) -> int:
+    return int(unpack_fields(mask, 1, out.numel()).sum())
+
+
+ANNOUNCED: dict[str, tuple[tuple[int, ...], Callable[..., int]]] = {
+    "zvc_decode": ((2,), lambda mask, offsets, values, out: _bits(mask, out)),
+    "zvc_minifloat_decode": ((2,), lambda mask, offsets, values, name, out: FORMATS[name].words(_bits(mask, out))),
+    "exponents_decode": (
+        (4,),
+        lambda fractions, codes, bases, offsets, escapes, bits, out: int(
+            (unpack_fields(codes, bits, out.numel()) == 2**bits - 1).sum()
+        ),
+    ),
+    "csr_decode": ((0, 2), lambda columns, rows, values, out: int(rows[-1])),
+}
+"""Which arguments of decoders are planes of values, and how many values the other planes announce."""
+
+
+def with_room_to_spare(name: str, decode: Callable[..., None]) -> Callable[..., None]:
+    """Returns a decoder that does not count the values, as Triton's do not: too many do no harm, too few are zeros."""
+    places, announced = ANNOUNCED[name]
+
+    def call(*args: Any) -> None:
+        given, count = list(args), announced(*args)
+        for place in places:
+            values = args[place]
+            given[place] = torch.cat((values, values.new_zeros(max(0, count - values.numel()))))[:count]
+        decode(*given)
+
+    return call
 
 
 def _or_outputs_alone(function: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:

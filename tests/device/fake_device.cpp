@@ -33,6 +33,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/mman.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -150,8 +151,11 @@ void wait_until(double time) {
   run_ended(done);
 }
 
+void record_run(std::function<void()> run);
+
 void launch(int64_t stream, double duration, std::function<void()> run) {
   if (mode == NOTHING) return;
+  record_run(run);
   Done done;
   std::lock_guard<std::recursive_mutex> lock(mutex);
   if (mode == NOW) {
@@ -163,6 +167,22 @@ void launch(int64_t stream, double duration, std::function<void()> run) {
   tails[stream] = std::max(host_clock, tails[stream]) + delay + duration;
   pending.push({tails[stream], launched++, std::move(run)});
   run_ended(done);
+}
+
+// A graph: what was launched while it was captured, in order, and the pool that its memory comes from.
+struct Graph {
+  int64_t pool;
+  std::vector<std::function<void()>> launched;
+};
+Graph* recording = nullptr;
+
+// Whether what is launched now becomes a part of a graph. What a kernel of ours launches does not: the kernel does.
+bool records() { return recording && !in_kernel; }
+
+void record_run(std::function<void()> run) {
+  if (!records()) return;
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  recording->launched.push_back(std::move(run));
 }
 
 double tail_of(int64_t stream) {
@@ -271,7 +291,7 @@ Block* allocate_block(size_t nbytes) {
       at = waiting.erase(at);
     }
   }
-  int64_t stream = mode == NOTHING ? kNull : current_stream;
+  int64_t stream = recording ? recording->pool : mode == NOTHING ? kNull : current_stream;
   auto& free = free_memory[stream];
   auto found = std::find_if(free.begin(), free.end(), [=](const auto& range) { return range.second >= size; });
   size_t offset;
@@ -565,7 +585,7 @@ struct Aliases {
 
   at::Tensor of(const at::Tensor& tensor) {
     if (!tensor.defined()) return tensor;
-    if (tensor.device().type() != kFake) return mode == LATE ? tensor.detach().clone() : tensor;
+    if (tensor.device().type() != kFake) return mode == LATE || records() ? tensor.detach().clone() : tensor;
     TORCH_CHECK(tensor.layout() == c10::kStrided, "The fake device has strided tensors only, got ", tensor.layout(), ".");
     auto* key = tensor.storage().unsafeGetStorageImpl();
     auto found = storages.find(key);
@@ -737,6 +757,13 @@ void deliver(const at::Tensor& result, const Result& expected, char* to) {
   target.copy_(result);
 }
 
+// Where a captured operation's result goes in each replay: that number of the stack, and of the list there.
+struct Delivered {
+  size_t position, item;
+  Result result;
+  char* memory;
+};
+
 // What the fallback asks of an operation's schema.
 struct Traits {
   bool waits = false;          // its result's size or value is needed on the host
@@ -796,8 +823,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     resizes |= written.back().defined() && written.back().numel() == 0;
   }
   std::optional<uint64_t> seed;
+  auto* generator = default_generator().get<FakeGenerator>();
   if (traits.draws) {
-    auto* generator = default_generator().get<FakeGenerator>();
     for (const auto& value : originals)
       if (value.isGenerator() && value.toGenerator().device().type() == kFake) generator = value.toGenerator().get<FakeGenerator>();
     seed = generator->draw();
@@ -862,15 +889,24 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (mode == LATE) wait_until(tail_of(stream));
   auto values = on_cpu();
   const auto given = values;
+  std::vector<Delivered> delivered;  // results in memory of their own
+  auto take = [&](size_t i, size_t item, const at::Tensor& tensor) {
+    auto result = to_device(tensor, *aliases);
+    if (records() && tensor.defined() && tensor.storage().nbytes() && !aliases->owner_of(tensor))
+      delivered.push_back({i, item, described(tensor), host_pointer(result.storage().data())});
+    return result;
+  };
   {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     run_on_cpu(op, values, seed);
   }
+  bool has_resized = false;
   for (size_t number = 0; number < written.size(); ++number) {
     const auto& original = written[number];
     if (!original.defined()) continue;
     const auto& alias = given[traits.written[number]].toTensor();
     if (alias.sizes() == original.sizes()) continue;  // else the kernel has resized it
+    has_resized = true;
     resize_as(original, described(alias));
     auto* storage = original.storage().unsafeGetStorageImpl();
     if (mode != NOTHING && !aliases->is_in_place(storage))
@@ -891,10 +927,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       const auto& tensor = value.toTensor();
       fresh.push_back(described(tensor));
       can_learn = can_learn && !(tensor.defined() && aliases->owner_of(tensor));
-      stack->emplace_back(to_device(tensor, *aliases));
+      stack->emplace_back(take(i, 0, tensor));
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(to_device(tensor, *aliases));
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(take(i, list.size(), tensor));
       stack->emplace_back(std::move(list));
       can_learn = false;
     } else {
@@ -907,6 +943,15 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     learned.emplace(std::move(key), std::move(fresh));
   }
+  if (!records()) return;
+  if (!seed) generator = nullptr;
+  record_run([op, generator, again_given = has_resized ? on_cpu() : given, delivered] {
+    auto again = again_given;
+    run_on_cpu(op, again, generator ? std::optional<uint64_t>(generator->draw()) : std::nullopt);
+    CpuKernelsOnly guard;
+    for (const auto& [i, item, result, memory] : delivered)
+      deliver(again[i].isTensor() ? again[i].toTensor() : again[i].toTensorVector()[item], result, memory);
+  });
 }
 
 // Copies, in both directions and on the device. A copy from or to memory that is not pinned waits, as on CUDA.
@@ -1091,6 +1136,64 @@ void leave_kernel() {
   check_limit(0);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Graphs. To capture one computes on CUDA nothing. Here it computes, because kernels of ours look at numbers to know what
+// they return; at its end all memory is as it was, and new memory is spoiled.
+
+struct Before {
+  std::vector<char> device;
+  std::map<char*, std::vector<char>> pinned;
+  uint64_t seed, offset;  // of the generator
+};
+std::unique_ptr<Before> before;
+int64_t pools = 0;
+
+Graph* begin_graph(std::optional<int64_t> pool) {
+  TORCH_CHECK(!recording, "A graph of the fake device is being captured already.");
+  TORCH_CHECK(mode == NOW, "The fake device captures graphs while its operations run at once.");
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  before = std::make_unique<Before>();
+  before->device.assign(host_base, host_base + top);
+  for (const auto& [data, nbytes] : pinned) before->pinned[const_cast<char*>(data)].assign(data, data + nbytes);
+  before->seed = default_generator().current_seed();
+  before->offset = default_generator().get<FakeGenerator>()->get_offset();
+  recording = new Graph{pool.value_or(kNull - ++pools), {}};
+  capturing = true;
+  return recording;
+}
+
+void end_graph() {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  capturing = false;
+  recording = nullptr;
+  std::memcpy(host_base, before->device.data(), before->device.size());
+  std::memset(host_base + before->device.size(), kPoison, top - before->device.size());
+  for (const auto& [data, bytes] : before->pinned)
+    if (pinned.count(data)) std::memcpy(data, bytes.data(), bytes.size());
+  default_generator().get<FakeGenerator>()->set_current_seed(before->seed);
+  default_generator().get<FakeGenerator>()->set_offset(before->offset);
+  before.reset();
+}
+
+// Runs what was captured, after everything that its stream was given before. It is one operation of the host.
+void replay(const Graph& graph) {
+  TORCH_CHECK(!recording, "A graph was replayed while another one is captured.");
+  note(OPERATION, "graph");
+  if (mode == NOTHING) return;
+  if (mode == LATE) wait_until(tail_of(current_stream));
+  ++in_kernel;
+  for (const auto& run : graph.launched) run();
+  leave_kernel();
+}
+
+// The same memory, which the result does not hold.
+at::Tensor unowned(const at::Tensor& tensor) {
+  const auto& storage = tensor.storage();
+  c10::DataPtr data(storage.mutable_data(), Device(kFake, 0));
+  return device_tensor({c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), &allocator, false}, tensor.dtype(),
+                       tensor.sizes(), tensor.strides(), tensor.storage_offset());
+}
+
 PYBIND11_MODULE(fake_device, m) {
   auto reserve = [](int protection) {
     void* region = mmap(nullptr, kArena, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -1104,6 +1207,13 @@ PYBIND11_MODULE(fake_device, m) {
 
   m.def("set_mode", &set_mode, py::call_guard<py::gil_scoped_release>());
   m.def("set_capturing", [](bool value) { capturing = value; });
+  py::class_<Graph>(m, "Graph").def_property_readonly("pool", [](const Graph& graph) { return graph.pool; });
+  m.def("begin_graph", &begin_graph, py::return_value_policy::take_ownership);
+  m.def("end_graph", &end_graph);
+  m.def("replay", &replay);
+  m.def("records", &records);
+  m.def("record", [](py::function function) { record_run([function] { function(); }); });
+  m.def("unowned", &unowned);
   m.def("set_limit", [](std::optional<size_t> bytes) { limit = bytes.value_or(std::numeric_limits<size_t>::max()); });
   m.def("set_site", [](std::function<std::string()> function) { where = new auto(std::move(function)); });
   m.def("listen", [](std::set<std::string> kinds, std::function<void(std::string, std::string)> function) {

@@ -169,17 +169,18 @@ def _store_without(line: str) -> Any:
 
 
 def _moves(store: Any) -> bool:
-    """Whether values come back from a store as they went. Two streams read them; the host waits at the end alone."""
-    found, current, side = [], torch.accelerator.current_stream(), torch.Stream()
+    """Whether values come back from a store as they went. One stream makes them, two read them, the host waits last."""
+    found, current, side, source = [], torch.accelerator.current_stream(), torch.Stream(), torch.Stream()
     for number in range(3):
         tickets = []
         for at in range(6):
-            x = torch.zeros(1 << 14, device="fake")
-            for _ in range(3):
-                x += number + at
-            tickets.append((store.put(Raw().encode(x)), 3.0 * (number + at)))
-            del x
-            torch.full((1 << 14,), -1.0, device="fake") * 2
+            with source:
+                x = torch.zeros(1 << 14, device="fake")
+                for _ in range(3):
+                    x += number + at
+                tickets.append((store.put(Raw().encode(x)), 3.0 * (number + at)))
+                del x
+                torch.full((1 << 14,), -1.0, device="fake") * 2
         for ticket, expected in reversed(tickets):
             torch.full((1 << 14,), -3.0, device="fake") * 2
             store.prefetch(ticket)
@@ -199,3 +200,36 @@ def test_the_host_store_has_the_waits_and_references_that_it_needs(what: str) ->
         with fake.late(seed, gigabytes_per_second=0.25):
             wrong += not _moves(store)
     assert (wrong == 0) == (what == "nothing")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_link_that_is_behind_has_the_device_wait_and_not_the_host(seed: int) -> None:
+    """No more bytes than may be under way are held for copies, and each value comes back as it went."""
+    nbytes, number_of = 1 << 16, 12
+    store = host.HostStore(in_flight=3 * nbytes)
+
+    def put_all() -> list[Any]:
+        tickets = []
+        for number in range(number_of):
+            x = torch.full((nbytes // 4,), -1.0, device="fake")
+            x += number + 1
+            tickets.append(store.put(Raw().adopt(x)))
+            del x
+        return tickets
+
+    def are_whole(tickets: list[Any]) -> bool:
+        found = []
+        for number, ticket in enumerate(tickets):
+            found.append(Raw().decode(store.get(ticket)) == number)
+            store.drop(ticket)
+        return bool(torch.stack(found).all().item())
+
+    assert are_whole(put_all())  # shapes are learned, slabs are allocated
+    torch.accelerator.synchronize()
+    with fake.late(seed, gigabytes_per_second=0.01):
+        before = torch.accelerator.memory_allocated()
+        with fake.counting() as counts:
+            tickets = put_all()
+        assert counts.waits == 0 and counts.blocks > number_of
+        assert counts.peak - before <= 5 * nbytes
+        assert are_whole(tickets)

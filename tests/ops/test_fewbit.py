@@ -192,3 +192,7 @@ def test_fewbit_on_triton(dtype: torch.dtype, width: int) -> None:
             got = filled(n, dtype, launchers.fewbit_decode, packed_expected, values, width)
             want = expected(n, dtype, reference.fewbit_decode, packed_expected, values, width)
             assert torch.equal(bits(got), bits(want)), n
+            if dtype is torch.float32:
+                scaled = torch.randn(n), packed_expected, torch.tensor(values)
+                got = filled(n, dtype, launchers.scale_by_codes, *scaled)
+                assert torch.equal(bits(got), bits(expected(n, dtype, reference.scale_by_codes, *scaled))), n

@@ -89,6 +89,9 @@ def calls() -> Iterator[Call]:
         thresholds, values = [0.5 * i - 1 for i in range(2**bits - 1)], [0.4 * i - 1 for i in range(2**bits)]
         yield fewbit.fewbit_encode, (flat(dtype), thresholds, bits)
         yield fewbit.fewbit_decode, (flat(torch.uint8, bytes_for(N, bits)), values, bits, flat(dtype))
+        if bits <= 4:
+            packed = flat(torch.uint8, bytes_for(N, bits))
+            yield fewbit.scale_by_codes, (flat(dtype), packed, flat(dtype, 1 << bits), flat(dtype))
     for form, dtype in itertools.product(FORMATS.values(), (torch.float32, torch.float16, torch.bfloat16)):
         if form.bits < 8 * dtype.itemsize:
             codes = flat(form.dtype, form.words(N))
@@ -128,6 +131,8 @@ def calls() -> Iterator[Call]:
         yield windows.window_encode, (flat(torch.int64), *geometry)
         packed = flat(torch.uint8, bytes_for(N, window_bits(geometry[3])))
         yield windows.window_decode, (packed, *geometry, flat(torch.int64))
+        for dtype in (torch.float32, torch.float64):
+            yield windows.window_scatter, (packed, *geometry, flat(dtype), flat(dtype, 4 * N))
     x, vector = torch.empty(4, 16, 8, 8, device="meta"), flat(torch.float32, 16)
     mask, picked = flat(torch.uint8, bytes_for(N, 1)), flat(torch.float32, 64)
     for rounding in Rounding:

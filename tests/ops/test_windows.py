@@ -225,6 +225,16 @@ WINDOWS = [
 ]
 
 
+def check_scatter_on_triton(dtype: torch.dtype, indices: Tensor, inner: int, *sizes: list[int]) -> None:
+    packed, _ = reference.window_encode(indices, inner, *sizes)
+    grad = torch.randn(indices.numel(), dtype=dtype)
+    grad[grad.abs() < 0.1] = -0.0
+    n = indices.numel() // math.prod(sizes[1]) * math.prod(sizes[0])
+    arguments = packed, inner, *sizes, grad
+    got = filled(n, dtype, launchers.window_scatter, *arguments)
+    assert same(got, expected(n, dtype, reference.window_scatter, *arguments))
+
+
 @triton_test
 @pytest.mark.parametrize("case", WINDOWS, ids=str)
 def test_window_on_triton(case: tuple[list[int], ...]) -> None:
@@ -235,6 +245,9 @@ def test_window_on_triton(case: tuple[list[int], ...]) -> None:
     assert not check_window_on_triton(contiguous, 1, input_size, output_size, *windows)
     channels_last = indices.movedim(1, -1).reshape(-1).clone()
     assert not check_window_on_triton(channels_last, shape[1], input_size, output_size, *windows)
+    for dtype in (torch.float32, torch.float64):
+        check_scatter_on_triton(dtype, contiguous, 1, input_size, output_size, *windows)
+        check_scatter_on_triton(dtype, channels_last, shape[1], input_size, output_size, *windows)
     strange = contiguous.clone()
     where = torch.rand(strange.shape) < 0.3
     strange[where] += torch.randint(-40, 40, (int(where.sum()),))

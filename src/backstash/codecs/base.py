@@ -243,8 +243,8 @@ def view(codec: Codec) -> Callable[[Encoded], Tensor] | None:
 
 
 def drafting(codec: Codec) -> Drafting | None:
-    """The codec itself if it makes drafts (``draft``, ``known``), else None."""
-    return cast("Drafting", codec) if hasattr(codec, "draft") else None
+    """The codec itself if it makes drafts (``draft``, ``known``), else None: also where its ``draft`` is None."""
+    return cast("Drafting", codec) if getattr(codec, "draft", None) is not None else None
 
 
 # -- for those who write a codec --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ says how to take them out of an :class:`~backstash.codecs.base.Encoded` (``codec
 
 | form | which codecs here | which nodes read it |
 | --- | --- | --- |
-| MaskBits | Bitmask | Relu, Threshold, Hardtanh |
+| MaskBits | Bitmask, Narrow of bools | Relu, Threshold, Hardtanh, NativeDropout |
 | Slopes | Bitmask, FewBit | LeakyRelu, Gelu, Silu, Elu, Tanh, Sigmoid, Softplus |
 | Factors | Binary | Mul, such as dropout's |
 | WindowOffsets | Narrow with a window | MaxPool2DWithIndices |

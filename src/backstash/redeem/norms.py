@@ -98,12 +98,16 @@ def batch_norm(
     Returns:
         None, with ``grad`` untouched, where the kernels here do not take these tensors.
     """
-    if not (train and mask[0] and has_own_kernel("batch_norm_channels", "cpu")) or mean is None or invstd is None:
+    if (
+        not (train and mask[0] and has_own_kernel("batch_norm_channels", grad.device.type))
+        or mean is None
+        or invstd is None
+    ):
         return None
     shape, stride = tuple(x.shape), x.stride()
     if grad.dtype is not torch.float32 or grad.shape != shape or grad.stride() != stride:
         return None
-    if x.dtype is not torch.float32 or grad.device.type != "cpu" or not per_channel(shape[1], weight, mean, invstd):
+    if x.dtype is not torch.float32 or not grad.is_cpu or not per_channel(shape[1], weight, mean, invstd):
         return None
     chosen = _kernel_of(shape, stride, over)
     if chosen is None:
@@ -139,7 +143,7 @@ def _kernel_of(shape: tuple[int, ...], stride: tuple[int, ...], over: bool) -> t
 
 def _by_channel(norm: _BatchNorm, grad: Tensor, out: Tensor, mask: list[bool]) -> Gradients:
     """Contiguous images: the kernel here adds up and writes a channel while it is in the cache."""
-    channels = serving("cpu").batch_norm_channels
+    channels = serving(grad.device.type).batch_norm_channels
     weight_grad, bias_grad, left = channels(grad, norm.x, norm.mean, norm.invstd, norm.weight, out)
     if left:  # channels with infinities and NaNs: ATen decides which of them comes out
         channels = weight_grad.isnan().nonzero().flatten()
@@ -158,7 +162,7 @@ def _by_pixel(norm: _BatchNorm, grad: Tensor, out: Tensor, mask: list[bool]) -> 
     k, grad_mean = dot * invstd * invstd / count, sums / count
     if not bool((k + grad_mean).isfinite().all()):
         return norm.run(grad, mask)
-    serving("cpu").batch_norm_pixels(grad, norm.x, norm.mean, invstd, norm.weight, k, grad_mean, out)
+    serving(grad.device.type).batch_norm_pixels(grad, norm.x, norm.mean, invstd, norm.weight, k, grad_mean, out)
     return out, dot * invstd if mask[1] else None, sums if mask[2] else None
 
 

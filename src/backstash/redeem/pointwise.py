@@ -15,12 +15,16 @@ from torch import Tensor
 from backstash.codecs.base import flat, is_dense
 from backstash.codecs.direct import MaskBits
 from backstash.ops.backends import serving
+from backstash.proofs import proofs
 from backstash.redeem.claims import Claim, redeems
 
 _aten = torch.ops.aten
 
 SELECTED = (torch.float32, torch.float64, torch.float16)
-"""Element types for which zeroing leaves a NaN in the gradient as it is; of bfloat16 ATen's vectors change its bits."""
+"""Element types for which zeroing leaves a NaN in the gradient as it is.
+
+Of bfloat16 ATen's vectors change its bits on a CPU. What an accelerator does is found out.
+"""
 
 
 def same_order(grad: Tensor, x: Tensor) -> bool:
@@ -35,14 +39,28 @@ def masked(
 ) -> Tensor:
     """The gradient, zeroed where a bit is clear."""
     grad, stashed = args[0], claim.stashed
-    mask = stashed.direct(MaskBits) if grad.dtype in SELECTED and same_order(grad, claim) else None
+    is_selected = grad.dtype in SELECTED or (grad.dtype is torch.bfloat16 and _leaves_nan(grad.device))
+    mask = stashed.direct(MaskBits) if is_selected and same_order(grad, claim) else None
     if mask is not None:
         out = grad if alone else torch.empty_like(grad)
         given = flat(grad)
-        serving("cpu").mask_select(given, mask.bits, given if alone else flat(out))
+        serving(grad.device.type).mask_select(given, mask.bits, given if alone else flat(out))
         stashed.release()
         return out
     return written(claim, aten, args, kwargs, alone)
+
+
+def _leaves_nan(device: torch.device) -> bool:
+    """Whether a relu's backward on an accelerator leaves the bits of each NaN of a bfloat16 gradient."""
+
+    def prove() -> bool:
+        patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device=device).to(torch.int16)
+        found = _aten.threshold_backward(
+            patterns.view(torch.bfloat16), torch.ones_like(patterns.view(torch.bfloat16)), 0
+        )
+        return torch.equal(found.view(torch.int16), patterns)
+
+    return device.type != "cpu" and proofs.ask("bits of NaN", (torch.bfloat16,), prove, device_type=device.type)
 
 
 @redeems(_aten._softmax_backward_data.default)

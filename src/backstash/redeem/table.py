@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from backstash import graphs
 from backstash.codecs.base import is_dense
-from backstash.codecs.direct import Direct, MaskBits
+from backstash.codecs.direct import Direct, MaskBits, Slices
 from backstash.formulas import FORMULAS
 from backstash.saved import TensorSpec
 
@@ -14,6 +15,9 @@ CLAIMED = {key: formula.claimed_as for key, formula in FORMULAS.items() if formu
 
 FORMS: dict[str, type[Direct]] = {op: form for (op, _), form in CLAIMED.items() if issubclass(form, Direct)}
 """The form in which a node's kernel reads planes without decoding them; the other nodes' kernels read the whole."""
+
+ELSEWHERE = frozenset(op for op, form in FORMS.items() if form is not Slices)
+"""Nodes whose kernels read planes on an accelerator too. Gradients of slices of a convolution may be others there."""
 
 LARGE = 1 << 18
 """Bytes of a value from which it is claimed although its reader needs all of it.
@@ -55,10 +59,14 @@ TINY = 1 << 16
 
 
 def can_claim(op: str, role: str, spec: TensorSpec) -> bool:
-    """Whether that saved tensor of that node may be unpacked as a claim."""
+    """Whether that saved tensor of that node may be unpacked as a claim.
+
+    On an accelerator only what is read without being decoded is: to split a convolution's backward, or to write over
+    gradients of softmax and norms, might choose other kernels of the device's library there.
+    """
     return (
         (op, role) in CLAIMED
-        and spec.device.type == "cpu"
+        and (spec.device.type == "cpu" or op in ELSEWHERE)
         and not spec.dtype.is_complex  # a formula would conjugate the claim
         and is_dense(spec.shape, spec.stride)
     )
@@ -71,7 +79,20 @@ def frees_early(op: str, role: str, spec: TensorSpec, nbytes: int) -> bool:
         op, role, spec: of the saved tensor.
         nbytes: of its storage.
     """
-    return nbytes >= LARGE and op not in NEVER_WHOLE and can_claim(op, role, spec)
+    is_on_cpu = spec.device.type == "cpu"
+    return is_on_cpu and nbytes >= LARGE and op not in NEVER_WHOLE and can_claim(op, role, spec)
+
+
+def is_worth_a_claim_elsewhere(nbytes: int, is_direct: bool) -> bool:
+    """Whether a claim gains anything on an accelerator, beside what :func:`is_worth_a_claim` says.
+
+    It spares the decoded value, a byte written and read for each element, and costs the host some 100 us. While a step
+    is captured the host's time counts for nothing.
+
+    Args:
+        nbytes, is_direct: as there.
+    """
+    return is_direct and (nbytes >= CHEAP_CLAIM or graphs.capture() is not None)
 
 
 def is_worth_a_claim(op: str, nbytes: int, is_direct: bool, has_room: Callable[[int], bool]) -> bool:

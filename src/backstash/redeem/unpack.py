@@ -140,6 +140,10 @@ def _claim(saved: Saved) -> Tensor | None:
     """A claim for a saved tensor, where a kernel of the package redeem is going to read it."""
     if torch.is_grad_enabled() or saved.node is None or saved.spec is None or saved.value is None:
         return None
+    if saved.spec.device.type != "cpu":
+        is_direct = has_direct(saved.value, table.FORMS.get("" if saved.tensor is None else saved.tensor.op))
+        if not table.is_worth_a_claim_elsewhere(saved.spec.nbytes, is_direct):
+            return None
     stashed = StashedTensor(saved, saved.spec, saved.value)
     claim = claims.claim(stashed, saved.spec, saved.node)
     if claim is not None and type(running_node()).__name__ in accumulation.LINEAR:

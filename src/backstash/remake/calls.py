@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from backstash import accelerator
+from backstash import accelerator, graphs
 from backstash.errors import SavedTensorModifiedError
 from backstash.interpreter import is_odd
 from backstash.numerics import Settings, settings
@@ -257,7 +257,7 @@ def random_state(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if not producers.draws(function, args, kwargs):
         return None
     given = args[0] if args else kwargs.get("query", kwargs.get("input"))
-    if given is None or type(given) not in PLAIN:
+    if given is None or type(given) not in PLAIN or graphs.capture() is not None:
         return None
     return accelerator.rng_state(given.device)
 

@@ -118,7 +118,7 @@ def rounding_of(device: torch.device, is_channels_last: bool) -> str:
         with no_torch_function():
             return without_gradients(lambda: _matching(device, is_channels_last))
 
-    return proofs.ask("rounding", (device, is_channels_last), prove, device_type=device.type)
+    return proofs.ask("rounding", (device, is_channels_last), prove, device_type=device.type) or ""
 
 
 def _matching(device: torch.device, is_channels_last: bool) -> str:

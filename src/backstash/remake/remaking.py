@@ -22,6 +22,7 @@ from functools import partial
 
 from torch import Tensor
 
+from backstash import graphs
 from backstash.policies.base import MAX_DEPTH, Policy, Recompute
 from backstash.proofs import proofs
 from backstash.remake import leaves, onepass, proving, roots
@@ -81,6 +82,7 @@ class Remaking:
     def begin_step(self, step: Step, number: int) -> None:
         """The accounts of the step that begins, and its number."""
         self._step, self._number = step, number
+        self._rows = Rows()  # a graph's memory is its own
 
     def forget(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Remade | str:
         """As Producer.forget. What the recipe begins from knows of it from now on."""
@@ -255,6 +257,8 @@ class Remaking:
                 return known[1]
 
         again = known is not None and known[0] == facts
+        if graphs.capture() is not None and not again:
+            return ""
 
         def prove() -> str:
             unheld = [leaf for leaf in recipe.leaves if leaf.state.made is None]

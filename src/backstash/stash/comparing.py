@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from backstash import graphs
 from backstash.codecs.numbers import Numbers
 from backstash.errors import BackstashError, DamagedPlanesError, RecomputedDifferentlyError
 from backstash.ops.bits import bits_of
@@ -64,7 +65,7 @@ class _Pass:
             found, expected = torch.cat([group[at] for group in (self.found, self.expected) for at in members]).chunk(2)
             ends = list(accumulate(self.found[at].numel() for at in members))
             failed = [self.failed[at] for at in members]
-            self.outcomes.append(_outcome(bits_of(found) != bits_of(expected), ends, failed))
+            _tell(self.outcomes, bits_of(found) != bits_of(expected), ends, failed)
 
 
 class _Outcome(NamedTuple):
@@ -80,18 +81,43 @@ class _Outcome(NamedTuple):
     numbers: Numbers
     ends: list[int]
     failed: list[Callable[[], str]]
-    error: type[BackstashError] = RecomputedDifferentlyError
+    error: type[BackstashError]
 
     def check(self) -> None:
         """Raises the error if a sample differs. The host waits if that is not known yet."""
-        differs, first = self.numbers.get()
-        if differs:
-            raise self.error(self.failed[bisect_right(self.ends, first)]())
+        error = _error(self.ends, self.failed, self.error, self.numbers.get())
+        if error is not None:
+            raise error
 
 
-def _outcome(different: Tensor, ends: list[int], failed: list[Callable[[], str]]) -> _Outcome:
+def _error(
+    ends: list[int], failed: list[Callable[[], str]], kind: type[BackstashError], numbers: list[int]
+) -> BackstashError | None:
+    differs, first = numbers
+    return kind(failed[bisect_right(ends, first)]()) if differs else None
+
+
+def _tell(
+    outcomes: deque[_Outcome],
+    different: Tensor,
+    ends: list[int],
+    failed: list[Callable[[], str]],
+    kind: type[BackstashError] = RecomputedDifferentlyError,
+) -> None:
+    """Has the host find out later whether anything is true in ``different``, [n], by an outcome or by a graph.
+
+    Args:
+        outcomes: where the outcome goes, unless the step is captured.
+        different: on an accelerator.
+        ends, failed, kind: as the outcome's attributes ``ends``, ``failed`` and ``error``.
+    """
     flags = different.view(torch.uint8)
-    return _Outcome(Numbers(torch.cat((flags.amax(0, keepdim=True), flags.argmax(0, keepdim=True)))), ends, failed)
+    numbers = torch.cat((flags.amax(0, keepdim=True), flags.argmax(0, keepdim=True)))
+    captured = graphs.capture()
+    if captured is None:
+        outcomes.append(_Outcome(Numbers(numbers), ends, failed, kind))
+    else:
+        captured.expect(numbers, partial(_error, ends, failed, kind))
 
 
 class Comparisons:
@@ -111,6 +137,8 @@ class Comparisons:
             RecomputedDifferentlyError: a sample differs.
             DamagedPlanesError: what was decoded is damaged.
         """
+        if graphs.capture() is not None:
+            return
         while self._outcomes and (waits or self._outcomes[0].numbers.have_arrived()):
             self._outcomes.popleft().check()
 
@@ -166,13 +194,12 @@ class Comparisons:
             different: on an accelerator.
             failed: what is to be said then.
         """
-        self._outcomes.append(_outcome(different, [different.numel()], [failed]))
+        _tell(self._outcomes, different, [different.numel()], [failed])
         self.check()
 
     def add_damage(self, flag: Tensor, failed: Callable[[], str]) -> None:
         """Has it found out later whether what was decoded is damaged: whether ``flag``, [1], is not 0."""
-        outcome = _outcome(flag != 0, [1], [failed])
-        self._outcomes.append(outcome._replace(error=DamagedPlanesError))
+        _tell(self._outcomes, flag != 0, [1], [failed], DamagedPlanesError)
         self.check()
 
 

@@ -15,6 +15,9 @@ Note: [drafts]
 
     Backward may read a value before its numbers have arrived. From an exact codec it is given the dense one. Where the
     codec has an error the host waits, because gradients must not depend on how far behind the device is.
+
+    While a step is captured in a graph the planes alone are held: a replay whose planes are not whole is an error,
+    which names the value (Note: [captured steps] in graphs.py).
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from backstash import graphs
 from backstash.codecs.base import Codec, Draft, Encoded, Judged, adopt
 from backstash.codecs.numbers import Numbers
 from backstash.codecs.raw import Raw
-from backstash.errors import CodecRefusedError
+from backstash.errors import CodecRefusedError, GraphError
 from backstash.saved import Mask
 from backstash.stash.value import Form, Value
 from backstash.stores import DeviceStore, Store
@@ -145,6 +149,33 @@ class Drafted:
         return account
 
 
+def expect_whole(captured: graphs.Capture, draft: Draft, looked: Looked, number: int, key: str) -> None:
+    """Has each replay of a graph tell whether the planes of a draft are whole.
+
+    Args:
+        captured: the graph.
+        draft: the draft.
+        looked: what is known of the codecs of its place.
+        number: of its codec.
+        key: of the value.
+    """
+    judge = draft.judge
+
+    def error(numbers: list[int]) -> GraphError | None:
+        judged = judge(numbers)
+        if judged.refusal is None:
+            return None
+        looked.known[number] = judged.known
+        return GraphError(
+            f"a replay of a captured step was to encode {key} as the steps before the capture did, but "
+            f"{judged.refusal}. Gradients were computed from what was stored of it: do not use those of that step. The "
+            "step is captured again by what was learned. If that happens often, use a policy that stores the value in "
+            "another way."
+        )
+
+    captured.expect(draft.numbers, error)
+
+
 class Drafts:
     """The drafts of a Session that are not judged yet, the oldest first.
 
@@ -173,11 +204,13 @@ class Drafts:
     def keep_within(self, limit: int) -> None:
         """Judges the drafts whose numbers have arrived, and the oldest ones until no more bytes are held for others."""
         self.look()
-        while self._nbytes > limit:
+        while self._nbytes > limit and graphs.capture() is None:
             self._judge_oldest()
 
     def look(self) -> None:
         """Judges the drafts whose numbers have arrived."""
+        if graphs.capture() is not None:
+            return
         while self._waiting and (self._waiting[0].is_judged or self._waiting[0].numbers.have_arrived()):
             self._judge_oldest()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from backstash import graphs
 from backstash.codecs import base
 from backstash.codecs.base import Codec, Draft, is_dense
 from backstash.codecs.masks.codec import Bitmask
@@ -21,7 +22,7 @@ from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Sl
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash import looking
 from backstash.stash.decode import follow_original
-from backstash.stash.drafts import Drafted, DraftedForm, Drafts
+from backstash.stash.drafts import Drafted, DraftedForm, Drafts, expect_whole
 from backstash.stash.live import Live
 from backstash.stash.looking import SPARED
 from backstash.stash.place import Place
@@ -198,9 +199,13 @@ class Encoder:
         if self.drafts.limit is not None:
             self.drafts.keep_within(self.drafts.limit)
 
-    def _draft(self, looked: Looked | None, number: int, codec: Codec, x: Tensor) -> tuple[Draft, Drafted] | None:
+    def _draft(
+        self, looked: Looked | None, number: int, codec: Codec, x: Tensor
+    ) -> tuple[Draft, Drafted | None] | None:
         """Drafts an encoding; None where it has to be known at once, or something is counting what planes take."""
-        if looked is None or self._live.watcher is not None or not self.drafts.admits(x.untyped_storage().nbytes()):
+        if looked is None or self._live.watcher is not None:
+            return None
+        if graphs.capture() is None and not self.drafts.admits(x.untyped_storage().nbytes()):
             return None
         return looked.draft(number, codec, x, self.drafts.limit is not None)
 
@@ -335,6 +340,9 @@ class Encoder:
                 )
             spec = TensorSpec.of(x)
             refusal = codec.accepts(spec) or misreads(codec, readers)
+            captured = graphs.capture()
+            if captured is not None and (number != first or looked is None or looked.known.get(number) is None):
+                refusal = refusal or (looking.ASKS if base.drafting(codec) is not None else None)
             if refusal is None and number != first:
                 refusal = codec.declines(x)
             if refusal is None:
@@ -351,10 +359,13 @@ class Encoder:
                     mask = facts.mask if facts.need is Need.SIGN else None
                     if self._live.watcher is not None:
                         self._live.watcher.storing(encoded)
-                    if drafted is not None:
+                    if drafted is not None and drafted[1] is None:
+                        assert captured is not None and looked is not None
+                        expect_whole(captured, drafted[0], looked, number, facts.key)
+                    elif drafted is not None and drafted[1] is not None:
                         self.is_looking = True  # whether it has freed anything is not known yet
                         return DraftedForm(codec, mask, drafted[0], store, x, drafted[1]), ""
-                    if looked is not None:
+                    elif looked is not None:
                         looked.learn(number, codec, encoded)
                     return Form(codec, mask, encoded.spec, store, store.put(encoded)), ""
             reason = f"{base.label(codec)}: {refusal}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from backstash import graphs
 from backstash.codecs.base import Codec, Draft, Encoded, drafting, flat, refuses_layout
 from backstash.codecs.sample import Look, answered_by
 from backstash.policies.base import Stash
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 SPARED = 8
 """How many times codecs that have declined a value are not asked again at the same place: its numbers may change."""
+
+ASKS = "what it would be stored as is not known, and a step that is captured cannot ask for its numbers"
+"""Why a value is kept whose codecs have not been asked before the capture."""
 
 PERIOD = 64
 """The same on an accelerator. Each look is some launches, so few places are looked at in a step, in turn."""
@@ -57,8 +61,10 @@ class Looked:
         self.action = action
         return True
 
-    def draft(self, number: int, codec: Codec, x: Tensor, is_planned: bool) -> tuple[Draft, Drafted] | None:
+    def draft(self, number: int, codec: Codec, x: Tensor, is_planned: bool) -> tuple[Draft, Drafted | None] | None:
         """Drafts an encoding by the codec with that number. None if too little is known for a draft.
+
+        While a step is captured, each replay tells what becomes of the draft, and there is no Drafted.
 
         Args:
             number, codec: the codec.
@@ -69,6 +75,8 @@ class Looked:
         known = self.known.get(number)
         if makes is None or known is None:
             return None
+        if graphs.capture() is not None:
+            return makes.draft(x, known), None
         if codec.bound is not None and self._drafted is not None:
             self._drafted.judge()  # how much room there is decides whether a value is rounded
         draft = makes.draft(x, known)
@@ -94,6 +102,10 @@ def encoded(
         facts, action, readers: as for Encoder.form.
     """
     looked = place.looked
+    if graphs.capture() is not None:
+        if looked is None or not looked.is_about(action) or looked.taken >= len(action.codecs):
+            return None, ASKS if place.declined is None else place.declined[1]
+        return encoder.form(whole, facts, action, readers, looked, looked.taken)
     if looked is None or not looked.is_about(action):
         looked = place.looked = Looked(action)
         return _all(encoder, place, looked, whole, facts, readers, 1 + next(encoder.turns) % PERIOD)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
 import warnings
+import weakref
 from collections import deque
 from itertools import count
 
 import torch
 from torch import Tensor
 
+from backstash import graphs
 from backstash.codecs.base import Encoded
+from backstash.errors import GraphError
 from backstash.stores.base import DropLock, Holdings, Ticket, Usage
 from backstash.stores.space import Space
 
@@ -24,9 +26,10 @@ _ALIGNMENT = 512
 class HostStore:
     """Holds planes in host memory: an accelerator's as copies in pinned memory, all others as they are.
 
-    A copy runs on a stream of its own. ``put`` waits for it only if more than ``in_flight`` bytes are under way. Pinned
-    memory is allocated in slabs, used again, and not given back. If the system refuses to pin more memory, the store
-    uses pageable memory, with one warning.
+    A copy runs on a stream of its own. If more than ``in_flight`` bytes are under way, the stream that computes waits
+    for the oldest copy, and so do the operations that come after; the host never waits. Pinned memory is allocated in
+    slabs, used again, and not given back. If the system refuses to pin more memory, the store uses pageable memory,
+    with one warning.
 
     Args:
         capacity: the most bytes that the store may hold; None for no limit.
@@ -93,6 +96,12 @@ class HostStore:
         with self._lock.held:
             return self._holdings.usage()
 
+    def settle(self) -> None:
+        """Has the current stream wait for all copies. A graph that moves values begins after it."""
+        with self._lock.held:
+            for lane in self._lanes.values():
+                lane.join()
+
     def _forget(self, ticket: Ticket) -> None:
         value = self._values.pop(ticket.number, None)
         if value is not None:
@@ -102,17 +111,18 @@ class HostStore:
 
     def _lane(self, device: torch.device) -> _Lane:
         if device not in self._lanes:
-            self._lanes[device] = _Lane(device, self._in_flight, self._holdings)
+            self._lanes[device] = _Lane(device, self._in_flight)
         return self._lanes[device]
 
 
 class _Parked:
     """A value whose planes on the device are in pinned memory, at ``places``. The others are in ``encoded``."""
 
-    __slots__ = ("done", "encoded", "fetched", "lane", "places", "stream")
+    __slots__ = ("captured", "done", "encoded", "fetched", "lane", "places", "stream")
 
     def __init__(self, encoded: Encoded, lane: _Lane, places: dict[str, _Place]) -> None:
         self.encoded, self.lane, self.places = encoded, lane, places
+        self.captured = graphs.capture()  # the graph that moves it, if one does
         self.fetched: dict[str, Tensor] | None = None  # planes that are being copied back, or are back
         self.stream: torch.Stream | None = None  # the stream on which that memory was allocated
         self.done: torch.Event | None = None  # the end of the value's last copy, in either direction
@@ -127,6 +137,20 @@ class _Place:
         self.dtype, self.shape, self.device = plane.dtype, plane.shape, plane.device
         self.memory, self.slab, self.start = memory, slab, start
 
+    @property
+    def room(self) -> int:
+        """Bytes that are set aside for it."""
+        return _room(self.memory.numel())
+
+    def memory_of(self, nbytes: int) -> Tensor:
+        """The memory of another plane in its place, of so many bytes."""
+        return self.memory.as_strided((nbytes,), (1,))
+
+    def free(self) -> None:
+        """Lets others have it."""
+        if self.slab is not None:
+            self.slab.give(self.start, self.room)
+
 
 class _Lane:
     """The copies between one accelerator and host memory. The caller holds the store's lock.
@@ -136,15 +160,22 @@ class _Lane:
         were freed earlier, the caching allocator would hand it to the compute stream, which does not wait for the copy.
         Memory to copy back into is allocated on the compute stream, and the copy waits for the work that was queued on
         that stream before.
+
+    Note: [places of a graph]
+        A graph writes to the same places of pinned memory in each replay, so nobody else may have them for as long as
+        it lives. What is given back while it is captured is used again in the same capture alone. Its copies do not
+        wait for copies of earlier steps: the stream that replays it does (:meth:`HostStore.settle`).
     """
 
-    def __init__(self, device: torch.device, in_flight: int, account: Holdings) -> None:
-        self.device, self.in_flight, self.account = device, in_flight, account
+    def __init__(self, device: torch.device, in_flight: int) -> None:
+        self.device, self.in_flight = device, in_flight
         self.out, self.back = torch.Stream(device), torch.Stream(device)
         self.flying: deque[tuple[torch.Event, int, list[Tensor]]] = deque()
         self.nbytes = 0
         self.slabs: list[tuple[Tensor, Space]] = []
         self.pins = True
+        self.of_graph: list[_Place] = []  # that the graph which is being captured may use again
+        self.late: deque[_Place | _Parked] = deque()  # to be released when no graph is being captured
 
     def park(self, encoded: Encoded) -> _Parked:
         """Begins to copy the planes that are on this device to the host."""
@@ -183,9 +214,10 @@ class _Lane:
         fetched, current = self.fetch(value), torch.accelerator.current_stream(self.device)
         assert value.done is not None
         current.wait_event(value.done)
-        if current != value.stream:
-            for plane in fetched.values():
-                plane.record_stream(current)
+        if current != value.stream:  # to which the memory is given back, before the current stream has read it
+            assert value.stream is not None
+            fetched = {name: plane.clone() for name, plane in fetched.items()}
+            value.stream.wait_stream(current)
         value.fetched = None
         encoded = value.encoded
         return Encoded(encoded.codec, encoded.spec, {**encoded.planes, **fetched}, encoded.meta)
@@ -193,13 +225,55 @@ class _Lane:
     def release(self, value: _Parked) -> None:
         """Frees the value's places. The next copy into them runs on ``out``, which waits here for the last reader."""
         assert value.done is not None
+        if value.captured is not graphs.capture():
+            self.late.append(value)  # events of a graph and of no graph do not wait for each other
+            return
         self.out.wait_event(value.done)
+        if value.captured is not None:
+            self.of_graph += value.places.values()
+            return
         for place in value.places.values():
-            if place.slab is not None:
-                place.slab.give(place.start, _room(place.memory.numel()))
+            place.free()
+
+    def join(self) -> None:
+        """Has the current stream wait for all copies. What they read and wrote need not be held for them any more."""
+        current = torch.accelerator.current_stream(self.device)
+        current.wait_stream(self.out)
+        current.wait_stream(self.back)
+        self.flying.clear()
+        self.nbytes = 0
+        self.of_graph.clear()
+
+    def _of_graph(self, captured: graphs.Capture, plane: Tensor, nbytes: int) -> _Place | None:
+        """A place that the graph which is being captured has used before; None where none is as large."""
+        captured.before_end(self, self.join)
+        fitting = [place for place in self.of_graph if place.room == _room(nbytes)]
+        if not fitting:
+            return None
+        self.of_graph.remove(fitting[0])
+        return _Place(plane, fitting[0].memory_of(nbytes), fitting[0].slab, fitting[0].start)
 
     def _place(self, plane: Tensor) -> _Place:
+        captured = graphs.capture()
         nbytes = plane.numel() * plane.element_size()
+        if captured is None:
+            self._release_late()
+            return self._new_place(plane, nbytes)
+        place = self._of_graph(captured, plane, nbytes)
+        if place is None:
+            place = self._new_place(plane, nbytes)
+            weakref.finalize(captured, self.late.append, place).atexit = False
+        return place
+
+    def _release_late(self) -> None:
+        while self.late:
+            late = self.late.popleft()
+            if isinstance(late, _Place):
+                late.free()
+            elif late.captured is None:
+                self.release(late)
+
+    def _new_place(self, plane: Tensor, nbytes: int) -> _Place:
         room = _room(nbytes)
         for memory, slab in self.slabs:
             start = slab.take(room)
@@ -217,6 +291,11 @@ class _Lane:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
+            if graphs.capture() is not None:
+                raise GraphError(
+                    f"a captured step was to move {nbytes} bytes more to the host than the steps before it, but pinned "
+                    f"memory cannot be allocated in a capture. Run more steps eagerly first (learning=)."
+                ) from error
             self.pins = False
             warnings.warn(
                 f"backstash: the system pins no {nbytes} bytes more ({error}); pageable memory serves, and copies to "
@@ -226,17 +305,19 @@ class _Lane:
             return None
 
     def _keep(self, done: torch.Event, tensors: list[Tensor]) -> None:
-        """Holds ``tensors`` until their copy has ended. Waits for the oldest copies if too much is under way."""
+        """Holds ``tensors`` until their copy has ended. The current stream waits for the oldest if too many are."""
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.is_cpu)
         self.flying.append((done, nbytes, tensors))
         self.nbytes += nbytes
-        while self.flying and (self.flying[0][0].query() or self.nbytes > self.in_flight):
-            event, nbytes, _ = self.flying.popleft()
+        may_ask = graphs.capture() is None
+        while self.flying:
+            event, nbytes, _ = self.flying[0]
+            if not (may_ask and event.query()):
+                if self.nbytes <= self.in_flight:
+                    return
+                torch.accelerator.current_stream(self.device).wait_event(event)
+            self.flying.popleft()
             self.nbytes -= nbytes
-            if not event.query():
-                started = time.perf_counter()
-                event.synchronize()
-                self.account.stall_seconds += time.perf_counter() - started
 
 
 def _bytes(plane: Tensor) -> Tensor:

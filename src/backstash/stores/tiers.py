@@ -71,6 +71,12 @@ class TierStore:
         """Forgets the value, here and in the store that holds it."""
         self._lock.drop(ticket)
 
+    def settle(self) -> None:
+        """As of :class:`HostStore`, of all stores that can."""
+        for store in self.stores:
+            if hasattr(store, "settle"):
+                store.settle()
+
     def usage(self) -> Usage:
         """Bytes and values that were put here and are held now, and how long all stores together have waited."""
         with self._lock.held:

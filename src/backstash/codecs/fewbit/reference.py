@@ -39,10 +39,7 @@ def fewbit_decode(packed: Tensor, values: list[float], bits: int, out: Tensor) -
     out.copy_(table[unpack_fields(packed, bits, out.numel())])
 
 
-@kernel(
-    "(Tensor x, Tensor packed, Tensor table, Tensor(a!) out) -> ()",
-    without={"triton": "no claim stands for a CUDA tensor yet"},
-)
+@kernel("(Tensor x, Tensor packed, Tensor table, Tensor(a!) out) -> ()")
 def scale_by_codes(x: Tensor, packed: Tensor, table: Tensor, out: Tensor) -> None:
     """Fills ``out`` [n] with ``x`` times ``table[field]``.
 

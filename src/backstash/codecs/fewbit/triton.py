@@ -121,3 +121,47 @@ def fewbit_decode(packed: Tensor, values: list[float], bits: int, out: Tensor) -
         BYTES_PER_FIELD=bytes_per_field(bits),
         BLOCK=BLOCK,
     )
+
+
+@triton.jit
+def scale_by_codes_kernel(
+    x_ptr,
+    packed_ptr,
+    table_ptr,
+    out_ptr,
+    numel,
+    nbytes,
+    BITS: tl.constexpr,
+    BYTES_PER_FIELD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Stores each element times the number that its code stands for."""
+    offs_out = block_offsets(BLOCK)
+    mask = offs_out < numel
+    code = load_fields(packed_ptr, offs_out, nbytes, BITS, BYTES_PER_FIELD)
+    x = tl.load(x_ptr + offs_out, mask=mask, other=0)
+    tl.store(out_ptr + offs_out, x * tl.load(table_ptr + code, mask=mask, other=0), mask=mask)
+
+
+def scale_by_codes(x: Tensor, packed: Tensor, table: Tensor, out: Tensor) -> None:
+    """See :func:`backstash.codecs.fewbit.reference.scale_by_codes`.
+
+    Raises:
+        DamagedPlanesError: the plane is not of the size that ``x`` needs, or the table has not 2, 4, 8 or 16 values.
+    """
+    bits = table.numel().bit_length() - 1
+    check_plane("scale_by_codes", "table", table, 2 ** min(max(bits, 1), 4), x)
+    check_plane("scale_by_codes", "packed", packed, bytes_for(x.numel(), bits), x)
+    launch(
+        scale_by_codes_kernel,
+        blocks_of(x.numel(), BLOCK),
+        x,
+        packed,
+        table,
+        out,
+        x.numel(),
+        packed.numel(),
+        BITS=bits,
+        BYTES_PER_FIELD=bytes_per_field(bits),
+        BLOCK=BLOCK,
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor
 from backstash.codecs.base import (
     EXACT,
     FLOATS,
+    Draft,
     Encoded,
     ErrorBound,
+    Judged,
     ReadPlanes,
     check_planes,
     flat,
@@ -82,7 +86,37 @@ class Bitmask:
         return None
 
     def encode(self, x: Tensor) -> Encoded:
-        """Tests each element, and packs the outcomes."""
+        """Tests each element, and packs the outcomes. On CUDA the host waits where NaN must stay NaN."""
+        encoded = self._tested(x)
+        if self.mask.nan:
+            nan = self._nan(x)
+            if nan.any():
+                encoded = self._with(encoded, nan)
+        return encoded
+
+    @property
+    def draft(self) -> Callable[[Tensor, bool], Draft] | None:
+        """As ``encode`` without the wait, with a plane for NaN if the last tensor had one; None where nothing waits."""
+        return self._draft if self.mask.nan else None
+
+    def _draft(self, x: Tensor, known: bool) -> Draft:
+        encoded, nan = self._tested(x), self._nan(x)
+        return Draft(self._with(encoded, nan) if known else encoded, nan.any().reshape(1), partial(_judge, known))
+
+    def known(self, encoded: Encoded) -> bool | None:
+        """Whether there is a NaN; None where it makes no difference."""
+        return "nan" in encoded.planes if self.mask.nan else None
+
+    def _nan(self, x: Tensor) -> Tensor:
+        """A bit for each element that is NaN, packed."""
+        found: Tensor = _ops.bitmask_encode(flat(x), Test.NOT_LE.code, float("inf"), 0.0)
+        return found
+
+    def _with(self, encoded: Encoded, nan: Tensor) -> Encoded:
+        return Encoded(self.id, encoded.spec, {**encoded.planes, "nan": nan})
+
+    def _tested(self, x: Tensor) -> Encoded:
+        """All planes but that of NaN."""
         spec = require_accepted(self, x)
         test = self.mask
         planes = {"mask": _ops.bitmask_encode(flat(x), test.test.code, test.lo, test.hi)}
@@ -90,10 +124,6 @@ class Bitmask:
             info = torch.finfo(x.dtype)
             below_zero = -info.smallest_normal * info.eps  # the negative number next to zero
             planes["negative"] = _ops.bitmask_encode(flat(x), Test.CLOSED.code, float("-inf"), below_zero)
-        if test.nan:
-            nan = _ops.bitmask_encode(flat(x), Test.NOT_LE.code, float("inf"), 0.0)
-            if nan.any():
-                planes["nan"] = nan
         return Encoded(self.id, spec, planes)
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
@@ -124,6 +154,12 @@ class Bitmask:
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """One bit per element, or two where there is a third value or a NaN may be."""
         return bytes_for(spec.numel, 1) * (2 if self.mask.ternary or self.mask.nan else 1)
+
+
+def _judge(has_plane: bool, numbers: list[bool]) -> Judged:
+    """Whether a draft of Bitmask has a plane for NaN if there is one."""
+    (has_nan,) = numbers
+    return Judged("it has a NaN, which was not expected" if has_nan and not has_plane else None, bool(has_nan))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from backstash.codecs.base import (
     require_accepted,
     taken,
 )
-from backstash.codecs.direct import Direct, Geometry, WindowOffsets
+from backstash.codecs.direct import Direct, Geometry, MaskBits, WindowOffsets
 from backstash.codecs.narrow.windows.reference import window_bits
 from backstash.errors import CodecRefusedError
 from backstash.ops import bytes_for
@@ -142,8 +142,13 @@ class Narrow:
         return bytes_for(spec.numel, 1 if spec.dtype == torch.bool else min(MAX_BITS, 8 * spec.dtype.itemsize))
 
     def direct(self, form: type[Direct]) -> ReadPlanes | None:
-        """Offers the positions in their windows, if there is a window."""
+        """Offers the positions in their windows, if there is a window, and else the bits of bools."""
+        if form is MaskBits:
+            return self._bits if self.window is None else None
         return self._offsets if form is WindowOffsets and self.window is not None else None
+
+    def _bits(self, encoded: Encoded) -> MaskBits | None:
+        return MaskBits(encoded.planes["packed"]) if encoded.spec.dtype is torch.bool else None
 
     def _offsets(self, encoded: Encoded) -> WindowOffsets:
         return WindowOffsets(encoded.planes["packed"], self.geometry(encoded.spec))

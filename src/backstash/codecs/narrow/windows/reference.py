@@ -102,10 +102,7 @@ def window_decode(
     out.copy_(index)
 
 
-@kernel(
-    f"(Tensor packed, {WINDOW}, Tensor grad, Tensor(a!) out) -> ()",
-    without={"triton": "no claim stands for a CUDA tensor yet"},
-)
+@kernel(f"(Tensor packed, {WINDOW}, Tensor grad, Tensor(a!) out) -> ()")
 def window_scatter(
     packed: Tensor,
     inner: int,

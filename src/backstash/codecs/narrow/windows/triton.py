@@ -113,6 +113,58 @@ def window_decode_kernel(
     tl.store(out_ptr + offs_out, index.to(out_ptr.dtype.element_ty), mask=offs_out < numel)
 
 
+@triton.jit
+def window_scatter_kernel(
+    packed_ptr,
+    grad_ptr,
+    out_ptr,
+    numel,
+    nbytes,
+    inner,
+    input_size,
+    output_size,
+    KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    DILATION: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    DIMS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BITS: tl.constexpr,
+    BYTES_PER_FIELD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds up, for each element of the input, the gradients of the windows whose code says that it was the largest.
+
+    An element is at one position of each window that it lies in, and a window that begins later has it at an earlier
+    position. So from the last position to the first the windows come in memory order, which is the reference's.
+    """
+    offs_out = block_offsets(BLOCK)
+    element = offs_out.to(tl.int64 if WIDE else tl.int32)
+    channel = element % inner
+    total = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+    for number in range(POSITIONS):
+        code = POSITIONS - 1 - number
+        left = code
+        rest = element // inner
+        inside = offs_out < numel
+        window = tl.zeros_like(element)
+        scale = tl.full([], 1, tl.int64 if WIDE else tl.int32)
+        for d in tl.static_range(DIMS - 1, -1, -1):
+            reach = rest % input_size[d] + PADDING[d] - (left % KERNEL[d]) * DILATION[d]
+            place = reach // STRIDE[d]
+            # The sign is asked for first: // rounds towards zero here.
+            inside &= (reach >= 0) & (reach % STRIDE[d] == 0) & (place < output_size[d])
+            window += place * scale
+            rest = rest // input_size[d]
+            left = left // KERNEL[d]
+            scale = scale * output_size[d]
+        offs_grad = tl.where(inside, (rest * scale + window) * inner + channel, 0).to(tl.int64)
+        inside &= load_fields(packed_ptr, offs_grad, nbytes, BITS, BYTES_PER_FIELD) == code
+        total = tl.where(inside, total + tl.load(grad_ptr + offs_grad, mask=inside, other=0), total)
+    tl.store(out_ptr + offs_out, total, mask=offs_out < numel)
+
+
 def _window_constants(
     numel: int, input_size: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> dict[str, Any]:
@@ -200,6 +252,45 @@ def window_decode(
         tuple(input_size),
         tuple(output_size),
         **_window_constants(out.numel(), input_size, kernel, stride, padding, dilation),
+        BYTES_PER_FIELD=bytes_per_field(bits),
+        BLOCK=BLOCK,
+    )
+
+
+def window_scatter(
+    packed: Tensor,
+    inner: int,
+    input_size: list[int],
+    output_size: list[int],
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    grad: Tensor,
+    out: Tensor,
+) -> None:
+    """See :func:`backstash.codecs.narrow.windows.reference.window_scatter`.
+
+    Each element adds up its own windows, so the bits do not depend on the order in which programs run.
+
+    Raises:
+        DamagedPlanesError: the packed plane is not of the size that ``grad`` needs.
+    """
+    bits = window_bits(kernel)
+    check_plane("window_scatter", "packed", packed, bytes_for(grad.numel(), bits), out)
+    launch(
+        window_scatter_kernel,
+        blocks_of(out.numel(), BLOCK),
+        packed,
+        grad,
+        out,
+        out.numel(),
+        packed.numel(),
+        inner,
+        tuple(input_size),
+        tuple(output_size),
+        **_window_constants(max(grad.numel(), out.numel()), input_size, kernel, stride, padding, dilation),
+        POSITIONS=math.prod(kernel),
         BYTES_PER_FIELD=bytes_per_field(bits),
         BLOCK=BLOCK,
     )
