@@ -154,7 +154,7 @@ at::Tensor run_one_pass(Slot& slot, const OnePass& pass, const Layout& whole, bo
             x = fetch(slot, operand.value);
         } else {
             const Inputs& inputs = *inputs_of(slot, operand.call);
-            x = operand.place >= 0 ? inputs.tensors[operand.place] : operand.place == -1 ? inputs.mean : inputs.invstd;
+            x = operand.place >= 0 ? input_at(slot, inputs, operand.place) : operand.place == -1 ? inputs.mean : inputs.invstd;
         }
         if (!x.defined() || PyList_Append(tensors.get(), wrapped(x).get()) != 0) {
             if (PyErr_Occurred()) throw python_error();
