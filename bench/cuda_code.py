@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,6 +139,7 @@ def codes(made: Made, options: CompileOptions | None) -> dict[str, Code]:
             keep_inference_input_mutations=True,
         )
 
+    import_module("torch._inductor.lowering")  # which torch's decompositions take to be there
     torch.compiler.reset()
     with suppress(_Obtained):
         torch.compile(loss, backend=backend, dynamic=False)()
