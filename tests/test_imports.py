@@ -16,7 +16,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 COMPILE = sorted((SOURCE / "compile").rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "config", "manager"}
 PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("understand/architecture.md", "architecture.md")]
-HOOKS = {"session", "capture", "report", "rewrites", "integrations", "planning", "verifying"}
+HOOKS = {"session", "capture", "forecast", "report", "rewrites", "integrations", "planning", "verifying"}
 """Units that may install hooks: the Session's own, and those that observe somebody's program from outside."""
 
 SAID_WITH_THEIR_MODULE = {
@@ -193,6 +193,17 @@ ALLOWED: dict[str, set[str]] = {
         "planning.run.budgeted",
         "compile",
     },
+    "forecast": {
+        "errors",
+        "formulas",
+        "torch_internals",
+        "saved",
+        "remake.producers",
+        "capture.naming",
+        "planning",
+        "integrations.launcher",
+        "telling",
+    },
     "report": {
         "accelerator",
         "arguments",
@@ -261,6 +272,7 @@ ALLOWED: dict[str, set[str]] = {
         "verifying",
         "telling",
         "demos",
+        "forecast",
     },
     "__main__": {"cli"},
 }

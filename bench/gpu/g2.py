@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from backstash.forecast.cards import CARDS, card_called
+from backstash.forecast.costs import Clock
+from backstash.forecast.tracing import StepTracer
 from bench.gpu import filling, steps
+from bench.gpu.device import find
 from bench.gpu.networks import NETWORKS, Training
 from bench.gpu.parts import Run
 from bench.gpu.ways import AGAIN, PLAIN, PLANS, WAYS, Maker, Way, budgeted
@@ -38,7 +43,35 @@ def measure(run: Run) -> None:
         _filling(run, name)
 
 
+def predicted(run: Run, name: str) -> dict[str, Any]:
+    """Returns what the cost model says of plain and checkpointed steps on the card that is here, or on an H100."""
+    card = CARDS["h100-80gb"]
+    if run.device.kind == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        card = card_called(properties.name, properties.total_memory) or card
+    blocks: list[torch.nn.Module] = []
+    with StepTracer(blocks) as tracer:
+        training = Training(NETWORKS[name], find("cpu"), run.small)
+        blocks += training.model.blocks
+        while not tracer.is_done:
+            training.zero()
+            torch.autograd.backward([training.loss()])
+    steps, clock = tracer.found(), Clock(card)
+    assert steps.checkpoint is not None
+    ways = {PLAIN: (steps.plain, 0), "checkpoint": (steps.checkpoint, len(steps.dropped.uses))}
+    rows = {
+        way: {
+            "peak_nbytes": step.peak_nbytes - step.before_nbytes,
+            "seconds": clock.step(step.works, hooked),
+        }
+        for way, (step, hooked) in ways.items()
+    }
+    return {"card": card.name, **rows}
+
+
 def _host_bound(run: Run, name: str) -> None:
+    run.part(f"{name}/predicted", lambda: predicted(run, name))
+
     @cache
     def training() -> Training:
         return Training(NETWORKS[name], run.device, run.small)

@@ -111,6 +111,32 @@ def _number(found: Any) -> str:
     return "" if found is None else f"{found:,}"
 
 
+# -- what is known without a GPU ---------------------------------------------------------------------------------------
+
+
+def prediction(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the cells of a step that was measured and predicted (bench/costs.py)."""
+    off = row["predicted_nbytes"] / row["peak_nbytes"] - 1, row["predicted_seconds"] / row["seconds"] - 1
+    peaks = f"{row['peak_nbytes'] / 2**20:,.0f}", f"{row['predicted_nbytes'] / 2**20:,.0f}", f"{off[0]:+.1%}"
+    times = f"{1e3 * row['seconds']:.1f}", f"{1e3 * row['predicted_seconds']:.1f}", f"{off[1]:+.0%}"
+    return (row["network"], row["way"], *peaks, *times, str(row["rounds"]))
+
+
+PREDICTIONS = ("network", "", "peak, MiB", "predicted", "off", "step, ms", "predicted", "off", "rounds")
+"""The header of predictions."""
+
+
+def graph(way: str, row: Mapping[str, Any], plain: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the cells of a compiled graph beside plain's (bench/cuda_code.py)."""
+    moved = f"{row['nbytes'] / 1e9:.2f}", f"{row['nbytes'] / plain['nbytes']:.3f}"
+    saved = f"{row['saved_nbytes'] / 1e6:,.0f}" if row["graph"] == "forward" else ""
+    return (way, row["graph"], str(row["written"]), str(row["library"]), *moved, saved, str(row["other"]))
+
+
+GRAPHS = ("", "graph", "kernels", "calls of libraries", "GB moved", "x plain", "MB saved", "kernels of other text")
+"""The header of compiled graphs."""
+
+
 # -- g1 ----------------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +188,7 @@ def _steps(parts: Parts, network: str, level: str = "steps") -> Section:
     plain = found.get("plain")
     again = found.get("plain again", {}).get("differing", ())
     prefix = "/".join(levels)
+    foreseen = parts.parts.get(f"{network}/predicted", {}).get("result") or {}
     rows = []
     for way, row in found.items():
         if "/" in way or "peak_nbytes" not in row:
@@ -172,15 +199,16 @@ def _steps(parts: Parts, network: str, level: str = "steps") -> Section:
             (
                 way,
                 _mib(row["peak_nbytes"]),
-                _mib(row.get("predicted_nbytes")),
+                _mib(row.get("predicted_nbytes") or foreseen.get(way, {}).get("peak_nbytes")),
                 f"{row['peak_nbytes'] / max(1, plain['peak_nbytes']):.2f}" if plain else "",
                 _ms(timed.get("seconds")),
+                f"{1e3 * foreseen[way]['seconds']:.1f}" if way in foreseen else "",
                 _ms(timed.get("times_plain"), 1),
                 f"{differs} gradients differ" if differs else "equal" if row["is_exact"] else "",
                 row.get("note", ""),
             )
         )
-    head = ("", "peak MiB", "predicted", "x plain", "step ms", "x plain", "bits", "")
+    head = ("", "peak MiB", "predicted", "x plain", "step ms", "predicted ms", "x plain", "bits", "")
     notes = [f"plain computes {len(again)} gradients differently a second time; they are not compared"] if again else []
     return Section(f"{network}: steps of one size", head, rows, notes)
 

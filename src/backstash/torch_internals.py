@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any, TypeVar
@@ -507,6 +508,30 @@ def starting_profiler() -> Iterator[None]:
 _toggle_collection: Callable[[bool, set[Any]], None] = find("autograd.profiler._toggle_collection_dynamic")
 
 
+@contextmanager
+def without_numbers() -> Iterator[None]:
+    """Inside, tensors are fake: they have shapes and no numbers. Optimizers treat them as they treat CUDA's.
+
+    A module that is cast or moved would swap its fake parameters with others, which torch refuses where anything refers
+    to them weakly, as its own table of fake tensors does.
+    """
+
+    def swap(parameter: torch.Tensor, other: torch.Tensor) -> None:
+        parameter.data = other.detach()
+
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # a second of imports
+
+    optimizer = import_module("torch.optim.optimizer")
+    types, devices = optimizer._foreach_supported_types, optimizer._get_foreach_kernels_supported_devices
+    with (
+        mock.patch.object(optimizer, "_foreach_supported_types", [*types, FakeTensor]),
+        mock.patch.object(optimizer, "_get_foreach_kernels_supported_devices", return_value=[*devices(), "cpu"]),
+        mock.patch.object(torch.utils, "swap_tensors", swap),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield
+
+
 def record_operators(is_wanted: bool) -> None:
     """Has the profiler that this thread has started record operators from now on, or memory alone."""
     _toggle_collection(is_wanted, {torch.profiler.ProfilerActivity.CPU})
@@ -746,6 +771,14 @@ def inductor_backend(patches: dict[str, Any]) -> Callable[..., Any]:
         return compile_fx(graph, inputs, config_patches=patches | keywords.pop("options", {}), **keywords)
 
     return backend
+
+
+@cache
+def keeps_impure_calls() -> bool:
+    """Whether Inductor keeps a call without results that torch.fx knows to have a side effect. Imports Inductor."""
+    from torch._inductor.ir import FallbackKernel
+
+    return "has_side_effects" in vars(FallbackKernel)
 
 
 def inductor_lowerings() -> Any:

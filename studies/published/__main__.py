@@ -24,6 +24,8 @@ _ABOUT = {
     "comet-error": "whole errors of weight gradients, predicted and measured: `python -m studies.comet_error`",
     "compile": "compiled graphs, plain and treated: bytes saved, peaks, times: `python -m studies.compile`",
     "compile-frontier": "compiled graphs under budgets: peaks and times: `python -m studies.compile --frontier`",
+    "costs": "peaks and times that the cost model predicts of steps measured on a GPU: `python -m bench.costs`",
+    "cuda-code": "kernels and bytes of Inductor's code for CUDA, plain and treated: `python -m bench.cuda_code`",
     "density": "the share of zeros from which CSR is smaller than a bit mask: `backstash bench density`",
     "device": "operations, allocations and waits of steps on a fake accelerator: `python -m bench.device_counts`",
     "device-instructions": "the host's instructions in steps, by callgrind: `python -m bench.device_instructions`",

@@ -149,6 +149,25 @@ def autocast() -> str:
     return table(("", *(_NETWORKS[cast] for cast in pairs.values())), cells)
 
 
+def costs() -> str:
+    """Peaks and times that the cost model predicts of the steps that were measured on a GPU."""
+    results = load("costs")
+    rows = [pages.prediction(row) for row in results["predictions"]]
+    about = f"Predicted on a CPU for {results['card']['words']}; measured: [{results['measured']}]"
+    return f"{about}(../results/{results['measured']}).\n\n{table(pages.PREDICTIONS, rows)}"
+
+
+def cuda_code() -> str:
+    """Kernels and bytes of the code that Inductor writes for CUDA, plain and treated."""
+    results = load("cuda-code")
+    parts = [f"Written for an H100 without a GPU, by torch {results['machine']['torch']}; nothing was run."]
+    for network, ways in results["networks"].items():
+        plain = {row["graph"]: row for row in ways["plain"]}
+        rows = [pages.graph(way, row, plain[row["graph"]]) for way, each in ways.items() for row in each]
+        parts.append(f"**{results.get('words', {}).get(network, network)}**\n\n{table(pages.GRAPHS, rows)}")
+    return "\n\n".join(parts)
+
+
 PROGRAMS = ("g1", "g2", "g3", "g4", "g5", "g6")
 
 
@@ -167,6 +186,8 @@ def program(name: str) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "gpu": steps,
     "gpu-choices": choices,
+    "costs": costs,
+    "cuda-code": cuda_code,
     "device": counts,
     "device-instructions": instructions,
     "device-instructions-autocast": autocast,

@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from backstash.cli import benching, choosing, comparing, demonstrating, listing, planning, running, settings, verifying
+from backstash.cli import (
+    benching,
+    choosing,
+    comparing,
+    demonstrating,
+    fitting,
+    listing,
+    planning,
+    running,
+    settings,
+    verifying,
+)
 from backstash.cli.endings import exits
 from backstash.version import __version__
 
@@ -17,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for _commands in (running, planning, verifying, comparing, choosing, demonstrating, listing, benching):
+for _commands in (running, planning, fitting, verifying, comparing, choosing, demonstrating, listing, benching):
     _commands.add_to(app)
 
 

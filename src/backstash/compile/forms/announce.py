@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from backstash.compile.forms.account import GraphAccount
 from backstash.compile.forms.rewrite import UNCHECKED
@@ -19,11 +19,12 @@ from backstash.compile.graph.emit import GraphEmitter, from_text, to_text
 from backstash.compile.graph.values import SavedValue, Split, is_tensor_node
 from backstash.stash.ledger import Entry
 from backstash.stash.regions import GraphOutput, Region, announce, is_listened_to
-from backstash.torch_internals import hide_from_dynamo
+from backstash.torch_internals import hide_from_dynamo, keeps_impure_calls
 
 _LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
-# It writes nothing. That it says so keeps compilers from removing it.
-_LIBRARY.define("ran(Tensor(a!) ticket, str name, str account) -> ()")
+_LIBRARY.define("ran(str name, str account) -> ()")
+# For torches whose Inductor removes a call that writes nothing. It does not write either, but says so.
+_LIBRARY.define("ran_beside(Tensor(a!) ticket, str name, str account) -> ()")
 _ops: Any = torch.ops.backstash_graph
 
 _accounts: dict[str, tuple[str, GraphAccount, Region]] = {}
@@ -62,8 +63,11 @@ def emit_account(split: Split, account: GraphAccount, of_row: dict[fx.Node, int]
     (output,) = split.forward.graph.find_nodes(op="output")
     value = own[0].meta["val"]
     emit = GraphEmitter(split.forward.graph, output, value.fake_mode)
-    ticket = emit(torch.ops.aten.full.default, [1], 0, dtype=torch.int32, device=value.device, pin_memory=False)
-    emit(_ops.ran.default, ticket, name, text)
+    if keeps_impure_calls():
+        emit(_ops.ran.default, name, text)
+    else:
+        ticket = emit(torch.ops.aten.full.default, [1], 0, dtype=torch.int32, device=value.device, pin_memory=False)
+        emit(_ops.ran_beside.default, ticket, name, text)
     return name
 
 
@@ -113,7 +117,7 @@ def _sizes(node: fx.Node) -> list[int | None]:
     return [size if isinstance(size, int) else None for size in node.meta["val"].shape]
 
 
-def _ran(ticket: Tensor, name: str, account: str) -> None:
+def _ran(name: str, account: str) -> None:
     _runs[name] += 1
     known = _accounts.get(name)
     if known is None:
@@ -124,4 +128,7 @@ def _ran(ticket: Tensor, name: str, account: str) -> None:
 
 hide_from_dynamo(_ran, and_all_below=True)
 _LIBRARY.impl("ran", _ran, "CompositeExplicitAutograd")
-torch.library.register_fake("backstash_graph::ran", lambda *_: None, lib=_LIBRARY)
+_LIBRARY.impl("ran_beside", lambda ticket, name, account: _ran(name, account), "CompositeExplicitAutograd")
+fx.node.has_side_effect(_ops.ran.default)  # so that compilers do not remove it
+for _name in ("ran", "ran_beside"):
+    torch.library.register_fake(f"backstash_graph::{_name}", lambda *_: None, lib=_LIBRARY)

@@ -1,0 +1,54 @@
+"""Runs a training script without numbers, once for each size that is traced."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+
+from backstash.errors import MeasureError
+from backstash.forecast.sizes import TRACED, SizedSteps
+from backstash.forecast.tracing import STEPS, StepTracer, TracedSteps
+from backstash.integrations.launcher import execute
+from backstash.telling import note_progress
+
+SIZE = "{size}"
+"""What stands for the size among a script's arguments."""
+
+
+def traced_script(script: str, args: Sequence[str] = (), *, is_module: bool = False, unit: int = 1) -> SizedSteps:
+    """Runs a script without numbers and returns its steps, at any size if ``{size}`` is among its arguments.
+
+    Args:
+        script: path of the script, or dotted name of the module.
+        args: the script's arguments, in which ``{size}`` stands for two, three and four units in turn.
+        is_module: whether ``script`` is the name of a module.
+        unit: what the size is a multiple of.
+
+    Raises:
+        MeasureError: the script failed, or ended before enough steps.
+        ScriptError: there is no such file or module.
+    """
+    has_size = any(SIZE in each for each in args)
+    traces = []
+    sizes = TRACED if has_size else TRACED[:1]
+    for number, units in enumerate(sizes, 1):
+        note_progress("tracing steps", number, len(sizes))
+        traces.append(_traced(script, [each.replace(SIZE, str(units * unit)) for each in args], is_module))
+        gc.collect()  # the program's model and optimizer are cycles
+    return SizedSteps(traces)
+
+
+def _traced(script: str, args: Sequence[str], is_module: bool) -> TracedSteps:
+    failed: list[BaseException] = []
+    with redirect_stdout(io.StringIO()), StepTracer() as tracer:  # its numbers would mean nothing
+        execute(script, args, is_module=is_module, failed=failed.append)
+    if failed and not tracer.is_done:
+        raise MeasureError(
+            f"a forecast was asked for, but {script} failed where its tensors have no numbers, after "
+            f"{len(tracer.steps)} of {len(STEPS)} backward passes: {type(failed[0]).__name__}: "
+            f"{str(failed[0])[:300]}. What asks for the numbers of a whole tensor, such as masked_select(), nonzero() "
+            f"or numpy(), has to be left out of these steps."
+        ) from failed[0]
+    return tracer.found()

@@ -1,0 +1,290 @@
+"""Steps without numbers: what is traced is what torch allocates, and what fits follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from backstash.errors import MeasureError, UnknownNameError
+from backstash.forecast.cards import CARDS, card_named
+from backstash.forecast.costs import Clock, Work
+from backstash.forecast.fitting import Fits
+from backstash.forecast.profiles import TracedValues, profile_on
+from backstash.forecast.program import traced_script
+from backstash.forecast.sizes import TRACED, SizedSteps
+from backstash.forecast.tracing import StepTracer, TracedSteps, repeated
+from backstash.planning.measure.record import record
+from backstash.planning.model.peak import PeakModel, evaluate
+from backstash.planning.search.planner import Planner
+
+H100 = CARDS["h100-80gb"]
+
+
+class Block(nn.Module):
+    """A residual block, of which a checkpoint recomputes each."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.first, self.second = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.second(functional.relu(self.first(self.norm(x))))
+        return result
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), *(Block(64) for _ in range(3)), nn.Linear(64, 1))
+
+
+def training(batch: int, make: Callable[[], nn.Module] = network, autocast: bool = False) -> Callable[[], None]:
+    module, x = make(), torch.randn(batch, 16)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = module(x).square().mean()
+        loss.backward()
+
+    return step
+
+
+@cache
+def traced(batch: int) -> TracedSteps:
+    with StepTracer() as tracer:
+        step = training(batch)
+        while not tracer.is_done:
+            step()
+    return tracer.found()
+
+
+def test_a_step_without_numbers_has_the_peak_of_a_step_with_them() -> None:
+    step = training(512)
+    step()
+    measured = record(step, None, device="cpu").peak_nbytes
+    found = traced(512).plain
+    assert abs(found.peak_nbytes - found.before_nbytes - measured) <= 0.02 * measured
+
+
+def test_what_is_kept_adds_up_to_the_plain_step() -> None:
+    found = traced(512)
+    profile = profile_on(found, TracedValues(found.dropped), Clock(H100))
+    assert evaluate(profile, [0] * len(profile.values)).peak_nbytes == profile.plain_peak_nbytes
+    assert profile.seconds == pytest.approx(sum(Clock(H100).on_card(work) for work in found.dropped.works))
+
+
+def test_values_may_be_made_again_or_moved() -> None:
+    found = traced(512)
+    profile = profile_on(found, TracedValues(found.dropped), Clock(H100))
+    kinds = {choice.kind for value in profile.values for choice in value.choices}
+    assert kinds == {"keep", "recompute", "offload"}, "a relu's result is read by the product after it as well"
+    lowest = Planner(profile).solutions[0]
+    assert lowest.peak_nbytes < profile.plain_peak_nbytes
+
+
+def test_a_remade_value_costs_the_operations_that_made_it() -> None:
+    found = traced(512)
+    values = TracedValues(found.dropped)
+    for storage, remake in values.remakes.items():
+        assert remake.operations and storage not in remake.parents
+        assert remake.parents <= set(values.uses)
+        written = {each for number in remake.operations for each in found.dropped.operations[number].writes}
+        assert storage in written
+    model = PeakModel(profile_on(found, values, Clock(H100)))
+    assert model.order or not model.profile.values
+
+
+def test_what_is_read_for_its_sign_takes_a_bit_per_element() -> None:
+    with StepTracer() as tracer:
+        module = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.MaxPool2d(2))
+        while not tracer.is_done:
+            module(torch.randn(16, 3, 34, 34)).sum().backward()
+    found = tracer.found()
+    profile = profile_on(found, TracedValues(found.dropped), Clock(H100))
+    held = {value.op: {choice.name: choice.held_nbytes for choice in value.choices} for value in profile.values}
+    assert held["Relu"]["keep"] == 4 * 16 * 64 * 32 * 32 == 32 * held["Relu"]["bitmask"]
+    assert held["MaxPool2DWithIndices"]["keep"] == 16 * held["MaxPool2DWithIndices"]["narrow"]
+
+
+def test_a_checkpoint_is_put_around_each_block() -> None:
+    found = traced(512)
+    assert found.blocks == 3 and found.checkpoint is not None
+    assert found.checkpoint.peak_nbytes < found.plain.peak_nbytes
+    assert sum(work.flops for work in found.checkpoint.works) > sum(work.flops for work in found.plain.works)
+
+
+def test_flops_are_those_of_the_products() -> None:
+    products = 16 * 64 + 3 * 2 * 64 * 256 + 64
+    forward, backward = 2 * 512 * products, 2 * 512 * (2 * products - 16 * 64)  # nobody asks for the input's gradient
+    assert sum(work.flops for work in traced(512).plain.works) == forward + backward
+
+
+def test_steps_at_other_sizes_follow_from_three() -> None:
+    sized = SizedSteps([traced(256 * units) for units in TRACED])
+    expected, found = traced(256 * 7), sized.at(7)
+    assert found.plain.peak_nbytes == expected.plain.peak_nbytes == sized.peak_nbytes("plain", 7)
+    works = zip(found.dropped.works, expected.dropped.works, strict=True)
+    assert all((one.nbytes, one.flops) == (other.nbytes, other.flops) for one, other in works)
+    clock = Clock(H100)
+    one, other = (profile_on(each, TracedValues(each.dropped), clock) for each in (found, expected))
+    assert [value.nbytes for value in one.values] == [value.nbytes for value in other.values]
+    assert one.base_nbytes == other.base_nbytes
+
+
+def test_a_text_whose_bytes_are_squares_of_its_length_follows_as_well() -> None:
+    def attention(tokens: int) -> TracedSteps:
+        with StepTracer() as tracer:
+            weight, x = nn.Linear(8, 8), torch.randn(1, tokens, 8)
+            while not tracer.is_done:
+                y = weight(x)
+                (y @ y.transpose(1, 2)).softmax(-1).square().sum().backward()
+        return tracer.found()
+
+    sized = SizedSteps([attention(64 * units) for units in TRACED])
+    assert sized.at(9).plain.peak_nbytes == attention(64 * 9).plain.peak_nbytes
+
+
+def test_programs_that_do_other_things_at_other_sizes_are_refused() -> None:
+    other = traced(256)
+    changed = TracedSteps(other.checkpoint or other.plain, other.dropped, other.checkpoint, other.blocks, 0)
+    with pytest.raises(MeasureError, match="does other operations at"):
+        SizedSteps([other, changed, other])
+
+
+def test_what_fits_is_the_largest_that_does() -> None:
+    sized = SizedSteps([traced(256 * units) for units in TRACED])
+    card = CARDS["t4"]
+    fits = Fits(sized, card, ("lossless", "recompute"))
+    found = {fit.way: fit for fit in fits.all()}
+    for way in ("plain", "checkpoint"):
+        units = found[way].units
+        assert sized.peak_nbytes(way, units) <= fits.room < sized.peak_nbytes(way, units + 1)
+        assert found[way].peak_nbytes <= fits.room
+    assert found["plan"].units >= found["plain"].units and found["plan"].peak_nbytes <= fits.room
+    assert all(0 < fit.seconds < math.inf for fit in found.values())
+
+
+def test_optimizers_take_the_memory_that_they_take_on_a_card() -> None:
+    """On CUDA they work on all parameters at once, which takes as much again as these."""
+    with StepTracer() as tracer:
+        module = nn.Linear(256, 256)
+        optimizer = torch.optim.AdamW(module.parameters())
+        while not tracer.is_done:
+            optimizer.step()
+            optimizer.zero_grad()
+            module(torch.randn(2, 256)).sum().backward()
+    found = tracer.found().dropped
+    weights = 4 * (256 * 256 + 256)
+    assert found.peak_nbytes >= 5 * weights  # themselves, gradients, two moments, and a step's own
+    assert any(operation.name == "_foreach_sqrt" for operation in found.operations)
+
+
+def test_numbers_that_a_model_asks_for_are_counted_and_those_of_a_loop_are_not() -> None:
+    class Asking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if bool((x > 0).all()) else x
+
+    with StepTracer() as tracer:
+        module = nn.Sequential(nn.Linear(4, 4), Asking())
+        while not tracer.is_done:
+            loss = module(torch.randn(2, 4)).sum()
+            assert loss.item() == 1.0
+            loss.backward()
+    assert tracer.found().guessed == 4
+
+
+def test_softmax_under_autocast_has_no_copy_of_its_input() -> None:
+    """As on CUDA, where it reads bfloat16 and returns float32; a cast that the program asks for is one."""
+
+    def most(asks: bool) -> int:
+        with StepTracer() as tracer:
+            module, x = nn.Linear(64, 4096), torch.randn(64, 64)
+            labels = torch.zeros(64, dtype=torch.long)
+            while not tracer.is_done:
+                with torch.autocast("cpu", torch.bfloat16):
+                    logits = module(x)
+                    loss = functional.cross_entropy(logits.float() if asks else logits, labels)
+                loss.backward()
+        return tracer.found().plain.peak_nbytes
+
+    assert most(True) - most(False) >= 64 * 4096 * 2
+
+
+def test_work_is_the_larger_of_bytes_and_arithmetic() -> None:
+    clock = Clock(H100)
+    moved = clock.on_card(Work(nbytes=10**9, kernels=1))
+    assert moved == pytest.approx(10**9 / (H100.bandwidth * clock.rates.memory))
+    assert clock.on_card(Work(10**9, 10**13, "half", 1)) > clock.on_card(Work(10**9, 10**9, "half", 1)) == moved
+    assert clock.on_card(Work(nbytes=4, kernels=1)) == clock.rates.kernel_seconds
+    assert clock.on_card(Work()) == 0.0 < clock.on_host(Work()) < clock.on_host(Work(kernels=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_takes_two_products_forward_and_five_backward(dtype: torch.dtype) -> None:
+    def flops(is_causal: bool) -> list[int]:
+        with StepTracer([]) as tracer:
+            x = torch.randn(2, 4, 64, 16, dtype=dtype, requires_grad=True)
+            module = nn.Identity()
+            while not tracer.is_done:
+                functional.scaled_dot_product_attention(module(x), x, x, is_causal=is_causal).sum().backward()
+        return [each.work.flops for each in tracer.found().plain.operations if each.name.startswith("_scaled_dot")]
+
+    once = 2 * 2 * 4 * 64 * 64 * 16
+    assert flops(False) == [2 * once, 5 * once]
+    assert flops(True) == [once, 5 * once // 2]
+
+
+def test_a_card_that_is_not_known_is_named() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'h100-80gb'"):
+        card_named("h100")
+    assert card_named(" RTX4090-24GB ").memory_nbytes < 24 * 2**30
+    for card in CARDS.values():
+        assert card.half >= card.tf32 >= card.float32 and card.bandwidth > card.link
+
+
+def test_blocks_are_the_outermost_that_repeat() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(4), Block(4)), nn.ModuleList([Block(4)]))
+    assert [type(each) for each in repeated(model, set(model.modules()))] == [Block] * 3
+    stages = nn.ModuleList(nn.ModuleDict({"block": Block(4)}) for _ in range(2))
+    assert [type(each) for each in repeated(stages, {each["block"] for each in stages})] == [Block] * 2
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(int(sys.argv[2])):
+    x = torch.randn(int(sys.argv[1]), 64)
+    {line}
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step(); optimizer.zero_grad()
+    print(loss.item())
+"""
+
+
+def test_a_script_runs_without_numbers_and_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(line=""))
+    sized = traced_script(str(script), ("{size}", "9"), unit=32)
+    assert sized.has_size and capsys.readouterr().out == ""
+    assert sized.peak_nbytes("plain", 40) > sized.peak_nbytes("plain", 4)
+    assert not traced_script(str(script), ("32", "9")).has_size
+    with pytest.raises(MeasureError, match="ended after 2 of the 4"):
+        traced_script(str(script), ("32", "2"))
+
+
+def test_what_needs_numbers_is_an_error_that_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(line="x = x[x[:, 0] > 0]"))
+    with pytest.raises(MeasureError, match="failed where its tensors have no numbers, after 0"):
+        traced_script(str(script), ("32", "9"))
