@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -44,8 +45,8 @@ class Largest:
         peak_nbytes: the counted peak of a step of that size.
         seconds: of such a step, one measurement.
         work: what a step of that size computes, in units: the size to the power with which its peak grows.
-        is_equal: whether the gradients of a step of the first size, under a plan the one with the least peak, have the bits
-            of plain PyTorch's.
+        is_equal: whether the gradients of a step of the first size have the bits of plain PyTorch's. The plan of that
+            step is the one with the least peak.
     """
 
     label: str
@@ -95,8 +96,8 @@ def largest(
 ) -> int:
     """Returns the largest size whose peak was counted and is at most ``limit`` bytes, or 0 if that of ``start`` is not.
 
-    Peaks are taken to grow with the size to the power ``power``, which only says which sizes to ask for. The search ends
-    at a size that takes NEAR of the memory, at one whose next does not fit, or after MOST_SIZES.
+    Peaks are taken to grow with the size to the power ``power``, which only says which sizes to ask for. The search
+    ends at a size that takes NEAR of the memory, at one whose next does not fit, or after MOST_SIZES.
 
     Args:
         predicted: returns the bytes that a size is predicted to take.
@@ -168,8 +169,7 @@ class _Trial:
         try:
             return self.planner.plan(1)
         except BudgetError as error:
-            assert isinstance(error.plan, Plan)
-            return error.plan
+            return cast(Plan, error.plan)
 
     def measured(self, plan: Plan | None) -> Measurement:
         """A counted step, after as many as a Session needs to know the model."""
