@@ -214,6 +214,7 @@ ALLOWED: dict[str, set[str]] = {
         "stash.buffers",
         "stash.tables",
         "planning.measure.profiling",
+        "planning.model.plan",
         "planning.search.planner",
         "report.meter",
     },

@@ -20,7 +20,6 @@ from backstash.errors import BudgetError
 from backstash.planning.measure.profiling import profile
 from backstash.planning.model.plan import Plan
 from backstash.planning.search.planner import Planner
-from backstash.policies import Policy
 from backstash.report.meter import Measurement, measure
 from backstash.session import Session
 from backstash.stash.buffers import release_buffers
@@ -177,7 +176,7 @@ class _Trial:
         return measure(self._whole(plan), repeats=1, warmup=3 if self.saver == "lossless" else 1, device="cpu")
 
     def _whole(self, plan: Plan | None) -> Callable[[], object]:
-        policy: Policy | str | None = "lossless" if self.saver == "lossless" else plan
+        policy: Plan | str | None = "lossless" if self.saver == "lossless" else plan
         if policy is None:
             return self.step
         session = Session(policy, model=self.model)
