@@ -83,7 +83,13 @@ def demos() -> str:
             rows.append((title, way["label"], size, mib(way["peak_nbytes"]), bits))
             title = ""
     header = ("training, and what fits", "way to train", "fits", "counted peak, MiB", "gradients")
-    return f"{machine_line('demos-cpu')}\n\n{table(header, rows)}"
+    return f"{_demo_line()}\n\n{table(header, rows)}"
+
+
+def _demo_line() -> str:
+    """The machine, and what was not run."""
+    missing = load("demos-cpu").get("interrupted")
+    return machine_line("demos-cpu") + (f" Ways that are missing were {missing}." if missing else "")
 
 
 _WAYS = ("plain PyTorch", "lossless", "checkpoint of every block", "a plan")
@@ -97,7 +103,7 @@ def demo_sizes() -> str:
         sizes = {way["label"].rpartition(", ")[2]: f"{way['size']:,}" for way in demo["ways"]}  # the last of a label
         title = f"{demo['title']}: {demo['unit']} in {mib(demo['nbytes'])} MiB"
         rows.append((f"`{demo['name']}`", title, *(sizes.get(way, "-") for way in _WAYS)))
-    return f"{machine_line('demos-cpu')}\n\n{table(('demo', 'what fits', *_WAYS), rows)}"
+    return f"{_demo_line()}\n\n{table(('demo', 'what fits', *_WAYS), rows)}"
 
 
 def demo_picture() -> str:
