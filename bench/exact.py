@@ -20,7 +20,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,23 +54,17 @@ MOVED = ("GPT-2", "GPT-2 without dropout")
 PARTS = ("codecs", "stash", "disk", "plans")
 
 
-class Bytes(Protocol):
-    """A compressor of bytes."""
-
-    def __call__(self, data: bytes) -> bytes:
-        """Compresses, or the reverse."""
-
-
 @dataclass(frozen=True)
 class Peer:
     """A general compressor in the place of a codec: it takes every tensor, as its bytes.
 
     Attributes:
-        compress, decompress: of bytes.
+        compress: of bytes that are numbers of so many bytes each.
+        decompress: of bytes.
     """
 
-    compress: Bytes
-    decompress: Bytes
+    compress: Callable[[bytes, int], bytes]
+    decompress: Callable[[bytes], bytes]
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Accepts what is dense."""
@@ -82,7 +76,7 @@ class Peer:
 
     def encode(self, x: Tensor) -> Encoded:
         """Compresses the bytes."""
-        data = bytearray(self.compress(flat(x).view(torch.uint8).numpy().tobytes()))
+        data = bytearray(self.compress(flat(x).view(torch.uint8).numpy().tobytes(), x.element_size()))
         return Encoded("peer", TensorSpec.of(x), {"bytes": torch.frombuffer(data, dtype=torch.uint8)})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
@@ -104,10 +98,18 @@ CODECS: dict[str, Codec | Peer] = {
 
 def peers() -> dict[str, Peer]:
     """Returns the general compressors that are installed, at their fastest levels."""
-    if find_spec("zstandard") is None:
-        return {}
-    zstandard: Any = import_module("zstandard")
-    return {"zstd": Peer(zstandard.ZstdCompressor(level=1).compress, zstandard.ZstdDecompressor().decompress)}
+    found = {}
+    if find_spec("zstandard") is not None:
+        zstandard: Any = import_module("zstandard")
+        compress = zstandard.ZstdCompressor(level=1).compress
+        found["zstd"] = Peer(lambda data, size: compress(data), zstandard.ZstdDecompressor().decompress)
+    if find_spec("blosc2") is not None:
+        blosc2: Any = import_module("blosc2")
+        facts = {"codec": blosc2.Codec.ZSTD, "clevel": 1, "filters": [blosc2.Filter.BITSHUFFLE], "nthreads": 1}
+        found["blosc2 bitshuffle+zstd"] = Peer(
+            lambda data, size: blosc2.compress2(data, typesize=size, **facts), blosc2.decompress2
+        )
+    return found
 
 
 def network(name: str, setting: str, size: families.Size = SIZE) -> tuple[nn.Module, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The demonstrations with their pictures: ``python -m studies.demos [--json FILE] [NAME ...]``.
+"""The demonstrations with their pictures: ``python -m studies.demos [--json FILE [--resume]] [NAME ...]``.
 
 The same as ``backstash demo NAME`` for each. With ``--json docs/results/demos-cpu-DATE.json`` the pictures are beside
 it, as ``demos-cpu-DATE-NAME.png``. Sizes and peaks are counted; times are those of one step, and tell an order of
@@ -29,13 +29,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--savers", nargs="+", choices=get_args(Saver), help="ways with these only, such as plain lossless"
     )
     parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--resume", action="store_true", help="leave out the demonstrations that the file has")
     asked = parser.parse_args(arguments)
-    results = Results("studies.demos", asked.json, arguments)
-    shown: list[dict[str, Any]] = []
-    is_equal = True
+    results = Results("studies.demos", asked.json, arguments, resume=asked.resume)
+    shown: list[dict[str, Any]] = results.found.get("demos", [])
+    is_equal = all(row["is_equal"] for entry in shown for row in entry["ways"])
     for name in asked.names or DEMONSTRATIONS:
         whole = DEMONSTRATIONS[name]
         ways = tuple(way for way in whole.ways if way.saver in (asked.savers or get_args(Saver)))
+        if any(entry["name"] == name and len(entry["ways"]) == len(ways) for entry in shown):
+            continue
+        shown = [entry for entry in shown if entry["name"] != name]
         demonstration = replace(whole, ways=ways)
         nbytes = asked.memory or demonstration.nbytes
         found: list[Largest] = []

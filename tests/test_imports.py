@@ -233,6 +233,7 @@ ALLOWED: dict[str, set[str]] = {
         "stash.buffers",
         "stash.tables",
         "planning.measure.profiling",
+        "planning.model.plan",
         "planning.search.largest",
         "planning.search.planner",
         "report.meter",

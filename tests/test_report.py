@@ -151,7 +151,7 @@ def test_a_report_of_nothing_is_its_reason() -> None:
 def test_a_page_fetches_nothing_and_escapes_names() -> None:
     rows = (*LARGE.rows, Entry("a/<script>&#0:self", "VALUE", "float32 [9]", 5, 5, reason="<b>"))
     page = dataclasses.replace(LARGE, rows=rows).to_html()
-    assert page.startswith("<!doctype html>") and "http" not in page
+    assert page.startswith("<!doctype html>") and not re.search("https?:", page)
     assert page.count("<script>") == 1 and "a/&lt;script&gt;&amp;#0:self" in page and "&lt;b&gt;" in page
     assert len(re.findall(r'<td class=n data-l="\w+" data-v="2097152">', page)) == 6  # three blocks, dense and stored
     short = LARGE._repr_html_()

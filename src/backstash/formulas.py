@@ -28,13 +28,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from backstash.codecs.direct import Direct, Factors, MaskBits, Slices, Slopes, WindowOffsets
-from backstash.saved import Effect, Mask, Need, PoolWindow, TensorSpec, Test
+from backstash.saved import Effect, Mask, Need, PoolWindow, ReadProduct, TensorSpec, Test
 from backstash.torch_internals import clamp_passes_bounds
 
 Scalars = Callable[[str], Any]
@@ -67,8 +67,9 @@ class Formula:
         operators: what reads the tensor in a compiled graph: operators, and their names for the tensor.
         claimed_as: the form of codecs.direct in which a kernel of ``redeem/`` reads the value, or Tensor if it reads
             the whole; None if there is no such kernel.
-        factor: the name under which the node has saved the sizes [inner, columns] of the matrix that the tensor [rows,
-            inner] was multiplied by, where backward reads the tensor for nothing but ``tensor.t() @ grad``.
+        factor: where backward reads the tensor for nothing but one product with the gradient, the node's name for what
+            the tensor was multiplied by; else empty.
+        side: the tensor's place in the product of the forward pass, where there is a ``factor``.
     """
 
     op: str
@@ -83,6 +84,7 @@ class Formula:
     operators: tuple[tuple[str, str], ...] = ()
     claimed_as: type[Direct] | type[Tensor] | None = None
     factor: str = ""
+    side: Literal["left", "right"] = "left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Requirement:
     function: str | None = None
     effect: Effect = Effect.UNKNOWN
     row: int = 0
-    columns: int = 0
+    product: ReadProduct | None = None
 
 
 VALUE = Requirement(Need.VALUE)
@@ -135,8 +137,8 @@ def requirement_of(
 
     if formula.need is Need.VALUE:
         effect, row = _effect(formula, node, spec)
-        columns = _columns(formula, scalars)
-        return Requirement(Need.VALUE, function=function_of(formula, scalars), effect=effect, row=row, columns=columns)
+        product = _product(formula, scalars, specs)
+        return Requirement(Need.VALUE, function=function_of(formula, scalars), effect=effect, row=row, product=product)
     try:
         if formula.need is Need.SIGN:
             mask = mask_of_formula(formula, scalars, spec.dtype)
@@ -164,14 +166,20 @@ def function_of(formula: Formula, scalars: Scalars) -> str | None:
     return None
 
 
-def _columns(formula: Formula, scalars: Scalars) -> int:
-    """Returns how many columns the gradient has by which a formula multiplies the value; 0 if it reads more of it."""
+def _product(formula: Formula, scalars: Scalars, specs: Mapping[str, TensorSpec]) -> ReadProduct | None:
+    """Returns the product in which a formula reads the value; None if it reads more of it, or the sizes are not known.
+
+    A node keeps the sizes of its matrices, or, of batches of them, what it has saved of the other factor.
+    """
     if not formula.factor:
-        return 0
+        return None
+    index = -1 if formula.side == "left" else -2
     try:
-        return int(scalars(formula.factor)[-1])
+        other = specs.get(formula.factor)
+        sizes = scalars(f"{formula.factor}_sym_sizes") if other is None else other.shape
+        return ReadProduct(formula.side, int(sizes[index]))
     except (AttributeError, IndexError, RuntimeError):  # as in requirement_of; a size that is only known as a symbol
-        return 0
+        return None
 
 
 def _effect(formula: Formula, node: Any, spec: TensorSpec) -> tuple[Effect, int]:
@@ -449,17 +457,17 @@ def _indices() -> Iterator[Formula]:
 def _products() -> Iterator[Formula]:
     """What a gradient is multiplied with."""
 
-    def linear(op: str, role: str, *operators: tuple[str, str], claimed_as: Any = None, factor: str = "") -> Formula:
-        return Formula(op, role, effect=Effect.LINEAR, operators=operators, claimed_as=claimed_as, factor=factor)
+    def linear(op: str, role: str, *operators: tuple[str, str], **known: Any) -> Formula:
+        return Formula(op, role, effect=Effect.LINEAR, operators=operators, **known)
 
     yield linear("Convolution", "input", *_aten("convolution_backward", "input"), claimed_as=Slices)
     yield linear("Linear", "input")
-    yield linear("Addmm", "mat1", *_aten("addmm", "mat1"), claimed_as=Tensor, factor="mat2_sym_sizes")
-    yield linear("Addmm", "mat2", *_aten("addmm", "mat2"))
-    yield linear("Mm", "self", *_aten("mm", "self"), claimed_as=Tensor, factor="mat2_sym_sizes")
-    yield linear("Mm", "mat2", *_aten("mm", "mat2"))
-    yield linear("Bmm", "self", *_aten("bmm", "self"))
-    yield linear("Bmm", "mat2", *_aten("bmm", "mat2"))
+    yield linear("Addmm", "mat1", *_aten("addmm", "mat1"), claimed_as=Tensor, factor="mat2")
+    yield linear("Addmm", "mat2", *_aten("addmm", "mat2"), factor="mat1", side="right")
+    yield linear("Mm", "self", *_aten("mm", "self"), claimed_as=Tensor, factor="mat2")
+    yield linear("Mm", "mat2", *_aten("mm", "mat2"), factor="self", side="right")
+    yield linear("Bmm", "self", *_aten("bmm", "self"), factor="mat2")
+    yield linear("Bmm", "mat2", *_aten("bmm", "mat2"), factor="self", side="right")
     for op in ("Baddbmm", "Addbmm"):
         yield linear(op, "batch1")
         yield linear(op, "batch2")

@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
@@ -199,6 +199,19 @@ class Effect(Enum):
     """A curved function or a difference of nearly equal numbers magnifies the error, so the error must be small."""
 
 
+class ReadProduct(NamedTuple):
+    """The one product in which a backward formula reads a matrix, or a batch of them.
+
+    Attributes:
+        side: ``"left"`` for a value [..., rows, inner] that is read in ``value.mT @ grad``, ``"right"`` for a value
+            [..., inner, columns] that is read in ``grad @ value.mT``. The gradient is [..., rows, columns].
+        other: the size of the gradient that the value does not have: its columns on the left, its rows on the right.
+    """
+
+    side: Literal["left", "right"]
+    other: int
+
+
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
     """Facts about one saved tensor; holds no tensor.
@@ -218,8 +231,7 @@ class SavedTensor:
         effect: how a small error in the value changes the gradients.
         row: how many neighbours in memory share their scale, as the features of a token or the elements that share a
             norm's statistics do; 0 if that is not known.
-        columns: if backward reads the value [rows, inner] for nothing but a product with the gradient [rows, columns],
-            how many columns that has; else 0.
+        product: the product, if backward reads the value for nothing else; else None.
     """
 
     key: str
@@ -233,7 +245,7 @@ class SavedTensor:
     function: str | None = None
     effect: Effect = Effect.UNKNOWN
     row: int = 0
-    columns: int = 0
+    product: ReadProduct | None = None
 
 
 def cycle_of(key: str) -> int:

@@ -83,12 +83,41 @@ def demos() -> str:
             rows.append((title, way["label"], size, mib(way["peak_nbytes"]), bits))
             title = ""
     header = ("training, and what fits", "way to train", "fits", "counted peak, MiB", "gradients")
-    return f"{machine_line('demos-cpu')}\n\n{table(header, rows)}"
+    return f"{_demo_line()}\n\n{table(header, rows)}"
+
+
+def _demo_line() -> str:
+    """The machine, and what was not run."""
+    missing = load("demos-cpu").get("interrupted")
+    return machine_line("demos-cpu") + (f" Ways that are missing were {missing}." if missing else "")
+
+
+_WAYS = ("plain PyTorch", "lossless", "checkpoint of every block", "a plan")
+"""How the labels of the ways end, without that of all weights where adapters are trained."""
+
+
+def demo_sizes() -> str:
+    """What fits in each way, a row for each training."""
+    rows = []
+    for demo in load("demos-cpu")["demos"]:
+        sizes = {way["label"].rpartition(", ")[2]: f"{way['size']:,}" for way in demo["ways"]}  # the last of a label
+        title = f"{demo['title']}: {demo['unit']} in {mib(demo['nbytes'])} MiB"
+        rows.append((f"`{demo['name']}`", title, *(sizes.get(way, "-") for way in _WAYS)))
+    return f"{_demo_line()}\n\n{table(('demo', 'what fits', *_WAYS), rows)}"
 
 
 def demo_picture() -> str:
-    """The picture of the first demonstration, with what it shows in words."""
-    demo = load("demos-cpu")["demos"][0]
+    """The picture of the first demonstration."""
+    return _demo_picture(load("demos-cpu")["demos"][0])
+
+
+def demo_pictures() -> str:
+    """The pictures of all demonstrations."""
+    return "\n\n".join(map(_demo_picture, load("demos-cpu")["demos"]))
+
+
+def _demo_picture(demo: dict[str, Any]) -> str:
+    """A demonstration's picture, with what it shows in words."""
     shown = "; ".join(f"{way['label']}: {way['size']:,}" for way in demo["ways"])
     text = f"{demo['title']}, {demo['unit']} in {mib(demo['nbytes'])} MiB: {shown}"
     return f"![{text}](results:{picture('demos-cpu', demo['name']).name})"
@@ -182,7 +211,9 @@ TABLES = {
     "session-window": session_window,
     "examples": examples,
     "demos": demos,
+    "demo-sizes": demo_sizes,
     "demo-picture": demo_picture,
+    "demo-pictures": demo_pictures,
     "zoo": zoo,
     "zoo-transformers": zoo_transformers,
 }

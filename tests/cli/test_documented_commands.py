@@ -25,6 +25,12 @@ from backstash.cli.commands import app
 ROOT = Path(__file__).parents[2]
 USE = ROOT / "docs" / "use"
 PAGES = [USE / name for name in ("quick-start.md", "choosing.md", "commands.md", "troubleshooting.md")]
+ELSEWHERE = {
+    "examples.md": "studies/test_examples.py",
+    "switches.md": "integrations/test_switches.py",
+    "verify.md": "cli/test_verify_command.py",
+}
+"""Pages with commands of their own kind, and the tests that run them."""
 MODULES = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
 
 DISTRIBUTED = """
@@ -61,6 +67,12 @@ def commands() -> list[Any]:
         pytest.param(one, marks=[pytest.mark.slow] if any(word in one.split() for word in slow) else [], id=one)
         for one in found
     ]
+
+
+def test_the_commands_of_every_page_are_run() -> None:
+    pages = {page.name for page in (ROOT / "docs").rglob("*.md") if re.search(r"^\$ ", page.read_text(), re.MULTILINE)}
+    assert pages == {page.name for page in PAGES if page.name in pages} | set(ELSEWHERE)
+    assert all((ROOT / "tests" / file).exists() for file in ELSEWHERE.values())
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ BUILT_IN = {
     "lz4": [Lz4()] if find_spec("lz4") else [],
     "minifloat": [Minifloat(), Minifloat("fp10"), Minifloat("float8_e4m3fn"), Minifloat("float8_e5m2", 16)],
     "narrow": [Narrow()],
-    "operand": [Operand(), Operand(Exponents())],
+    "operand": [Operand(), Operand(Exponents()), Operand(rounding="truncated")],
     "raw": [Raw()],
     "rle": [Rle()],
     "shape": [Shape()],

@@ -1,4 +1,4 @@
-"""Inputs of linear layers are stored as their products round them, where the bits of the gradients say that they do.
+"""Factors of products are stored as these round them, where the bits of the gradients say that they do.
 
 No processor is asked to have instructions for bfloat16: a product that rounds its operands is imitated.
 """
@@ -33,6 +33,10 @@ def towards_zero(x: Tensor) -> Tensor:
     return (x.contiguous().view(torch.int32) & -65536).view(torch.float32)
 
 
+def ties_away(x: Tensor) -> Tensor:
+    return towards_zero((x.contiguous().view(torch.int32) + 0x8000).view(torch.float32))
+
+
 @contextmanager
 def products_round(by: Callable[[Tensor], Tensor], least: int = 0) -> Iterator[None]:
     """Inside, products of at least so many numbers round their operands by a function where the program asks for it."""
@@ -40,20 +44,26 @@ def products_round(by: Callable[[Tensor], Tensor], least: int = 0) -> Iterator[N
     def mm(a: Tensor, b: Tensor) -> Tensor:
         if numerics.rounds_products() and a.dtype == torch.float32 and a.numel() * b.shape[1] >= least:
             a, b = by(a), by(b)
-        return torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+        return torch.baddbmm(a.new_zeros(1, 1, 1), a.unsqueeze(0), b.unsqueeze(0), beta=0).squeeze(0)
+
+    def bmm(a: Tensor, b: Tensor) -> Tensor:
+        if numerics.rounds_products() and a.dtype == torch.float32 and a.numel() * b.shape[2] >= least:
+            a, b = by(a), by(b)
+        return torch.baddbmm(a.new_zeros(1, 1, 1), a, b, beta=0)
 
     library = torch.library.Library("aten", "IMPL")
     proofs.forget()
-    operand._shapes.clear()
+    asked, operand._asked = operand._asked, operand._Asked()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that its own kernel is replaced
             library.impl("mm", mm, "CPU")
+            library.impl("bmm", bmm, "CPU")
         yield
     finally:
         library._destroy()
         proofs.forget()
-        operand._shapes.clear()
+        operand._asked = asked
 
 
 @pytest.fixture(autouse=True)
@@ -101,13 +111,14 @@ def stored(session: bs.Session) -> list[str]:
     return [row.key for row in session.report().rows if row.codec.startswith("operand")]
 
 
+@pytest.mark.parametrize("by", [nearest, towards_zero])
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_what_a_product_rounds_is_stored_rounded_and_gradients_have_the_same_bits(
-    bias: bool, recompute: bool, dense: bool
+    bias: bool, recompute: bool, dense: bool, by: Callable[[Tensor], Tensor]
 ) -> None:
-    with products_round(nearest):
+    with products_round(by):
         session = bs.Session(bs.policies.lossless(recompute=recompute, dense=dense), min_nbytes=0)
         plain = train(None, bias)
         assert all(equal_bits(a, b) for a, b in zip(train(session, bias), plain, strict=True))
@@ -117,7 +128,65 @@ def test_what_a_product_rounds_is_stored_rounded_and_gradients_have_the_same_bit
     assert all("mm#" in row.key.lower() for row in rows)
 
 
-@pytest.mark.parametrize("by", [towards_zero, lambda x: x], ids=["towards zero", "not at all"])
+class Scores(nn.Module):
+    """Products of two values that backward reads, of matrices and of batches of them, in several layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = torch.sin(self.first(x)), torch.sin(self.second(x)) * 2.0
+        q, k = (y.unflatten(-1, (2, 8)).transpose(0, 1).contiguous() for y in (a, b))
+        scores = torch.bmm(torch.sin(q), torch.sin(k).mT)
+        values = torch.bmm(torch.sin(scores), torch.sin(k.mT.contiguous()).mT)
+        return values.square().mean() + torch.mm(torch.sin(a).t(), torch.sin(b)).square().mean()
+
+
+@pytest.mark.parametrize("by", [nearest, towards_zero, ties_away, lambda x: x])
+def test_both_factors_of_products_and_of_batches_of_them(by: Callable[[Tensor], Tensor]) -> None:
+    def train_scores(session: bs.Session | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, found = Scores(), []
+        for _ in range(2):
+            model.zero_grad()
+            x = torch.randn(24, 16)
+            with nullcontext() if session is None else session:
+                loss = model(x)
+            loss.backward()
+            found += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return found
+
+    with products_round(by):
+        session = bs.Session(bs.policies.lossless(recompute=False), min_nbytes=0)
+        plain = train_scores(None)
+        assert all(equal_bits(a, b) for a, b in zip(train_scores(session), plain, strict=True))
+    roles = {key.rpartition("/")[2].partition("#")[0] + key[key.rindex(":") :] for key in stored(session)}
+    expected = {"Bmm:self", "Bmm:mat2", "Mm:self", "Mm:mat2"} if by in (nearest, towards_zero) else set()
+    assert roles & {"Bmm:self", "Bmm:mat2", "Mm:self", "Mm:mat2"} == expected
+
+
+def test_no_more_questions_are_remembered_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was forgotten is taken to be noticed, so a setting that is changed within a step is an error then."""
+    threads = torch.get_num_threads()
+
+    def change() -> None:
+        torch.set_num_threads(3 - min(2, torch.get_num_threads()))
+
+    monkeypatch.setattr(operand, "MOST_ASKED", 2)
+    try:
+        with products_round(nearest):
+            session = bs.Session(bs.policies.lossless(recompute=False), min_nbytes=0)
+            plain = train(None)
+            assert all(equal_bits(a, b) for a, b in zip(train(session), plain, strict=True))
+            assert stored(session) and len(operand._asked.questions) == 2
+            with pytest.raises(PrecisionChangedError, match="a setting was changed since"):
+                train(session, change=change)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("by", [ties_away, lambda x: x], ids=["ties away", "not at all"])
 def test_another_rounding_and_none_are_noticed(by: Callable[[Tensor], Tensor]) -> None:
     with products_round(by):
         session = bs.Session(bs.policies.lossless(recompute=False), min_nbytes=0)

@@ -77,12 +77,17 @@ def test_it_has_a_language_a_title_one_heading_and_a_main_part(page: str) -> Non
 
 
 def test_its_style_is_that_of_all_pages(page: str) -> None:
-    assert PAGE_STYLE in page and "prefers-color-scheme:dark" in page and ":focus-visible" in page
+    assert (
+        PAGE_STYLE in page
+        and "default-src 'none'" in page
+        and "prefers-color-scheme:dark" in page
+        and ":focus-visible" in page
+    )
 
 
 def test_every_heading_of_a_table_says_what_it_heads(page: str) -> None:
     heads = Read(page).all("th")
-    assert heads and all(head.get("scope") == "col" for head in heads)
+    assert heads and {head.get("scope") for head in heads} == {"col", "row"}
 
 
 def test_everything_that_acts_has_a_name_and_takes_the_keyboard(page: str) -> None:

@@ -41,7 +41,7 @@ class Elements(HTMLParser):
         self.tags: Counter[str] = Counter()
         self.values: list[str] = []
         self.rows: dict[str, list[list[tuple[str, dict[str, str | None]]]]] = {}
-        self._table = ""
+        self._table, self._is_in_cell = "", False
         self.feed(page)
         assert self.open == []
 
@@ -56,7 +56,8 @@ class Elements(HTMLParser):
             self.rows[self._table] = []
         if tag == "tr":
             self.rows[self._table].append([])
-        if tag == "td":
+        self._is_in_cell |= tag == "td" or found.get("scope") == "row"
+        if tag == "td" or found.get("scope") == "row":
             self.rows[self._table][-1].append(("", found))
         if tag not in self.VOID:
             self.open.append(tag)
@@ -66,9 +67,10 @@ class Elements(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+        self._is_in_cell &= tag not in ("td", "th")
 
     def handle_data(self, data: str) -> None:
-        if "td" in self.open:
+        if self._is_in_cell:
             text, attrs = self.rows[self._table][-1][-1]
             self.rows[self._table][-1][-1] = text + data, attrs
 

@@ -331,5 +331,5 @@ def _facts(
         reading.function,
         reading.effect,
         reading.row,
-        reading.columns,
+        reading.product,
     )

@@ -1,26 +1,32 @@
 """Finds how large a training can become within a given memory, in the units in which its user thinks.
 
-Nothing is extrapolated: the size that is reported was trained at, and its peak was counted. A step's peak is counted
-above the weights, their gradients and the optimizer's state, which no way of training here makes smaller.
+Nothing is extrapolated: the size that is reported was trained at, and its peak was counted. What plans are predicted to
+reach only says at which sizes to look. A step's peak is counted above the weights, their gradients and the optimizer's
+state, which no way of training here makes smaller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from backstash.bits import equal_bits
 from backstash.demos.demonstrations import Demonstration, Training, Way
 from backstash.errors import BudgetError
 from backstash.planning.measure.profiling import profile
-from backstash.planning.search.largest import largest
+from backstash.planning.model.plan import Plan
+from backstash.planning.search.largest import MOST_SIZES, size_at
 from backstash.planning.search.planner import Planner
-from backstash.report.meter import measure
+from backstash.report.meter import Measurement, measure
 from backstash.session import Session
 from backstash.stash.buffers import release_buffers
+
+NEAR = 0.97
+"""Share of the memory from which on a size is the largest: none is looked for that would take the rest."""
 
 Told = Callable[[str], None]
 """A function that is called with what is being done, such as ``"a plan: 24 images"``."""
@@ -36,7 +42,8 @@ class Largest:
         peak_nbytes: the counted peak of a step of that size.
         seconds: of such a step, one measurement.
         work: what a step of that size computes, in units: the size to the power with which its peak grows.
-        is_equal: whether the gradients of a step of the first size have the bits of plain PyTorch's.
+        is_equal: whether the gradients of a step of the first size have the bits of plain PyTorch's. The plan of that
+            step is the one with the least peak.
     """
 
     label: str
@@ -59,72 +66,154 @@ def reach(demonstration: Demonstration, nbytes: int | None = None, told: Told = 
     expected: dict[Training, list[Tensor]] = {}
     best = 0
     for way in demonstration.ways:
-        trials: dict[int, _Trial] = {}
-
-        def least(size: int, way: Way = way, trials: dict[int, _Trial] = trials) -> int:
-            told(f"{way.label}: {size:,} {demonstration.unit}")
-            trials[size] = trial = _try(demonstration, way, size, limit)
-            return trial.least_nbytes
-
-        size = largest(least, limit, demonstration.start, demonstration.grain, demonstration.power, best)
+        told(f"{way.label}: {demonstration.start:,} {demonstration.unit}")
+        first = _Trial(demonstration, way, demonstration.start)
+        lowest = first.lowest()
+        gradients = first.gradients(lowest)
+        pairs = zip(expected.setdefault(way.training, gradients), gradients, strict=True)
+        is_equal = all(equal_bits(*pair) for pair in pairs)
+        search = _Search(demonstration, way, limit, told, {demonstration.start: first.measured(lowest)})
+        del first
+        asked = limit, demonstration.start, demonstration.grain, demonstration.power
+        size = largest_counted(search.predicted, search.counted, *asked, best)
         best = max(best, size)
-        first = trials[demonstration.start]
-        gradients = expected.setdefault(way.training, first.gradients)
-        is_equal = all(equal_bits(*pair) for pair in zip(gradients, first.gradients, strict=True))
-        found = trials[size] if size else first
+        measured = search.measured[size or demonstration.start]
         work = size**demonstration.power
-        yield Largest(way.label, size, found.peak_nbytes, found.seconds, work, is_equal)
+        yield Largest(way.label, size, measured.peak_nbytes, measured.seconds, work, is_equal)
 
 
-@dataclass(frozen=True)
+def largest_counted(
+    predicted: Callable[[int], int],
+    counted: Callable[[int], int],
+    limit: int,
+    start: int,
+    grain: int,
+    power: int,
+    second: int = 0,
+) -> int:
+    """Returns the largest size whose peak was counted and is at most ``limit`` bytes, or 0 if that of ``start`` is not.
+
+    Peaks are taken to grow with the size to the power ``power``, which only says which sizes to ask for. The search
+    ends at a size that takes NEAR of the memory, at one whose next does not fit, or after MOST_SIZES.
+
+    Args:
+        predicted: returns the bytes that a size is predicted to take.
+        counted: returns those that it takes.
+        limit: bytes.
+        start: the smallest size; all others are ``start`` and a multiple of ``grain``.
+        grain: the steps between sizes.
+        power: 1 for batches and tokens, 3 for the edge of a volume.
+        second: the size to ask for after the first; 0 for one whose peak is about twice as large.
+
+    Example:
+        >>> asked = []
+        >>> nbytes = lambda size: asked.append(size) or 10 + 3 * size
+        >>> largest_counted(nbytes, nbytes, limit=90, start=2, grain=4, power=1), asked
+        (26, [2, 6, 26, 26])
+    """
+    known = {start: counted(start)}
+    sure, most = {start}, MOST_SIZES
+    while any(nbytes <= limit for nbytes in known.values()):
+        low = max(size for size in known if known[size] <= limit)
+        high = min((size for size in known if known[size] > limit), default=None)
+        is_last = len(known) >= most or known[low] >= NEAR * limit or (high is not None and high - low <= grain)
+        if is_last and low in sure:
+            return low
+        if is_last:
+            known[low] = counted(low)
+            sure.add(low)
+            most += known[low] > limit
+            continue
+        size = size_at(known, limit, power) if len(known) > 1 else second or round(start * 2 ** (1 / power))
+        size = min(size, 8 * low if high is None else high - grain)
+        size = max(low + grain, start + (size - start) // grain * grain)
+        known[size] = predicted(size)
+    return 0
+
+
 class _Trial:
-    """A step of one size.
+    """A model of one size, and a way to train it. Gradients are there before, as the optimizer keeps them."""
+
+    def __init__(self, demonstration: Demonstration, way: Way, size: int) -> None:
+        torch.manual_seed(0)
+        self.model, self.step = demonstration.build(way, size)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        self.saver = way.saver
+        self.planner = Planner(profile(self.step, self.model)) if way.saver == "plan" else None
+
+    def gradients(self, plan: Plan | None) -> list[Tensor]:
+        """Those of all parameters after a step that begins with seeded generators."""
+        step = self._whole(plan)
+        torch.manual_seed(1)
+        step()
+        return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def lowest(self) -> Plan | None:
+        """The plan with the least peak; None for the other ways to train."""
+        if self.planner is None:
+            return None
+        try:
+            return self.planner.plan(1)
+        except BudgetError as error:
+            return cast(Plan, error.plan)
+
+    def measured(self, plan: Plan | None) -> Measurement:
+        """A counted step, after as many as a Session needs to know the model."""
+        release_buffers()
+        return measure(self._whole(plan), repeats=1, warmup=3 if self.saver == "lossless" else 1, device="cpu")
+
+    def _whole(self, plan: Plan | None) -> Callable[[], object]:
+        policy: Plan | str | None = "lossless" if self.saver == "lossless" else plan
+        if policy is None:
+            return self.step
+        session = Session(policy, model=self.model)
+
+        def whole() -> None:
+            with session:
+                self.step()
+
+        return whole
+
+
+@dataclass
+class _Search:
+    """What is known of the sizes of one way of training.
 
     Attributes:
-        least_nbytes: the least peak that it may have in this way of training.
-        peak_nbytes, seconds: what was counted and timed of the step within the limit, or of any if none fits.
-        gradients: of all parameters, after the first step.
+        demonstration, way, limit, told: as for :func:`reach`.
+        measured: the steps that were counted, by size.
+        trial: that of the size which was asked for last.
     """
 
-    least_nbytes: int
-    peak_nbytes: int
-    seconds: float
-    gradients: list[Tensor]
+    demonstration: Demonstration
+    way: Way
+    limit: int
+    told: Told
+    measured: dict[int, Measurement]
+    trial: tuple[int, _Trial] | None = None
 
+    def predicted(self, size: int) -> int:
+        """The bytes of a step of that size: those of the lowest plan in its model, or what was counted."""
+        self.told(f"{self.way.label}: {size:,} {self.demonstration.unit}")
+        self.trial = None  # before the next is made
+        trial = _Trial(self.demonstration, self.way, size)
+        self.trial = size, trial
+        return self.counted(size) if trial.planner is None else trial.planner.solutions[0].peak_nbytes
 
-def _try(demonstration: Demonstration, way: Way, size: int, limit: int) -> _Trial:
-    torch.manual_seed(0)
-    model, step = demonstration.build(way, size)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)  # counted before the step, as the optimizer keeps it
-    least: int | None = None
-    session: Session | None = None
-    if way.saver == "plan":
-        planner = Planner(profile(step, model))
-        try:
-            planner.plan(1)
-        except BudgetError as error:
-            least = error.smallest_nbytes
-        session = Session(planner.plan(max(limit, least or limit)), model=model)
-    elif way.saver == "lossless":
-        session = Session("lossless", model=model)
-
-    def whole() -> None:
-        if session is None:
-            step()
-        else:
-            with session:
-                step()
-
-    gradients = _gradients(model, whole)
-    release_buffers()
-    measured = measure(whole, repeats=1, warmup=0 if session is None else 2, device="cpu")
-    return _Trial(least or measured.peak_nbytes, measured.peak_nbytes, measured.seconds, gradients)
-
-
-def _gradients(model: nn.Module, step: Callable[[], object]) -> list[Tensor]:
-    """The gradients of a first step that begins with seeded generators."""
-    torch.manual_seed(1)
-    step()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    def counted(self, size: int) -> int:
+        """The bytes of a step of that size, counted; of a plan that does not fit, what the lowest takes."""
+        if size in self.measured:
+            return self.measured[size].peak_nbytes
+        if self.trial is None or self.trial[0] != size:
+            self.predicted(size)
+        assert self.trial is not None
+        trial, plan = self.trial[1], None
+        if trial.planner is not None:
+            try:
+                plan = trial.planner.plan(self.limit)
+            except BudgetError as error:
+                return error.smallest_nbytes
+        self.measured[size] = trial.measured(plan)
+        return self.measured[size].peak_nbytes

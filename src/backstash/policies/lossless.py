@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,8 +16,11 @@ from backstash.saved import Need, SavedTensor
 UPCASTS = (Upcast(Exponents()), Upcast())
 """For float32 values that were bfloat16 before: the smaller form, and one for exponents that are far apart."""
 
-OPERANDS = (Operand(Exponents()), Operand())
-"""For float32 values that products alone read, likewise."""
+OPERANDS = (Operand(), Operand(rounding="truncated"))
+"""For float32 values that products alone read: the ways to round that products are known to have."""
+
+DENSE_OPERANDS = tuple(replace(operand, values=values) for operand in OPERANDS for values in (Exponents(), None))
+"""The smaller form of each, and one for exponents that are far apart."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class Lossless(Policy):
         if saved.spec.dtype in FLOATS:
             zvc = Zvc(self.min_saving)
             codecs = (Binary(), *UPCASTS, zvc, Exponents()) if self.dense else (Binary(), zvc)
-            if saved.columns and saved.spec.dtype is torch.float32 and rounds_products():
-                codecs = (*(OPERANDS if self.dense else OPERANDS[-1:]), *codecs)
+            if saved.product is not None and saved.spec.dtype is torch.float32 and rounds_products():
+                codecs = (*(DENSE_OPERANDS if self.dense else OPERANDS), *codecs)
             stash = Stash(codecs)
             return Recompute(stash) if self.recompute else stash
         return Keep(f"no exact codec takes {saved.spec.dtype}")

@@ -15,7 +15,7 @@ from backstash.planning.model.problem import Kind, StepProfile
 from backstash.report.plan_charts import Curve, Hover, frontier_chart, legend, memory_chart, peak_bars
 from backstash.report.plan_layers import chosen, parts
 from backstash.report.plan_style import SCRIPT, STYLE
-from backstash.stash.html import tools
+from backstash.stash.html import document, exactly, named, tiles, tools
 from backstash.stash.tables import amount, folded, ms
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ LARGEST = 8
 
 REASONS = 3
 """Most reasons that are shown in a row of several values."""
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""What the browser is told to allow: no request at all."""
 
 _KINDS: tuple[tuple[Kind, str], ...] = (
     ("keep", "kept"),
@@ -61,11 +58,7 @@ def plan_page(profile: StepProfile, plan: Plan, title: str = "A plan for a train
     under: dict[str, Hover] = {"memory": under_memory, "frontier": under_frontier}
     data = json.dumps(under, separators=(",", ":")).replace("<", "\\u003c")  # so that no name ends the element
     name = escape(title)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        f'<meta name="viewport" content="width=device-width,initial-scale=1">\n<title>{name}</title>\n'
-        f"<style>{STYLE}</style></head>\n<body><main>\n"
+    body = (
         f"<h1>{name}</h1>\n"
         f"{_facts(profile, plan)}\n{_tiles(plan)}\n"
         f"<h2>Memory over the step</h2>\n{_caption(course, plan)}\n{legend(course)}{memory}\n"
@@ -73,8 +66,9 @@ def plan_page(profile: StepProfile, plan: Plan, title: str = "A plan for a train
         f"<h2>What a smaller peak costs</h2>\n{frontier}\n"
         f"<h2>Modules</h2>\n{_modules(plan.decisions)}\n"
         f'<details class="wide"><summary>All {len(plan.decisions)} values</summary>\n{_values(plan)}</details>\n'
-        f'</main><script type="application/json" id="points">{data}</script><script>{SCRIPT}</script></body></html>\n'
     )
+    script = f'<script type="application/json" id="points">{data}</script><script>{SCRIPT}</script>'
+    return document(name, body, script, STYLE)
 
 
 def _facts(profile: StepProfile, plan: Plan) -> str:
@@ -93,19 +87,18 @@ def _tiles(plan: Plan) -> str:
     less = f"{1 - plan.peak_nbytes / plan.plain_peak_nbytes:.0%} less" if plan.plain_peak_nbytes else ""
     more = plan.seconds - plan.plain_seconds
     share = f"plain {ms(plan.plain_seconds)}, {more / plan.plain_seconds:+.1%}" if plan.plain_seconds else ""
-    tiles = [
-        ("peak, plain", _bytes(plan.plain_peak_nbytes), "measured"),
-        ("peak, planned", _bytes(plan.peak_nbytes), "as in the plain step" if plan.is_empty else less),
-        ("budget", _bytes(plan.budget), ""),
+    facts = [
+        ("peak, plain", exactly(plan.plain_peak_nbytes), "measured"),
+        ("peak, planned", exactly(plan.peak_nbytes), "as in the plain step" if plan.is_empty else less),
+        ("budget", exactly(plan.budget), ""),
         ("step, planned", f'<data value="{plan.seconds!r}">{ms(plan.seconds)}</data>', share),
         ("values", f'<data value="{len(plan.decisions)}">{len(plan.decisions)}</data>', ways),
     ]
     if plan.error:
-        tiles.append(
+        facts.append(
             ("error of gradients", f'<data value="{plan.error!r}">{plan.error:.1e}</data>', "at most, relative")
         )
-    found = "".join(f"<div><dt>{name}</dt><dd>{figure}<small>{note}</small></dd></div>" for name, figure, note in tiles)
-    return f'<dl class="tiles">{found}</dl>'
+    return tiles(facts)
 
 
 def _caption(course: Curve, plan: Plan) -> str:
@@ -132,7 +125,7 @@ def _largest(profile: StepProfile, plan: Plan, course: Curve) -> str:
         decision = decisions[value.key]
         rows.append(
             [
-                f'<td class="name">{escape(value.key)}</td>',
+                named(escape(value.key)),
                 f'<td data-l="tensor">{escape(value.spec)}</td>',
                 f'<td data-l="what">{_chip(decision.kind, decision.choice)}</td>',
                 _number("there", nbytes, amount(nbytes)),
@@ -200,13 +193,13 @@ def _modules(decisions: Iterable[Decision]) -> str:
             name = f"<details><summary>{escape(pattern)} ({len(members)})</summary><ul>{each}</ul></details>"
         rows.append(
             [
-                f'<td class="name">{name}</td>',
+                named(name),
                 _number("values", len(found), str(len(found))),
                 _number("saved", saved, amount(saved)),
                 _number("held", held, amount(held)),
                 f'<td data-l="what">{_ways(found)}</td>',
                 _time(sum(each.seconds for each in found)),
-                f'<td data-l="why">{escape(_reasons(found))}</td>',
+                f'<td class="long" data-l="why">{escape(_reasons(found))}</td>',
             ]
         )
     head = ("modules", "values", "saved", "held", "what is done", "adds", "why")
@@ -221,13 +214,13 @@ def _modules(decisions: Iterable[Decision]) -> str:
 def _values(plan: Plan) -> str:
     rows = [
         [
-            f'<td class="name">{escape(each.key)}</td>',
+            named(escape(each.key)),
             f'<td data-l="tensor">{escape(each.spec)}</td>',
             _number("saved", each.nbytes, amount(each.nbytes)),
             _number("held", each.held_nbytes, amount(each.held_nbytes)),
             f'<td data-l="what">{_chip(each.kind, each.choice)}</td>',
             _time(each.seconds),
-            f'<td data-l="why">{escape(each.reason)}</td>',
+            f'<td class="long" data-l="why">{escape(each.reason)}</td>',
         ]
         for each in plan.decisions
     ]
@@ -262,10 +255,6 @@ def _reasons(found: Sequence[Decision]) -> str:
 
 def _chip(kind: str, text: str) -> str:
     return f'<span class="chip"><i class="{escape(kind)}"></i>{escape(text)}</span>'
-
-
-def _bytes(nbytes: int) -> str:
-    return f'<data value="{nbytes}">{amount(nbytes)}</data>'
 
 
 def _number(label: str, figure: int, text: str) -> str:

@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 _CODE = re.compile(r"`([^`]*)`")
 
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""What the browser is told to allow: no request at all."""
+
 _STYLE = """
 .backstash{font:14px/1.45 system-ui,sans-serif;color:#1b1b1b;background:#fff}
 .backstash h1{font-size:22px;margin:0 0 4px}.backstash h2{font-size:16px;margin:26px 0 6px}
 .backstash p{margin:2px 0 10px;color:#555}.backstash p.help{margin:0 0 4px;color:inherit}
 .backstash .scroll{overflow-x:auto}
 .backstash table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
-.backstash th{text-align:left;border-bottom:2px solid #999;padding:4px 14px 4px 0;white-space:nowrap}
-.backstash td{text-align:left;border-bottom:1px solid #ddd;padding:3px 14px 3px 0;vertical-align:top}
+.backstash thead th{text-align:left;border-bottom:2px solid #999;padding:4px 14px 4px 0;white-space:nowrap}
+.backstash tbody :is(th,td){text-align:left;border-bottom:1px solid #ddd;padding:3px 14px 3px 0;vertical-align:top}
 .backstash .n{text-align:right;white-space:nowrap}
-.backstash td.name{font-family:ui-monospace,monospace;font-size:12px;overflow-wrap:anywhere;min-width:110px}
+.backstash .name{font:12px ui-monospace,monospace;overflow-wrap:anywhere;min-width:110px}
 .backstash .bars{font-size:12px;color:#777;margin-top:12px}
 .backstash .bar{display:flex;height:22px;max-width:900px;background:#eee;border-radius:3px;overflow:hidden;margin:4px 0}
 .backstash .bar span{background:#0072b2}.backstash .bar.plain span{background:#8c8c8c}
@@ -38,7 +41,7 @@ PAGE_STYLE = """
 --plain:#c9c9c9;--budget:#ff7b6b;--rest:#4a505a;--keep:#76818e;--offload:#4aa3df}}
 *{box-sizing:border-box}body{margin:0;font:15px/1.5 system-ui,sans-serif;color:var(--text);background:var(--ground)}
 main{max-width:1240px;margin:0 auto;padding:24px 24px 60px}h1{font-size:24px;line-height:1.25;margin:0 0 6px}
-h1,td,code{overflow-wrap:anywhere}h2{font-size:18px;margin:38px 0 4px}p{margin:0 0 10px}
+h1,code,.name,.long{overflow-wrap:anywhere}h2{font-size:18px;margin:38px 0 4px}p{margin:0 0 10px}
 .soft,.small{color:var(--soft)}.small{font-size:13px}code{font:.92em ui-monospace,monospace}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:18px 0 0;padding:0}
 .tiles div{background:var(--card);border-radius:8px;padding:10px 14px}.tiles dt{color:var(--soft);font-size:13px}
@@ -52,24 +55,27 @@ font-weight:400;color:var(--soft)}
 .tools input{font:inherit;padding:6px 10px;width:min(380px,100%);color:inherit;background:var(--card);
 border:1px solid var(--line);border-radius:6px}
 table{border-collapse:collapse;width:100%;font-size:13px;font-variant-numeric:tabular-nums}
-th{text-align:left;border-bottom:2px solid var(--line);padding:0 14px 0 0;white-space:nowrap;font-weight:600}
+th{text-align:left}thead th{border-bottom:2px solid var(--line);padding:0 14px 0 0;white-space:nowrap;font-weight:600}
 th button{all:unset;cursor:pointer;padding:5px 0}th button:focus-visible{outline:2px solid var(--offload)}
 th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
-td{border-bottom:1px solid var(--line);padding:5px 14px 5px 0;vertical-align:top}td.n,th.n{text-align:right}
-td.name{font:12.5px/1.5 ui-monospace,monospace;min-width:290px}td.n{white-space:nowrap}
+tbody :is(th,td){border-bottom:1px solid var(--line);padding:5px 14px 5px 0;vertical-align:top}.n{text-align:right}
+.name{font:12.5px/1.5 ui-monospace,monospace;min-width:100px}.cards .name{min-width:290px}td.n{white-space:nowrap}
 .chip{display:inline-block;white-space:nowrap;margin-right:10px}.chip i{display:inline-block;width:9px;height:9px;
-border-radius:2px;margin-right:5px}summary{cursor:pointer}td ul{margin:4px 0;padding-left:18px}
-td.name summary::marker{color:var(--soft)}.wide>summary{font-size:18px;font-weight:600;margin:38px 0 6px}
+border-radius:2px;margin-right:5px}summary{cursor:pointer}.name ul{margin:4px 0;padding-left:18px}
+.name summary::marker{color:var(--soft)}.wide>summary{font-size:18px;font-weight:600;margin:38px 0 6px}
 [hidden]{display:none!important}
 @media(max-width:700px){main{padding:16px 14px 40px}
 h1{font-size:20px}.tiles{grid-template-columns:1fr 1fr}.tiles dd{font-size:19px}
-.cards,.cards tbody,.cards td{display:block}.cards thead{display:none}
-.js .sortable thead{display:block}.js .sortable thead tr{display:flex;flex-wrap:wrap;gap:6px;margin-bottom:8px}
-.sortable th{border:1px solid var(--line);border-radius:14px;padding:0 10px}.cards tbody tr{display:flex;
-flex-wrap:wrap;gap:0 18px;padding:8px 0;border-bottom:1px solid var(--line)}.cards td{border:0;padding:1px 0;
-text-align:left!important}.cards td[data-l]::before{content:attr(data-l) " ";color:var(--soft)}
-.cards td.name{flex:0 0 100%;min-width:0;font-size:14px;font-weight:600}
-.cards td.name ul{font-weight:400;font-size:13px}
+.cards,.cards tbody,.cards tbody :is(th,td){display:block}.cards thead{position:absolute;width:1px;
+overflow:hidden;clip-path:inset(50%)}
+.js .sortable thead{display:block;position:static;width:auto;clip-path:none}
+.js .sortable thead tr{display:flex;flex-wrap:wrap;gap:6px;margin-bottom:8px}
+.sortable thead th{border:1px solid var(--line);border-radius:14px;padding:0 10px}.cards tbody tr{display:flex;
+flex-wrap:wrap;gap:0 18px;padding:8px 0;border-bottom:1px solid var(--line)}
+.cards tbody :is(th,td){border:0;padding:1px 0;text-align:left!important;overflow-wrap:anywhere}
+.cards td[data-l]::before{content:attr(data-l) " ";color:var(--soft)}
+.cards .name{flex:0 0 100%;min-width:0;font-size:14px;font-weight:600}
+.cards .name ul{font-weight:400;font-size:13px}
 .cards td:empty{display:none}}
 """
 """The style of every page: reports, verdicts and plans; light and dark, on a telephone and on a wide screen."""
@@ -116,7 +122,7 @@ def page(report: Report) -> str:
     rows = "".join(f"<tr>{_value(row)}</tr>" for row in report.rows)
     return document(
         title,
-        f"{_heading(report, 1)}{_overview(report)}\n"
+        f"{_heading(report, 1)}\n{_tiles(report)}{_overview(report)}\n"
         f"<h2>All values</h2>{tools('values', 'search: relu features.3')}\n"
         f'<table class="cards sortable" id="values"><thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody></table>\n',
         f"<script>{TABLE_SCRIPT}</script>",
@@ -131,12 +137,19 @@ def tools(table: str, example: str) -> str:
     )
 
 
-def document(title: str, body: str, script: str = "") -> str:
-    """A page of its own, in the style of all reports. Title and body are HTML already."""
+def document(title: str, body: str, script: str = "", style: str = PAGE_STYLE) -> str:
+    """A page of its own, in the style of all pages, which the browser lets ask for nothing.
+
+    Args:
+        title, body: HTML already.
+        script: the elements behind the body.
+        style: PAGE_STYLE, and what a page adds to it.
+    """
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">\n<title>{title}</title>\n'
-        f"<style>{PAGE_STYLE}</style></head>\n<body><main>{body}</main>{script}</body></html>\n"
+        f"<style>{style}</style></head>\n<body><main>\n{body}</main>{script}</body></html>\n"
     )
 
 
@@ -148,6 +161,21 @@ def _heading(report: Report, level: int) -> str:
     if report.rows:
         text += f"<p>in step {report.steps} under {escape(report.policy)}</p>"
     return text + "".join(f"<p>note: {escape(note)}</p>" for note in report.notes)
+
+
+def _tiles(report: Report) -> str:
+    """What is held and what that takes, in figures."""
+    saved, device = report.saved_nbytes, report.device_nbytes
+    encode, decode = (sum(getattr(row, f"{way}_seconds") for row in report.rows) for way in ("encode", "decode"))
+    small = "held as they are" if device >= saved else f"{1 - device / saved:.0%} less"
+    facts = [
+        ("saved, plain", exactly(saved), "what backward reads"),
+        ("on the device", exactly(device), small),
+        *([("moved", exactly(report.moved_nbytes), "to other memory")] if report.moved_nbytes else []),
+        ("encoding and decoding", f'<data value="{encode + decode!r}">{ms(encode + decode)}</data>', "of this step"),
+        ("values", f'<data value="{len(report.rows)}">{len(report.rows)}</data>', ""),
+    ]
+    return tiles(facts) if report.rows else ""
 
 
 def _overview(report: Report) -> str:
@@ -190,15 +218,40 @@ def _overview(report: Report) -> str:
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int]) -> str:
-    """A table of cells that are HTML already. ``right``: the columns that are aligned to the right."""
+    """A table of cells that are HTML already. The first cell of each row names it.
+
+    Args:
+        header: names of the columns; none if the rows are facts, each with its name.
+        rows: the cells.
+        right: the columns that are aligned to the right.
+    """
     numeric = set(right)
-    kinds = [" class=n" if index in numeric else " class=name" if index == 0 else "" for index in range(len(header))]
     heads = "".join(f'<th scope="col"{" class=n" if i in numeric else ""}>{name}</th>' for i, name in enumerate(header))
+    head = f"<thead><tr>{heads}</tr></thead>" if header else ""
+    texts = "" if header else " class=long"
     lines = "".join(
-        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
+        f"<tr>{named(row[0])}"
+        + "".join(f"<td{' class=n' if i in numeric else texts}>{cell}</td>" for i, cell in enumerate(row[1:], 1))
+        + "</tr>"
         for row in rows
     )
-    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
+    return f'<div class="scroll"><table>{head}<tbody>{lines}</tbody></table></div>'
+
+
+def named(name: str) -> str:
+    """The first cell of a row, which names it, and which screen readers say before the others. HTML already."""
+    return f'<th scope="row" class="name">{name}</th>'
+
+
+def tiles(facts: Iterable[tuple[str, str, str]]) -> str:
+    """The figures at the top of a page: for each its name, the figure and a note on it. HTML already."""
+    found = "".join(f"<div><dt>{name}</dt><dd>{figure}<small>{note}</small></dd></div>" for name, figure, note in facts)
+    return f'<dl class="tiles">{found}</dl>'
+
+
+def exactly(nbytes: int) -> str:
+    """Bytes, as text for people and exactly for programs."""
+    return f'<data value="{nbytes}">{amount(nbytes)}</data>'
 
 
 def _value(row: Entry) -> str:
@@ -213,7 +266,7 @@ def _value(row: Entry) -> str:
         for label, seconds in (("encode", row.encode_seconds), ("decode", row.decode_seconds))
     )
     return (
-        f'<td class=name>{escape(row.key)}</td><td data-l="backward reads">{escape(row.need)}</td>'
+        f'{named(escape(row.key))}<td data-l="backward reads">{escape(row.need)}</td>'
         f'<td data-l="tensor">{escape(row.spec)}</td>{amounts}<td data-l="as">{escape(row_label(row))}</td>{times}'
-        f'<td data-l="note">{escape(note)}</td>'
+        f'<td class="long" data-l="note">{escape(note)}</td>'
     )

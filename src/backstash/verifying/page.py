@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from backstash.stash.html import document, html_table
@@ -20,7 +20,7 @@ def verification_page(found: Verification) -> str:
             for each in found.errors
         ]
         parts.append("<h2>Gradients, beside those of the same step without savers</h2>")
-        parts.append(_table(("parameter", "relative error", "largest", "elements"), rows))
+        parts.append(_table(("parameter", "relative error", "largest", "elements"), rows, right=range(1, 4)))
     if found.watched.differences:
         values = [
             (each.place, f"{each.dtype} {each.shape}", each.owner, "" if each.region is None else str(each.region))
@@ -41,12 +41,12 @@ def verification_page(found: Verification) -> str:
 
 def _finding(found: VerifyFinding, place: int) -> str:
     heading, rows = finding_rows(found, place, fix=True)
-    return f"<h2>{escape(heading.capitalize())}</h2>" + html_table(("", ""), _escaped(rows), right=())
+    return f"<h2>{escape(heading.capitalize())}</h2>" + html_table((), _escaped(rows), right=())
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of texts, of which all columns but the first are aligned to the right."""
-    return html_table(head, _escaped(rows), right=range(1, len(head)))
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
+    """A table of texts, of which some columns are aligned to the right."""
+    return html_table(head, _escaped(rows), right)
 
 
 def _escaped(rows: Sequence[Sequence[str]]) -> list[list[str]]:

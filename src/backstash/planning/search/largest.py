@@ -52,7 +52,7 @@ def largest(
         if high is not None and known[high] == math.inf:
             size = (low + high) // 2
         elif len(known) > 1:
-            size = _guess(known, limit, power)
+            size = size_at(known, limit, power)
         size = min(size, 8 * low if high is None else high - grain)
         size = max(low + grain, start + (size - start) // grain * grain)
         size = size if end is None else min(size, end)
@@ -60,7 +60,7 @@ def largest(
     return max(size for size in known if known[size] <= limit)
 
 
-def _guess(known: Mapping[int, float], limit: int, power: int) -> int:
+def size_at(known: Mapping[int, float], limit: int, power: int) -> int:
     """The size at which the line through the two known points nearest to the limit meets it."""
     first, second = sorted(known, key=lambda size: abs(known[size] - limit))[:2]
     rise = (known[second] - known[first]) / (second**power - first**power)
