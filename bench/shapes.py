@@ -26,7 +26,7 @@ import backstash as bs
 from backstash.planning.model.peak import PeakModel
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
-from backstash.planning.model.shapes import Family
+from backstash.planning.model.shapes import ShapeFamily
 from backstash.planning.search.planner import Planner
 from backstash.report.meter import CountedPeak
 from bench.results import Results
@@ -197,7 +197,9 @@ def measure(name: str, lengths: int, owned: int, seed: int = 0) -> Row:
     planners = [Planner(StepProfile.from_json(profile.to_json())) for profile in profiles]  # that runs no steps
     for planner in planners:
         assert planner.solutions
-    family = Family([program.sizes(length) for length in program.profiled], [planner.profile for planner in planners])
+    family = ShapeFamily(
+        [program.sizes(length) for length in program.profiled], [planner.profile for planner in planners]
+    )
     program.step(program.profiled[0])()  # from now on gradients are there
     rooms, slower, times, above, first_above, planned = [], [], [], 0, 0, 0
     for number in range(lengths):

@@ -11,13 +11,13 @@ import pytest
 
 from backstash.errors import PlanError
 from backstash.planning.model.allocator import (
+    Allocation,
     Block,
     CachingAllocator,
-    Change,
     OutOfReservedError,
+    block_nbytes,
     changes_of,
     replay,
-    rounded,
 )
 from backstash.planning.model.trace import Buffer, Trace
 from backstash.report.allocated import recorded
@@ -29,7 +29,7 @@ def test_sizes_are_rounded_and_segments_have_three_sizes() -> None:
     allocator = CachingAllocator()
     for nbytes in (1, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 21 * MIB + 1):
         allocator.allocate(nbytes)
-    assert rounded(1) == 512 and rounded(513) == 1024
+    assert block_nbytes(1) == 512 and block_nbytes(513) == 1024
     # 512 bytes and 1 MiB share 2 MiB; 1 MiB + 512 and 10 MiB - 512 share 20 MiB; the others have their own.
     assert allocator.reserved == [2 * MIB, 20 * MIB, 10 * MIB, 22 * MIB]
     assert allocator.allocated_nbytes == 512 + MIB + (MIB + 512) + (10 * MIB - 512) + 10 * MIB + 22 * MIB
@@ -66,7 +66,7 @@ def test_freed_neighbours_are_one_block_again() -> None:
 
 def test_a_lower_hole_is_fragmentation_that_an_expandable_segment_does_not_have() -> None:
     """Each step asks for 1 MiB more, as a growing sequence does: no block that was freed is large enough again."""
-    changes = [change for n in range(10) for change in (Change(n, (20 + 2 * n) * MIB), Change(n))]
+    changes = [change for n in range(10) for change in (Allocation(n, (20 + 2 * n) * MIB), Allocation(n))]
     fixed = replay(changes)
     assert fixed.allocated_nbytes == 38 * MIB and fixed.reserved_nbytes == sum(20 + 2 * n for n in range(10)) * MIB
     assert fixed.fragmented_nbytes == fixed.reserved_nbytes - fixed.allocated_nbytes

@@ -12,7 +12,7 @@ from torch import nn
 
 from backstash.planning.model.peak import PeakModel
 from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
-from backstash.planning.model.shapes import Family
+from backstash.planning.model.shapes import ShapeFamily
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.search.planner import Planner
 
@@ -68,8 +68,8 @@ def transformer(batch: int, length: int, layers: int = 3, smallest: int = 0, ext
     return replace(found, plain_peak_nbytes=PeakModel(found).evaluate([0] * len(values)).peak_nbytes)
 
 
-def family(**options: Any) -> Family:
-    return Family([(4, length) for length in LENGTHS], [transformer(4, length, **options) for length in LENGTHS])
+def family(**options: Any) -> ShapeFamily:
+    return ShapeFamily([(4, length) for length in LENGTHS], [transformer(4, length, **options) for length in LENGTHS])
 
 
 @pytest.mark.parametrize("length", [32, 65, 100, 159, 161, 250])
@@ -94,10 +94,10 @@ def test_a_length_that_was_never_run_has_its_own_profile(length: int) -> None:
 
 
 def test_a_length_takes_three_profiles_and_two_sizes_take_six() -> None:
-    two = Family([(4, each) for each in LENGTHS[:2]], [transformer(4, each) for each in LENGTHS[:2]])
+    two = ShapeFamily([(4, each) for each in LENGTHS[:2]], [transformer(4, each) for each in LENGTHS[:2]])
     assert (two.wanted, two.is_complete, two.profile((4, 100))) == (3, False, None)
     sizes = [(batch, length) for batch in (2, 5) for length in LENGTHS]
-    both = Family(sizes, [transformer(*each) for each in sizes])
+    both = ShapeFamily(sizes, [transformer(*each) for each in sizes])
     assert [variable.degree for variable in both.variables] == [1, 2] and both.wanted == 6
     found = both.profile((3, 100))
     assert found is not None and found.base_nbytes == transformer(3, 100).base_nbytes
@@ -105,7 +105,7 @@ def test_a_length_takes_three_profiles_and_two_sizes_take_six() -> None:
 
 
 def test_sizes_that_stay_in_proportion_are_one_variable() -> None:
-    known = Family([(4, each, 4, 2 * each) for each in LENGTHS], [transformer(4, each) for each in LENGTHS])
+    known = ShapeFamily([(4, each, 4, 2 * each) for each in LENGTHS], [transformer(4, each) for each in LENGTHS])
     assert len(known.variables) == 1 and known.profile((4, 100, 4, 200)) is not None
     assert known.profile((4, 100, 4, 201)) is None and known.profile((5, 100, 5, 200)) is None
     assert known.profile((4, 100)) is None
@@ -118,16 +118,16 @@ def test_no_profile_is_made_up_for_what_is_no_polynomial_or_far_away() -> None:
         for length in (*LENGTHS, 200, 224)
         for p in [transformer(4, length)]
     ]
-    assert Family([(4, each) for each in (*LENGTHS, 200, 224)], halves).wanted == 0
+    assert ShapeFamily([(4, each) for each in (*LENGTHS, 200, 224)], halves).wanted == 0
     others = [transformer(4, 64), transformer(4, 96, layers=2), transformer(4, 160)]
-    assert Family([(4, each) for each in LENGTHS], others).wanted == 0
+    assert ShapeFamily([(4, each) for each in LENGTHS], others).wanted == 0
 
 
 def test_values_that_are_small_at_one_shape_are_kept_at_all() -> None:
     """At the smallest length the hidden values are part of the base."""
     profiles = [transformer(4, length, smallest=4 * 4 * 65 * 32) for length in LENGTHS]
     assert [len(profile.values) for profile in profiles] == [3, 6, 6]
-    known = Family([(4, length) for length in LENGTHS], profiles)
+    known = ShapeFamily([(4, length) for length in LENGTHS], profiles)
     found, expected = known.profile((4, 128)), transformer(4, 128)
     assert found is not None and [value.key for value in found.values] == ["0/softmax", "1/softmax", "2/softmax"]
     assert set(found.others) == {"0/linear", "1/linear", "2/linear"}
@@ -136,7 +136,7 @@ def test_values_that_are_small_at_one_shape_are_kept_at_all() -> None:
 
 def test_what_a_kernel_takes_in_another_way_is_bounded() -> None:
     ways = [transformer(4, length, extra=length == 96) for length in LENGTHS]
-    known = Family([(4, length) for length in LENGTHS], ways)
+    known = ShapeFamily([(4, length) for length in LENGTHS], ways)
     for length in (70, 128, 240):
         found, expected = known.profile((4, length)), transformer(4, length)
         assert found is not None

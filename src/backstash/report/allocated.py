@@ -1,4 +1,4 @@
-"""What CUDA's allocator did, read from a file of ``torch.cuda.memory._snapshot()``, beside what its model does."""
+"""The history of CUDA's allocator, read from a file of ``torch.cuda.memory._snapshot()``, beside its model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backstash.errors import PlanError
-from backstash.planning.model.allocator import CachingAllocator, Change, Reserved, replay
+from backstash.planning.model.allocator import Allocation, CachingAllocator, Reserved, replay
 
 _GIVEN = ("segment_alloc", "segment_map")
 _TAKEN = ("segment_free", "segment_unmap")
@@ -34,7 +34,7 @@ class Recorded:
         is_expandable: whether segments could grow.
     """
 
-    changes: tuple[Change, ...]
+    changes: tuple[Allocation, ...]
     reserved: tuple[int, ...]
     reserved_nbytes: int
     is_expandable: bool
@@ -72,7 +72,7 @@ def recorded(data: bytes, device: int = 0) -> Recorded:
 
 
 def _recorded(events: Iterable[dict[str, Any]]) -> Recorded:
-    changes: list[Change] = []
+    changes: list[Allocation] = []
     reserved: list[int] = []
     numbers: dict[int, int] = {}  # by address
     held = most = 0
@@ -81,9 +81,9 @@ def _recorded(events: Iterable[dict[str, Any]]) -> Recorded:
         action, nbytes = event["action"], int(event["size"])
         if action == "alloc":
             numbers[event["addr"]] = number
-            changes.append(Change(number, nbytes, int(event["stream"])))
+            changes.append(Allocation(number, nbytes, int(event["stream"])))
         elif action == "free_completed" and event["addr"] in numbers:
-            changes.append(Change(numbers.pop(event["addr"])))
+            changes.append(Allocation(numbers.pop(event["addr"])))
         elif action in _GIVEN:
             is_expandable = is_expandable or action == "segment_map"
             reserved.append(nbytes)

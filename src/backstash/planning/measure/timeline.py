@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backstash.planning.measure.events import NODE, PREFIX, walk
-from backstash.planning.model.allocator import Change
+from backstash.planning.model.allocator import Allocation
 from backstash.torch_internals import profiler_event
 
 MOST_MOMENTS = 16
@@ -164,7 +164,7 @@ class Timeline:
     born: dict[str, int] = field(default_factory=dict)
     reads: dict[str, list[int]] = field(default_factory=dict)
     trials: dict[int, Trial] = field(default_factory=dict)
-    changes: list[Change] = field(default_factory=list)
+    changes: list[Allocation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for _ in self.read(self.events):
@@ -191,7 +191,7 @@ class Timeline:
                     continue
                 alive.change(facts, self.positions[-1].is_backward)
                 if trial is None:
-                    self.changes.append(Change(facts.ptr, max(0, facts.alloc_size)))
+                    self.changes.append(Allocation(facts.ptr, max(0, facts.alloc_size)))
                 if trial is not None:
                     trial.most = max(trial.most, alive.nbytes)
                 else:

@@ -116,7 +116,7 @@ class CachingAllocator:
 
     def allocate(self, nbytes: int, stream: int = 0) -> Block:
         """Returns a block of at least so many bytes for a stream."""
-        size = rounded(nbytes)
+        size = block_nbytes(nbytes)
         is_small = size <= SMALL
         pool = self._pools.setdefault((stream, is_small), Pool(is_small))
         block = self._best(pool, size)
@@ -226,7 +226,7 @@ class CachingAllocator:
                 block.before.after = rest
 
 
-def rounded(nbytes: int) -> int:
+def block_nbytes(nbytes: int) -> int:
     """Returns how many bytes are allocated where so many are asked for."""
     return max(SMALLEST_BLOCK, -(-nbytes // SMALLEST_BLOCK) * SMALLEST_BLOCK)
 
@@ -248,7 +248,7 @@ def _joined(block: Block, other: Block) -> Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Allocation:
     """An allocation or a release.
 
     Attributes:
@@ -279,7 +279,7 @@ class Reserved:
     segments: int
 
 
-def replay(changes: Iterable[Change], allocator: CachingAllocator | None = None) -> Reserved:
+def replay(changes: Iterable[Allocation], allocator: CachingAllocator | None = None) -> Reserved:
     """Returns what the allocator reserves for a sequence of allocations and releases.
 
     Releases of what was allocated before the sequence are passed over. What is not released, and allocated once more by
@@ -299,7 +299,7 @@ def replay(changes: Iterable[Change], allocator: CachingAllocator | None = None)
     return Reserved(*peaks, len(model.reserved))
 
 
-def reserved_by(changes: Iterable[Change]) -> Reserved:
+def reserved_by(changes: Iterable[Allocation]) -> Reserved:
     """Returns what a step reserves that is repeated, where ``expandable_segments`` is as in this process.
 
     Args:
@@ -311,7 +311,7 @@ def reserved_by(changes: Iterable[Change]) -> Reserved:
     return replay([*each, *each], allocator)
 
 
-def changes_of(trace: Trace, steps: int = 2) -> list[Change]:
+def changes_of(trace: Trace, steps: int = 2) -> list[Allocation]:
     """Returns the allocations and releases of a step that is repeated: the second finds what the first has left.
 
     Args:
@@ -320,14 +320,14 @@ def changes_of(trace: Trace, steps: int = 2) -> list[Change]:
         steps: how often it runs.
     """
     numbers = itertools.count()
-    found = [Change(next(numbers), b.nbytes) for b in trace.buffers if b.nbytes and b.role == "parameter"]
+    found = [Allocation(next(numbers), b.nbytes) for b in trace.buffers if b.nbytes and b.role == "parameter"]
     buffers = [buffer for buffer in trace.buffers if buffer.nbytes and buffer.role != "parameter"]
     left: list[int] = []
     for _ in range(steps):
         own = [next(numbers) for _ in buffers]
         moments = [(buffer.end, 0, at) for at, buffer in enumerate(buffers) if buffer.end < trace.end]
         moments += [(buffer.start, 1, at) for at, buffer in enumerate(buffers)]
-        found += [Change(own[at], buffers[at].nbytes if starts else 0) for _, starts, at in sorted(moments)]
-        found += [Change(number) for number in left]
+        found += [Allocation(own[at], buffers[at].nbytes if starts else 0) for _, starts, at in sorted(moments)]
+        found += [Allocation(number) for number in left]
         left = [own[at] for at, buffer in enumerate(buffers) if buffer.end >= trace.end]
     return found

@@ -72,7 +72,7 @@ class Variable:
     degree: int = 1
 
 
-class Family:
+class ShapeFamily:
     """The profiles of one program at several shapes.
 
     Args:

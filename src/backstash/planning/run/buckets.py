@@ -29,7 +29,7 @@ from torch import Tensor
 
 from backstash import accelerator
 from backstash.planning.model.plan import Plan
-from backstash.planning.model.shapes import Family
+from backstash.planning.model.shapes import ShapeFamily
 from backstash.planning.run.plan_files import PlanFiles
 from backstash.planning.run.within import Within
 from backstash.planning.search.planner import Planner
@@ -158,7 +158,7 @@ class Buckets:
         self._by_signature: OrderedDict[Signature, Bucket] = OrderedDict()
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._measured: OrderedDict[Signature, Planner] = OrderedDict()
-        self._family: tuple[Sequence[Planner], Family] | None = None
+        self._family: tuple[Sequence[Planner], ShapeFamily] | None = None
         self.recorded_share = 1.0
 
     def __len__(self) -> int:
@@ -202,7 +202,7 @@ class Buckets:
         planners = list(known.values())
         if self._family is None or self._family[0] != planners:
             sizes = [_sizes_of(shape) for shape in known]
-            self._family = planners, Family(sizes, [planner.profile for planner in planners])
+            self._family = planners, ShapeFamily(sizes, [planner.profile for planner in planners])
         profile = self._family[1].profile(_sizes_of(signature), min_nbytes)
         return None if profile is None else Planner(profile, planners[0].allow, error_limit, planners)
 
