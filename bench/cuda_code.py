@@ -125,7 +125,7 @@ def codes(made: Made, options: CompileOptions | None) -> dict[str, Code]:
         raise _Obtained
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
-        from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_compiler
+        from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_compiler  # type: ignore[attr-defined]
         from torch._inductor.decomposition import select_decomp_table
 
         compiler = make_boxed_compiler(lambda graph, inputs: graph)
@@ -225,6 +225,7 @@ def _code(graph: fx.GraphModule, is_backward: bool, saved_nbytes: int) -> Code:
     """Returns what Inductor writes for a graph whose fake tensors are on CUDA."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.cudagraph_utils import BoxedBool
     from torch._inductor.graph import GraphLowering
 
     found: list[Code] = []
@@ -241,7 +242,7 @@ def _code(graph: fx.GraphModule, is_backward: bool, saved_nbytes: int) -> Code:
         raise _Obtained
 
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    mode = next(each.fake_mode for each in inputs if isinstance(each, Tensor))
+    mode = next(each.fake_mode for each in inputs if isinstance(each, Tensor))  # type: ignore[attr-defined]
 
     def written_into(inp: Tensor, src: Tensor, view_ops: Any) -> Tensor:
         """Stands for a copy into a part of a tensor, which fake tensors on CUDA refuse where there is none."""
@@ -251,8 +252,9 @@ def _code(graph: fx.GraphModule, is_backward: bool, saved_nbytes: int) -> Code:
     scattering = mock.patch("torch._inductor.fx_passes.reinplace._inplace_generalized_scatter", written_into)
     # Its nodes have their fake tensors, and some operators cannot make other ones where there is no CUDA.
     knowing = mock.patch("torch._inductor.compile_fx.fake_tensor_prop", return_value=mode)
+    no_graphs = BoxedBool(False)
     with tracing(TracingContext(mode)), stopping, knowing, scattering, suppress(_Obtained):
-        compile_fx_inner(graph, inputs, is_backward=is_backward, cudagraphs=False, graph_id=0)
+        compile_fx_inner(graph, inputs, is_backward=is_backward, cudagraphs=no_graphs, graph_id=0)
     return found[0]
 
 
@@ -305,7 +307,7 @@ def _under_autocast(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def _gpt2() -> Made:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    nothing = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    nothing: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     config: Any = GPT2Config(n_embd=768, n_layer=2, n_head=12, n_positions=512, use_cache=False, **nothing)
     module: Any = GPT2LMHeadModel(config).train()
     words = torch.randint(config.vocab_size, (8, 512))
@@ -319,7 +321,12 @@ def _gpt2() -> Made:
 def _llama() -> Made:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    }
     config: Any = LlamaConfig(vocab_size=32000, num_hidden_layers=2, use_cache=False, **sizes)
     module: Any = LlamaForCausalLM(config).train()
     words = torch.randint(config.vocab_size, (4, 1024))

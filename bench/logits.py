@@ -28,7 +28,8 @@ def step_of(way: str, hidden: Tensor, head: nn.Linear, words: Tensor) -> Callabl
     """Returns the step of one way, which leaves gradients of ``hidden`` [n, d] and of the head behind."""
 
     def entropy() -> Tensor:
-        return F.cross_entropy(head(hidden).float(), words)
+        loss: Tensor = F.cross_entropy(head(hidden).float(), words)
+        return loss
 
     def plain_rows() -> Tensor:
         logs = head(hidden).float().log_softmax(-1)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +117,7 @@ class Detector(nn.Module):
 def _llama() -> Program:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
     return _text(model, False)
 
@@ -124,8 +125,9 @@ def _llama() -> Program:
 def _bert() -> Program:
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
-    model = BertForMaskedLM(BertConfig(**sizes, num_attention_heads=4, attn_implementation="eager"))
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
+    sizes["attn_implementation"] = "eager"
+    model = BertForMaskedLM(BertConfig(**sizes, num_attention_heads=4))
     return _text(model, True)
 
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -666,5 +667,5 @@ def test_a_policy_that_watches_is_told_in_every_step() -> None:
     for _ in range(2 * STEPS):
         twin.step(rows())
         counts.append(policy.watched)
-    steps = [after - before for before, after in zip(counts, counts[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(counts)]
     assert min(steps) > 0 and steps[-1] == steps[-2]

@@ -56,7 +56,9 @@ class SizedSteps:
             return self.traces[TRACED.index(units) if self.has_size else 0]
         own = [_steps(traced) for traced in self.traces]
         found = [_between(each, units) for each in zip(*own, strict=True)]
-        return replace(self.traces[0], plain=found[0], dropped=found[1], checkpoint=(found[2:] or [None])[0])
+        return replace(
+            self.traces[0], plain=found[0], dropped=found[1], checkpoint=found[2] if len(found) > 2 else None
+        )
 
     def peak_nbytes(self, way: str, units: int) -> int:
         """Returns the most bytes that are alive in a plain step, or in one with checkpoints, without the rest of it."""

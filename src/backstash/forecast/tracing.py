@@ -527,13 +527,17 @@ def _attention(
     if query.shape[-3] != key.shape[-3]:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     if query.dtype in (torch.float16, torch.bfloat16) and attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        flash = aten._scaled_dot_product_flash_attention
+        attended: Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return attended
     if attn_mask is not None:
         if attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     efficient = aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
+    found = efficient(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)
+    attended = found[0]
+    return attended
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -180,8 +180,7 @@ class ShapeFamily:
     @cached_property
     def _inverse(self) -> Numbers:
         """From numbers of the measured shapes to the factors of the terms, [terms, shapes]."""
-        found: Numbers = np.linalg.pinv(self._terms(self._points))
-        return found
+        return np.asarray(np.linalg.pinv(self._terms(self._points)), dtype=np.float64)
 
     # -- the profile of another shape --------------------------------------------------------------------------------
 

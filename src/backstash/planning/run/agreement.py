@@ -61,7 +61,7 @@ class Agreement:
                 "training within a budget was asked for with agree=True, but there is no process group. Call "
                 "torch.distributed.init_process_group() first, or leave agree= out."
             )
-        from torch.distributed import PrefixStore
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it for everybody
 
         self.rank, self._count = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._store = PrefixStore(f"backstash/budget{next(_numbers)}", default_group_store())
