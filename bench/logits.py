@@ -34,7 +34,8 @@ def step_of(way: str, hidden: Tensor, head: nn.Linear, words: Tensor) -> Callabl
     def plain_rows() -> Tensor:
         logs = head(hidden).float().log_softmax(-1)
         chosen = logs.gather(-1, words.unsqueeze(-1))
-        return -(chosen.mean() + 0.01 * -(logs.exp() * logs).sum(-1).mean())
+        loss: Tensor = -(chosen.mean() + 0.01 * -(logs.exp() * logs).sum(-1).mean())
+        return loss
 
     def rows() -> Tensor:
         found = chunked_rows(hidden, head, words)
