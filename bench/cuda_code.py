@@ -225,8 +225,8 @@ def _code(graph: fx.GraphModule, is_backward: bool, saved_nbytes: int) -> Code:
     """Returns what Inductor writes for a graph whose fake tensors are on CUDA."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.utils import BoxedBool
     from torch._inductor.graph import GraphLowering
+    from torch._inductor.utils import BoxedBool
 
     found: list[Code] = []
 
