@@ -153,6 +153,11 @@ class Plan(Policy):
         return any(decision.kind == "recompute" for decision in self.decisions)
 
     @property
+    def proof_nbytes(self) -> int:
+        """Bytes that a first step may take beside its peak: of the largest value that is remade, once more and anew."""
+        return 2 * max((each.nbytes for each in self.decisions if each.kind == "recompute"), default=0)
+
+    @property
     def min_nbytes(self) -> int:  # type: ignore[override]  # read-only here
         """16 KiB, or less if the plan does something with smaller tensors."""
         return min([SMALLEST, *(decision.nbytes for decision in self.decisions if decision.kind != "keep")])

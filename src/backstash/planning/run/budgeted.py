@@ -468,6 +468,9 @@ class Budgeted(Following):
         while not planner.has_found(nbytes) and next(planner.search(), self) is not self:
             pass  # a step that is larger than those before may need what none of these did
         plan = planner.plan_so_far(nbytes)
+        proof = plan.proof_nbytes
+        if plan.peak_nbytes + proof > budget:
+            plan = planner.plan_so_far(max(1, nbytes - proof))
         bucket.planner, bucket.is_predicted, bucket.margin = planner, True, largest.margin
         bucket.found = Within(
             budget_nbytes=budget,
