@@ -62,6 +62,12 @@ TABLE: dict[str, tuple[Call, Call, dict[str, Any]]] = {  # the function, how it 
     "Session": (bs.Session, bs.Session, {}),
     "wrap": (bs.wrap, wrapped, {}),
     "unwrap": (bs.unwrap, bs.unwrap, {}),
+    "graphed": (bs.graphed, bs.graphed, {"step": step}),
+    "fit_batch": (
+        bs.fit_batch,
+        lambda **given: bs.fit_batch(**{"make_step": lambda n: step, "budget": "1GiB", "most": 1} | given),
+        {"model": MODEL},
+    ),
     "register_codec": (bs.register_codec, bs.register_codec, {}),
     "Plan.from_json": (bs.Plan.from_json, bs.Plan.from_json, {}),
     "Plan.diff": (bs.Plan.diff, lambda other: planned().diff(other), {}),

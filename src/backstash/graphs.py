@@ -122,13 +122,13 @@ def capture() -> Capture | None:
     return _capture
 
 
-def begin(captured: Capture) -> None:
+def begin_capture(captured: Capture) -> None:
     """A graph is being captured from now on."""
     global _capture
     _capture = captured
 
 
-def end() -> None:
+def end_capture() -> None:
     """None is any more."""
     global _capture
     _capture = None

@@ -27,6 +27,7 @@ USE = ROOT / "docs" / "use"
 PAGES = [USE / name for name in ("quick-start.md", "choosing.md", "commands.md", "troubleshooting.md")]
 ELSEWHERE = {
     "examples.md": "studies/test_examples.py",
+    "fit.md": "forecast/test_forecasts.py",
     "switches.md": "integrations/test_switches.py",
     "verify.md": "cli/test_verify_command.py",
 }
@@ -160,7 +161,7 @@ def test_the_table_of_policies_is_that_of_the_registry() -> None:
 def test_options_and_variables_that_a_page_names_are_there(page: Path) -> None:
     parameters = [p for command in get_command(app).commands.values() for p in command.params]  # type: ignore[attr-defined]
     options = {option for parameter in parameters for option in parameter.opts} | {"--help", "--version"}
-    options |= {"--install-completion", "--nproc-per-node", "--epochs", "--output"}
+    options |= {"--install-completion", "--nproc-per-node", "--epochs", "--output", "--resume"}
     variables = {parameter.envvar for parameter in parameters if getattr(parameter, "envvar", None)}
     text = page.read_text()
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)) <= options

@@ -128,7 +128,8 @@ def test_every_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         for function in (lambda x: F.batch_norm(x, None, None, training=True), lambda x: F.group_norm(x, 1)):
             (function(x[None] * 2.0) * 3.0).sin().sum().backward()
         (F.layer_norm(x * 2.0, (53,)) * 3.0).sin().sum().backward()
-    assert redeemed == {op for op, _ in table.CLAIMED}
+    # On a CPU dropout is a product with its noise; the accelerators' own node is tried in tests/device.
+    assert redeemed == {op for op, _ in table.CLAIMED} - {"NativeDropout"}
 
 
 @dataclass(frozen=True)
@@ -485,7 +486,7 @@ def test_an_error_on_leaving_leaves_nothing_installed() -> None:
         (x * 2.0).tanh().sum().backward()
 
 
-@pytest.mark.parametrize("failing", ["_enter_root", "_finish", "_forward._take", "_forward.name"])
+@pytest.mark.parametrize("failing", ["_enter_root", "_finish", "_forward.take", "_forward.name"])
 def test_an_error_inside_a_session_leaves_nothing_installed(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = installed()
     session = Session(min_nbytes=0)

@@ -255,7 +255,7 @@ class GraphedStep:
         try:
             with side:
                 accelerator.begin_graph(graph, self._pool)
-                graphs.begin(told)
+                graphs.begin_capture(told)
                 try:
                     result = self._run(args, kwargs)
                     told.end()
@@ -264,7 +264,7 @@ class GraphedStep:
                         graph.capture_end()
                     raise
                 finally:
-                    graphs.end()
+                    graphs.end_capture()
                 graph.capture_end()
         except Exception as error:
             for parameter, gradient in zip(parameters, before, strict=True):
@@ -394,7 +394,7 @@ def graphed(
         ...     loss = model(x).square().mean()
         ...     loss.backward()
         ...     return loss
-        >>> with warnings.catch_warnings(record=True) as said:  # there is no accelerator here
+        >>> with warnings.catch_warnings(record=True, action="always") as said:  # there is no accelerator here
         ...     fast = graphed(step, Session("lossless", model=model))
         ...     losses = [fast(torch.ones(8, 64)).item() for _ in range(2)]
         >>> losses[0] == losses[1], str(said[0].message)[:43]

@@ -520,6 +520,10 @@ class Budgeted(Following):
         self._steps += bucket.session.report().steps - session.report().steps
         bucket.session = session
 
+    def retire(self, session: Session) -> None:
+        """Counts the steps of a Session that is not used any more."""
+        self._steps += session.report().steps
+
     def use_alike(self, bucket: Bucket, plan: Plan) -> None:
         """The same, under the plan of another shape."""
         self.use(bucket, Alike(plan))

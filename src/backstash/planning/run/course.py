@@ -505,11 +505,14 @@ class Course:
             self._keeping = keeping, owner.session_with(keeping)
 
         def stop() -> None:
-            assert owner.last is not None
+            assert owner.last is not None and self._keeping is not None
+            owner.retire(self._keeping[1])
             self._bucket, self._keeping = owner.last, None
 
         yield from self._record(watcher, lines, True, keep, stop)
-        self._keeping = None
+        if self._keeping is not None:
+            owner.retire(self._keeping[1])
+            self._keeping = None
         if not lines:
             return
         bucket = self._bucket
