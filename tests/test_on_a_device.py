@@ -24,6 +24,7 @@ OF_CUDA_ALONE = {
     "numerics.py": "torch's settings of CUDA's libraries",
     "ops/backends.py": "Triton's kernels serve CUDA",
     "ops/triton": "Triton's kernels",
+    "remake/onepass.py": "the bits of a NaN that NVIDIA's instruction rounds",
     "ops/cuda": "kernels in CUDA C++",
     "ops/onepass/cuda.py": "kernels in CUDA C++",
     "forecast": "cards that are CUDA's, which are not here",

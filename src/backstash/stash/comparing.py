@@ -87,7 +87,10 @@ class _Outcome(NamedTuple):
         """Raises the error if a sample differs. The host waits if that is not known yet."""
         error = _error(self.ends, self.failed, self.error, self.numbers.get())
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or the frame and the error would hold each other, and the pass
 
 
 def _error(
