@@ -465,11 +465,16 @@ def table_of(chain: Chain, numel: int) -> CurveTable | None:
 def _make_table(chain: Chain) -> tuple[Tensor, Tensor | None]:
     dtype, device = chain.call.spec.dtype, chain.call.spec.device
     numbers = torch.arange(CODES, dtype=torch.int32, device=device).to(torch.int16).view(dtype)
-    whole = bits_of(_values(chain, numbers, 1)).clone()
+    whole = bits_of(_values(chain, numbers, 1))
     if device.type != "cpu":
-        return whole, None  # each element is computed alike
+        return whole.clone(), None  # each element is computed alike
     tail = bits_of(_values(chain, numbers, 2).contiguous())
-    return whole, None if torch.equal(whole, tail) else tail
+    return _kept(whole), None if torch.equal(whole, tail) else _kept(tail)
+
+
+def _kept(table: Tensor) -> Tensor:
+    """A copy in memory of NumPy's: it stays for good, so the step that has asked for it first does not account for it."""
+    return torch.from_numpy(table.numpy().copy())
 
 
 def _values(chain: Chain, numbers: Tensor, distance: int) -> Tensor:
