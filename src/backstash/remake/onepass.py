@@ -473,7 +473,7 @@ def _make_table(chain: Chain) -> tuple[Tensor, Tensor | None]:
 
 
 def _kept(table: Tensor) -> Tensor:
-    """A copy in memory of NumPy's: it stays for good, so the step that has asked for it first does not account for it."""
+    """A copy in memory of NumPy's: it stays for good, and the step that asked for it first does not account for it."""
     return torch.from_numpy(table.numpy().copy())
 
 
