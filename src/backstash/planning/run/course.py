@@ -247,6 +247,9 @@ class MeasuredLoop(Protocol):
     def use_alike(self, bucket: Bucket, plan: Plan) -> None:
         """As Budgeted.use_alike."""
 
+    def retire(self, session: Session) -> None:
+        """Counts the steps of a Session that is not used any more."""
+
     def go_back(self, bucket: Bucket, session: Session) -> None:
         """As Budgeted.go_back."""
 
