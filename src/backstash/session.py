@@ -148,7 +148,7 @@ class Session:
         self._live.remake = making.remade_whole
         self._encoder = Encoder(self.policy, self.stores, self._live, self._remaking)
         rooms = self._contents, self._leaning, self._pending, self._encoder
-        self._forward = Forward(self.policy, self._names, self._live, *rooms, self._before_save, self._pack)
+        self._forward = Forward(self.policy, self._names, self._live, *rooms, self._before_save)
         self._steps, self._elsewhere = 0, False
         self._holding = held.Holding(self._forward.counted, self._before_hold)
         self._reading = held.Reading(self._unpack, linear.claim_input, accumulation.LINEAR)

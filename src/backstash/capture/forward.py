@@ -54,7 +54,6 @@ class Forward:
         live: the running totals.
         contents, leaning, pending, encoder: of the same Session.
         before_save: called before a tensor is taken in, under the lock: a step may begin with it.
-        otherwise: takes in a tensor that is not as common as what a compiled function takes in; an attribute as well.
 
     Attributes:
         depth: how many torch functions are in progress.
@@ -98,7 +97,6 @@ class Forward:
         "differentiates",
         "is_idle",
         "is_timing",
-        "otherwise",
         "parameters",
         "recomputes",
         "recorder",
@@ -118,7 +116,6 @@ class Forward:
         pending: Pending,
         encoder: Encoder,
         before_save: Callable[[], None],
-        otherwise: Callable[[Tensor], held.Packed],
     ) -> None:
         self.depth = 0
         self.differentiates = False
@@ -126,7 +123,6 @@ class Forward:
         self._waiting: set[int] = set()  # those of them that were there before the operation in progress, by their ids
         self.recomputes = bool(policy.recomputes)
         self.is_idle = False
-        self.otherwise = otherwise
         self.is_timing = True
         self._steps = 0
         self._made_in: dict[int, float] = {}  # seconds, by the address of what was made

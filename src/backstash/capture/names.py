@@ -62,14 +62,13 @@ class KnownNode:
         self.specs = tuple([place.facts.spec for place in places])
 
 
-def fits(known: KnownNode, node: Any, found: list[tuple[str, Saved]], scalar_of: Callable[[Any, str], Any]) -> bool:
+def fits(known: KnownNode, node: Any, found: list[tuple[str, Saved]]) -> bool:
     """Whether the same holds for a node of the same type, place and number.
 
     Args:
         known: what is known.
         node: the node.
         found: the roles and the tensors that it has saved.
-        scalar_of: returns an attribute of a node.
     """
     if known.roles != tuple([role for role, _ in found]):
         return False
@@ -271,7 +270,7 @@ class Names:
         frame.counts[op] = number + 1
         index = frame.label, type(node), number
         for known in self.learned.nodes.get(index, ()):
-            if fits(known, node, found, scalar_of):
+            if fits(known, node, found):
                 return known.places, True
         specs = {}
         for role, saved in found:

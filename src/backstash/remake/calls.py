@@ -271,7 +271,6 @@ def call_of(
     view: Callable[[Tensor, torch.UntypedStorage, Slot | None], View | Held | None],
     before: Tensor | None,
     output: int | None = None,
-    only_small: bool = False,
 ) -> tuple[Call, list[Tensor]] | None:
     """The call that made ``result`` and the tensors that it has read; None where its arguments do not tell the result.
 
@@ -282,7 +281,6 @@ def call_of(
             it cannot be repeated.
         before: what :func:`random_state` returned.
         output: which of the function's results ``result`` is; None where it returns a single tensor.
-        only_small: as for :func:`row_statistics_of`.
     """
     if result.storage_offset() != 0 or result.nbytes != storage.nbytes():
         return None
@@ -312,7 +310,7 @@ def call_of(
         statistics = statistics_of(kwargs, result)
         tensors = tensors_in(args, kwargs)
     elif name in ROW_NORMS:
-        statistics = row_statistics_of(result, only_small)
+        statistics = row_statistics_of(result)
     inputs: list[View | Held] = []
     for x in tensors:
         given = view(x, storage, None)
@@ -426,19 +424,15 @@ ROW_NORMS = frozenset({"layer_norm", "group_norm"})
 """Norms whose statistics are one pair for each row or group."""
 
 
-def row_statistics_of(result: Tensor, only_small: bool = False) -> tuple[Held, Held] | None:
+def row_statistics_of(result: Tensor) -> tuple[Held, Held] | None:
     """The means and the inverse standard deviations that a norm of :data:`ROW_NORMS` has saved, if they are float32.
 
-    Under a plan those that are values of their own are left alone (``only_small``): who holds one keeps it from being
-    decided on. Of 16-bit inputs and weights a CPU saves statistics of 16 bits, which are not those that it has used.
+    Of 16-bit inputs and weights a CPU saves statistics of 16 bits, which are not those that it has used.
     """
     node = result.grad_fn
     if type(node).__name__ not in ("NativeLayerNormBackward0", "NativeGroupNormBackward0"):
         return None
-    packed = [getattr(node, f"_raw_saved_{role}").data for role in ("result1", "result2")]
-    if only_small and not all(isinstance(each, tuple) for each in packed):
-        return None
-    mean, scale = map(_statistic, packed)
+    mean, scale = (_statistic(getattr(node, f"_raw_saved_{role}").data) for role in ("result1", "result2"))
     if mean is None or scale is None or scale.tensor.dtype is not torch.float32:
         return None
     return mean, scale

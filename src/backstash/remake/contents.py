@@ -136,9 +136,7 @@ class Contents:
                 content = self.of(result)
                 content.call = None if content.escaped else again
                 return
-        known = calls.call_of(
-            function, args, kwargs, result, storage, self._argument, random_state, output, self.remakes_anything
-        )
+        known = calls.call_of(function, args, kwargs, result, storage, self._argument, random_state, output)
         content = self.of(result)
         if known is None or content.escaped:
             return
@@ -192,7 +190,7 @@ class Contents:
         if like.name == "batch_norm":
             statistics = calls.statistics_of(like.kwargs, result)
         elif like.name in calls.ROW_NORMS:
-            statistics = calls.row_statistics_of(result, self.remakes_anything)
+            statistics = calls.row_statistics_of(result)
         return like.again(tuple(inputs), statistics, place)
 
     def move(self, content: Content, x: Tensor) -> None:

@@ -84,7 +84,7 @@ class Replaying:
         self, session: Session, forward: Forward, take_in: Callable[[Tensor], Any], read: Callable[[Any], Tensor]
     ) -> None:
         self._session = weakref.ref(session)
-        self._forward, self._take_in, self._read = forward, take_in, read
+        self._forward = forward
         self._recorder: Recorder | None = None
         self._running: Script
         self._unnamed: list[tuple[Any, Saved]] = []

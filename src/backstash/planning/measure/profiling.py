@@ -115,7 +115,9 @@ def profile(
         seconds, plain_times = runs.seconds, [runs.seconds]
         survey = Survey(tries)
         keep = KeepForSurvey()
-        events = _recorded(runs, Session(keep, model=model, min_nbytes=min_nbytes), survey)
+        kept = Session(keep, model=model, min_nbytes=min_nbytes)
+        events = _recorded(runs, kept, survey)
+        keep.note(kept.report())
         session = Session(KeepForTiming(), model=model, min_nbytes=min_nbytes)
         with session.watched_by(Silent()):
             if seconds < LONG:

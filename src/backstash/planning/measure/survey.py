@@ -42,6 +42,7 @@ from backstash.remake.proving import equals, fetch_unguarded
 from backstash.remake.recipes import Recipe
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.encode import misreads, without_error
+from backstash.stash.ledger import Report
 from backstash.stash.value import Value
 from backstash.telling import note_progress
 from backstash.torch_internals import no_torch_function
@@ -134,7 +135,8 @@ class KeepForSurvey(Policy):
         cycles: as in Policy.
 
     Attributes:
-        asked: keys of the tensors that it was asked about, in the order of the questions.
+        asked: keys of the tensors that it was asked about, in the order of the questions; then of those that were
+            not decided on in that step.
     """
 
     is_fixed = True
@@ -148,6 +150,12 @@ class KeepForSurvey(Policy):
         """Returns Keep(), but for a tensor of which only the shape is read: every plan lets go of that."""
         self.asked.setdefault(saved.key)
         return Stash(Shape()) if saved.need is Need.SHAPE else Keep()
+
+    def note(self, report: Report) -> None:
+        """Adds what a step has saved and not decided on, because a call held it. Steps that note fewer calls decide on it."""
+        for row in report.rows:
+            for key in (row.key, *row.shared_by):
+                self.asked.setdefault(key)
 
 
 class KeepForTiming(KeepForSurvey):

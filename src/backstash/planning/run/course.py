@@ -448,6 +448,9 @@ class Course:
             self._run(bucket, keeping[-1])
 
         def wait() -> None:
+            session = self._bucket.session
+            if session is not None and session.policy is keeping[-1]:
+                keeping[-1].note(session.report())
             assert owner.last is not None
             self._bucket = owner.last
             self._wait_under(None if is_first else before)
@@ -509,6 +512,7 @@ class Course:
 
         def stop() -> None:
             assert owner.last is not None and self._keeping is not None
+            keeping.note(self._keeping[1].report())
             owner.retire(self._keeping[1])
             self._bucket, self._keeping = owner.last, None
 
