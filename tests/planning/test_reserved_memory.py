@@ -6,9 +6,11 @@ import os
 import pickle
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+import bench.allocator
 from backstash.errors import PlanError
 from backstash.planning.model.allocator import (
     Allocation,
@@ -16,10 +18,9 @@ from backstash.planning.model.allocator import (
     CachingAllocator,
     OutOfReservedError,
     block_nbytes,
-    changes_of,
     replay,
+    reserved_by,
 )
-from backstash.planning.model.trace import Buffer, Trace
 from backstash.report.allocated import recorded
 
 MIB = 1 << 20
@@ -123,12 +124,11 @@ def test_no_sequence_breaks_what_an_allocator_promises(is_expandable: bool) -> N
                 assert not (one.is_free and other.is_free)
 
 
-def test_a_step_is_repeated_with_the_gradients_of_the_one_before() -> None:
-    y, grad = Buffer("y", "stashed", 30 * MIB, 0, 3), Buffer("w", "gradient", 20 * MIB, 2, 4)
-    weight = Buffer("w", "parameter", 20 * MIB, 0, 4)
-    found = replay(changes_of(Trace("plain", (y, grad, weight), (), 1, 4), steps=3))
-    # The second step's gradient lies beside the first's until that is released, and the third finds the first's memory.
-    assert found.allocated_nbytes == 90 * MIB and found.reserved_nbytes == 90 * MIB
+def test_a_step_that_is_repeated_finds_what_the_one_before_has_left() -> None:
+    """A gradient lies in the room of a released value; the next step's value needs room of its own beside it."""
+    step = [Allocation(1, 30 * MIB), Allocation(1), Allocation(2, 20 * MIB)]
+    assert replay(step).reserved_nbytes == 30 * MIB
+    assert reserved_by(step).reserved_nbytes == 60 * MIB and reserved_by(step).allocated_nbytes == 50 * MIB
 
 
 def event(action: str, addr: int, nbytes: int, stream: int = 0) -> dict[str, object]:
@@ -169,6 +169,19 @@ def test_a_snapshot_with_segments_that_grow() -> None:
     modelled, given = found.modelled()
     assert found.is_expandable and given == found.reserved == (20 * MIB, 20 * MIB)
     assert modelled.reserved_nbytes == 40 * MIB and modelled.fragmented_nbytes == 17 * MIB
+
+
+def test_a_snapshot_is_printed_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [event("segment_alloc", 0x10000000, 16 * MIB), event("alloc", 0x10000000, 15 * MIB)]
+    file = tmp_path / "snapshot.pickle"
+    file.write_bytes(pickle.dumps({"device_traces": [events]}))
+    assert bench.allocator.main([str(file)]) == 0
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()[2:]] == [
+        ["recorded", "16.0", "1"],
+        ["modelled", "16.0", "1"],
+    ]
+    file.write_bytes(pickle.dumps({"device_traces": [[*events, event("segment_alloc", 0x20000000, 2 * MIB)]]}))
+    assert bench.allocator.main([str(file)]) == 1, "the allocator asked for more than the model does"
 
 
 @pytest.mark.parametrize("data", [b"", b"text", pickle.dumps([1]), pickle.dumps({"segments": []})])

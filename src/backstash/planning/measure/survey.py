@@ -152,7 +152,7 @@ class KeepForSurvey(Policy):
         return Stash(Shape()) if saved.need is Need.SHAPE else Keep()
 
     def note(self, report: Report) -> None:
-        """Adds what a step has saved and not decided on, because a call held it. Steps that note fewer calls decide on it."""
+        """Adds what a step has saved and not decided on, because one of its calls held that."""
         for row in report.rows:
             for key in (row.key, *row.shared_by):
                 self.asked.setdefault(key)

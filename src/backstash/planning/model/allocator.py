@@ -29,7 +29,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from backstash.errors import PlanError
-from backstash.planning.model.trace import Trace
 
 SMALLEST_BLOCK = 512
 SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
@@ -309,25 +308,3 @@ def reserved_by(changes: Iterable[Allocation]) -> Reserved:
     allocator = CachingAllocator("expandable_segments:true" in words.lower().replace(" ", ""))
     each = list(changes)
     return replay([*each, *each], allocator)
-
-
-def changes_of(trace: Trace, steps: int = 2) -> list[Allocation]:
-    """Returns the allocations and releases of a step that is repeated: the second finds what the first has left.
-
-    Args:
-        trace: the step, as ``record(step)`` returns it. Parameters are allocated first. Gradients that are alive at its
-            end are released where the next step ends, as ``zero_grad`` and a new gradient do.
-        steps: how often it runs.
-    """
-    numbers = itertools.count()
-    found = [Allocation(next(numbers), b.nbytes) for b in trace.buffers if b.nbytes and b.role == "parameter"]
-    buffers = [buffer for buffer in trace.buffers if buffer.nbytes and buffer.role != "parameter"]
-    left: list[int] = []
-    for _ in range(steps):
-        own = [next(numbers) for _ in buffers]
-        moments = [(buffer.end, 0, at) for at, buffer in enumerate(buffers) if buffer.end < trace.end]
-        moments += [(buffer.start, 1, at) for at, buffer in enumerate(buffers)]
-        found += [Allocation(own[at], buffers[at].nbytes if starts else 0) for _, starts, at in sorted(moments)]
-        found += [Allocation(number) for number in left]
-        left = [own[at] for at, buffer in enumerate(buffers) if buffer.end >= trace.end]
-    return found
