@@ -67,6 +67,7 @@ struct Slot : std::enable_shared_from_this<Slot> {
     std::vector<Packed*> members;
     c10::StorageImpl* storage = nullptr;  // as long as it is pending
     bool is_pending = true, is_asked = false;  // is_asked: on the long way, in this pass alone
+    bool is_unfused = false;              // a kernel's result had other bits than its sample
     long born = 0;
     at::Tensor guard;                     // what others are made from, where it is held as it is
     int64_t guard_version = 0;

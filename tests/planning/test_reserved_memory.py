@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import bench.allocator
+import bench.snapshot
 from backstash.errors import PlanError
 from backstash.planning.model.allocator import (
     Allocation,
@@ -175,13 +175,13 @@ def test_a_snapshot_is_printed_beside_the_model(tmp_path: Path, capsys: pytest.C
     events = [event("segment_alloc", 0x10000000, 16 * MIB), event("alloc", 0x10000000, 15 * MIB)]
     file = tmp_path / "snapshot.pickle"
     file.write_bytes(pickle.dumps({"device_traces": [events]}))
-    assert bench.allocator.main([str(file)]) == 0
+    assert bench.snapshot.main([str(file)]) == 0
     assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()[2:]] == [
         ["recorded", "16.0", "1"],
         ["modelled", "16.0", "1"],
     ]
     file.write_bytes(pickle.dumps({"device_traces": [[*events, event("segment_alloc", 0x20000000, 2 * MIB)]]}))
-    assert bench.allocator.main([str(file)]) == 1, "the allocator asked for more than the model does"
+    assert bench.snapshot.main([str(file)]) == 1, "the allocator asked for more than the model does"
 
 
 @pytest.mark.parametrize("data", [b"", b"text", pickle.dumps([1]), pickle.dumps({"segments": []})])

@@ -294,7 +294,9 @@ def test_the_command_passes_arguments_and_the_exit_code_on(capfd: pytest.Capture
 def test_an_unknown_benchmark_names_the_known_ones() -> None:
     result = CliRunner().invoke(commands.app, ["bench", "speed"])
     assert result.exit_code == 2
-    known = "gist, run, peak, kernels, density, gist_accuracy, allocator, disk, layrub, cdma, comet, nodes, gpu"
+    known = (
+        "gist, run, peak, kernels, density, gist_accuracy, allocator, snapshot, disk, layrub, cdma, comet, nodes, gpu"
+    )
     known += ", hostcost, steptime, frontier, heldout_plans, planner, compile, families, sz_table, zoo"
     assert result.stderr == f"backstash: benchmark 'speed' was asked for, but there are {known}.\n"
     root = Path(benching.__file__).parents[3]

@@ -21,6 +21,7 @@ BENCHES = {
     "density": "where csr overtakes zvc",
     "gist_accuracy": "test accuracy with reduced precision",
     "allocator": "what keeping freed memory gives, under each allocator that is installed",
+    "snapshot": "a snapshot of CUDA's allocator beside the model of it",
     "disk": "speed of the disk store",
     "layrub": "memory and time when activations are moved, and networks too deep for their memory",
     "cdma": "bytes that would cross the link, by codec",

@@ -59,7 +59,7 @@ def affine(
         return None
     vectors, of_residual = _vectors(norm.call), () if inner is None else _vectors(inner.call)
     layout = images(x)
-    if layout is None or not per_channel(x.shape[1], *vectors, *of_residual):
+    if layout is None or not per_channel(x.shape[1], *vectors, *of_residual) or may_mix_nans(*vectors):
         return None
     rounding = rounding_of(x.device, layout[1] == 1)
     if not rounding:
@@ -76,6 +76,15 @@ def affine(
         kernel(*given, picked, sample.begin, sample.step, *of_residual)
         sample.picked = picked
     return result
+
+
+def may_mix_nans(*vectors: Tensor | None) -> bool:
+    """Whether a norm of these statistics and weights is left to ATen, because they are not all finite.
+
+    On a CPU the compiler chooses which of two NaN a sum or a product keeps; an accelerator has one NaN only.
+    """
+    given = [each for each in vectors if each is not None and each.is_cpu]
+    return not all(math.isfinite(float(each.sum())) for each in given)
 
 
 def _is_image(x: Tensor, spec: TensorSpec) -> bool:

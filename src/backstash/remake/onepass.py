@@ -175,6 +175,8 @@ def _row_norm(x: Leaf, call: Call, held: tuple[PassInput | None, PassInput | Non
         values, mean, rstd, weight, bias = _spread(tensors, has)
         if not _fits(values, spec) or mean.numel() != rstd.numel() or mean.dtype is not torch.float32:
             return False
+        if fused.may_mix_nans(mean, rstd):
+            return False
         if bias is None:  # ATen adds a zero, which makes one of a negative zero
             bias = torch.zeros(values.numel() // rstd.numel(), dtype=torch.float32, device=values.device)
             if weight is not None:
@@ -255,7 +257,7 @@ def _times_rows(product: Recipe, spec: TensorSpec, weight: PassInput | None) -> 
 
     def make(tensors: Sequence[Tensor], out: Tensor) -> bool:
         values, rstd, vector = _spread(tensors, has)
-        if not _fits(values, wide) or not rstd.is_contiguous():
+        if not _fits(values, wide) or not rstd.is_contiguous() or fused.may_mix_nans(rstd):
             return False
         kernel(values, None, None, rstd, vector, None, NormOrder.ROUNDED, nan_of(spec), out)
         return True
@@ -294,7 +296,7 @@ def _grouped(recipe: Recipe, curve: Recipe | None) -> OnePass | None:
 
     def make(tensors: Sequence[Tensor], out: Tensor) -> bool:
         values, mean, rstd, weight, bias = tensors
-        if not _fits(values, spec) or mean.dtype is not torch.float32:
+        if not _fits(values, spec) or mean.dtype is not torch.float32 or fused.may_mix_nans(mean, rstd):
             return False
         table = no_table if chain is None else table_of(chain, values.numel())
         if table is None:
@@ -335,7 +337,7 @@ def _channel_norm(recipe: Recipe) -> OnePass | None:
     def make(tensors: Sequence[Tensor], out: Tensor) -> bool:
         values, mean, invstd, weight, bias, added = _spread(tensors, has)
         fits = _fits(values, spec) and (added is None or _fits(added, spec))
-        if not fits or not per_channel(spec.shape[1], mean, invstd, weight, bias):
+        if not fits or not per_channel(spec.shape[1], mean, invstd, weight, bias) or fused.may_mix_nans(mean, invstd):
             return False
         kernel(values, mean, invstd, weight, bias, added, *numbers, *sizes, nan_of(spec), out)
         return True

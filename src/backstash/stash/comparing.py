@@ -212,14 +212,21 @@ def check_sample(value: Value, whole: Tensor) -> None:
     Raises:
         RecomputedDifferentlyError: it has other bits than it had (Note: [samples] in sample.py).
     """
+    recipe = value.state.recipe
+    if recipe is not None and is_other(value, whole):
+        raise RecomputedDifferentlyError(distrusted(value.live, value.key, recipe.call.spec, str(recipe)))
+
+
+def is_other(value: Value, whole: Tensor) -> bool:
+    """Whether a remade value has other bits than its sample; False where that is told at the end of the pass."""
     state, comparisons = value.state, value.live.comparisons
     sample, recipe = state.sample, state.recipe
     if sample is None or recipe is None:
-        return
+        return False
     if comparisons.takes(sample, whole):
         comparisons.add(sample, whole, partial(distrusted, value.live, value.key, recipe.call.spec, None))
-    elif sample.differs(whole):
-        raise RecomputedDifferentlyError(distrusted(value.live, value.key, recipe.call.spec, str(recipe)))
+        return False
+    return sample.differs(whole)
 
 
 def check_again(value: Value, recipe: Recipe, different: Tensor) -> None:

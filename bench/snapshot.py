@@ -1,4 +1,4 @@
-"""A snapshot of CUDA's allocator beside the model of it: ``python -m bench.allocator SNAPSHOT [--device N]``.
+"""A snapshot of CUDA's allocator beside the model of it: ``python -m bench.snapshot SNAPSHOT [--device N]``.
 
 The snapshot is the file that ``torch.cuda.memory._dump_snapshot`` writes, of a history that began with an empty cache.
 The allocations in it run through the model, which should have asked the device for the same segments.
@@ -16,7 +16,7 @@ from bench.rounds import mib, table
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints both; returns 0 if they reserved the same, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m bench.allocator", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.snapshot", description=__doc__)
     parser.add_argument("snapshot", type=Path)
     parser.add_argument("--device", type=int, default=0)
     asked = parser.parse_args(arguments)
